@@ -1,0 +1,39 @@
+"""The ground floor: the one class of what a user can get wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+
+class UserError(Exception):
+    """A mistake of the user: its message is one line that says what is wrong and what would be right."""
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+def run_command(main: Callable[[], int]) -> None:
+    """Run a command's main() and end the process with its exit status.
+
+    A UserError becomes one line on standard error and status 2; a full disk one line and status 1; a reader that
+    closed our pipe ends us quietly, as it does `cat`. Anything else is our own fault and keeps its stack trace.
+    """
+    try:
+        status = main()
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        status = 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while exiting
+        status = 1
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        where = f" (writing {error.filename})" if error.filename else ""
+        print(f"error: the disk is full{where}; make space and run the same command again", file=sys.stderr)
+        status = 1
+    sys.exit(status)
