@@ -1,0 +1,52 @@
+"""The loss on a set of windows, per token and per byte, beside the best that is possible."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from data.loader import Windows, entropy_floor, in_order
+from model import Thinker
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured: nats a token, bits a byte of text, and the corpus's own entropy (nats a token) if known."""
+
+    loss: float
+    bits_per_byte: float
+    entropy_floor: float | None
+    n_tokens: int
+
+
+class Evaluator:
+    """A fixed part of the validation set, the same at every call."""
+
+    def __init__(self, windows: Windows, batch_size: int, byte_lengths: np.ndarray, limit: int | None = None) -> None:
+        self.windows, self.batch_size, self.limit = windows, batch_size, limit
+        self.byte_lengths = torch.from_numpy(byte_lengths.astype(np.int64))
+        self.floor = entropy_floor(windows, limit)
+
+    @torch.no_grad()
+    def __call__(self, thinker: Thinker) -> Evaluation:
+        """Loss of `thinker` in evaluation mode; the mode it was in is put back."""
+        was_training = thinker.training
+        thinker.eval()
+        nats = torch.zeros((), dtype=torch.float64)
+        if thinker.device.type in ("cpu", "cuda"):
+            nats = nats.to(thinker.device)  # summed where the model is: the host asks once, at the end
+        count = n_bytes = 0
+        for inputs, targets in in_order(self.windows, self.batch_size, self.limit):
+            counted = targets[targets >= 0]
+            count += counted.numel()
+            n_bytes += int(self.byte_lengths[counted].sum())
+            loss, _ = thinker(
+                inputs.to(thinker.device, non_blocking=True), targets=targets.to(thinker.device, non_blocking=True)
+            )
+            nats += loss.to(nats.device, nats.dtype)
+        thinker.train(was_training)
+        total = nats.item()
+        return Evaluation(total / count, total / math.log(2) / max(n_bytes, 1), self.floor, count)

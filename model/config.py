@@ -1,0 +1,83 @@
+"""The shape of a Thinker."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from errors import UserError
+
+
+@dataclass
+class ThinkerConfig:
+    """Everything that decides a Thinker's parameters and forward pass. Widths left at None follow from the others.
+
+    Raises UserError where the numbers do not fit together.
+    """
+
+    vocab_size: int
+    d_model: int = 256  # width of the residual stream
+    n_layers: int = 4
+    n_heads: int = 4  # query heads
+    n_kv_heads: int | None = None  # key/value heads; None: as many as query heads (MHA); 1: multi-query
+    head_dim: int | None = None  # None: d_model / n_heads
+    d_ff: int | None = None  # width inside the MLP; None: 8/3 of d_model, rounded up to a multiple of 64
+    max_seq_len: int = 1024  # the longest sequence that it is trained on, and so sampled to
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = True  # RMSNorm on queries and keys before RoPE, as in Qwen3; False is the LLaMA form
+    tie_embeddings: bool = False  # the head's matrix is the embedding's
+    dropout: float = 0.0  # on the embedding and on what attention and MLP add to the residual stream
+    attention: str = "full"  # every earlier position and itself
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.n_kv_heads is None:
+            self.n_kv_heads = self.n_heads
+        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+            divisors = [d for d in range(1, self.n_heads + 1) if self.n_heads % d == 0]
+            raise UserError(
+                f"model.n_heads ({self.n_heads}) must be a multiple of model.n_kv_heads ({self.n_kv_heads}); "
+                f"possible: {', '.join(map(str, divisors))}"
+            )
+        if self.head_dim is None:
+            if self.d_model % self.n_heads:
+                raise UserError(
+                    f"model.d_model ({self.d_model}) must be a multiple of model.n_heads ({self.n_heads}), "
+                    "or model.head_dim be given"
+                )
+            self.head_dim = self.d_model // self.n_heads
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UserError(f"the width of a head is {self.head_dim}; RoPE turns pairs, so it must be even")
+        if self.d_ff is None:
+            self.d_ff = -(-8 * self.d_model // (3 * 64)) * 64
+        if self.d_ff < 1:
+            raise UserError(f"model.d_ff is {self.d_ff}; it must be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout is {self.dropout}; it must lie in [0, 1)")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise UserError("model.rope_theta and model.norm_eps must be positive")
+        if self.attention != "full":
+            raise UserError(f"model.attention is {self.attention!r}; possible: full")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers and strings, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ThinkerConfig:
+        """The inverse of to_dict. Raises UserError on a key that this version does not know or a wrong type."""
+        known = {field.name: field.type for field in fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise UserError(f"the model's configuration has a key {name!r} that this version does not know")
+            kinds = str(known[name]).split(" | ")  # e.g. "int | None"; JSON may write 10000.0 as 10000
+            allowed = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "None": (type(None),)}
+            fits = isinstance(value, tuple(t for kind in kinds for t in allowed[kind]))
+            if not fits or (isinstance(value, bool) and "bool" not in kinds):
+                raise UserError(f"the model's configuration has {name} = {value!r}; it must be {known[name]}")
+        if "vocab_size" not in values:
+            raise UserError("the model's configuration lacks vocab_size")
+        return cls(**values)

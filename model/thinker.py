@@ -1,0 +1,161 @@
+"""The Thinker: the whole forward pass on one screen."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from errors import UserError
+from model.attention import Attention, Linear, RMSNorm
+from model.cache import KVCache, Placement
+from model.config import ThinkerConfig
+from model.loss import head_loss
+from model.rope import Rope
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: ThinkerConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.d_model, config.d_ff)
+        self.up_proj = Linear(config.d_model, config.d_ff)
+        self.down_proj = Linear(config.d_ff, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ThinkerConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], place: Placement, cache: KVCache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, place, cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Thinker(nn.Module):
+    """A decoder-only transformer: pre-norm blocks of grouped-query attention with RoPE, and SwiGLU.
+
+    With QK-norm this is what Hugging Face calls `qwen3`, without it `llama`: weights carry over unchanged.
+
+    Weights may stay in fp32 while activations run in `activation_dtype` (None: the weights' own): each matrix is
+    cast where it is used, norms and the softmax of the loss are computed in fp32.
+    """
+
+    def __init__(self, config: ThinkerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_dtype: torch.dtype | None = None
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.rope = Rope(config.head_dim, config.rope_theta)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.head = Linear(config.d_model, config.vocab_size)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.initialise()
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        """Draw all weights anew.
+
+        | parameter | drawn from |
+        |---|---|
+        | embedding | normal, deviation 1; 0.02 where the head is tied to it |
+        | q, k, v, gate, up | normal, deviation 1/√(columns): outputs as large as inputs |
+        | o, down | zero: every block begins as the identity |
+        | head | zero: the first loss is exactly ln V; where tied, the embedding |
+        | gains of the norms | one |
+        """
+        for name, parameter in self.named_parameters():
+            if name == "embedding.weight":
+                parameter.normal_(0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator)
+            elif parameter.dim() == 1:
+                parameter.fill_(1)
+            elif name.endswith(("o_proj.weight", "down_proj.weight", "head.weight")):
+                parameter.zero_()
+            else:
+                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the activations."""
+        return self.activation_dtype or self.embedding.weight.dtype
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        *,
+        embeddings: Tensor | None = None,
+        targets: Tensor | None = None,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """One pass, for training, prefill and decoding alike.
+
+        Args:
+            tokens: (B, T) int64; or, instead, `embeddings`: (B, T, C).
+            targets: (B, T) int64, the token after each; −1 is not counted.
+            cache: take the T positions as the next ones of what it holds, and add them to it. For inference:
+                no gradient flows.
+            last_only: compute the logits of the last position alone.
+
+        Returns: logits (B, T, V), or (B, 1, V) with last_only; with targets, (sum of losses in nats, fp32; number of
+            targets counted).
+
+        Raises UserError on shapes that do not fit, or a cache that is full.
+        """
+        if (tokens is None) == (embeddings is None):
+            raise UserError("give a Thinker either tokens or embeddings")
+        given = tokens if embeddings is None else embeddings
+        if given.dim() != (2 if embeddings is None else 3) or 0 in given.shape:
+            raise UserError(f"tokens must be (B, T) and embeddings (B, T, C), not empty; got {tuple(given.shape)}")
+        if cache is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(tokens, embeddings=embeddings, targets=targets, cache=cache, last_only=last_only)
+        B, T = given.shape[:2]
+        place = Placement.from_zero(T, given.device) if cache is None else cache.append(B, T)
+        x = self.embedding(tokens) if embeddings is None else embeddings  # (B, T, C)
+        x = self.dropout(x.to(self.dtype))
+        rope = self.rope(place.positions, place.end, x.dtype)  # 2 x (T, D/2)
+        for block in self.blocks:
+            x = block(x, rope, place, cache)  # (B, T, C)
+        x = self.norm(x[:, -1:] if last_only else x)
+        return self.head(x) if targets is None else head_loss(x, self.head.weight, targets)  # (B, T, V)
+
+    def new_cache(self, batch_size: int = 1, max_len: int | None = None) -> KVCache:
+        """An empty cache of this model's shape, device and precision; max_len: config.max_seq_len unless given."""
+        return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype)
+
+    @torch.no_grad()
+    def attention_weights(self, tokens: Tensor) -> Tensor:
+        """Every attention matrix of one ordinary forward pass, (layers, B, H, T, T); rows are queries and sum to 1."""
+        seen: list[Tensor] = []
+        hooks = [
+            block.attention.register_forward_pre_hook(lambda module, args: seen.append(module.weights(*args[:2])))
+            for block in self.blocks
+        ]
+        try:
+            self(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack(seen)

@@ -1,0 +1,72 @@
+"""load(path) -> (thinker, tokenizer), whatever kind of folder path is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from data.tokenizer import FILE_NAME, Tokenizer
+from errors import UserError
+from model import Thinker
+from storage.checkpoint import list_checkpoints, load_thinker, verify
+from storage.run_directory import RunDirectory
+
+
+def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
+    """The checkpoint folder that `path` means: itself, or the latest or best of a run directory.
+
+    Raises UserError where there is none; the message says what is there instead.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a run directory, such as runs/quickstart, or a checkpoint in it")
+    if (path / "model.safetensors").is_file() and (path / "manifest.json").is_file():
+        if checkpoint != "latest":
+            raise UserError(
+                f"{path} is one checkpoint; --checkpoint {checkpoint} chooses among those of a run directory"
+            )
+        verify(path)
+        return path
+    run = RunDirectory(path)
+    if not run.checkpoints.is_dir():
+        raise UserError(f"{path} is no run directory (it has no checkpoints/) and no checkpoint")
+    if checkpoint == "latest":
+        found = run.latest()
+    elif checkpoint == "best":
+        found = next(reversed(list_checkpoints(run.checkpoints, "best")), None)
+    else:
+        found = run.checkpoints / checkpoint
+        if not found.is_dir():
+            names = [folder.name for kind in ("step", "best") for folder in list_checkpoints(run.checkpoints, kind)]
+            raise UserError(f"{path} has no checkpoint {checkpoint}; there are: {', '.join(names) or 'none'}")
+    if found is None:
+        raise UserError(f"{path} has no {checkpoint} checkpoint yet; train first")
+    if checkpoint != "latest":
+        verify(found)
+    return found
+
+
+def load(
+    path: str | Path, device: torch.device | str = "cpu", checkpoint: str = "latest"
+) -> tuple[Thinker, Tokenizer | None]:
+    """A model and its tokenizer (None where the folder has none), ready to sample from, in fp32.
+
+    Args:
+        path: a run directory, or a checkpoint in it.
+        checkpoint: of a run directory, "latest", "best", or a name such as "step-00000500".
+
+    Raises UserError where `path` is neither, or nothing in it is whole.
+    """
+    folder = find_checkpoint(path, checkpoint)
+    thinker = load_thinker(folder, device)
+    for place in (folder, folder.parent.parent):
+        if (place / FILE_NAME).is_file():
+            tokenizer = Tokenizer.load(place)
+            if tokenizer.vocab_size > thinker.config.vocab_size:
+                raise UserError(
+                    f"the tokenizer in {place} has {tokenizer.vocab_size} ids, the model {thinker.config.vocab_size}: "
+                    "they do not belong together"
+                )
+            return thinker, tokenizer
+    return thinker, None

@@ -1,0 +1,30 @@
+"""Train a Thinker: python train.py RECIPE.yaml [section.key=value ...]."""
+
+from __future__ import annotations
+
+import argparse
+
+from errors import run_command
+
+
+def main() -> int:
+    """Parse, build, run. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description="Train a Thinker from a YAML recipe. The same command again resumes the run.",
+        epilog="Example: python train.py configs/quickstart.yaml data.source=text data.path=my.txt run.dir=runs/mine",
+    )
+    parser.add_argument("recipe", help="a YAML file, such as configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe, replaced")
+    arguments = parser.parse_args()
+
+    from training.recipe import load_recipe  # after parsing: --help and a wrong flag need not wait for torch
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+
+    from training.loop import Trainer
+
+    return Trainer(recipe).train()
+
+
+if __name__ == "__main__":
+    run_command(main)

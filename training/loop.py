@@ -1,0 +1,318 @@
+"""Training: build everything from a recipe, then one optimizer step after the other."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.corpus import Corpus, prepare
+from data.loader import Loader, Windows
+from data.tokenizer import token_byte_lengths
+from errors import UserError
+from evaluation.loss import Evaluation, Evaluator
+from generation import Generator, SamplingParams
+from model import Thinker
+from model.device import DTYPES, choose_device, choose_precision
+from storage import checkpoint
+from storage.run_directory import RunDirectory
+from training.meter import MemoryMeter, flops_per_token, peak_flops
+from training.optimizers import Optimizers
+from training.picture import draw_loss
+from training.recipe import Recipe
+from training.schedule import lr_factor
+from training.tracking import Tracker
+
+EXIT_STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+class Trainer:
+    """One run: its data, model, optimizer and files, and where it stands."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Check everything, build everything, and take up the run where its newest checkpoint left it.
+
+        Raises UserError before anything is written where the recipe does not fit the machine, the data or the run.
+        """
+        self.recipe, train = recipe, recipe.train
+        self.run = RunDirectory(recipe.run.dir)
+        self.device = choose_device(train.device)
+        self.settle_machine()
+        self.corpus = self.prepare_data()
+        config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
+        aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
+        self.loader = Loader(
+            Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing), train.batch_size, recipe.run.seed
+        )
+        self.micro_batch_size = train.micro_batch_size or train.batch_size
+        self.evaluator = Evaluator(
+            Windows(self.corpus.val, recipe.data.seq_len, aligned),
+            self.micro_batch_size,
+            token_byte_lengths(self.corpus.tokenizer),
+            train.eval_windows,
+        )
+        if self.device.type == "cpu":
+            torch.set_flush_denormal(True)  # peaked softmaxes fill the backward pass with them: FACTS of speed
+        elif self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        self.memory = MemoryMeter(self.device)
+        torch.manual_seed(recipe.run.seed)
+        self.thinker = Thinker(config).to(self.device).train()  # drawn on the CPU: the same weights on every device
+        self.thinker.activation_dtype = DTYPES[train.precision]
+        self.optimizers = Optimizers(self.thinker, recipe.optimizer)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=train.precision == "fp16")
+        self.step = self.tokens = 0
+        self.elapsed = 0.0  # seconds of training
+        self.best_loss: float | None = None
+        self.last: Evaluation | None = None
+        self.signal: int | None = None
+        saved = self.resume()
+        if train.compile:
+            for block in self.thinker.blocks:
+                block.compile()  # in place: names of parameters stay as they are
+        self.run.create()
+        self.run.write_config(recipe.model_dump(mode="json"))
+        self.corpus.tokenizer.save(self.run.path)
+        self.tracker = Tracker(recipe, self.run, saved.get("wandb_id"))
+
+    def settle_machine(self) -> None:
+        """Choose what depends on the machine, once a run: the choice is kept in its config.yaml and used again."""
+        train, before = self.recipe.train, self.run.read_config()
+        if before is not None:
+            self.refuse_changes(before)
+            if train.precision == "auto":
+                train.precision = before["train"]["precision"]
+        train.precision = choose_precision(train.precision, self.device)
+
+    def refuse_changes(self, before: dict[str, Any]) -> None:
+        """Raise UserError where a key that decides what is learned differs from the run that was begun here."""
+        now = self.recipe.model_dump(mode="json")
+        if not checkpoint.list_checkpoints(self.run.checkpoints):
+            return
+        for section, keys in (("model", None), ("data", None), ("optimizer", ("name",)), ("run", ("seed",))):
+            for key, value in now[section].items():
+                then = before.get(section, {}).get(key)
+                if (keys is None or key in keys) and value != then and key != "cache_dir":
+                    raise UserError(
+                        f"{section}.{key} is {value!r}, but the run in {self.run.path} was begun with {then!r}; "
+                        "put it back, or choose another run.dir"
+                    )
+
+    def prepare_data(self) -> Corpus:
+        """The corpus as tokens on disk."""
+        data = self.recipe.data
+        options = {name: getattr(data, name) for name in ("path", "config", "split", "column", "streaming")}
+        return prepare(
+            source=data.source,
+            **{name: value for name, value in options.items() if value is not None},
+            tokenizer=data.tokenizer,
+            val_fraction=data.val_fraction,
+            max_documents=data.max_documents,
+            cache_dir=data.cache_dir,
+            seed=self.recipe.run.seed,
+        )
+
+    def train(self) -> int:
+        """Run until the recipe's end, or a signal. Returns the exit status."""
+        train = self.recipe.train
+        if self.step:
+            print(f"going on from step {self.step} in {self.run.path}", file=sys.stderr)
+        handlers = {number: signal.signal(number, self._on_signal) for number in EXIT_STATUS}
+        bar = tqdm(
+            total=1.0, initial=self.progress(), bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]"
+        )
+        losses: list[Tensor] = []
+        logged_at, logged_tokens = self.elapsed, self.tokens
+        try:
+            while self.progress() < 1 and self.signal is None:
+                started = time.perf_counter()
+                loss, grad_norm, factor = self.train_step()
+                losses.append(loss)
+                if self.step % train.log_every == 0:
+                    line = {"train_loss": torch.stack(losses).mean().item(), "lr": self.optimizers.lr * factor}
+                    losses.clear()
+                    line["grad_norm"] = float(grad_norm)
+                    self.elapsed += time.perf_counter() - started  # after .item(): the device has finished
+                    speed = (self.tokens - logged_tokens) / max(self.elapsed - logged_at, 1e-9)
+                    logged_at, logged_tokens = self.elapsed, self.tokens
+                    self.log(line | self.speed(speed))
+                    val = f", validation {self.last.loss:.3f}" if self.last else ""
+                    bar.set_postfix_str(
+                        f"step {self.step}, loss {line['train_loss']:.3f}{val}, {speed:,.0f} tokens/s", refresh=False
+                    )
+                else:
+                    self.elapsed += time.perf_counter() - started
+                bar.update(self.progress() - bar.n)
+                if train.eval_every and self.step % train.eval_every == 0 and self.progress() < 1:
+                    self.evaluate()
+                if train.save_every and self.step % train.save_every == 0 and self.progress() < 1:
+                    self.save()
+                if train.sample_every and self.step % train.sample_every == 0:
+                    bar.write(f"step {self.step}: {self.sample()}", file=sys.stderr)
+            if self.signal is None and self.last_evaluated() != self.step:
+                self.evaluate()
+            if not (self.run.checkpoints / self.name()).exists():
+                self.save()
+            bar.update(self.progress() - bar.n)
+        finally:
+            bar.close()
+            self.tracker.finish()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None:
+            print(f"saved step {self.step} in {self.run.path}; the same command goes on from there", file=sys.stderr)
+            return EXIT_STATUS[self.signal]
+        self.report()
+        return 0
+
+    def train_step(self) -> tuple[Tensor, Tensor, float]:
+        """One optimizer step. Returns loss (nats a token) and gradient norm, still on the device, and the lr factor."""
+        train = self.recipe.train
+        factor = lr_factor(
+            self.step,
+            self.progress(),
+            schedule=train.schedule,
+            warmup_steps=train.warmup_steps,
+            decay_fraction=0.4 if train.decay_fraction is None else train.decay_fraction,
+            final=train.final_lr_fraction,
+        )
+        self.optimizers.set_lr(factor)
+        inputs, targets = self.loader.batch(self.step)  # (B, T) each
+        count = int((targets >= 0).sum())
+        total = torch.zeros((), device=self.device)
+        for part in range(0, train.batch_size, self.micro_batch_size):
+            x, y = (self.to_device(whole[part : part + self.micro_batch_size]) for whole in (inputs, targets))
+            loss_sum, _ = self.thinker(x, targets=y)
+            self.scaler.scale(loss_sum / max(count, 1)).backward()
+            total += loss_sum.detach()
+        for optimizer in self.optimizers.optimizers:
+            self.scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.thinker.parameters(), train.grad_clip or float("inf"))
+        for optimizer in self.optimizers.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        self.optimizers.zero_grad()
+        self.step += 1
+        self.tokens += count
+        return total / max(count, 1), grad_norm, factor
+
+    def to_device(self, batch: Tensor) -> Tensor:
+        """A batch on the device; to a GPU from pinned memory, so that the host does not wait."""
+        if self.device.type == "cuda":
+            batch = batch.pin_memory()
+        return batch.to(self.device, non_blocking=True)
+
+    def progress(self) -> float:
+        """The share of the run that is done, in [0, 1]: of steps or of time, whichever is further."""
+        train = self.recipe.train
+        steps = self.step / train.max_steps if train.max_steps else 0.0
+        minutes = self.elapsed / 60 / train.max_minutes if train.max_minutes else 0.0
+        return min(1.0, max(steps, minutes))
+
+    def speed(self, tokens_per_second: float) -> dict[str, float]:
+        """The keys of a line of metrics that say how fast and how large."""
+        line = {"tokens_per_second": tokens_per_second, "peak_memory_bytes": self.memory.peak()}
+        peak = peak_flops(self.device, self.recipe.train.precision)
+        if peak is not None:
+            line["mfu"] = tokens_per_second * flops_per_token(self.thinker, self.recipe.data.seq_len) / peak
+        return line
+
+    def log(self, line: dict[str, Any]) -> None:
+        """One line to metrics.jsonl and to wandb."""
+        line = {"step": self.step, "tokens": self.tokens, **line, "elapsed_s": self.elapsed}
+        self.run.log(line)
+        self.tracker.log(line)
+
+    def evaluate(self) -> None:
+        """Measure the validation loss, log it, and keep the weights if they are the best so far."""
+        self.last = found = self.evaluator(self.thinker)
+        line = {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
+        if found.entropy_floor is not None:
+            line["entropy_floor"] = found.entropy_floor
+        self.log(line)
+        if self.best_loss is None or found.loss < self.best_loss:
+            self.best_loss = found.loss
+            older = checkpoint.list_checkpoints(self.run.checkpoints, "best")
+            new = self.run.checkpoints / self.name("best")
+            checkpoint.save(new, self.thinker, {"step": self.step, "val_loss": found.loss})
+            for path in older:
+                if path != new:
+                    checkpoint.remove(path)
+
+    def sample(self) -> str:
+        """A line from the model as it is now."""
+        generator = Generator(self.thinker, self.corpus.tokenizer)
+        prompt = self.recipe.train.sample_prompt
+        completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=self.step))
+        return " ".join((prompt + completion[0].text).split())
+
+    def name(self, kind: str = "step") -> str:
+        """The name of a checkpoint made now."""
+        return f"{kind}-{self.step:08d}"
+
+    def save(self) -> None:
+        """Write a checkpoint, then remove those beyond train.keep_last."""
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "elapsed_s": self.elapsed,
+            "best_val_loss": self.best_loss,
+            "wandb_id": self.tracker.run_id,
+            "scaler": self.scaler.state_dict(),
+        }
+        training = self.optimizers.tensors() | {"random.cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            training["random.cuda"] = torch.cuda.get_rng_state(self.device)
+        checkpoint.save(self.run.checkpoints / self.name(), self.thinker, state, training)
+        for folder in checkpoint.list_checkpoints(self.run.checkpoints)[: -self.recipe.train.keep_last]:
+            checkpoint.remove(folder)
+
+    def resume(self) -> dict[str, Any]:
+        """Take up the newest whole checkpoint, if there is one. Returns its state, or an empty dictionary."""
+        folder = self.run.latest()
+        if folder is None:
+            return {}
+        state = checkpoint.read_json(folder / "state.json")
+        training = checkpoint.read_tensors(folder / "training.safetensors")
+        checkpoint.load_weights(self.thinker, checkpoint.read_tensors(folder / "model.safetensors"), folder)
+        self.optimizers.load_tensors(training)
+        self.scaler.load_state_dict(state["scaler"])
+        torch.set_rng_state(training["random.cpu"])
+        if self.device.type == "cuda" and "random.cuda" in training:
+            torch.cuda.set_rng_state(training["random.cuda"], self.device)
+        self.step, self.tokens, self.elapsed = state["step"], state["tokens"], state["elapsed_s"]
+        self.best_loss = state["best_val_loss"]
+        self.run.cut_metrics(self.step)
+        return state
+
+    def last_evaluated(self) -> int | None:
+        """The step of the last evaluation in metrics.jsonl."""
+        steps = [line["step"] for line in self.run.read_metrics() if "val_loss" in line]
+        return steps[-1] if steps else None
+
+    def report(self) -> None:
+        """Say how the run ended, and draw it."""
+        lines = list(self.run.read_metrics())
+        picture = self.run.path / "loss.png"
+        draw_loss(lines, picture, f"{self.run.path.name}: {self.tokens:,} tokens in {self.elapsed / 60:.1f} minutes")
+        val = next(line for line in reversed(lines) if "val_loss" in line)
+        floor = val.get("entropy_floor")
+        print(f"finished: {self.step} steps, {self.tokens:,} tokens, {self.elapsed:.0f} s of training")
+        print(f"validation loss {val['val_loss']:.4f} nats a token, {val['val_bits_per_byte']:.4f} bits a byte")
+        if floor is not None:
+            above = val["val_loss"] / floor - 1
+            print(f"entropy of the corpus {floor:.4f} nats a token: the model is {above:.1%} above the best possible")
+        print(f"loss curve {picture}")
+        print(f"sample from it: python generate.py {self.run.path}")
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.signal is not None:
+            signal.signal(number, signal.SIG_DFL)  # asked twice: leave at once
+            signal.raise_signal(number)
+        self.signal = number
+        print("\nfinishing this step and saving; once more leaves at once", file=sys.stderr)

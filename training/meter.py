@@ -1,0 +1,67 @@
+"""How fast the training goes, against what the device could do, and how much memory it takes."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+from model import Thinker
+
+# Dense peaks in FLOP/s for bf16 (fp16 alike) with fp32 accumulation, from the makers' data sheets, by a part of the
+# name that torch reports. A device that is not listed gets no MFU.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def flops_per_token(thinker: Thinker, seq_len: int) -> int:
+    """FLOPs of a training step a token by the convention of PaLM's appendix B (arXiv:2204.02311).
+
+    6 a parameter (head counted, embedding look-up not) plus 12 · n_layers · d_model · T for attention.
+    """
+    config = thinker.config
+    parameters = sum(parameter.numel() for parameter in thinker.parameters())
+    if not config.tie_embeddings:
+        parameters -= thinker.embedding.weight.numel()
+    return 6 * parameters + 12 * config.n_layers * config.d_model * seq_len
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's dense peak in FLOP/s at a precision, or None where it is not known."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+class MemoryMeter:
+    """Peak memory since its making: allocated on a GPU, elsewhere the growth of the process's resident set."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.before = 0 if device.type == "cuda" else self._resident_peak()
+
+    def peak(self) -> int:
+        """Bytes."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self._resident_peak() - self.before
+
+    @staticmethod
+    def _resident_peak() -> int:
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts in bytes there, in KiB on Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,231 @@
+"""A recipe: the YAML file as a checked tree, with overrides section.key=value from the command line."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from errors import UserError
+from model import ThinkerConfig
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of a recipe. Keys that it does not know are refused."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
+                raise ValueError(f"{name} is {value}, which is no number or name")
+        return values
+
+
+class RunSection(Section):
+    """Where the run lives, and its seed."""
+
+    dir: str | None = None  # null: runs/ and the recipe's name
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of weights, data order and dropout
+
+
+class ModelSection(Section):
+    """The shape, with ThinkerConfig's names. Null follows from the other keys, vocab_size from the tokenizer."""
+
+    vocab_size: Positive | None = None
+    d_model: Positive = 256
+    n_layers: Positive = 4
+    n_heads: Positive = 4
+    n_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    d_ff: Positive | None = None
+    max_seq_len: Positive | None = None  # null: data.seq_len
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = True
+    tie_embeddings: bool = False
+    dropout: float = 0.0
+    attention: str = "full"
+
+
+class DataSection(Section):
+    """What is read, how it becomes tokens, and how they are cut into windows."""
+
+    source: str = "tales"
+    path: str | None = None
+    config: str | None = None  # of a hub dataset
+    split: str | None = None  # of a hub dataset; null: train
+    column: str | None = None  # of jsonl, parquet and hub; null: text
+    streaming: bool | None = None  # of a hub dataset; null: yes
+    tokenizer: str = "bpe:4096"
+    seq_len: Annotated[int, Field(ge=2)] = 256
+    packing: Literal["contiguous", "documents"] = "contiguous"
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    max_documents: Positive | None = None
+    cache_dir: str = ".cache"
+
+
+class OptimizerSection(Section):
+    """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
+
+    name: Literal["muon", "adamw"] = "muon"
+    lr: Annotated[float, Field(gt=0)] | None = None  # of the blocks' matrices; null: 0.02 for muon, 0.002 for adamw
+    embedding_lr: Annotated[float, Field(gt=0)] | None = None  # null: 0.03 with muon, lr with adamw
+    head_lr: Annotated[float, Field(gt=0)] | None = None  # of head and gains; null: 0.003 with muon, lr with adamw
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.8, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-10
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # on matrices only
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # muon only; null: 0.95
+
+
+class TrainSection(Section):
+    """How long, how much at a time, on what, and what is written when."""
+
+    max_steps: Positive | None = None
+    max_minutes: Annotated[float, Field(gt=0)] | None = None  # of training, evaluation left out
+    batch_size: Positive = 16  # sequences an optimizer step
+    micro_batch_size: Positive | None = None  # sequences at once; null: batch_size
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    schedule: Literal["wsd", "cosine"] = "wsd"
+    decay_fraction: Share | None = None  # the last part of a wsd run, in which lr falls linearly; null: 0.4
+    final_lr_fraction: Share = 0.0  # of the peak, at the end
+    grad_clip: Annotated[float, Field(gt=0)] | None = 1.0  # of the gradient's global norm; null: none
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    compile: bool = False
+    log_every: Positive = 1
+    eval_every: Positive | None = 250  # steps; null: at the end only
+    eval_windows: Positive | None = None  # of the validation set, the first so many; null: all
+    save_every: Positive | None = 500  # steps; null: at the end only
+    keep_last: Positive = 2  # checkpoints; the best one is kept beside them
+    sample_every: Positive | None = None  # steps; null: no samples while training
+    sample_prompt: str = ""
+
+
+class TrackingSection(Section):
+    """Weights & Biases, beside the metrics.jsonl that is always written."""
+
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    project: str = "thinker"
+    name: str | None = None  # null: the run directory's name
+
+
+class Recipe(Section):
+    """The whole tree; what contradicts itself is refused."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    train: TrainSection = TrainSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        train, optimizer = self.train, self.optimizer
+        if train.max_steps is None and train.max_minutes is None:
+            raise ValueError("train.max_steps or train.max_minutes must say when to stop")
+        if train.batch_size % (train.micro_batch_size or train.batch_size):
+            divisors = [d for d in range(1, train.batch_size + 1) if train.batch_size % d == 0]
+            raise ValueError(
+                f"train.batch_size ({train.batch_size}) must be a multiple of train.micro_batch_size "
+                f"({train.micro_batch_size}); possible: {', '.join(map(str, divisors))}"
+            )
+        if train.schedule == "cosine" and train.decay_fraction is not None:
+            raise ValueError("train.decay_fraction is read by the schedule wsd only; leave it out with cosine")
+        if optimizer.name == "adamw" and optimizer.momentum is not None:
+            raise ValueError("optimizer.momentum is read by muon only; adamw has optimizer.betas")
+        max_seq_len = self.model.max_seq_len or self.data.seq_len
+        if self.data.seq_len > max_seq_len:
+            raise ValueError(
+                f"data.seq_len ({self.data.seq_len}) is longer than model.max_seq_len ({max_seq_len}); "
+                "raise the second or lower the first"
+            )
+        self.thinker_config(vocab_size=1)  # refuses what does not fit together
+        return self
+
+    def thinker_config(self, vocab_size: int) -> ThinkerConfig:
+        """The model's shape for a tokenizer of that size. Raises UserError where the two do not fit."""
+        values = self.model.model_dump()
+        values["max_seq_len"] = values["max_seq_len"] or self.data.seq_len
+        if (values["vocab_size"] or vocab_size) < vocab_size:
+            raise UserError(
+                f"model.vocab_size ({values['vocab_size']}) is smaller than the tokenizer's ({vocab_size}); "
+                "leave it out, and it follows from the tokenizer"
+            )
+        values["vocab_size"] = values["vocab_size"] or vocab_size
+        return ThinkerConfig(**values)
+
+
+def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
+    """The recipe in a YAML file, with overrides such as "train.max_steps=100" on top.
+
+    Raises UserError, one line naming the key, where anything does not fit.
+    """
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        there = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
+        raise UserError(f"there is no recipe {path}" + (f"; there are: {there}" if there else "")) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a recipe: {error}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is no YAML: {error}") from error
+    if not isinstance(tree or {}, dict):
+        raise UserError(f"{path} is no recipe: it must hold the sections {', '.join(Recipe.model_fields)}")
+    tree = tree or {}
+    for name, section in list(tree.items()):
+        if section is None:  # a section whose keys are all commented out
+            tree[name] = {}
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        section, dot, key = dotted.partition(".")
+        if not (equals and dot and key):
+            raise UserError(f"{override!r} is no override; write section.key=value, such as train.max_steps=100")
+        _check_name(section, list(Recipe.model_fields), dotted)
+        if not isinstance(tree.setdefault(section, {}), dict):
+            raise UserError(f"{path}: {section} must hold keys, not {tree[section]!r}")
+        try:
+            tree[section][key] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            tree[section][key] = text
+    recipe = check_recipe(tree)
+    if recipe.run.dir is None:
+        recipe.run.dir = str(Path("runs") / path.stem)
+    return recipe
+
+
+def check_recipe(tree: dict[str, Any]) -> Recipe:
+    """A Recipe from plain dictionaries. Raises UserError that names the first key that is wrong."""
+    for section, keys in tree.items():
+        _check_name(section, list(Recipe.model_fields), section)
+        for key in keys if isinstance(keys, dict) else ():
+            _check_name(key, list(Recipe.model_fields[section].annotation.model_fields), f"{section}.{key}")
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
+        message = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+        raise UserError(
+            f"{where} is {first['input']!r}; {message}"
+            if where and first["type"] != "value_error"
+            else f"{where + ': ' if where else ''}{message}"
+        ) from error
+
+
+def _check_name(name: Any, known: list[str], dotted: Any) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        raise UserError(f"the recipe has no key {dotted}; {hint}")
