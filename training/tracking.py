@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from errors import UserError
@@ -29,7 +30,7 @@ class Tracker:
             self.run = wandb.init(
                 project=section.project,
                 name=section.name or run.path.name,
-                id=run_id or wandb.util.generate_id(),
+                id=run_id or secrets.token_hex(4),
                 resume="allow",
                 mode=section.wandb,
                 dir=str(run.path),

@@ -1,0 +1,29 @@
+# make demo   install, train the quickstart, sample three stories
+# make test   install, run all tests
+# make lint   what the tests do not see
+PYTHON ?= python3
+PIP = .venv/bin/python -m pip install --disable-pip-version-check --quiet
+
+demo: .venv/ready
+	.venv/bin/python train.py configs/quickstart.yaml
+	@echo
+	.venv/bin/python generate.py runs/quickstart --num-samples 3
+
+test: .venv/ready-dev
+	.venv/bin/python -m pytest
+
+lint: .venv/ready-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+.venv/ready: requirements.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@echo "installing the packages of requirements.txt into .venv"
+	$(PIP) -r requirements.txt
+	touch $@
+
+.venv/ready-dev: requirements-dev.txt .venv/ready
+	$(PIP) -r requirements-dev.txt
+	touch $@
+
+.PHONY: demo test lint

@@ -1,0 +1,72 @@
+"""What the tests share: real commands in real processes, and one small model that a real training made."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Small enough to train in a second; overrides of configs/quickstart.yaml.
+TINY = [
+    "model.d_model=32",
+    "model.n_layers=2",
+    "model.n_heads=2",
+    "model.n_kv_heads=1",
+    "data.tokenizer=bpe:300",
+    "data.seq_len=32",
+    "data.packing=contiguous",
+    "train.batch_size=4",
+    "train.max_steps=6",
+    "train.max_minutes=null",
+    "train.eval_every=3",
+    "train.sample_every=null",
+    "train.save_every=2",
+    "train.precision=fp32",
+    "train.device=cpu",
+]
+
+
+def run_script(*arguments, cwd=ROOT, timeout=120, **environment):
+    """A command of ours as a user runs it. Returns the finished process with its text."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONUTF8": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture(scope="session")
+def script():
+    return run_script
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    """A little text with something to learn in it."""
+    path = tmp_path_factory.mktemp("text") / "my.txt"
+    path.write_text("".join(f"Line {i}: the cat number {i % 7} sat on mat number {i % 7}.\n" for i in range(600)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(text_file, tmp_path_factory):
+    """Arguments of train.py for a tiny run on text_file; append run.dir=... and what differs."""
+    cache = tmp_path_factory.mktemp("cache")
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    data = ["data.source=text", f"data.path={text_file}", "data.max_documents=null", f"data.cache_dir={cache}"]
+    return [ROOT / "train.py", quickstart, *TINY, *data]
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny, tmp_path_factory):
+    """A run directory made by a real training of a few steps."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    done = run_script(*tiny, f"run.dir={folder}", "train.max_steps=40")
+    assert done.returncode == 0, done.stderr
+    return folder

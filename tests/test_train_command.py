@@ -1,0 +1,354 @@
+"""train.py as a user meets it: runs, resumes, signals, mistakes. Every test starts the real command."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, TINY, run_script
+
+from storage import checkpoint
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_what_is_promised(tiny_run):
+    lines = metrics(tiny_run)
+    train = [line for line in lines if "train_loss" in line]
+    val = [line for line in lines if "val_loss" in line]
+    assert [line["step"] for line in train] == list(range(1, 41))
+    assert [line["step"] for line in val] == [*range(3, 40, 3), 40]
+    assert not any("train_loss" in line and "val_loss" in line for line in lines)
+    needed = {"tokens", "lr", "grad_norm", "tokens_per_second", "peak_memory_bytes", "elapsed_s"}
+    assert all(needed <= line.keys() for line in train)
+    assert all("val_bits_per_byte" in line for line in val)
+    assert 40 * 4 * 32 - 32 <= train[-1]["tokens"] <= 40 * 4 * 32  # an epoch's last window may be shorter
+    assert val[-1]["val_loss"] < val[0]["val_loss"]
+    assert [line["elapsed_s"] for line in lines] == sorted(line["elapsed_s"] for line in lines)
+    resolved = yaml.safe_load((tiny_run / "config.yaml").read_text())
+    assert resolved["model"]["d_model"] == 32
+    assert resolved["train"]["precision"] == "fp32"
+    assert (tiny_run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    names = sorted(path.name for path in (tiny_run / "checkpoints").iterdir())
+    assert [name for name in names if name.startswith("step-")] == ["step-00000038", "step-00000040"]
+    best = min(val, key=lambda line: line["val_loss"])["step"]
+    assert [name for name in names if name.startswith("best-")] == [f"best-{best:08d}"]
+
+
+def test_it_writes_the_end_to_standard_output_and_progress_to_standard_error(tiny, tmp_path):
+    done = run_script(*tiny, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0
+    assert "finished: 6 steps, 768 tokens" in done.stdout
+    assert "validation loss" in done.stdout
+    assert "loss.png" in done.stdout
+    assert "tokens/s" in done.stderr
+
+
+def same_end(a, b, step):
+    for name in ("model.safetensors", "training.safetensors"):
+        left, right = (checkpoint.read_tensors(run / "checkpoints" / f"step-{step:08d}" / name) for run in (a, b))
+        assert left.keys() == right.keys()
+        for key in left:
+            assert (left[key] == right[key]).all(), key
+    left, right = (
+        {line["step"]: line["train_loss"] for line in metrics(run) if "train_loss" in line} for run in (a, b)
+    )
+    assert left == right
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_run_in_two_parts_equals_one_in_one(tiny, tmp_path, optimizer):
+    """With dropout and accumulation, so that random state and micro-batches matter."""
+    options = [f"optimizer.name={optimizer}", "model.dropout=0.1", "train.micro_batch_size=2", "train.schedule=wsd",
+               "train.decay_fraction=0"]  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run_script(*tiny, f"run.dir={whole}", *options).returncode == 0
+    assert run_script(*tiny, f"run.dir={parts}", *options, "train.max_steps=3").returncode == 0
+    done = run_script(*tiny, f"run.dir={parts}", *options)
+    assert done.returncode == 0, done.stderr
+    assert "going on from step 3" in done.stderr
+    same_end(whole, parts, 6)
+
+
+def test_the_same_command_after_the_end_changes_nothing(tiny, tiny_run):
+    before = (tiny_run / "metrics.jsonl").read_bytes()
+    done = run_script(*tiny, f"run.dir={tiny_run}", "train.max_steps=40")
+    assert done.returncode == 0
+    assert "finished: 40 steps" in done.stdout
+    assert (tiny_run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_same_command_goes_on(tiny, tmp_path, number, status):
+    run = tmp_path / "run"
+    command = [*tiny, f"run.dir={run}", "train.max_steps=100000", "train.eval_every=null", "train.save_every=null"]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_bytes()) < 2000:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert "the same command goes on from there" in said
+    assert "Traceback" not in said
+    saved = checkpoint.list_checkpoints(run / "checkpoints")[-1]
+    step = checkpoint.read_json(saved / "state.json")["step"]
+    assert step == metrics(run)[-1]["step"] >= 5  # nothing that was logged is lost
+    done = run_script(*command, f"train.max_steps={step + 3}")
+    assert done.returncode == 0, done.stderr
+    assert f"going on from step {step}" in done.stderr
+    assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, step + 4))
+
+
+def test_a_kill_costs_no_more_than_the_steps_since_the_last_save(tiny, tmp_path):
+    run = tmp_path / "run"
+    command = [*tiny, f"run.dir={run}", "train.max_steps=100000", "train.eval_every=null"]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not (run / "checkpoints" / "step-00000012").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    last = metrics_until_cut(run)
+    done = run_script(*command, "train.max_steps=60")
+    assert done.returncode == 0, done.stderr
+    went_on = int(done.stderr.split("going on from step ")[1].split()[0])
+    assert went_on >= max(12, last - 2)
+    assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 61))
+
+
+def metrics_until_cut(run):
+    return max(
+        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines(True) if line[-1] == "\n"
+    )
+
+
+def test_a_half_written_checkpoint_is_passed_over_and_said_so(tiny, tiny_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    newest = run / "checkpoints" / "step-00000040" / "training.safetensors"
+    os.truncate(newest, newest.stat().st_size // 2)
+    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=41")
+    assert done.returncode == 0
+    assert f"passing over a checkpoint: {newest} is not as it was written" in done.stderr
+    assert "going on from step 38" in done.stderr
+    assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 42))
+
+
+def test_accumulation_changes_nothing_but_rounding(tiny, tmp_path):
+    losses = []
+    for micro in (4, 1):
+        run = tmp_path / str(micro)
+        options = ["optimizer.name=adamw", "optimizer.eps=1e-6", f"train.micro_batch_size={micro}"]
+        assert run_script(*tiny, f"run.dir={run}", *options).returncode == 0
+        losses.append([line["train_loss"] for line in metrics(run) if "train_loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_time_ends_a_run_and_its_schedule(tiny, tmp_path):
+    run = tmp_path / "run"
+    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=null", "train.max_minutes=0.03", "train.warmup_steps=0",
+                      "train.eval_every=null", "train.save_every=null")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    train = [line for line in metrics(run) if "train_loss" in line]
+    assert 1.8 <= train[-1]["elapsed_s"] <= 3
+    assert train[0]["lr"] == pytest.approx(0.02)
+    assert train[-1]["lr"] < 0.004
+
+
+def test_compiled_equals_eager(tiny, tmp_path):
+    losses = []
+    for compiled in ("false", "true"):
+        run = tmp_path / compiled
+        options = ["optimizer.name=adamw", "optimizer.eps=1e-6", f"train.compile={compiled}"]
+        done = run_script(*tiny, f"run.dir={run}", *options, timeout=300)
+        assert done.returncode == 0, done.stderr
+        losses.append([line["train_loss"] for line in metrics(run) if "train_loss" in line])
+        names = checkpoint.read_tensors(run / "checkpoints" / "step-00000006" / "model.safetensors").keys()
+        assert not any("_orig_mod" in name for name in names)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_bf16_follows_fp32(tiny, tmp_path):
+    ends = []
+    for precision in ("fp32", "bf16"):
+        run = tmp_path / precision
+        assert run_script(*tiny, f"run.dir={run}", f"train.precision={precision}", "train.max_steps=30").returncode == 0
+        ends.append(metrics(run)[-1]["val_loss"])
+    assert ends[1] == pytest.approx(ends[0], rel=0.02)
+
+
+def test_samples_appear_while_training(tiny, tmp_path):
+    done = run_script(*tiny, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", "train.sample_prompt=Line")
+    assert "step 3: Line" in done.stderr
+    assert "step 6: Line" in done.stderr
+
+
+# ------------------------------------------------------------------ mistakes: one line, status 2, nothing written
+
+EMPTY = "the file is there, and empty"
+
+
+def mistake(tmp_path, *arguments, name="run"):
+    done = run_script(ROOT / "train.py", *arguments, f"run.dir={tmp_path / name}", f"data.cache_dir={tmp_path / 'c'}")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(lines) == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == lines[0]
+    assert not (tmp_path / name / "metrics.jsonl").exists()
+    return lines[0]
+
+
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+TEXT = ["data.source=text", "data.max_documents=null"]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.n_layer=3", "did you mean n_layers?"),
+        ("train.max_steps=many", "train.max_steps is 'many'"),
+        ("model.n_kv_heads=3", "possible: 1, 2, 4"),
+        ("model.max_seq_len=64", "is longer than model.max_seq_len (64)"),
+        ("data.source=tails", "tales"),
+        ("data.tokenizer=bep:4096", "bpe"),
+        ("data.path=x.txt", "data.path"),
+        ("optimizer.name=sgd", "'muon' or 'adamw'"),
+    ],
+)
+def test_mistakes_in_the_recipe(tmp_path, override, says):
+    assert says in mistake(tmp_path, QUICKSTART, override)
+
+
+def test_a_device_that_is_not_there(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("here the device is there")
+    assert "the device cuda is not there; this machine has: cpu" in mistake(tmp_path, QUICKSTART, "train.device=cuda")
+
+
+def test_fp16_on_a_cpu(tmp_path):
+    assert "GPU only" in mistake(tmp_path, QUICKSTART, "train.precision=fp16", "train.device=cpu")
+
+
+def test_vocabulary_smaller_than_the_tokenizers(tmp_path, text_file):
+    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={text_file}", "data.tokenizer=byte", "model.vocab_size=200")
+    assert "model.vocab_size (200) is smaller than the tokenizer's (257)" in said
+
+
+def test_missing_recipe(tmp_path):
+    assert "quickstart.yaml" in mistake(tmp_path, "configs/quikstart.yaml")
+
+
+def test_missing_file(tmp_path):
+    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={tmp_path / 'none.txt'}")
+    assert "none.txt" in said
+
+
+def test_empty_corpus(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={tmp_path / 'empty.txt'}")
+    assert "empty" in said or "no text" in said
+
+
+def test_a_corpus_shorter_than_one_window(tmp_path):
+    (tmp_path / "short.txt").write_text("Too short to fill a window, but not empty.")
+    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={tmp_path / 'short.txt'}", "data.tokenizer=byte")
+    assert "data.seq_len" in said
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 1000)
+    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={tmp_path / 'latin.txt'}")
+    assert "UTF-8" in said
+    assert "latin.txt" in said
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path, text_file):
+    (tmp_path / "file").write_text("in the way")
+    done = run_script(ROOT / "train.py", QUICKSTART, *TINY, *TEXT, f"data.path={text_file}",
+                      f"run.dir={tmp_path / 'file' / 'run'}", f"data.cache_dir={tmp_path / 'c'}")  # fmt: skip
+    assert done.returncode == 2
+    assert "run.dir" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("change", ["model.d_model=64", "data.seq_len=16", "optimizer.name=adamw", "run.seed=9"])
+def test_a_run_cannot_go_on_as_another(tiny, tiny_run, tmp_path, change):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    before = (run / "metrics.jsonl").read_bytes()
+    done = run_script(*tiny, f"run.dir={run}", change)
+    assert done.returncode == 2
+    assert f"error: {change.split('=')[0]} is" in done.stderr
+    assert "choose another run.dir" in done.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_whose_checkpoints_are_all_broken(tiny, tiny_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    for folder in checkpoint.list_checkpoints(run / "checkpoints"):
+        (folder / "manifest.json").unlink()
+    done = run_script(*tiny, f"run.dir={run}")
+    assert done.returncode == 2
+    assert "no checkpoint" in done.stderr.splitlines()[-1]
+
+
+def test_a_command_line_without_a_recipe():
+    done = run_script(ROOT / "train.py")
+    assert done.returncode == 2
+    assert "recipe" in done.stderr
+
+
+FULL_DISK = """
+import subprocess, sys
+mount, size, command = sys.argv[1], sys.argv[2], sys.argv[3:]
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount], check=True)
+done = subprocess.run(command, capture_output=True, text=True)
+kept = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from storage import checkpoint\\n"
+    "for f in checkpoint.list_checkpoints(Path(sys.argv[1])): checkpoint.verify(f); print('whole', f.name)\\n"
+    "print('debris', [p.name for p in Path(sys.argv[1]).iterdir() if p.name.startswith('.')])", mount + "/run/checkpoints"],
+    capture_output=True, text=True)
+print(done.returncode, done.stderr, kept.stdout, kept.stderr, sep="\\n@@\\n")
+"""
+
+
+def test_a_full_disk(tiny, tmp_path):
+    """A small file system of its own, so that the disk is really full; the cache stays on the large one."""
+    alone = [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user"]
+    private = [*alone, "unshare", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*private, "true"], capture_output=True).returncode:
+        pytest.skip("needs a mount namespace")
+    (tmp_path / "small").mkdir()
+    options = [f"run.dir={tmp_path / 'small' / 'run'}", "train.keep_last=100", "train.max_steps=1000",
+               "train.eval_every=null"]  # fmt: skip
+    done = subprocess.run(
+        [*private, sys.executable, "-c", FULL_DISK, tmp_path / "small", "2m", sys.executable, *tiny, *options],
+        capture_output=True, text=True, cwd=ROOT, timeout=120,
+    )  # fmt: skip
+    status, said, kept, _ = done.stdout.split("\n@@\n")
+    assert int(status) == 1, said
+    assert said.splitlines()[-1].startswith("error: the disk is full")
+    assert "Traceback" not in said
+    assert "whole step-00000002" in kept
+    assert "debris []" in kept
+
+
+def test_scripts_start_from_any_folder(tmp_path):
+    done = run_script(ROOT / "train.py", "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "RECIPE" in done.stdout.upper()
+    assert Path(ROOT / "train.py").is_file()
