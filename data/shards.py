@@ -1,0 +1,203 @@
+"""Tokens on disk: memory-mapped shard files behind a header that is checked whenever one is opened.
+
+The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the boundary token, and
+the last one ends with one too. A file holds, one after the other and each aligned to 8 bytes: the header, the tokens,
+where each document starts (and, at the end, where the closing boundary lies), the bytes of text in each document, and,
+where all of them are known, ln P of each document.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from array import array
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from .tokenizer import Tokenizer
+
+MAGIC = b"THNKTOKS"
+FORMAT = 1
+SHARD_TOKENS = 1 << 27  # a shard is closed after the document that reaches this; no document is cut
+# magic, format, bytes of a token, vocab_size, tokens, documents, bytes of text, log-probabilities known, tokenizer hash
+HEADER = struct.Struct("<8sIIQQQQQ32s")
+HEADER_BYTES = HEADER.size + 8  # and its CRC-32, as 8 bytes
+
+
+class DamagedShard(Exception):
+    """A shard file that is not whole, or does not belong with its tokenizer. It can be made again from the text."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest of uint16 and uint32 that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One open shard. Arrays are read from the disk as they are used.
+
+    Attributes:
+        tokens: (n_tokens,) uint16 or uint32, boundaries included.
+        offsets: (n_documents + 1,) int64, where in tokens each document's boundary lies; the last is the closing one.
+        document_bytes: (n_documents,) int64, bytes of UTF-8 text.
+        log_probs: (n_documents,) float64, ln P of each document, or None.
+    """
+
+    path: Path
+    n_tokens: int
+    n_documents: int
+    n_bytes: int
+    tokens: np.ndarray
+    offsets: np.ndarray
+    document_bytes: np.ndarray
+    log_probs: np.ndarray | None
+
+    @classmethod
+    def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
+        """Map a shard that was written with this tokenizer; raises DamagedShard, which names the file."""
+        try:
+            with open(path, "rb") as file:
+                head = file.read(HEADER_BYTES)
+                size = file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise DamagedShard(f"{path} cannot be read: {error.strerror}") from error
+        if len(head) < HEADER_BYTES or head[:8] != MAGIC or head[HEADER.size :] != _crc(head[: HEADER.size]):
+            raise DamagedShard(f"{path} has no whole header")
+        _, version, item, vocab, n_tokens, n_documents, n_bytes, has_log_probs, digest = HEADER.unpack_from(head)
+        dtype = token_dtype(tokenizer.vocab_size)
+        if version != FORMAT:
+            raise DamagedShard(f"{path} has format {version}, not {FORMAT}")
+        if (item, vocab, digest.hex()) != (dtype.itemsize, tokenizer.vocab_size, tokenizer.content_hash):
+            raise DamagedShard(f"{path} was written with another tokenizer")
+        sections = [(n_tokens, dtype), (n_documents + 1, "<i8"), (n_documents, "<i8")]
+        sections += [(n_documents, "<f8")] if has_log_probs else []
+        arrays, start = [], HEADER_BYTES
+        for count, kind in sections:
+            arrays.append((start, count, kind))
+            start += _aligned(count * np.dtype(kind).itemsize)
+        if start != size:
+            raise DamagedShard(f"{path} has {size} bytes, its header says {start}")
+        mapped = np.memmap(path, np.uint8, "r")
+        views = [np.frombuffer(mapped, kind, count, offset) for offset, count, kind in arrays]
+        tokens, offsets, document_bytes = views[:3]
+        if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != tokenizer.bos_id or tokens[-1] != tokens[0]:
+            raise DamagedShard(f"{path} does not begin and end with a document")
+        log_probs = views[3] if has_log_probs else None
+        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs)
+
+
+class ShardWriter:
+    """Writes the documents of one split into `NAME-00000.tokens`, `NAME-00001.tokens`, ... in a folder.
+
+    Memory: a few numbers for each document of the shard being written, never its tokens.
+    """
+
+    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder = folder
+        self.name = name
+        self.tokenizer = tokenizer
+        self.shard_tokens = shard_tokens
+        self.files: list[str] = []
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._boundary = np.array([tokenizer.bos_id], self._dtype).tobytes()
+        self._file = None
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a document yet."""
+        return bool(self.files) or self._file is not None
+
+    def add(self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False) -> None:
+        """Append a document, or with continues=True more of the last one: its ids and its bytes of text."""
+        if not continues:
+            if self._file is not None and self._n_tokens >= self.shard_tokens:
+                self.close()
+            if self._file is None:
+                self._open()
+            self._offsets.append(self._n_tokens)
+            self._write_tokens(self._boundary)
+            self._document_bytes.append(0)
+            self._log_probs.append(float("nan") if log_prob is None else log_prob)
+        self._write_tokens(ids.astype(self._dtype).tobytes())
+        self._document_bytes[-1] += n_bytes
+
+    def _open(self) -> None:
+        self._path = self.folder / f"{self.name}-{len(self.files):05d}.tokens"
+        self._file = open(self._path.with_suffix(".tmp"), "wb")  # noqa: SIM115 - closed by close()
+        self._file.write(bytes(HEADER_BYTES))
+        self._n_tokens = 0
+        self._offsets, self._document_bytes, self._log_probs = array("q"), array("q"), array("d")
+
+    def _write_tokens(self, data: bytes) -> None:
+        self._file.write(data)
+        self._n_tokens += len(data) // self._dtype.itemsize
+
+    def close(self) -> None:
+        """Finish the shard being written, if there is one: to disk whole, then renamed."""
+        if self._file is None:
+            return
+        self._offsets.append(self._n_tokens)
+        self._write_tokens(self._boundary)
+        self._file.write(bytes(_aligned(self._file.tell()) - self._file.tell()))
+        known = not np.isnan(self._log_probs).any()
+        self._file.write(np.asarray(self._offsets, "<i8").tobytes() + np.asarray(self._document_bytes, "<i8").tobytes())
+        self._file.write(np.asarray(self._log_probs, "<f8").tobytes() if known else b"")
+        head = HEADER.pack(
+            MAGIC,
+            FORMAT,
+            self._dtype.itemsize,
+            self.tokenizer.vocab_size,
+            self._n_tokens,
+            len(self._document_bytes),
+            sum(self._document_bytes),
+            known,
+            bytes.fromhex(self.tokenizer.content_hash),
+        )
+        self._file.seek(0)
+        self._file.write(head + _crc(head))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._file.name, self._path)
+        self.files.append(self._path.name)
+        self._file = None
+
+
+class TokenSet:
+    """One split of a corpus: its shards, in order, and their totals."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards = shards
+
+    @classmethod
+    def open(cls, folder: Path, files: list[str], tokenizer: Tokenizer) -> TokenSet:
+        """Open shards by name; raises DamagedShard."""
+        return cls([Shard.open(folder / file, tokenizer) for file in files])
+
+    @cached_property
+    def n_tokens(self) -> int:
+        """Tokens, boundaries included."""
+        return sum(shard.n_tokens for shard in self.shards)
+
+    @cached_property
+    def n_documents(self) -> int:
+        """Documents."""
+        return sum(shard.n_documents for shard in self.shards)
+
+    @cached_property
+    def n_bytes(self) -> int:
+        """Bytes of UTF-8 text."""
+        return sum(shard.n_bytes for shard in self.shards)
+
+
+def _crc(data: bytes) -> bytes:
+    return struct.pack("<Q", zlib.crc32(data))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 8) * 8

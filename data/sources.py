@@ -1,0 +1,269 @@
+"""Text in: the generated corpora, Python's own library, files, and the Hugging Face hub, each a stream of documents."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from errors import FULL_DISK, UserError
+
+from .tokenizer import nearest
+
+SOURCES = ("tales", "pydocs", "repeats", "text", "jsonl", "parquet", "hub")
+GENERATED_DOCUMENTS = 25_000  # of tales and repeats, which have no end of their own, unless max_documents says other
+PIECE_BYTES = 1 << 20  # a single text is read in pieces of about this size
+REPEAT_ALPHABET = "".join(chr(c) for c in range(33, 127))
+REPEAT_LENGTHS = range(16, 65)
+# Folders of the standard library that are no library: tests, installed packages, bundled wheels, the IDLE editor.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+EXTENSIONS = {"text": "", "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"), "parquet": ".parquet"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text; log_prob is ln P(text) in nats where the corpus knows it."""
+
+    text: str
+    log_prob: float | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stream of documents that can be read again and again.
+
+    Attributes:
+        name: one of SOURCES.
+        key: changes whenever the documents would (a hub dataset's does not when its owner changes it).
+        read: gives the documents, from the first.
+        whole_text: the documents are consecutive pieces of one single text.
+        n_documents: how many there are, where that is known beforehand.
+        n_bytes: the size of a whole text, in bytes of UTF-8.
+    """
+
+    name: str
+    key: str
+    read: Callable[[], Iterator[Document]]
+    whole_text: bool = False
+    n_documents: int | None = None
+    n_bytes: int | None = None
+
+    def documents(self) -> Iterator[Document]:
+        """The documents, from the first. Raises UserError where the text cannot be read."""
+        return self.read()
+
+
+def open_source(
+    source: str,
+    *,
+    path: str | None = None,
+    config: str | None = None,
+    split: str = "train",
+    column: str = "text",
+    streaming: bool = True,
+    max_documents: int | None = None,
+    seed: int = 0,
+) -> Source:
+    """Check the options of a source and open it; nothing is read, generated or downloaded yet.
+
+    Args:
+        source: one of SOURCES.
+        path: a file, folder or glob (text, jsonl, parquet), or a dataset's name or folder (hub).
+        config, split, streaming: what to load from the hub, and whether without downloading it as a whole.
+        column: the one that holds the text (jsonl, parquet, hub).
+        max_documents: an upper bound; GENERATED_DOCUMENTS for tales and repeats where it is None.
+        seed: of the generated sources, tales and repeats.
+
+    Raises UserError for an unknown source, a missing file, and an option that the source would not read.
+    """
+    if source not in SOURCES:
+        raise UserError(f"data.source={source}: there are {', '.join(SOURCES)}{nearest(source, SOURCES)}")
+    if max_documents is not None and max_documents < 1:
+        raise UserError(f"data.max_documents={max_documents}: it must be at least 1, or null for no bound")
+    reads_path = source in ("text", "jsonl", "parquet", "hub")
+    unread = {
+        "path": path is not None and not reads_path,
+        "config": config is not None and source != "hub",
+        "split": split != "train" and source != "hub",
+        "streaming": not streaming and source != "hub",
+        "column": column != "text" and source not in ("jsonl", "parquet", "hub"),
+    }
+    for option, given in unread.items():
+        if given:
+            raise UserError(f"data.{option} is set, but data.source={source} does not read it; leave it out")
+    if reads_path and not path:
+        wanted = "a dataset's name or folder" if source == "hub" else "a file, folder or glob"
+        raise UserError(f"data.source={source} needs data.path={wanted}")
+
+    if source in ("tales", "repeats"):
+        return _generated(source, max_documents or GENERATED_DOCUMENTS, seed)
+    if source == "pydocs":
+        return _pydocs(max_documents)
+    if source == "hub":
+        return _hub(str(path), config, split, column, streaming, max_documents)
+    files = _find_files(source, str(path))
+    if source == "text":
+        return _text(files, max_documents)
+    key = _key(source, _stamps(files), column, max_documents)
+    return Source(source, key, lambda: itertools.islice(_read_table(source, files, column), max_documents))
+
+
+def _key(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
+    """What changes when files do: absolute path, size and time of last change."""
+    status = [(os.path.abspath(file), os.stat(file)) for file in files]
+    return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in status]
+
+
+# Generated text
+
+
+def _generated(name: str, count: int, seed: int) -> Source:
+    if name == "repeats":
+        key = _key(name, seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
+        return Source(name, key, lambda: (_repeat(seed, i) for i in range(count)), n_documents=count)
+    from . import tales
+
+    def read() -> Iterator[Document]:
+        for index in range(count):
+            story = tales.tell(seed, index)
+            yield Document(story.text, story.log_prob)
+
+    return Source(name, _key(name, seed, count, tales.GRAMMAR_HASH), read, n_documents=count)
+
+
+def _repeat(seed: int, index: int) -> Document:
+    """n random printable characters, then the same n again, n uniform in REPEAT_LENGTHS."""
+    rng = random.Random(f"{seed}:{index}")
+    n = rng.choice(REPEAT_LENGTHS)
+    half = "".join(rng.choices(REPEAT_ALPHABET, k=n))
+    return Document(half + half, -math.log(len(REPEAT_LENGTHS)) - n * math.log(len(REPEAT_ALPHABET)))
+
+
+# Files of text
+
+
+def _pydocs(max_documents: int | None) -> Source:
+    root = sysconfig.get_paths()["stdlib"]
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - NOT_LIBRARY)
+        files += [os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")]
+
+    def read() -> Iterator[Document]:
+        for file in files:
+            try:
+                with tokenize.open(file) as opened:  # reads the encoding that the file declares
+                    text = opened.read()
+            except (SyntaxError, UnicodeDecodeError):  # a few files hold broken encodings on purpose
+                continue
+            yield Document(text)
+
+    key = _key("pydocs", platform.python_version(), _stamps(files), max_documents)
+    return Source("pydocs", key, lambda: itertools.islice(read(), max_documents))
+
+
+def _find_files(source: str, path: str) -> list[str]:
+    """The files that a path, folder or glob stands for, sorted; in folders hidden files are left out."""
+    if os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path):
+        found = [os.path.join(path, name) for name in glob.glob("**", root_dir=path, recursive=True)]
+        found = [file for file in found if file.lower().endswith(EXTENSIONS[source])]
+    else:
+        found = glob.glob(os.path.expanduser(path), recursive=True)
+    files = sorted(file for file in found if os.path.isfile(file))
+    if not files:
+        wanted = "readable file" if source == "text" else f"{source} file"
+        raise UserError(f"data.path={path}: there is no {wanted}; give an existing file, folder or glob")
+    return files
+
+
+def _text(files: list[str], max_documents: int | None) -> Source:
+    if len(files) == 1:
+        size = os.path.getsize(files[0])
+        return Source("text", _key("text", _stamps(files)), lambda: _pieces(files[0]), True, n_bytes=size)
+
+    def read() -> Iterator[Document]:
+        for file in files[:max_documents]:
+            yield Document("".join(piece.text for piece in _pieces(file)))
+
+    count = len(files[:max_documents])
+    return Source("text", _key("text", _stamps(files), max_documents), read, n_documents=count)
+
+
+def _pieces(file: str) -> Iterator[Document]:
+    """The text of a file in pieces of at least PIECE_BYTES characters that end with a line where they can."""
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as opened:
+            while text := opened.read(PIECE_BYTES):
+                yield Document(text + opened.readline(PIECE_BYTES))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"data.path: {file} is not UTF-8 text (byte {error.object[error.start]:#04x}); convert it, or choose"
+            " the files with a glob such as 'folder/*.txt'"
+        ) from error
+    except OSError as error:
+        raise UserError(f"data.path: cannot read {file}: {error.strerror}") from error
+
+
+# Tables, through the datasets library
+
+
+def _hub(path: str, config: str | None, split: str, column: str, streaming: bool, max_documents: int | None) -> Source:
+    files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none for a dataset's name
+    key = _key(
+        "hub", path, config, split, column, max_documents, _stamps(files)
+    )  # streamed or not, it is the same text
+    where = f"data.path={path}"
+
+    def read() -> Iterator[Document]:
+        arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
+        return itertools.islice(_read_rows(where, column, arguments), max_documents)
+
+    return Source("hub", key, read)
+
+
+def _read_table(source: str, files: list[str], column: str) -> Iterator[Document]:
+    kind = {"jsonl": "json", "parquet": "parquet"}[source]
+    for file in files:  # one at a time: their other columns may differ
+        if os.path.getsize(file):  # datasets stumbles over empty ones
+            arguments = {"path": kind, "data_files": [os.path.abspath(file)], "split": "train", "streaming": True}
+            yield from _read_rows(f"data.path={file}", column, arguments)
+
+
+def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[Document]:
+    """The column of each row; a row without text (null) is an empty document."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError("this data.source needs the datasets library: pip install datasets") from error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report what we raise
+    try:
+        for number, row in enumerate(datasets.load_dataset(**arguments)):
+            if column not in row:
+                near = nearest(column, row)
+                raise UserError(f"data.column={column}: {where} has the columns {', '.join(row)}{near}")
+            text = row[column]
+            if not (text is None or isinstance(text, str)):
+                raise UserError(f"data.column={column}: row {number} of {where} holds {type(text).__name__}, not text")
+            yield Document(text or "")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{where} cannot be read: {reason[:300]}") from error

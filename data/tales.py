@@ -1,0 +1,381 @@
+"""Small children's stories from a probabilistic grammar, each with its exact probability.
+
+`tales.grammar` is text that people can read and edit. A rule is a list of weighted alternatives; an alternative is made
+of four constructs, and of nothing else:
+
+    plain text      stands for itself; `//` begins a new paragraph
+    <rule>          one of that rule's alternatives
+    {name:list}     draws a word of the list, all equally likely, and binds it to the name; `{:list}` binds nothing
+    {name}          the word that is bound to the name
+
+`{a name:list}` and `{a name}` put "a" or "an" in front, `{A name}` does so at the start of a sentence, and a capital in
+`{Name}` or `{:List}` capitalises the word. `{name.he}` is the form `he` that the word's list declares, a pronoun.
+
+No choice depends on what was chosen before it, so probabilities multiply, and the entropy of the whole language is a
+short sum. Telling a story and parsing one are two walks through the same grammar.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import re
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+SLOT = re.compile(r"\{(?:([aA]) )?([A-Za-z]*)(?:\.([A-Za-z]+))?(?::([A-Za-z]+))?\}|<([a-z0-9_]+)>")
+DRAWN = re.compile(r"(?:[Aa]n? )?[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*")  # what a drawn word, with any article, looks like
+WORD = re.compile(r"[a-z0-9_]+(?:['-][a-z0-9_]+)*")  # an underscore stands for a slot, see _skeleton
+
+Item = dict[str, str]  # a word in all its forms: "" as it is, "^" capitalised, "a" and "A" with article, ".he" pronouns
+
+
+class Choice(NamedTuple):
+    """One random choice of a story."""
+
+    kind: str  # "fact": a slot whose word is said again later, "filler": any other slot, "plot": an alternative
+    name: str  # of the slot (of its list where it binds nothing) or of the rule
+    value: str  # the drawn word, or the number of the alternative
+    log_prob: float  # nats
+
+
+@dataclass(frozen=True)
+class Story:
+    """A story, the choices that made it in the order of the text, and the sum of their log-probabilities in nats."""
+
+    text: str
+    choices: tuple[Choice, ...]
+    log_prob: float
+
+
+class _Text(NamedTuple):
+    text: str
+
+
+class _Draw(NamedTuple):
+    name: str  # "" where nothing is bound
+    source: str
+    form: str
+    items: tuple[Item, ...]
+    by_surface: dict[str, Item]
+    log_prob: float
+
+
+class _Recall(NamedTuple):
+    name: str
+    form: str
+
+
+class _Call(NamedTuple):
+    rule: _Rule
+
+
+_Op = _Text | _Draw | _Recall | _Call
+
+
+class _Rule:
+    """Weighted alternatives, each a tuple of the four constructs."""
+
+    def __init__(self, name: str, weights: list[int]) -> None:
+        self.name = name
+        self.alternatives: list[tuple[_Op, ...]] = []
+        total = sum(weights)
+        self.cumulative = [weight / total for weight in accumulate(weights)][:-1]  # empty: there is nothing to choose
+        self.choices = [Choice("plot", name, str(n), math.log(weight / total)) for n, weight in enumerate(weights)]
+
+
+class _Grammar:
+    """The grammar file, read and checked; a mistake in it is ours, and an AssertionError says where it is."""
+
+    def __init__(self, source: str) -> None:
+        self.lists: dict[str, tuple[Item, ...]] = {}
+        self.rules: dict[str, _Rule] = {}
+        self.articles: dict[str, str] = {}
+        self.reached: set[str] = set()  # the rules and lists that some story can use
+        unread: list[tuple[_Rule, int, str]] = []  # alternatives, which may name rules that come later in the file
+        line = 0
+        for block in re.split(r"\n(?=\S)", "\n" + re.sub(r"(?m)^#.*|[ \t]+$", "", source)):
+            head, _, body = block.partition("\n")
+            kind, _, name = head.partition(" ")
+            if kind == "article":
+                self.articles.update(dict.fromkeys(body.split(), name))
+            elif kind == "list":
+                self._read_list(name, body, line)
+            elif kind == "rule":
+                assert name not in self.rules, f"line {line}: rule {name} is there twice"
+                before, *parts = re.split(r"(?m)^ +(\d+)\|", body)
+                assert not before.strip(), f"line {line}: rule {name} needs `weight| text`"
+                self.rules[name] = _Rule(name, [int(weight) for weight in parts[::2]])
+                for text in parts[1::2]:
+                    unread.append((self.rules[name], line, " ".join(text.split()).replace(" // ", "\n\n")))
+            else:
+                assert not block.strip(), f"line {line}: neither list, rule nor article: {head}"
+            line += block.count("\n") + 1
+        for rule, line, text in unread:
+            rule.alternatives.append(tuple(self._read_text(text, line)))
+        self.story = self.rules["story"]
+        self._check(self.story, frozenset(), ())
+        unused = (self.rules.keys() | self.lists.keys()) - self.reached
+        assert not unused, f"never used: {sorted(unused)}"
+
+    def _read_list(self, head: str, body: str, line: int) -> None:
+        name, *options = head.split()
+        assert name not in self.lists, f"line {line}: list {name} is there twice"
+        if options[:1] == ["="]:  # a union of earlier lists
+            self.lists[name] = tuple(item for part in options[1:] for item in self.lists[part])
+            self.reached.update(options[1:])
+        else:
+            pronouns = [option.split("=") for option in options]
+            self.lists[name] = tuple(self._item(word, pronouns, line) for word in body.split())
+        words = {item[""] for item in self.lists[name]}
+        assert len(words) == len(self.lists[name]) > 1, f"line {line}: list {name} repeats a word or has only one"
+
+    def _item(self, word: str, pronouns: list[list[str]], line: int) -> Item:
+        assert DRAWN.fullmatch(word), f"line {line}: not a single word: {word}"
+        article = self.articles.get(word, "an" if word[0] in "aeiouAEIOU" else "a")
+        item = {"": word, "^": _capital(word), "a": f"{article} {word}", "A": f"{_capital(article)} {word}"}
+        for form, pronoun in pronouns:
+            item |= {f".{form}": pronoun, f".{_capital(form)}": _capital(pronoun)}
+        return item
+
+    def _read_text(self, text: str, line: int) -> Iterator[_Op]:
+        assert not re.search(r"[{}<>|]", SLOT.sub("", text)), f"line {line}: cannot read {text}"
+        end = 0
+        for match in SLOT.finditer(text):
+            if match.start() > end:
+                yield _Text(text[end : match.start()])
+            end = match.end()
+            article, name, pronoun, source, rule = match.groups()
+            if rule:
+                assert rule in self.rules, f"line {line}: there is no rule {rule}"
+                yield _Call(self.rules[rule])
+                continue
+            form = article or (f".{pronoun}" if pronoun else "^" if (name or source)[0].isupper() else "")
+            name, source = (part and part[0].lower() + part[1:] for part in (name, source))
+            if source:
+                assert source in self.lists, f"line {line}: there is no list {source}"
+                assert not pronoun, f"line {line}: {name} must be bound before it has a pronoun"
+                items = self.lists[source]
+                yield _Draw(name, source, form, items, {item[form]: item for item in items}, -math.log(len(items)))
+            else:
+                yield _Recall(name, form)
+        if end < len(text):
+            yield _Text(text[end:])
+
+    def _check(self, rule: _Rule, bound: frozenset[str], callers: tuple[str, ...]) -> frozenset[str]:
+        """The names that are bound after the rule whatever its alternative, given those bound before it."""
+        assert rule.name not in callers, f"rule {rule.name} calls itself"
+        self.reached.add(rule.name)
+        after = []
+        for ops in rule.alternatives:
+            names = bound
+            for op in ops:
+                if isinstance(op, _Call):
+                    names = self._check(op.rule, names, (*callers, rule.name))
+                elif isinstance(op, _Draw):
+                    assert op.name not in names, f"rule {rule.name}: {op.name} is bound already"
+                    self.reached.add(op.source)
+                    names = names | {op.name} if op.name else names
+                elif isinstance(op, _Recall):
+                    assert op.name in names, f"rule {rule.name}: nothing is bound to {op.name}"
+            after.append(names)
+        return frozenset.intersection(*after)
+
+
+def _capital(word: str) -> str:
+    return word[0].upper() + word[1:]
+
+
+_SOURCE = (Path(__file__).parent / "tales.grammar").read_bytes()
+_GRAMMAR = _Grammar(_SOURCE.decode("ascii"))
+GRAMMAR_HASH = hashlib.sha256(_SOURCE).hexdigest()
+
+_RECALL = "recall"  # the kind of an event that is no choice: a bound word is said again
+
+
+def tell(seed: int, index: int) -> Story:
+    """The index-th story of the seed's stream: always the same one, independent of all others."""
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    uniform = random.Random(int.from_bytes(digest, "big")).random
+    pieces: list[str] = []
+    events: list[Choice] = []
+    bound: dict[str, Item] = {}
+
+    def walk(rule: _Rule) -> None:
+        number = 0
+        if rule.cumulative:
+            number = bisect(rule.cumulative, uniform())
+            events.append(rule.choices[number])
+        for op in rule.alternatives[number]:
+            kind = type(op)
+            if kind is _Text:
+                pieces.append(op.text)
+            elif kind is _Recall:
+                pieces.append(bound[op.name][op.form])
+                events.append(Choice(_RECALL, op.name, op.form, 0.0))
+            elif kind is _Draw:
+                item = op.items[int(uniform() * len(op.items))]
+                pieces.append(item[op.form])
+                bound[op.name] = item
+                events.append(Choice("filler", op.name or op.source, item[""], op.log_prob))
+            else:
+                walk(op.rule)
+
+    walk(_GRAMMAR.story)
+    return _story("".join(pieces), events)
+
+
+def derivations(text: str) -> Iterator[Story]:
+    """Every way in which the grammar can tell exactly this text, by depth-first search with an explicit stack."""
+    # A state: position in the text, operations, the next of them, the caller's (operations, next, caller), bindings,
+    # events. Bindings are copied when they change and events are linked backwards, so states can share them.
+    stack: list[tuple] = [(0, (_Call(_GRAMMAR.story),), 0, None, {}, None)]
+    while stack:
+        position, ops, step, caller, bound, events = stack.pop()
+        while True:
+            if step == len(ops):
+                if caller is None:
+                    if position == len(text):
+                        yield _story(text, _unlink(events))
+                    break
+                ops, step, caller = caller
+                continue
+            op = ops[step]
+            step += 1
+            kind = type(op)
+            if kind is _Text:
+                if not text.startswith(op.text, position):
+                    break
+                position += len(op.text)
+            elif kind is _Recall:
+                surface = bound[op.name][op.form]
+                if not text.startswith(surface, position):
+                    break
+                position += len(surface)
+                events = (Choice(_RECALL, op.name, op.form, 0.0), events)
+            elif kind is _Draw:
+                match = DRAWN.match(text, position)
+                item = op.by_surface.get(match.group()) if match else None
+                if item is None:
+                    break
+                position = match.end()
+                if op.name:
+                    bound = {**bound, op.name: item}
+                events = (Choice("filler", op.name or op.source, item[""], op.log_prob), events)
+            else:
+                rule, caller = op.rule, (ops, step, caller)
+                if rule.cumulative:
+                    for alternative, choice in zip(rule.alternatives, rule.choices):
+                        first = alternative[0]
+                        if type(first) is not _Text or text.startswith(first.text, position):
+                            stack.append((position, alternative, 0, caller, bound, (choice, events)))
+                    break
+                ops, step = rule.alternatives[0], 0
+
+
+def parse(text: str) -> Story:
+    """The story that has this text, with its choices; ValueError where the grammar cannot tell such a story."""
+    found = list(derivations(text))
+    if not found:
+        raise ValueError("this text is no story of the grammar")
+    assert len(found) == 1, f"the grammar is ambiguous: {len(found)} derivations of {text!r}"
+    return found[0]
+
+
+def _unlink(events: tuple | None) -> list[Choice]:
+    choices = []
+    while events is not None:
+        choice, events = events
+        choices.append(choice)
+    return choices[::-1]
+
+
+def _story(text: str, events: list[Choice]) -> Story:
+    # A pronoun recalls nothing that has to be remembered word for word.
+    recalled = {event.name for event in events if event.kind == _RECALL and not event.value.startswith(".")}
+    choices = tuple(
+        event._replace(kind="fact") if event.kind == "filler" and event.name in recalled else event
+        for event in events
+        if event.kind != _RECALL
+    )
+    return Story(text, choices, sum(choice.log_prob for choice in choices))
+
+
+def entropy_by_kind(story: Story) -> dict[str, float]:
+    """The nats of the story's negative log-probability that its facts, its plot and its filler account for."""
+    nats = {"fact": 0.0, "plot": 0.0, "filler": 0.0}
+    for choice in story.choices:
+        nats[choice.kind] -= choice.log_prob
+    return nats
+
+
+@cache
+def entropy() -> float:
+    """The exact entropy of the grammar in nats a story: the mean of the negative log-probability over all stories."""
+
+    def of_op(op: _Op) -> float:
+        return of(op.rule) if isinstance(op, _Call) else -op.log_prob if isinstance(op, _Draw) else 0.0
+
+    def of(rule: _Rule) -> float:
+        return sum(
+            math.exp(choice.log_prob) * (sum(map(of_op, ops)) - choice.log_prob)
+            for choice, ops in zip(rule.choices, rule.alternatives)
+        )
+
+    return of(_GRAMMAR.story)
+
+
+@cache
+def count_stories() -> int:
+    """The number of different stories: exact, as each has one derivation."""
+
+    def of_op(op: _Op) -> int:
+        return of(op.rule) if isinstance(op, _Call) else len(op.items) if isinstance(op, _Draw) else 1
+
+    def of(rule: _Rule) -> int:
+        return sum(math.prod(map(of_op, ops)) for ops in rule.alternatives)
+
+    return of(_GRAMMAR.story)
+
+
+@cache
+def length_bounds() -> tuple[int, int]:
+    """The least and the greatest number of words, split at white space, that a story can have."""
+
+    def of(rule: _Rule) -> tuple[int, int]:
+        bounds = []
+        for ops in rule.alternatives:
+            words = len(_skeleton(ops).split())  # in which a rule counts as one word
+            inner = [of(op.rule) for op in ops if isinstance(op, _Call)]
+            bounds.append([words + sum(pair[end] - 1 for pair in inner) for end in (0, 1)])
+        return min(least for least, _ in bounds), max(greatest for _, greatest in bounds)
+
+    return of(_GRAMMAR.story)
+
+
+@cache
+def vocabulary() -> set[str]:
+    """All lower-cased words and numbers that stories are made of."""
+    words = set()
+    for rule in _GRAMMAR.rules.values():
+        for ops in rule.alternatives:
+            words.update(word for word in WORD.findall(_skeleton(ops).lower()) if "_" not in word)
+            for op in ops:
+                if isinstance(op, _Draw):
+                    words.update(word for surface in op.by_surface for word in surface.lower().split())
+    for items in _GRAMMAR.lists.values():
+        words.update(form.lower() for item in items for key, form in item.items() if key.startswith("."))
+    return words
+
+
+def _skeleton(ops: tuple[_Op, ...]) -> str:
+    """The alternative's text with _ for every slot and every rule."""
+    return "".join(
+        op.text if isinstance(op, _Text) else "a _" if getattr(op, "form", None) in ("a", "A") else "_" for op in ops
+    )

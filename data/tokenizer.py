@@ -1,0 +1,299 @@
+"""Text to token ids and back: one class around tiktoken, for bytes, characters, trained BPE and named encodings."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from errors import FULL_DISK, UserError
+
+FILE_NAME = "thinker-tokenizer.json"
+FILE_FORMAT = 1
+MAX_FILE_BYTES = 1 << 26  # o200k_base, the largest of tiktoken's own, takes 4 MB
+MAX_VOCAB = 1 << 20
+SAMPLE_BYTES = 32 << 20  # UTF-8 bytes of text that a tokenizer is trained on at most
+PIECE_CHARS = 1 << 16  # rustbpe's regular expressions overflow their stack on a run of a million spaces
+
+BOUNDARY = "<|bos|>"
+ONE_CHARACTER = r"(?s)."
+# GPT-4's split without its possessive quantifiers, which other libraries read differently.
+WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+
+
+class Tokenizer:
+    """Token ids for text. Every id below `vocab_size` is a string of bytes, a special token or (a gap) nothing.
+
+    Attributes:
+        kind: "byte", "char", "bpe" or "tiktoken:NAME".
+        vocab_size: the largest id + 1.
+        special_tokens: name -> id.
+        bos_id, eos_id: the boundary token, which begins every document and so also ends the one before.
+        content_hash: sha256 of everything that decides how text is encoded, as 64 hexadecimal digits.
+
+    Special tokens stand for no text: `decode`, `decode_bytes` and `token_bytes` give nothing for them.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        tokens: list[bytes | None],
+        special_tokens: dict[str, int],
+        boundary: str = BOUNDARY,
+        pattern: str = ONE_CHARACTER,
+    ) -> None:
+        """Args: tokens: the bytes of each id, None for a special token or a gap; pattern: what cuts text into pieces.
+
+        Raises ValueError where these do not make a tokenizer that can encode every text.
+        """
+        ranks = {token: i for i, token in enumerate(tokens) if token is not None}
+        if not 256 <= len(tokens) <= MAX_VOCAB or any(bytes([b]) not in ranks for b in range(256)) or b"" in ranks:
+            raise ValueError("the tokens must hold all 256 bytes, no empty string, and at most 2**20 entries")
+        if len(ranks) != sum(token is not None for token in tokens):
+            raise ValueError("two ids have the same bytes")
+        ids = list(special_tokens.values())
+        if any(not 0 <= i < len(tokens) or tokens[i] is not None for i in ids):  # o200k_harmony has two names for one
+            raise ValueError("a special token's id is out of range or a token's")
+        if boundary not in special_tokens or "" in special_tokens:
+            raise ValueError("the boundary is no special token, or one has no name")
+        if tokens[-1] is None and len(tokens) - 1 not in ids:
+            raise ValueError("the last id is neither a token nor special")
+        self.kind = kind
+        self.pattern = pattern
+        self.boundary = boundary
+        self.special_tokens = dict(special_tokens)
+        self.vocab_size = len(tokens)
+        self.bos_id = self.eos_id = special_tokens[boundary]
+        self._tokens = tokens
+        self._encoding = tiktoken.Encoding(
+            kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
+        )
+
+    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+        """The ids of a text, without a boundary token.
+
+        The name of a special token within the text is plain text like any other, unless allow_special.
+        """
+        if not allow_special:
+            return self._encode(text).tolist()
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        ids: list[int] = []
+        for i, part in enumerate(re.split("(" + "|".join(map(re.escape, names)) + ")", text)):
+            ids += [self.special_tokens[part]] if i % 2 else self._encode(part).tolist()
+        return ids
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of many texts, in threads; special names are plain text. Each a 1-D array of uint32."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(self._encode, texts))
+
+    def _encode(self, text: str) -> np.ndarray:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # half of a surrogate pair is no text: it becomes U+FFFD
+            return self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        except ValueError:  # a run of a million spaces overflows the stack of tiktoken's regular expressions
+            if len(text) < PIECE_CHARS:
+                raise
+            half = len(text) // 2
+            return np.concatenate([self._encode(text[:half]), self._encode(text[half:])])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD. Raises ValueError for an id out of range."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids, one after the other. Raises ValueError for an id out of range."""
+        return b"".join(map(self.token_bytes, ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id: b"" for a special token or a gap. Raises ValueError for an id out of range."""
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        return self._tokens[token_id] or b""
+
+    @cached_property
+    def content_hash(self) -> str:
+        """See the class."""
+        return _hash(self._content())
+
+    def _content(self) -> dict:
+        tokens = [None if token is None else base64.b64encode(token).decode() for token in self._tokens]
+        return {
+            "format": FILE_FORMAT,
+            "kind": self.kind,
+            "pattern": self.pattern,
+            "boundary": self.boundary,
+            "special_tokens": self.special_tokens,
+            "tokens": tokens,
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `thinker-tokenizer.json` into an existing folder (to a temporary name, then renamed)."""
+        path = Path(folder) / FILE_NAME
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump({**self._content(), "sha256": self.content_hash}, file, indent=0)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read what save() wrote; path is the folder or the file. Raises UserError where it is not whole and ours."""
+        path = Path(path)
+        path = path / FILE_NAME if path.is_dir() else path
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise ValueError("it is larger than any tokenizer")
+            return cls._from_content(json.loads(path.read_bytes()))
+        except OSError as error:
+            raise UserError(f"cannot read a tokenizer from {path}: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not a whole {FILE_NAME}: {error}") from error
+
+    @classmethod
+    def _from_content(cls, content: object) -> Tokenizer:
+        if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
+            raise ValueError(f"it does not say format {FILE_FORMAT}")
+        found_hash = content.pop("sha256", None)
+        types = {"kind": str, "pattern": str, "boundary": str, "special_tokens": dict, "tokens": list}
+        if content.keys() != types.keys() | {"format"} or any(not isinstance(content[k], t) for k, t in types.items()):
+            raise ValueError(f"its keys must be format, {', '.join(types)} and sha256, each of its type")
+        if any(type(i) is not int for i in content["special_tokens"].values()):
+            raise ValueError("an id of special_tokens is no integer")
+        if any(token is not None and not isinstance(token, str) for token in content["tokens"]):
+            raise ValueError("an entry of tokens is neither base64 nor null")
+        if _hash(content) != found_hash:
+            raise ValueError("its content does not have the sha256 it states")
+        del content["format"]
+        tokens = [None if token is None else base64.b64decode(token, validate=True) for token in content.pop("tokens")]
+        return cls(tokens=tokens, **content)
+
+
+def _hash(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def token_byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
+    """(vocab_size,) int64: how many bytes of text each id stands for; 0 for special tokens and gaps."""
+    return np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)], dtype=np.int64)
+
+
+def check_spec(spec: str) -> str:
+    """The kind of tokenizer that spec names: "byte", "char", "bpe" (bpe:VOCAB), "tiktoken" (tiktoken:NAME) or "path".
+
+    Raises UserError for anything else; a path must exist.
+    """
+    kind, _, option = spec.partition(":")
+    if spec in ("byte", "char"):
+        return spec
+    if kind == "bpe":
+        if not re.fullmatch("[0-9]{1,9}", option) or not 258 <= int(option) <= MAX_VOCAB:
+            raise UserError(
+                f"data.tokenizer={spec}: bpe:VOCAB needs a whole number from 258 (256 bytes, one merge, one boundary"
+                f" token) to {MAX_VOCAB}, for example bpe:4096"
+            )
+        return kind
+    if kind == "tiktoken":
+        names = tiktoken.list_encoding_names()
+        if option not in names:
+            raise UserError(f"data.tokenizer={spec}: tiktoken has {', '.join(names)}{nearest(option, names)}")
+        return kind
+    if not os.path.exists(spec):
+        raise UserError(
+            f"data.tokenizer={spec} is neither byte, char, bpe:VOCAB, tiktoken:NAME nor the path of a saved tokenizer"
+            + nearest(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
+        )
+    return "path"
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A question that names the word nearest to a mistyped one, to end an error message with; "" if none is near."""
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
+    """Build the tokenizer that spec names (see check_spec), training it on texts where it has to be trained.
+
+    At most SAMPLE_BYTES of texts are read, and none of them for "byte", "tiktoken:NAME" or a path.
+    Raises UserError for a wrong spec, texts too short for the vocabulary asked for, or a failed download.
+    """
+    kind = check_spec(spec)
+    option = spec.partition(":")[2]
+    single_bytes = [bytes([b]) for b in range(256)]
+    if kind == "byte":
+        return _with_boundary("byte", single_bytes)
+    if kind == "char":
+        seen: set[str] = set()
+        for piece in _sample(texts):
+            seen.update(piece)
+        return _with_boundary("char", single_bytes + [c.encode() for c in sorted(seen) if ord(c) > 127])
+    if kind == "bpe":
+        return _train_bpe(int(option), texts)
+    if kind == "tiktoken":
+        return _named(option)
+    return Tokenizer.load(spec)
+
+
+def _with_boundary(kind: str, tokens: list[bytes], pattern: str = ONE_CHARACTER) -> Tokenizer:
+    return Tokenizer(kind, [*tokens, None], {BOUNDARY: len(tokens)}, pattern=pattern)
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    left = SAMPLE_BYTES
+    for text in texts:
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            yield piece
+            left -= len(piece.encode())
+            if left <= 0:
+                return
+
+
+def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
+    import rustbpe
+
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(_sample(texts), vocab_size - 1, pattern=WORDS)
+    ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
+    if len(ranks) < vocab_size - 1:
+        possible = f"bpe:{len(ranks) + 1}" if len(ranks) > 256 else "byte"
+        raise UserError(
+            f"data.tokenizer=bpe:{vocab_size}: the text is too short for so many tokens;"
+            f" {possible} is possible, or add text"
+        )
+    return _with_boundary("bpe", [token for _, token in ranks], WORDS)
+
+
+def _named(name: str) -> Tokenizer:
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except OSError as error:  # requests' errors are OSErrors too
+        url = getattr(getattr(error, "request", None), "url", None)
+        if error.errno in FULL_DISK or url is None:
+            raise
+        raise UserError(
+            f"data.tokenizer=tiktoken:{name}: cannot download {url} ({type(error).__name__}); go online once, or set"
+            f" TIKTOKEN_CACHE_DIR to a folder with that file in it, named {hashlib.sha1(url.encode()).hexdigest()}"
+        ) from error
+    tokens: list[bytes | None] = [None] * (encoding.max_token_value + 1)
+    for token, rank in encoding._mergeable_ranks.items():
+        tokens[rank] = token
+    eot = next(text for text, i in encoding._special_tokens.items() if i == encoding.eot_token)
+    return Tokenizer(f"tiktoken:{name}", tokens, encoding._special_tokens, eot, encoding._pat_str)

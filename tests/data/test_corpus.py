@@ -1,0 +1,220 @@
+"""Corpora: how they are split, what the cache keeps, and what a user is told."""
+
+import json
+import os
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.corpus import prepare
+from data.tokenizer import make_tokenizer
+from errors import UserError
+
+
+def documents(corpus, tokens):
+    """The texts in a split, decoded."""
+    ids = ((shard, *pair) for shard in tokens.shards for pair in zip(shard.offsets, shard.offsets[1:]))
+    return [corpus.tokenizer.decode(shard.tokens[start + 1 : end]) for shard, start, end in ids]
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+@pytest.fixture
+def quick(tmp_path):
+    """Prepare with a small tokenizer, quietly, and a cache of the test's own."""
+    return lambda **options: prepare(
+        **{"tokenizer": "byte", "cache_dir": tmp_path / "cache", "progress": False, **options}
+    )
+
+
+def test_documents_are_split_by_content(tmp_path, quick):
+    texts = [f"story {i % 700}" for i in range(1000)]
+    corpus = quick(source="jsonl", path=write_jsonl(tmp_path / "a.jsonl", texts), val_fraction=0.2)
+    train, val = documents(corpus, corpus.train), documents(corpus, corpus.val)
+    assert sorted(train + val) == sorted(texts)
+    assert not set(train) & set(val)
+    assert 0.15 < len(val) / len(texts) < 0.25
+    assert train == [text for text in texts if text in set(train)]  # in the order of the source
+    assert corpus.train.n_bytes == len("".join(train))
+    assert corpus.val.n_documents == len(val)
+    more = quick(source="jsonl", path=write_jsonl(tmp_path / "b.jsonl", texts[::-1]), val_fraction=0.3)
+    assert set(val) <= set(documents(more, more.val))  # where a document goes depends on itself alone
+
+
+def test_the_end_of_a_single_text_is_for_validation(tmp_path_factory):
+    characters = st.characters(codec="utf-8", exclude_characters="\ufeff")
+
+    @given(text=st.text(characters, min_size=12), fraction=st.floats(0.3, 0.7))
+    def check(text, fraction):
+        folder = tmp_path_factory.mktemp("text")
+        data = text.encode()
+        (folder / "a.txt").write_bytes(data)
+        options = {"source": "text", "path": str(folder), "tokenizer": "byte", "progress": False}
+        corpus = prepare(**options, val_fraction=fraction, cache_dir=folder / "cache")
+        (train,), (val,) = documents(corpus, corpus.train), documents(corpus, corpus.val)
+        assert (train + val).encode() == data
+        assert abs(len(val.encode()) - fraction * len(data)) <= 4.5  # half a byte of rounding, and a character
+
+    check()
+
+
+def test_a_long_single_text_is_one_document_a_split(tmp_path, quick):
+    text = "".join(f"{i} é€\r\n" for i in range(300_000))
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    corpus = quick(source="text", path=str(tmp_path / "a.txt"), val_fraction=0.4, tokenizer="char", shard_tokens=1000)
+    (train,), (val,) = documents(corpus, corpus.train), documents(corpus, corpus.val)
+    assert train + val == text
+    assert len(val.encode()) == pytest.approx(0.4 * len(text.encode()), abs=4)
+    assert corpus.train.n_bytes + corpus.val.n_bytes == len(text.encode())
+    assert corpus.train.shards[0].log_probs is None
+
+
+def test_the_tokenizer_learns_from_the_training_split_alone(tmp_path, quick):
+    (tmp_path / "a.txt").write_text("é" * 500 + "日" * 500)
+    corpus = quick(source="text", path=str(tmp_path / "a.txt"), val_fraction=0.6, tokenizer="char")
+    assert corpus.tokenizer.vocab_size == 258
+    texts = [f"{chr(0x4E00 + i)}" for i in range(200)]
+    corpus = quick(source="jsonl", path=write_jsonl(tmp_path / "a.jsonl", texts), val_fraction=0.3, tokenizer="char")
+    assert corpus.tokenizer.vocab_size == 257 + corpus.train.n_documents
+    assert corpus.val.n_documents > 20
+
+
+def test_bpe_on_pydocs_keeps_the_text(quick):
+    corpus = quick(source="pydocs", tokenizer="bpe:1000", max_documents=40, val_fraction=0.3, shard_tokens=50_000)
+    assert corpus.tokenizer.vocab_size == 1000
+    assert len(corpus.train.shards) > 1
+    for tokens in (corpus.train, corpus.val):
+        assert len("".join(documents(corpus, tokens)).encode()) == tokens.n_bytes
+    assert corpus.train.n_tokens < 0.5 * corpus.train.n_bytes
+
+
+def test_repeats_know_their_log_probability(quick):
+    corpus = quick(source="repeats", max_documents=300, tokenizer="char")
+    assert corpus.val.shards[0].log_probs.shape == (corpus.val.n_documents,)
+    assert (corpus.val.shards[0].log_probs < -16 * 4.5).all()
+    for wrong in ("bpe:300", str(make_tokenizer("bpe:258", ["aaaa"]).save(corpus.folder))):
+        with pytest.raises(UserError, match="data.source=repeats needs byte or char"):
+            quick(source="repeats", max_documents=300, tokenizer=wrong)
+
+
+def test_the_second_start_reads_no_source(tmp_path, quick, capfd):
+    file = tmp_path / "a.jsonl"
+    options = {"source": "jsonl", "path": write_jsonl(file, ["one", "two", "three", "four"] * 3), "val_fraction": 0.5}
+    first = quick(**options)
+    status = file.stat()
+    file.write_bytes(b"!" * status.st_size)  # no jsonl any more, but neither its size nor its time has changed
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = quick(**options)
+    assert second.folder == first.folder
+    assert documents(second, second.train) == documents(first, first.train)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(UserError, match="cannot be read"):
+        quick(**options)
+    assert [folder.name for folder in first.folder.parent.iterdir()] == [first.folder.name]  # what failed left nothing
+    assert capfd.readouterr().err == ""
+
+
+def test_what_changes_the_tokens_changes_the_folder(tmp_path, quick):
+    path = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(50)])
+    options = {"source": "jsonl", "path": path, "val_fraction": 0.5}
+    folders = [quick(**options, **more).folder for more in ({}, {"tokenizer": "char"}, {"max_documents": 30})]
+    folders += [quick(**{**options, "val_fraction": 0.4}).folder]
+    one, two = (make_tokenizer("bpe:258", [text]) for text in ("aa aa", "bb bb"))
+    for tokenizer in (one, two):
+        folders.append(quick(**options, tokenizer=str(tokenizer.save(tmp_path))).folder)  # a path, with other content
+    assert len(set(folders)) == 6
+    assert quick(**options, tokenizer=str(tmp_path)).tokenizer.content_hash == two.content_hash
+    assert quick(**options).folder == folders[0]
+
+
+@pytest.mark.parametrize("damage", ["truncated shard", "missing shard", "index", "tokenizer", "other tokenizer"])
+def test_a_damaged_cache_is_made_again_and_says_so(tmp_path, quick, capfd, damage):
+    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), "val_fraction": 0.5}
+    first = quick(**options)
+    expected = documents(first, first.train), documents(first, first.val)
+    shard = first.val.shards[0].path
+    if damage == "truncated shard":
+        os.truncate(shard, shard.stat().st_size - 1)
+    elif damage == "missing shard":
+        shard.unlink()
+    elif damage == "index":
+        (first.folder / "corpus.json").write_text("[]")
+    elif damage == "tokenizer":
+        (first.folder / "thinker-tokenizer.json").write_text("{")
+    else:
+        make_tokenizer("char", ["é"]).save(first.folder)
+    again = quick(**options)
+    assert (documents(again, again.train), documents(again, again.val)) == expected
+    assert capfd.readouterr().err.count("is damaged and is made again") == 1
+    quick(**options)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_folder_left_by_a_killed_process_is_removed_after_a_day(tmp_path, quick):
+    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), "val_fraction": 0.5}
+    folder = quick(**options).folder
+    shutil.rmtree(folder)
+    old, fresh = (folder.with_name(f"{folder.name}.building-{name}") for name in ("old", "fresh"))
+    for left in (old, fresh):
+        left.mkdir()
+    os.utime(old, (0, 0))
+    quick(**options)
+    assert not old.exists()
+    assert fresh.exists()  # another process may be at it
+
+
+def test_documents_without_text_are_left_out_and_said_so(tmp_path, quick, capfd):
+    path = write_jsonl(tmp_path / "a.jsonl", ["a", "", "b", None, "c", "d"])
+    corpus = quick(source="jsonl", path=path, val_fraction=0.5)
+    assert sorted(documents(corpus, corpus.train) + documents(corpus, corpus.val)) == ["a", "b", "c", "d"]
+    assert capfd.readouterr().err == "2 of 6 documents hold no text and are left out\n"
+
+
+def test_progress_goes_to_standard_error(quick, capfd):
+    quick(source="pydocs", tokenizer="bpe:300", max_documents=40, progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "training bpe:300" in err
+    assert "tokens/s" in err
+
+
+@pytest.mark.parametrize("texts", [[], ["", None]])
+def test_an_empty_corpus(tmp_path, quick, texts):
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    for tokenizer in ("byte", "bpe:300"):
+        with pytest.raises(UserError, match="the corpus is empty"):
+            quick(source="jsonl", path=path, tokenizer=tokenizer)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(UserError, match="the corpus is empty"):
+        quick(source="text", path=str(tmp_path / "a.txt"))
+
+
+def test_an_empty_split(tmp_path, quick):
+    path = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    for tokenizer in ("byte", "char", "bpe:300"):
+        with pytest.raises(UserError, match="nothing falls into the train split; lower data.val_fraction"):
+            quick(source="jsonl", path=path, tokenizer=tokenizer, val_fraction=0.9999999)
+    with pytest.raises(UserError, match="nothing falls into the val split; raise data.val_fraction"):
+        quick(source="jsonl", path=path, val_fraction=1e-9)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
+def test_wrong_fractions(quick, fraction):
+    with pytest.raises(UserError, match="it must lie between 0 and 1"):
+        quick(source="pydocs", val_fraction=fraction)
+
+
+def test_a_wrong_tokenizer_is_refused_before_anything_is_read(quick):
+    with pytest.raises(UserError, match="data.tokenizer=bite"):
+        quick(source="pydocs", tokenizer="bite")
+
+
+def test_a_cache_that_cannot_be_a_folder(tmp_path, quick):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="data.cache_dir"):
+        quick(source="pydocs", cache_dir=tmp_path / "file")

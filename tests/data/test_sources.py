@@ -1,0 +1,254 @@
+"""Sources: what each gives, what changes its key, and what it refuses. The datasets library reads real local files."""
+
+import gzip
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data.sources import GENERATED_DOCUMENTS, REPEAT_ALPHABET, open_source
+from errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def texts(source, **options):
+    return [document.text for document in open_source(source, **options).documents()]
+
+
+def key(source, **options):
+    return open_source(source, **options).key
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+# Generated
+
+
+def test_tales_are_the_stories_of_the_seed():
+    from data import tales
+
+    source = open_source("tales", max_documents=5, seed=3)
+    first, again = list(source.documents()), list(source.documents())
+    assert first == again
+    stories = [tales.tell(3, i) for i in range(5)]
+    assert [(d.text, d.log_prob) for d in first] == [(story.text, story.log_prob) for story in stories]
+    assert source.n_documents == 5
+    assert open_source("tales").n_documents == GENERATED_DOCUMENTS
+    assert len({key("tales", seed=s, max_documents=m) for s in (0, 1) for m in (None, 5)}) == 4
+
+
+def test_repeats_say_everything_twice_and_know_their_probability():
+    source = open_source("repeats", max_documents=2000, seed=1)
+    documents = list(source.documents())
+    assert documents == list(source.documents())
+    lengths = Counter()
+    for text, log_prob in ((d.text, d.log_prob) for d in documents):
+        n = len(text) // 2
+        assert text[:n] == text[n:]
+        assert set(text) <= set(REPEAT_ALPHABET)
+        assert log_prob == pytest.approx(math.log(1 / 49) + n * math.log(1 / 94))
+        lengths[n] += 1
+    assert sorted(lengths) == list(range(16, 65))
+    assert max(lengths.values()) < 80  # 41 on average
+    assert len({d.text for d in documents}) == 2000
+    assert list(itertools.islice(open_source("repeats", seed=2).documents(), 9)) != documents[:9]
+    assert key("repeats", seed=1) != key("repeats", seed=2)
+
+
+# Files of text
+
+
+def test_pydocs_is_pythons_own_library_without_its_tests():
+    source = open_source("pydocs")
+    documents = [document.text for document in source.documents()]
+    assert len(documents) > 300
+    assert any(text.startswith('r"""OS routines for NT or Posix') for text in documents)
+    assert not any("class TestCase_" in text and "test.support" in text for text in documents[:50])
+    assert Path(json.__file__).read_text() in documents
+    assert documents[:20] == texts("pydocs", max_documents=20)
+    assert source.key == key("pydocs") != key("pydocs", max_documents=20)
+
+
+def test_one_file_is_one_text_in_pieces(tmp_path):
+    file = tmp_path / "long.txt"
+    text = "é€ \r\nline\n" * 150_000 + "no end" * 300_000 + "\r"
+    file.write_bytes(text.encode())
+    for path in (file, tmp_path, tmp_path / "*.txt"):
+        source = open_source("text", path=str(path))
+        pieces = [document.text for document in source.documents()]
+        assert "".join(pieces) == text  # line ends as they are
+        assert source.whole_text
+        assert source.n_bytes == len(text.encode())
+        assert len(pieces) > 2
+        assert pieces[0].endswith("\n")
+        assert max(map(len, pieces)) <= 2 << 20
+
+
+def test_several_files_are_documents_in_order(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name, text in {"b.txt": "B", "a.md": "A", "deep/c.txt": "C", ".hidden": "H"}.items():
+        (tmp_path / name).write_text(text)
+    assert texts("text", path=str(tmp_path)) == ["A", "B", "C"]
+    assert texts("text", path=str(tmp_path / "**" / "*.txt")) == ["B", "C"]
+    assert texts("text", path=str(tmp_path), max_documents=2) == ["A", "B"]
+    assert not open_source("text", path=str(tmp_path)).whole_text
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert texts("text", path=str(tmp_path)) == ["hello"]
+
+
+def test_text_that_is_not_utf8_names_the_file(tmp_path):
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.txt is not UTF-8 text \(byte 0xe9\)"):
+        texts("text", path=str(tmp_path))
+
+
+def test_text_that_has_gone_meanwhile(tmp_path):
+    (tmp_path / "a.txt").write_text("here")
+    source = open_source("text", path=str(tmp_path))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*a\.txt: No such file"):
+        list(source.documents())
+
+
+# Tables
+
+
+def test_jsonl_from_a_file_a_folder_and_a_glob(tmp_path):
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "3", "n": 1}, {"text": None, "n": 2}])
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "1"}, {"text": "2"}])
+    (tmp_path / "0-empty.jsonl").write_text("")
+    (tmp_path / "c.json.gz").write_bytes(gzip.compress(b'{"text": "4 \xe2\x82\xac"}\n'))
+    (tmp_path / "notes.txt").write_text("no table")
+    assert texts("jsonl", path=str(tmp_path)) == ["1", "2", "3", "", "4 €"]  # no text is empty text
+    assert texts("jsonl", path=str(tmp_path / "?.jsonl")) == ["1", "2", "3", ""]
+    assert texts("jsonl", path=str(tmp_path / "a.jsonl")) == ["1", "2"]
+    assert texts("jsonl", path=str(tmp_path), max_documents=3) == ["1", "2", "3"]
+    assert texts("jsonl", path=str(tmp_path / "0-empty.jsonl")) == []
+
+
+def test_parquet_and_its_columns(tmp_path):
+    write_parquet(tmp_path / "a.parquet", text=["1", "2"], story=["x", "y"])
+    write_parquet(tmp_path / "b.parquet", text=["3"], story=["z"])
+    assert texts("parquet", path=str(tmp_path)) == ["1", "2", "3"]
+    assert texts("parquet", path=str(tmp_path / "a.parquet"), column="story") == ["x", "y"]
+    with pytest.raises(
+        UserError, match="data.column=stori: .*a.parquet has the columns text, story; did you mean story"
+    ):
+        texts("parquet", path=str(tmp_path / "a.parquet"), column="stori")
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_hub_on_a_local_folder(tmp_path, streaming, monkeypatch):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl", [{"text": str(i), "n": i} for i in range(5)])
+    write_jsonl(folder / "test.jsonl", [{"text": "t", "n": 0}])
+    options = {"path": str(folder), "streaming": streaming}
+    assert texts("hub", **options) == ["0", "1", "2", "3", "4"]
+    assert texts("hub", **options, max_documents=2) == ["0", "1"]
+    assert texts("hub", **options, split="test") == ["t"]
+    for wrong, message in {
+        "split": "split.*train.*test",
+        "config": "'nope' not found. Available: .*default",
+        "column": "has the columns text, n",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            texts("hub", **options, **{wrong: "nope"})
+    with pytest.raises(UserError, match="row 0 .* holds int, not text"):
+        texts("hub", **options, column="n")
+    assert key("hub", **options) == key("hub", path=str(folder))
+    write_jsonl(folder / "test.jsonl", [{"text": "changed", "n": 0}])
+    assert key("hub", **options) != key("hub", path=str(tmp_path))
+
+
+def test_a_hub_name_without_network_is_one_line():
+    code = "from data.sources import open_source\nfrom errors import run_command\n"
+    code += "run_command(lambda: list(open_source('hub', path='nobody/no-such-set').documents()))"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "data.path=nobody/no-such-set cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("cut.jsonl", b'{"text": "a"}\n{"text": \n'),
+        ("binary.jsonl", b"\xff\xfe\x00"),
+        ("surrogate.jsonl", b'{"text": "a\\ud83d"}\n'),
+        ("no.parquet", b"this is no parquet"),
+    ],
+)
+def test_damaged_tables(tmp_path, name, content, capfd):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name} cannot be read: ") as error:
+        texts(name.split(".")[1], path=str(tmp_path / name))
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""
+
+
+# Options and keys
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("tale", {}, "there are tales, pydocs, .*did you mean tales"),
+        ("tales", {"path": "x"}, "data.path is set, but data.source=tales does not read it"),
+        ("pydocs", {"config": "x"}, "data.config is set"),
+        ("repeats", {"column": "x"}, "data.column is set"),
+        ("text", {"path": "x", "split": "test"}, "data.split is set"),
+        ("jsonl", {"path": "x", "streaming": False}, "data.streaming is set"),
+        ("parquet", {"path": "x", "config": "x"}, "data.config is set"),
+        ("tales", {"max_documents": 0}, "data.max_documents=0"),
+        ("text", {}, "needs data.path=a file, folder or glob"),
+        ("hub", {}, "needs data.path=a dataset's name or folder"),
+        ("text", {"path": "/nowhere/at/all.txt"}, "data.path=/nowhere/at/all.txt: there is no readable file"),
+        ("jsonl", {"path": "/nowhere/*.jsonl"}, "there is no jsonl file"),
+        ("parquet", {"path": str(ROOT / "data")}, "there is no parquet file"),
+    ],
+)
+def test_mistakes(source, options, message):
+    with pytest.raises(UserError, match=message):
+        open_source(source, **options)
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_the_key_changes_with_a_file(tmp_path, source):
+    file = Path(write_jsonl(tmp_path / "a.jsonl", [{"text": "1"}]))
+    path = str(tmp_path)
+    first = key(source, path=path)
+    assert key(source, path=path) == first
+    status = file.stat()
+    write_jsonl(file, [{"text": "2"}])
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # the same size, a moment later
+    second = key(source, path=path)
+    write_jsonl(file, [{"text": "22"}])
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # the first time, another size
+    third = key(source, path=path)
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "1"}])
+    assert len({first, second, third, key(source, path=path)}) == 4
+    assert key(source, path=path, max_documents=1) != key(source, path=path)

@@ -1,0 +1,220 @@
+"""The corpus `tales`: what a story's probability, length, facts and English must be like."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import tales
+
+SEED = 11
+FAR = 16  # words since a fact was last mentioned, beyond which no short context gives it away
+TOKEN = re.compile(r"[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*")
+SPELLED_AGAINST_SOUND = {"useful", "ukulele", "unicycle", "honest"}
+
+
+@pytest.fixture(scope="module")
+def stories() -> list[tales.Story]:
+    return [tales.tell(SEED, index) for index in range(3000)]
+
+
+def far_recalls(story: tales.Story) -> list[float]:
+    """The bits of each fact, once for every time it comes back more than FAR words after its last mention."""
+    places = defaultdict(list)
+    for place, word in enumerate(TOKEN.findall(story.text)):
+        places[word.lower()].append(place)
+    return [
+        -choice.log_prob / math.log(2)
+        for choice in story.choices
+        if choice.kind == "fact"
+        for before, after in zip(places[choice.value.lower()], places[choice.value.lower()][1:])
+        if after - before > FAR
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(), st.integers(min_value=0))
+def test_a_story_is_a_pure_function_of_seed_and_index(seed, index):
+    story = tales.tell(seed, index)
+    assert story == tales.tell(seed, index)
+    assert tales.parse(story.text) == story
+
+
+def test_stories_of_another_seed_or_index_differ(stories):
+    texts = {story.text for story in stories} | {tales.tell(SEED + 1, index).text for index in range(500)}
+    assert len(texts) == len(stories) + 500
+
+
+def test_a_known_story_stays_the_same():
+    """The corpus is part of what a trained model means: a change of the stream must be noticed here."""
+    assert tales.tell(0, 0).text.split("\n\n")[0] == (
+        "Meet Harvey, a tireless boy. At 51 Acre Lane in still Wells, he and Wiggles, a spotty lamb"
+        ", read about werewolves. He played the bugle, loved dodgeball, and hoped to be a juggler."
+    )
+    assert re.fullmatch(r"[0-9a-f]{64}", tales.GRAMMAR_HASH)
+
+
+def test_every_story_has_exactly_one_derivation(stories):
+    for story in stories:
+        assert list(tales.derivations(story.text)) == [story]
+
+
+def test_a_story_with_another_fact_does_not_parse(stories):
+    for story in stories[:300]:
+        facts = [choice for choice in story.choices if choice.kind == "fact" and choice.name != "hero"]
+        fact, other = facts[0], facts[-1]
+        for wrong in ("zzz", other.value):  # an unknown word, and a word that belongs elsewhere in the story
+            first_mention = re.sub(rf"\b{fact.value}\b", wrong, story.text, count=1)
+            head, _, tail = story.text.rpartition(fact.value)
+            for text in (first_mention, head + wrong + tail):
+                with pytest.raises(ValueError, match="no story"):
+                    tales.parse(text)
+
+
+def test_a_recall_of_a_different_word_of_the_same_list_does_not_parse(stories):
+    names = [choice.value for story in stories for choice in story.choices if choice.name == "petname"]
+    for story in stories[:300]:
+        pet = next(choice.value for choice in story.choices if choice.name == "petname")
+        head, _, tail = story.text.rpartition(pet)
+        other = next(name for name in names if name != pet)
+        with pytest.raises(ValueError, match="no story"):
+            tales.parse(head + other + tail)
+
+
+@pytest.mark.parametrize("change", [lambda t: t[:-1], lambda t: t + " ", lambda t: t[: len(t) // 2], lambda t: t[1:]])
+def test_a_chopped_or_padded_story_does_not_parse(stories, change):
+    for story in stories[:50]:
+        with pytest.raises(ValueError, match="no story"):
+            tales.parse(change(story.text))
+
+
+def test_the_empty_text_is_no_story():
+    with pytest.raises(ValueError, match="no story"):
+        tales.parse("")
+
+
+def test_lengths_are_bounded_by_the_grammar(stories):
+    least, greatest = tales.length_bounds()
+    lengths = [len(story.text.split()) for story in stories]
+    assert 60 <= least <= min(lengths)
+    assert max(lengths) <= greatest <= 250
+
+
+def test_there_are_many_words_and_stories(stories):
+    observed = {word for story in stories for word in re.findall(r"[a-z]+(?:-[a-z]+)*", story.text.lower())}
+    assert len(observed) >= 1500
+    assert observed <= tales.vocabulary()
+    assert tales.count_stories() > 10**12
+
+
+def test_the_entropy_is_in_the_wanted_range(stories):
+    bits = -sum(story.log_prob for story in stories) / math.log(2)
+    assert 0.3 <= bits / sum(len(story.text) for story in stories) <= 0.6
+
+
+def test_the_mean_surprise_is_the_exact_entropy(stories):
+    surprises = [-story.log_prob for story in stories]
+    mean = sum(surprises) / len(surprises)
+    error = math.sqrt(sum((surprise - mean) ** 2 for surprise in surprises)) / len(surprises)
+    assert abs(mean - tales.entropy()) < 5 * error
+
+
+def test_most_entropy_is_in_facts(stories):
+    nats = Counter()
+    for story in stories:
+        kinds = tales.entropy_by_kind(story)
+        assert sum(kinds.values()) == pytest.approx(-story.log_prob)
+        nats.update(kinds)
+    total = sum(nats.values())
+    assert nats["filler"] / total <= 0.4
+    assert (nats["filler"] + nats["plot"]) / total <= 0.5
+
+
+def test_facts_come_back_from_afar(stories):
+    recalls = [[bits for bits in far_recalls(story) if bits >= 5] for story in stories]
+    assert sum(map(len, recalls)) / len(stories) >= 12
+    assert sum(map(sum, recalls)) / len(stories) >= 70
+    assert min(map(len, recalls)) >= 8
+
+
+def test_a_fact_is_said_at_least_twice(stories):
+    for story in stories[:500]:
+        words = Counter(TOKEN.findall(story.text))
+        assert all(words[choice.value] >= 2 for choice in story.choices if choice.kind == "fact"), story.text
+
+
+def test_probabilities_are_those_of_the_draws(stories):
+    """Every choice is made as often as its log-probability says, and the probabilities of its values sum to one."""
+    outcomes = defaultdict(Counter)
+    log_probs = defaultdict(dict)
+    for story in stories:
+        for choice in story.choices:
+            outcomes[choice.name][choice.value] += 1
+            log_probs[choice.name][choice.value] = choice.log_prob
+    for name in ("story", "start", "plot", "wear", "lost4", "party6", "weekday", "month"):
+        total = sum(outcomes[name].values())
+        assert sum(math.exp(value) for value in log_probs[name].values()) == pytest.approx(1)
+        for value, count in outcomes[name].items():
+            expected = total * math.exp(log_probs[name][value])
+            assert abs(count - expected) < 5 * math.sqrt(expected), (name, value)
+
+
+def test_half_of_the_stories_begin_as_stories_do(stories):
+    begun = sum(story.text.startswith("Once upon a time, there was a") for story in stories)
+    assert abs(begun / len(stories) - 0.5) < 0.05
+
+
+def test_articles_fit_the_next_word(stories):
+    for story in stories:
+        for article, word in re.findall(r"\b([Aa]n?) ([A-Za-z-]+)", story.text):
+            vowel = (word[0].lower() in "aeiou") != (word in SPELLED_AGAINST_SOUND)
+            assert (article.lower() == "an") == vowel, f"{article} {word}"
+
+
+def test_stories_are_well_formed_text(stories):
+    for story in stories:
+        text = story.text
+        assert text.isascii()
+        assert "  " not in text
+        assert not re.search(r"\s[,.!?]|[{}<>|_]| \n|\n ", text)
+        assert not re.search(r"\b([A-Za-z]+) \1\b", text), text
+        assert re.search(r'[.!?]"?$', text)
+        for paragraph in text.split("\n\n"):
+            assert paragraph.count('"') % 2 == 0, paragraph
+            assert re.match(r'"?[A-Z]', paragraph)
+            sentences = re.split(r'(?<![A-Z]r)(?<!Mrs)[.!?]"? (?=\S)', paragraph)
+            for sentence in sentences[1:]:
+                assert re.match(r'"?[A-Z]', sentence) or SAID_AFTER_SPEECH.match(sentence), (sentence, paragraph)
+
+
+# After direct speech that ends in ! or ?, the sentence goes on in lower case: "Home!" her aunt called.
+SAID_AFTER_SPEECH = re.compile(r"(?:it|he|she|the|his|her|said|called) ")
+
+
+def test_pronouns_belong_to_the_hero(stories):
+    for story in stories[:500]:
+        first = story.text.split("\n\n")[0]
+        assert not re.search(r"\bhe\b|\bHe\b|\bhis\b" if " girl" in first else r"\b[Ss]he\b", first), first
+
+
+@pytest.mark.parametrize(
+    ("grammar", "complaint"),
+    [
+        ("list x\n  a b\nrule story\n  1| {y:x} <end>\n", "line 3: there is no rule end"),
+        ("list x\n  a b\nrule story\n  1| {y:z}\n", "line 3: there is no list z"),
+        ("list x\n  a b\nrule story\n  1| {y} {y:x}\n", "nothing is bound to y"),
+        ("list x\n  a b\nrule story\n  1| {y:x} {y:x}\n", "y is bound already"),
+        ("list x\n  a b\nrule story\n  1| {y:x\n", "line 3: cannot read"),
+        ("list x\n  a a\nrule story\n  1| {y:x}\n", "line 1: list x repeats a word"),
+        ("list x\n  a b\nlist z\n  c d\nrule story\n  1| {y:x}\n", "never used: .'z'"),
+        ("rule story\n  1| so <story>\n", "story calls itself"),
+    ],
+)
+def test_a_mistake_in_the_grammar_is_found_when_it_is_read(grammar, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        tales._Grammar(grammar)
