@@ -315,14 +315,18 @@ def test_a_command_line_without_a_recipe():
 
 FULL_DISK = """
 import subprocess, sys
+from pathlib import Path
+from storage import checkpoint
 mount, size, command = sys.argv[1], sys.argv[2], sys.argv[3:]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount], check=True)
 done = subprocess.run(command, capture_output=True, text=True)
-kept = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from storage import checkpoint\\n"
-    "for f in checkpoint.list_checkpoints(Path(sys.argv[1])): checkpoint.verify(f); print('whole', f.name)\\n"
-    "print('debris', [p.name for p in Path(sys.argv[1]).iterdir() if p.name.startswith('.')])", mount + "/run/checkpoints"],
-    capture_output=True, text=True)
-print(done.returncode, done.stderr, kept.stdout, kept.stderr, sep="\\n@@\\n")
+folder = Path(mount) / "run" / "checkpoints"
+kept = []
+for found in checkpoint.list_checkpoints(folder):
+    checkpoint.verify(found)
+    kept.append(f"whole {found.name}")
+kept.append(f"debris {[path.name for path in folder.iterdir() if path.name.startswith('.')]}")
+print(done.returncode, done.stderr, kept, sep="\\n@@\\n")
 """
 
 
@@ -339,7 +343,7 @@ def test_a_full_disk(tiny, tmp_path):
         [*private, sys.executable, "-c", FULL_DISK, tmp_path / "small", "2m", sys.executable, *tiny, *options],
         capture_output=True, text=True, cwd=ROOT, timeout=120,
     )  # fmt: skip
-    status, said, kept, _ = done.stdout.split("\n@@\n")
+    status, said, kept = done.stdout.split("\n@@\n")
     assert int(status) == 1, said
     assert said.splitlines()[-1].startswith("error: the disk is full")
     assert "Traceback" not in said

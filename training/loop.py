@@ -57,7 +57,7 @@ class Trainer:
             train.eval_windows,
         )
         if self.device.type == "cpu":
-            torch.set_flush_denormal(True)  # peaked softmaxes fill the backward pass with them: FACTS of speed
+            torch.set_flush_denormal(True)  # peaked softmaxes fill the backward pass with them; each costs 100 cycles
         elif self.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         self.memory = MemoryMeter(self.device)

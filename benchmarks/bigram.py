@@ -1,0 +1,73 @@
+"""Does a minute of training on `pydocs` beat a bigram model of the same tokens?
+
+    python benchmarks/bigram.py [--minutes 1]
+
+Trains configs/pydocs.yaml for that long on the CPU, counts bigrams in the same training tokens, and measures both on
+the same validation windows. The bigram model is interpolated with the unigram one (Witten-Bell: the more kinds of
+tokens have followed a token, the more weight the unigram model gets after it). One line of JSON at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.machine import describe
+from data.loader import Windows, in_order
+from data.shards import TokenSet
+from training.loop import Trainer
+from training.recipe import load_recipe
+
+
+def bigram_loss(train: TokenSet, windows: Windows, vocab_size: int, limit: int | None) -> float:
+    """Nats a token of a Witten-Bell bigram model of `train` on the targets of `windows`."""
+    pairs = np.zeros((vocab_size, vocab_size), dtype=np.int32)
+    for shard in train.shards:
+        tokens = np.asarray(shard.tokens, dtype=np.int64)
+        np.add.at(pairs, (tokens[:-1], tokens[1:]), 1)
+    following = pairs.sum(1)  # (V,) how often each token was followed
+    kinds = (pairs > 0).sum(1)  # (V,) by how many different ones
+    unigram = (pairs.sum(0) + 1) / (pairs.sum() + vocab_size)  # (V,)
+    nats, count = 0.0, 0
+    for inputs, targets in in_order(windows, 64, limit):
+        counted = targets >= 0
+        before, after = inputs[counted].numpy(), targets[counted].numpy()
+        total = np.maximum(following[before] + kinds[before], 1)
+        backoff = np.where(following[before] > 0, kinds[before] / total, 1.0)
+        nats -= np.log(pairs[before, after] / total + backoff * unigram[after]).sum()
+        count += len(after)
+    return nats / count
+
+
+def main() -> None:
+    """Train, count, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--run", default="runs/bigram-peer", help="the run directory, to be trained if it is not there")
+    arguments = parser.parse_args()
+    recipe = load_recipe(
+        Path(__file__).resolve().parents[1] / "configs" / "pydocs.yaml",
+        [f"run.dir={arguments.run}", f"train.max_minutes={arguments.minutes}", "train.device=cpu",
+         "train.eval_every=null", "train.sample_every=null"],
+    )  # fmt: skip
+    trainer = Trainer(recipe)
+    trainer.train()
+    ours = trainer.evaluator(trainer.thinker).loss
+    peer = bigram_loss(
+        trainer.corpus.train, trainer.evaluator.windows, trainer.corpus.tokenizer.vocab_size, recipe.train.eval_windows
+    )
+    print(
+        f"thinker {ours:.4f}, bigram {peer:.4f} nats a token, after {trainer.elapsed:.0f} s and {trainer.tokens:,} tokens"
+    )
+    result = {"benchmark": "bigram", "seconds": trainer.elapsed, "tokens": trainer.tokens, "loss": ours}
+    print(json.dumps({**result, "bigram_loss": peer, "machine": describe()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What every result is recorded with: command, machine, versions, date."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+
+def describe() -> dict[str, str]:
+    """The machine and the versions, as a result needs them to be repeated."""
+    processor = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        processor = names[0] if names else processor
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {
+        "command": "python " + " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
+        "processor": processor,
+        "threads": str(torch.get_num_threads()),
+        "gpu": gpu,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,68 @@
+"""The evaluation, against losses computed one document at a time."""
+
+import math
+
+import pytest
+import torch
+
+from data.corpus import prepare
+from data.loader import Windows
+from data.tokenizer import token_byte_lengths
+from evaluation.loss import Evaluator
+from model import Thinker, ThinkerConfig
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return prepare(source="tales", max_documents=300, tokenizer="bpe:600", cache_dir=tmp_path_factory.mktemp("c"))
+
+
+@pytest.fixture(scope="module")
+def thinker(corpus):
+    torch.manual_seed(0)
+    thinker = Thinker(ThinkerConfig(vocab_size=600, d_model=16, n_layers=1, n_heads=2, max_seq_len=600))
+    torch.nn.init.normal_(thinker.head.weight, std=0.3)
+    return thinker.train()
+
+
+def documents(token_set):
+    for shard in token_set.shards:
+        for start, end in zip(shard.offsets[:-1], shard.offsets[1:]):
+            yield torch.from_numpy(shard.tokens[start : end + 1].astype("int64"))
+
+
+def test_document_aligned_loss_floor_and_bits(corpus, thinker):
+    lengths = token_byte_lengths(corpus.tokenizer)
+    windows = Windows(corpus.val, max(len(d) for d in documents(corpus.val)), "documents")
+    found = Evaluator(windows, 3, lengths)(thinker)
+    assert thinker.training
+    thinker.eval()
+    nats = tokens = n_bytes = 0
+    for document in documents(corpus.val):
+        with torch.no_grad():
+            loss, count = thinker(document[None, :-1], targets=document[None, 1:])
+        nats, tokens = nats + loss.item(), tokens + count.item()
+        n_bytes += len(corpus.tokenizer.decode(document.tolist()).encode())
+    thinker.train()
+    assert found.n_tokens == tokens
+    assert found.bits_per_byte == pytest.approx(found.loss * tokens / math.log(2) / n_bytes)
+    log_prob = sum(shard.log_probs.sum() for shard in corpus.val.shards)
+    assert found.entropy_floor == pytest.approx(-log_prob / tokens)
+    # Whole stories share a window with others, so attention sees a little more than alone; the count is the same.
+    assert found.loss == pytest.approx(nats / tokens, rel=0.02)
+
+
+def test_the_floor_is_unknown_where_stories_are_cut_or_windows_are_not_aligned(corpus, thinker):
+    lengths = token_byte_lengths(corpus.tokenizer)
+    assert Evaluator(Windows(corpus.val, 40, "documents"), 3, lengths).floor is None
+    assert Evaluator(Windows(corpus.val, 600, "contiguous"), 3, lengths).floor is None
+
+
+def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, thinker):
+    lengths = token_byte_lengths(corpus.tokenizer)
+    windows = Windows(corpus.val, 400, "documents")
+    part = Evaluator(windows, 2, lengths, limit=1)(thinker)
+    whole = Evaluator(windows, 2, lengths)(thinker)
+    assert part.n_tokens < whole.n_tokens
+    assert part.entropy_floor != whole.entropy_floor
+    assert part.entropy_floor == pytest.approx(whole.entropy_floor, rel=0.3)
