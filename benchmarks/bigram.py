@@ -63,7 +63,7 @@ def main() -> None:
         trainer.corpus.train, trainer.evaluator.windows, trainer.corpus.tokenizer.vocab_size, recipe.train.eval_windows
     )
     print(
-        f"thinker {ours:.4f}, bigram {peer:.4f} nats a token, after {trainer.elapsed:.0f} s and {trainer.tokens:,} tokens"
+        f"thinker {ours:.4f}, bigram {peer:.4f} nats a token, after {trainer.elapsed:.0f} s, {trainer.tokens:,} tokens"
     )
     result = {"benchmark": "bigram", "seconds": trainer.elapsed, "tokens": trainer.tokens, "loss": ours}
     print(json.dumps({**result, "bigram_loss": peer, "machine": describe()}))

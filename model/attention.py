@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from model.attend import attend, attention_weights, causal
 from model.cache import KVCache, Placement
 from model.config import ThinkerConfig
+from model.norm import RMSNorm
 from model.rope import rotate
 
 
@@ -21,22 +22,6 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
         return F.linear(x, self.weight.to(x.dtype))
-
-
-class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467).
-
-    Computed in fp32 and cast back before the weight, as LLaMA does.
-    """
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight.to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
-from model.attention import Attention, Linear, RMSNorm
+from model.attention import Attention, Linear
 from model.cache import KVCache, Placement
 from model.config import ThinkerConfig
 from model.loss import head_loss
+from model.norm import RMSNorm
 from model.rope import Rope
 
 

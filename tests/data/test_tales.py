@@ -53,7 +53,8 @@ def test_stories_of_another_seed_or_index_differ(stories):
 def test_a_known_story_stays_the_same():
     """The corpus is part of what a trained model means: a change of the stream must be noticed here."""
     assert tales.tell(0, 0).text.split("\n\n")[0] == (
-        "Once upon a time, there was a tidy boy named Harold. His wise hen Acorn liked travelling, and his uncle came from Wick."
+        "Once upon a time, there was a tidy boy named Harold. "
+        "His wise hen Acorn liked travelling, and his uncle came from Wick."
     )
     assert re.fullmatch(r"[0-9a-f]{64}", tales.GRAMMAR_HASH)
 
