@@ -69,6 +69,7 @@ def main() -> int:
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
     generator = Generator(thinker.to(DTYPES[precision]), tokenizer, use_cache=not arguments.no_cache)
+    generator.encode(arguments.prompt)  # refuses one that is too long before anything is printed
     if arguments.seed is None and not arguments.greedy:
         print(f"seed {seed}", file=sys.stderr)
 

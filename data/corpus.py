@@ -18,11 +18,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenSet
+from data.sources import Document, Source, open_source
+from data.tokenizer import Tokenizer, check_spec, make_tokenizer
 from errors import UserError
-
-from .shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenSet
-from .sources import Document, Source, open_source
-from .tokenizer import Tokenizer, check_spec, make_tokenizer
 
 BATCH_CHARS = 4 << 20  # text that is tokenized at once, in threads
 ABANDONED_SECONDS = 24 * 3600  # a folder still being built after this long belongs to a process that was killed

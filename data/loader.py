@@ -10,9 +10,8 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
+from data.shards import Shard, TokenSet
 from errors import UserError
-
-from .shards import Shard, TokenSet
 
 Packing = Literal["contiguous", "documents"]
 ROUNDS = 8

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .tokenizer import Tokenizer
+from data.tokenizer import Tokenizer
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.tokenizer import nearest
 from errors import FULL_DISK, UserError
-
-from .tokenizer import nearest
 
 SOURCES = ("tales", "pydocs", "repeats", "text", "jsonl", "parquet", "hub")
 GENERATED_DOCUMENTS = 25_000  # of tales and repeats, which have no end of their own, unless max_documents says other
@@ -136,7 +135,7 @@ def _generated(name: str, count: int, seed: int) -> Source:
     if name == "repeats":
         key = _key(name, seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
         return Source(name, key, lambda: (_repeat(seed, i) for i in range(count)), n_documents=count)
-    from . import tales
+    from data import tales
 
     def read() -> Iterator[Document]:
         for index in range(count):

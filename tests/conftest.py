@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from model import Thinker, ThinkerConfig
 
 ROOT = Path(__file__).parents[1]
 
-# Small enough to train in a second; overrides of configs/quickstart.yaml.
+# Small enough to train in a second; overrides of tests/fixtures/base.yaml.
 TINY = [
     "model.d_model=32",
     "model.n_layers=2",
@@ -58,9 +61,8 @@ def text_file(tmp_path_factory):
 def tiny(text_file, tmp_path_factory):
     """Arguments of train.py for a tiny run on text_file; append run.dir=... and what differs."""
     cache = tmp_path_factory.mktemp("cache")
-    quickstart = ROOT / "configs" / "quickstart.yaml"
     data = ["data.source=text", f"data.path={text_file}", "data.max_documents=null", f"data.cache_dir={cache}"]
-    return [ROOT / "train.py", quickstart, *TINY, *data]
+    return [ROOT / "train.py", ROOT / "tests" / "fixtures" / "base.yaml", *TINY, *data]
 
 
 @pytest.fixture(scope="session")
@@ -70,3 +72,19 @@ def tiny_run(tiny, tmp_path_factory):
     done = run_script(*tiny, f"run.dir={folder}", "train.max_steps=40")
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def make_thinker():
+    """Thinkers whose every parameter matters: a fresh one has zero output projections and would hide mistakes."""
+
+    def make(seed=0, **kwargs):
+        torch.manual_seed(seed)
+        shape = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
+        thinker = Thinker(ThinkerConfig(**{**shape, **kwargs}))
+        with torch.no_grad():
+            for parameter in thinker.parameters():
+                parameter.normal_(0.5 if parameter.dim() == 1 else 0, 0.3)
+        return thinker.eval()
+
+    return make

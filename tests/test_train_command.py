@@ -197,8 +197,6 @@ def test_samples_appear_while_training(tiny, tmp_path):
 
 # ------------------------------------------------------------------ mistakes: one line, status 2, nothing written
 
-EMPTY = "the file is there, and empty"
-
 
 def mistake(tmp_path, *arguments, name="run"):
     done = run_script(ROOT / "train.py", *arguments, f"run.dir={tmp_path / name}", f"data.cache_dir={tmp_path / 'c'}")
@@ -211,7 +209,7 @@ def mistake(tmp_path, *arguments, name="run"):
     return lines[0]
 
 
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+BASE = ROOT / "tests" / "fixtures" / "base.yaml"
 TEXT = ["data.source=text", "data.max_documents=null"]
 
 
@@ -229,7 +227,7 @@ TEXT = ["data.source=text", "data.max_documents=null"]
     ],
 )
 def test_mistakes_in_the_recipe(tmp_path, override, says):
-    assert says in mistake(tmp_path, QUICKSTART, override)
+    assert says in mistake(tmp_path, BASE, override)
 
 
 def test_a_device_that_is_not_there(tmp_path):
@@ -237,15 +235,15 @@ def test_a_device_that_is_not_there(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("here the device is there")
-    assert "the device cuda is not there; this machine has: cpu" in mistake(tmp_path, QUICKSTART, "train.device=cuda")
+    assert "the device cuda is not there; this machine has: cpu" in mistake(tmp_path, BASE, "train.device=cuda")
 
 
 def test_fp16_on_a_cpu(tmp_path):
-    assert "GPU only" in mistake(tmp_path, QUICKSTART, "train.precision=fp16", "train.device=cpu")
+    assert "GPU only" in mistake(tmp_path, BASE, "train.precision=fp16", "train.device=cpu")
 
 
 def test_vocabulary_smaller_than_the_tokenizers(tmp_path, text_file):
-    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={text_file}", "data.tokenizer=byte", "model.vocab_size=200")
+    said = mistake(tmp_path, BASE, *TEXT, f"data.path={text_file}", "data.tokenizer=byte", "model.vocab_size=200")
     assert "model.vocab_size (200) is smaller than the tokenizer's (257)" in said
 
 
@@ -254,32 +252,32 @@ def test_missing_recipe(tmp_path):
 
 
 def test_missing_file(tmp_path):
-    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={tmp_path / 'none.txt'}")
+    said = mistake(tmp_path, BASE, *TEXT, f"data.path={tmp_path / 'none.txt'}")
     assert "none.txt" in said
 
 
 def test_empty_corpus(tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={tmp_path / 'empty.txt'}")
+    said = mistake(tmp_path, BASE, *TEXT, f"data.path={tmp_path / 'empty.txt'}")
     assert "empty" in said or "no text" in said
 
 
 def test_a_corpus_shorter_than_one_window(tmp_path):
     (tmp_path / "short.txt").write_text("Too short to fill a window, but not empty.")
-    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={tmp_path / 'short.txt'}", "data.tokenizer=byte")
+    said = mistake(tmp_path, BASE, *TEXT, f"data.path={tmp_path / 'short.txt'}", "data.tokenizer=byte")
     assert "data.seq_len" in said
 
 
 def test_text_that_is_not_utf8(tmp_path):
     (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 1000)
-    said = mistake(tmp_path, QUICKSTART, *TEXT, f"data.path={tmp_path / 'latin.txt'}")
+    said = mistake(tmp_path, BASE, *TEXT, f"data.path={tmp_path / 'latin.txt'}")
     assert "UTF-8" in said
     assert "latin.txt" in said
 
 
 def test_a_run_directory_that_cannot_be_made(tmp_path, text_file):
     (tmp_path / "file").write_text("in the way")
-    done = run_script(ROOT / "train.py", QUICKSTART, *TINY, *TEXT, f"data.path={text_file}",
+    done = run_script(ROOT / "train.py", BASE, *TINY, *TEXT, f"data.path={text_file}",
                       f"run.dir={tmp_path / 'file' / 'run'}", f"data.cache_dir={tmp_path / 'c'}")  # fmt: skip
     assert done.returncode == 2
     assert "run.dir" in done.stderr.splitlines()[-1]
