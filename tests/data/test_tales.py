@@ -54,7 +54,7 @@ def test_a_known_story_stays_the_same():
     """The corpus is part of what a trained model means: a change of the stream must be noticed here."""
     assert tales.tell(0, 0).text.split("\n\n")[0] == (
         "Once upon a time, there was a tidy boy named Harold. "
-        "His wise hen Acorn liked travelling, and his uncle came from Wick."
+        "His tortoise Marbles liked baking, and his stepmother came from Truro."
     )
     assert re.fullmatch(r"[0-9a-f]{64}", tales.GRAMMAR_HASH)
 
