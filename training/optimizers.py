@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from model import Thinker
+from training.muon import Muon
 from training.recipe import OptimizerSection
 
 
@@ -43,10 +44,10 @@ class Optimizers:
         self.optimizers: list[torch.optim.Optimizer] = []
         if muon:
             self.optimizers.append(
-                torch.optim.Muon(
+                Muon(
                     [groups.pop("matrices")],
+                    dtype=torch.bfloat16 if thinker.dtype == torch.bfloat16 else torch.float32,
                     momentum=0.95 if section.momentum is None else section.momentum,
-                    adjust_lr_fn="original",
                 )
             )
         fused = thinker.device.type in ("cpu", "cuda")
