@@ -28,6 +28,7 @@ class ThinkerConfig:
     qk_norm: bool = True  # RMSNorm on queries and keys before RoPE, as in Qwen3; False is the LLaMA form
     tie_embeddings: bool = False  # the head's matrix is the embedding's
     dropout: float = 0.0  # on the embedding and on what attention and MLP add to the residual stream
+    head_init_std: float = 0.0  # the head is drawn with this deviation; 0: the first loss is exactly ln V
     attention: str = "full"  # every earlier position and itself
 
     def __post_init__(self) -> None:
@@ -59,6 +60,8 @@ class ThinkerConfig:
             raise UserError(f"model.dropout is {self.dropout}; it must lie in [0, 1)")
         if self.rope_theta <= 0 or self.norm_eps <= 0:
             raise UserError("model.rope_theta and model.norm_eps must be positive")
+        if self.head_init_std < 0 or (self.head_init_std and self.tie_embeddings):
+            raise UserError("model.head_init_std must be at least 0, and 0 where the head is tied to the embedding")
         if self.attention != "full":
             raise UserError(f"model.attention is {self.attention!r}; possible: full")
 

@@ -78,7 +78,7 @@ class Thinker(nn.Module):
         | embedding | normal, deviation 1; 0.02 where the head is tied to it |
         | q, k, v, gate, up | normal, deviation 1/√(columns): outputs as large as inputs |
         | o, down | zero: every block begins as the identity |
-        | head | zero: the first loss is exactly ln V; where tied, the embedding |
+        | head | normal, deviation `head_init_std`; 0: the first loss is exactly ln V; where tied, the embedding |
         | gains of the norms | one |
         """
         for name, parameter in self.named_parameters():
@@ -86,8 +86,10 @@ class Thinker(nn.Module):
                 parameter.normal_(0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator)
             elif parameter.dim() == 1:
                 parameter.fill_(1)
-            elif name.endswith(("o_proj.weight", "down_proj.weight", "head.weight")):
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
+            elif name == "head.weight":
+                parameter.normal_(0, self.config.head_init_std, generator=generator)
             else:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
 

@@ -112,6 +112,12 @@ def test_wrong_inputs_are_refused(make_thinker):
             thinker(**arguments)
 
 
+def test_the_head_can_be_drawn_with_a_deviation():
+    torch.manual_seed(3)
+    head = Thinker(ThinkerConfig(vocab_size=500, d_model=128, head_init_std=0.4)).head.weight
+    assert head.std().item() == pytest.approx(0.4, rel=0.03) and abs(head.mean().item()) < 0.01
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_initialisation(tied):
     torch.manual_seed(3)
@@ -183,6 +189,8 @@ def test_weights_stay_fp32_while_activations_are_bf16(make_thinker):
         ({"n_layers": 0}, "at least 1"),
         ({"dropout": 1.0}, "dropout"),
         ({"attention": "fancy"}, "possible: full"),
+        ({"head_init_std": -0.1}, "at least 0"),
+        ({"head_init_std": 0.1, "tie_embeddings": True}, "tied"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(wrong, says):
