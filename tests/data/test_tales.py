@@ -53,8 +53,8 @@ def test_stories_of_another_seed_or_index_differ(stories):
 def test_a_known_story_stays_the_same():
     """The corpus is part of what a trained model means: a change of the stream must be noticed here."""
     assert tales.tell(0, 0).text.split("\n\n")[0] == (
-        "Once upon a time, there was a tidy boy named Harold. "
-        "His tortoise Marbles liked baking, and his stepmother came from Truro."
+        "Once upon a time, there was a tidy, plucky boy named Leon. "
+        "His grandmother loved baking, and the sheepdog Twiglet came from Wick."
     )
     assert re.fullmatch(r"[0-9a-f]{64}", tales.GRAMMAR_HASH)
 
