@@ -54,7 +54,7 @@ class ModelSection(Section):
     qk_norm: bool = True
     tie_embeddings: bool = False
     dropout: float = 0.0
-    head_init_std: float = 0.0  # above 0, words are copied sooner where copying is most of the task (docs/experiments.md)
+    head_init_std: float = 0.0  # above 0, copying is learned sooner, other things later: docs/experiments.md
     attention: str = "full"
 
 

@@ -115,7 +115,8 @@ def test_wrong_inputs_are_refused(make_thinker):
 def test_the_head_can_be_drawn_with_a_deviation():
     torch.manual_seed(3)
     head = Thinker(ThinkerConfig(vocab_size=500, d_model=128, head_init_std=0.4)).head.weight
-    assert head.std().item() == pytest.approx(0.4, rel=0.03) and abs(head.mean().item()) < 0.01
+    assert head.std().item() == pytest.approx(0.4, rel=0.03)
+    assert abs(head.mean().item()) < 0.01
 
 
 @pytest.mark.parametrize("tied", [False, True])
