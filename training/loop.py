@@ -124,7 +124,10 @@ class Trainer:
             print(f"going on from step {self.step} in {self.run.path}", file=sys.stderr)
         handlers = {number: signal.signal(number, self._on_signal) for number in EXIT_STATUS}
         bar = tqdm(
-            total=1.0, initial=self.progress(), bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]"
+            total=1.0,
+            initial=self.progress(),
+            smoothing=0,  # the time left by the mean speed: an evaluation is no sign of slowness
+            bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
         )
         losses: list[Tensor] = []
         logged_at, logged_tokens = self.elapsed, self.tokens
