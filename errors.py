@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
     """A mistake of the user: its message is one line that says what is wrong and what would be right."""
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """A question that names the word nearest to a mistyped one, to end an error message with; "" if none is near."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.tokenizer import nearest
-from errors import FULL_DISK, UserError
+from errors import FULL_DISK, UserError, nearest
 
 SOURCES = ("tales", "pydocs", "repeats", "text", "jsonl", "parquet", "hub")
 GENERATED_DOCUMENTS = 25_000  # of tales and repeats, which have no end of their own, unless max_documents says other

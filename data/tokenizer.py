@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import difflib
 import hashlib
 import json
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from errors import FULL_DISK, UserError
+from errors import FULL_DISK, UserError, nearest
 
 FILE_NAME = "thinker-tokenizer.json"
 FILE_FORMAT = 1
@@ -220,12 +219,6 @@ def check_spec(spec: str) -> str:
             + nearest(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
         )
     return "path"
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """A question that names the word nearest to a mistyped one, to end an error message with; "" if none is near."""
-    close = difflib.get_close_matches(word, list(words), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:

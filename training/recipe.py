@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from errors import UserError
+from errors import UserError, nearest
 from model import ThinkerConfig
 
 Positive = Annotated[int, Field(ge=1)]
@@ -227,6 +226,5 @@ def check_recipe(tree: dict[str, Any]) -> Recipe:
 
 def _check_name(name: Any, known: list[str], dotted: Any) -> None:
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-        raise UserError(f"the recipe has no key {dotted}; {hint}")
+        hint = nearest(str(name), known) or f"; there are: {', '.join(known)}"
+        raise UserError(f"the recipe has no key {dotted}{hint}")
