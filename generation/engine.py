@@ -138,7 +138,7 @@ class Generator:
             seen = torch.zeros_like(logits, dtype=torch.bool)
             for place, row in enumerate(rows):
                 seen[place, row.tokens] = True
-        uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float64, device=logits.device)
+        uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
         tokens = draw(distribution(logits, params, seen), uniforms)
         logprobs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
         return list(zip(tokens.tolist(), logprobs.tolist()))

@@ -36,6 +36,8 @@ class SamplingParams:
             raise UserError(f"min_p is {self.min_p}; it must lie in [0, 1]")
         if not 0 < self.repetition_penalty < float("inf"):
             raise UserError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1: none)")
+        if self.seed < 0:
+            raise UserError(f"seed is {self.seed}; it must be at least 0")
         if any(not text for text in self.stop):
             raise UserError("a stop string is empty; it would stop before anything is said")
 
@@ -61,20 +63,24 @@ def distribution(logits: Tensor, params: SamplingParams, seen: Tensor | None = N
     if params.temperature == 0:
         best = logits.argmax(dim=-1, keepdim=True)  # the first among equals
         return torch.zeros_like(logits).scatter_(1, best, 1.0)
-    probs = (logits / params.temperature).softmax(dim=-1)
-    if params.top_k is None and params.top_p is None and params.min_p is None:
+    # The largest first taken off, so that no temperature, however small, leads beyond what fp32 holds.
+    probs = ((logits - logits.amax(dim=-1, keepdim=True)) / max(params.temperature, 1e-30)).softmax(dim=-1)
+    if params.top_k is None and params.top_p in (None, 1) and params.min_p is None:
         return probs
-    ranked, tokens = probs.sort(dim=-1, descending=True, stable=True)  # (B, V)
+    tokens = logits.sort(dim=-1, descending=True, stable=True).indices  # (B, V)
+    ranked = probs.gather(1, tokens)
+    if ranked.device.type != "mps":
+        ranked = ranked.double()  # a sum of many small ones in fp32 would reach top_p too soon
     keep = torch.ones_like(ranked, dtype=torch.bool)
     if params.top_k is not None:
         keep[:, params.top_k :] = False
-    if params.top_p is not None:
+    if params.top_p is not None and params.top_p < 1:
         keep &= ranked.cumsum(dim=-1) - ranked < params.top_p  # what comes before does not reach top_p yet
     if params.min_p is not None:
         keep &= ranked >= params.min_p * ranked[:, :1]
     keep[:, 0] = True
-    kept = torch.zeros_like(probs).scatter_(1, tokens, ranked * keep)
-    return kept / kept.sum(dim=-1, keepdim=True)
+    kept = torch.zeros_like(ranked).scatter_(1, tokens, ranked * keep)
+    return (kept / kept.sum(dim=-1, keepdim=True)).float()
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -82,7 +88,12 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
 
     A token of probability 0 is never drawn.
     """
+    device = probs.device
+    if device.type == "mps":
+        probs = probs.cpu()  # Apple's GPUs have no float64
+    uniforms = uniforms.to(probs.device)
     cumulative = probs.double().cumsum(dim=-1)  # (B, V)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, uniforms[:, None].double() * total, right=True)  # (B, 1)
-    return torch.minimum(tokens, (cumulative < total).sum(dim=-1, keepdim=True))[:, 0]  # rounding may reach the total
+    tokens = torch.minimum(tokens, (cumulative < total).sum(dim=-1, keepdim=True))  # rounding may reach the total
+    return tokens[:, 0].to(device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}  # logits held at once: what fits a core's cache, what fills a GPU
 
@@ -46,9 +47,10 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_grad, w_grad = ctx.saved_tensors
-        x_grad = None if x_grad is None else (x_grad * grad.to(x_grad.dtype))
+        x_grad = None if x_grad is None else (x_grad * grad).to(x_grad.dtype)  # fp16 could not hold a loss scale
         w_grad = None if w_grad is None else (w_grad * grad).to(ctx.weight_dtype)
         return x_grad, w_grad, None
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.Module):
@@ -43,6 +44,7 @@ class _RMSNorm(torch.autograd.Function):
         return y * weight.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weight, scale = ctx.saved_tensors
         w = weight.to(grad.dtype)

@@ -31,13 +31,14 @@ PEAK_FLOPS = {
 def flops_per_token(thinker: Thinker, seq_len: int) -> int:
     """FLOPs of a training step a token by the convention of PaLM's appendix B (arXiv:2204.02311).
 
-    6 a parameter (head counted, embedding look-up not) plus 12 · n_layers · d_model · T for attention.
+    6 a parameter (head counted, embedding look-up not) plus 12 · n_layers · d_model · T for attention, where d_model
+    stands for the width of all heads together.
     """
     config = thinker.config
     parameters = sum(parameter.numel() for parameter in thinker.parameters())
     if not config.tie_embeddings:
         parameters -= thinker.embedding.weight.numel()
-    return 6 * parameters + 12 * config.n_layers * config.d_model * seq_len
+    return 6 * parameters + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -45,7 +46,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    words = f" {name} ".replace("-", " ")
+    return next((peak for part, peak in PEAK_FLOPS.items() if f" {part} " in words), None)
 
 
 class MemoryMeter:

@@ -18,6 +18,7 @@ class Muon(torch.optim.Muon):
     """
 
     def __init__(self, params: Any, dtype: torch.dtype, **options: Any) -> None:
+        assert options.get("adjust_lr_fn") in (None, "original"), "not built"
         super().__init__(params, **options)
         self.dtype = dtype
 

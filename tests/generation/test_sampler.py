@@ -71,6 +71,20 @@ def test_a_filter_never_removes_everything_nor_the_likeliest(logits, temperature
     assert (probs > 0).sum() <= (top_k or math.inf)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-20])
+def test_a_tiny_temperature_is_nearly_greedy(temperature):
+    probs = distribution(torch.tensor([[1.0, 3.0, 2.0, -1e30]]), SamplingParams(temperature=temperature, top_p=0.9))
+    assert probs.tolist() == [[0, 1, 0, 0]]
+
+
+def test_top_p_counts_exactly():
+    wide = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(1))
+    assert (distribution(wide, SamplingParams(top_p=1.0)) > 0).all()
+    equal = torch.zeros(1, 16)
+    for n in (1, 4, 8, 12):  # a sum that reaches top_p exactly is enough
+        assert (distribution(equal, SamplingParams(top_p=n / 16)) > 0).sum() == n
+
+
 def test_draws_follow_the_distribution():
     probs = torch.tensor([0.5, 0.2, 0.0, 0.25, 0.05])
     n = 100_000
@@ -102,6 +116,7 @@ def test_draw_at_the_borders():
         {"repetition_penalty": 0},
         {"max_new_tokens": 0},
         {"stop": ("",)},
+        {"seed": -1},
     ],
 )
 def test_numbers_out_of_range_are_refused(wrong):

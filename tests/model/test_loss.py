@@ -56,3 +56,14 @@ def test_bf16_is_near_fp32():
     rough, _ = head_loss(x.bfloat16(), weight, targets)
     assert rough.dtype == torch.float32
     assert rough.item() == pytest.approx(exact.item(), rel=3e-3)
+
+
+def test_a_loss_scale_beyond_fp16_keeps_gradients_finite():
+    """A scale of 2^17 is infinite in fp16; the gradients times it are not."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, 9, 7, generator=generator).half().requires_grad_()
+    weight = torch.full((30, 7), 1e-3).normal_(0, 1e-3, generator=generator)
+    loss, _ = head_loss(x, weight, torch.randint(0, 30, (1, 9), generator=generator))
+    (loss * 2.0**17).backward()
+    assert x.grad.isfinite().all()
+    assert x.grad.abs().max() > 50

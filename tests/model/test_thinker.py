@@ -168,6 +168,12 @@ def test_attention_weights(make_thinker):
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 4, 11))
     assert (weights.triu(1) == 0).all()
     assert not thinker.blocks[0].attention._forward_pre_hooks
+    first = thinker.blocks[0]
+    x, place = first.attention_norm(thinker.embedding(tokens)), thinker_place(11)
+    rope = thinker.rope(place.positions, 11, x.dtype)
+    v = first.attention.project(x, rope)[2].repeat_interleave(2, dim=1)  # (B, H, T, D)
+    seen = (weights[0] @ v).transpose(1, 2).flatten(2) @ first.attention.o_proj.weight.T
+    torch.testing.assert_close(seen, first.attention(x, rope, place))  # they are the weights of the forward pass
 
 
 def test_weights_stay_fp32_while_activations_are_bf16(make_thinker):

@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from model import Thinker, ThinkerConfig
+from training import meter
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+    ],
+)
+def test_peaks_are_those_of_the_device_itself(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert meter.peak_flops(torch.device("cuda"), "bf16") == peak
+    assert meter.peak_flops(torch.device("cuda"), "fp32") is None
+    assert meter.peak_flops(torch.device("cpu"), "bf16") is None
+
+
+def test_flops_by_hand():
+    thinker = Thinker(ThinkerConfig(vocab_size=10, d_model=8, n_layers=2, n_heads=2, head_dim=6, d_ff=16))
+    block = 4 * 8 * 12 + 3 * 8 * 16 + 2 * 8 + 2 * 6
+    assert meter.flops_per_token(thinker, 100) == 6 * (2 * block + 8 + 10 * 8) + 12 * 2 * (2 * 6) * 100
