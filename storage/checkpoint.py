@@ -152,6 +152,20 @@ def remove(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
+def set_aside(folder: Path) -> None:
+    """Take a damaged checkpoint out of the sequence, to damaged-NAME beside it: nothing of it is deleted."""
+    aside = folder.with_name(f"damaged-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+
+
+def clear(folder: Path) -> None:
+    """Remove what a process that was killed while writing left among the checkpoints; nobody else may be writing."""
+    for path in folder.glob(".*"):
+        if re.fullmatch(r"\.(step|best)-\d+\.(\d+\.tmp|removed)", path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
     """The checkpoints step-N (or best-N) in a folder, oldest first, whole or not."""
     found = [(int(m[1]), p) for p in folder.glob(f"{kind}-*") if (m := re.fullmatch(rf"{kind}-(\d+)", p.name))]

@@ -30,7 +30,9 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
         return path
     run = RunDirectory(path)
     if not run.checkpoints.is_dir():
-        raise UserError(f"{path} is no run directory (it has no checkpoints/) and no checkpoint")
+        inside = RunDirectory(path.parent).checkpoints == path
+        hint = f"; give {path.parent}" if inside else "; give a run directory, such as runs/quickstart"
+        raise UserError(f"{path} is no run directory (it has no checkpoints/) and no checkpoint{hint}")
     if checkpoint == "latest":
         found = run.latest()
     elif checkpoint == "best":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from errors import UserError
+from errors import FULL_DISK, UserError
 from storage.checkpoint import Damaged, list_checkpoints, verify
 
 
@@ -27,8 +30,25 @@ class RunDirectory:
         """Make the folders. Raises UserError where that is not allowed or a file is in the way."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        except OSError as error:
+            if error.errno in FULL_DISK:
+                raise
             raise UserError(f"run.dir {self.path} cannot be made a folder: {error.strerror}") from error
+
+    def lock(self) -> None:
+        """Keep other trainings out for as long as this process lives. Raises UserError where one is at work here."""
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another training is at work in {self.path}; choose another run.dir") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # some file systems have no locks
+                raise
+
+    def unlock(self) -> None:
+        """Let others in."""
+        os.close(self._lock)
 
     def write_config(self, tree: dict[str, Any]) -> None:
         """Write the resolved recipe, whole or not at all."""
@@ -62,6 +82,8 @@ class RunDirectory:
 
     def cut_metrics(self, step: int) -> None:
         """Remove the lines after `step`: the run goes on from there and will write them again."""
+        if not self.metrics.exists():
+            return
         kept = [line for line in self.read_metrics() if line["step"] <= step]
         temporary = self.metrics.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

@@ -35,6 +35,8 @@ def test_a_run_leaves_what_is_promised(tiny_run):
     assert [line["elapsed_s"] for line in lines] == sorted(line["elapsed_s"] for line in lines)
     resolved = yaml.safe_load((tiny_run / "config.yaml").read_text())
     assert resolved["model"]["d_model"] == 32
+    assert None not in resolved["model"].values()
+    assert resolved["train"]["micro_batch_size"] == 4
     assert resolved["train"]["precision"] == "fp32"
     assert (tiny_run / "loss.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(path.name for path in (tiny_run / "checkpoints").iterdir())
@@ -80,10 +82,13 @@ def test_a_run_in_two_parts_equals_one_in_one(tiny, tmp_path, optimizer):
 
 def test_the_same_command_after_the_end_changes_nothing(tiny, tiny_run):
     before = (tiny_run / "metrics.jsonl").read_bytes()
-    done = run_script(*tiny, f"run.dir={tiny_run}", "train.max_steps=40")
+    config = (tiny_run / "config.yaml").read_bytes()
+    done = run_script(*tiny, f"run.dir={tiny_run}", "train.max_steps=40", "optimizer.lr=0.5")
     assert done.returncode == 0
+    assert "is finished; raise train.max_steps" in done.stderr
     assert "finished: 40 steps" in done.stdout
     assert (tiny_run / "metrics.jsonl").read_bytes() == before
+    assert (tiny_run / "config.yaml").read_bytes() == config
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -144,6 +149,68 @@ def test_a_half_written_checkpoint_is_passed_over_and_said_so(tiny, tiny_run, tm
     assert f"passing over a checkpoint: {newest} is not as it was written" in done.stderr
     assert "going on from step 38" in done.stderr
     assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 42))
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_damaged_checkpoint_never_costs_a_good_one(tiny, tiny_run, tmp_path, keep_last):
+    """It counts neither as one of the last nor as the end of the run that is trained again."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    newest = run / "checkpoints" / "step-00000040"
+    os.truncate(newest / "model.safetensors", 100)
+    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=40", f"train.keep_last={keep_last}")
+    assert done.returncode == 0
+    assert "going on from step 38" in done.stderr
+    assert len(checkpoint.list_checkpoints(run / "checkpoints")) == keep_last
+    checkpoint.verify(newest)
+    assert (newest.parent / "damaged-step-00000040" / "model.safetensors").stat().st_size == 100
+
+
+def test_what_a_killed_first_attempt_left_is_no_hindrance(tiny, tmp_path):
+    """Lines without a checkpoint, the last of them cut off, and half a checkpoint under its temporary name."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / ".step-00000003.77.tmp").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 6, "val_loss": 0.1}\n{"step": 1, "tok')
+    done = run_script(*tiny, f"run.dir={run}")
+    assert done.returncode == 0, done.stderr
+    lines = metrics(run)
+    assert [line["step"] for line in lines if "train_loss" in line] == list(range(1, 7))
+    assert lines[-1]["val_loss"] > 1
+    assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_two_trainings_do_not_share_a_directory(tiny, tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, *map(str, tiny), f"run.dir={run}", "train.max_steps=100000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (run / "metrics.jsonl").exists() and process.poll() is None:
+            time.sleep(0.05)
+        done = run_script(*tiny, f"run.dir={run}", "train.max_steps=100000")
+        assert done.returncode == 2
+        assert "another training is at work" in done.stderr.splitlines()[-1]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_run_that_diverges_keeps_what_it_had(tiny, tmp_path):
+    run = tmp_path / "run"
+    assert run_script(*tiny, f"run.dir={run}", "optimizer.name=adamw").returncode == 0
+    options = ["optimizer.name=adamw", "optimizer.lr=1e38", "train.max_steps=20"]
+    done = run_script(*tiny, f"run.dir={run}", *options)
+    assert done.returncode == 2
+    assert "diverged; lower optimizer.lr" in done.stderr.splitlines()[-1]
+    for kind in ("step", "best"):
+        kept = checkpoint.list_checkpoints(run / "checkpoints", kind)
+        assert kept
+        for folder in kept:
+            checkpoint.verify(folder)
+            tensors = checkpoint.read_tensors(folder / "model.safetensors").values()
+            assert all(tensor.isfinite().all() for tensor in tensors)
 
 
 def test_accumulation_changes_nothing_but_rounding(tiny, tmp_path):
@@ -216,7 +283,7 @@ TEXT = ["data.source=text", "data.max_documents=null"]
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("model.n_layer=3", "did you mean n_layers?"),
+        ("model.n_layer=3", "did you mean model.n_layers?"),
         ("train.max_steps=many", "train.max_steps is 'many'"),
         ("model.n_kv_heads=3", "possible: 1, 2, 4"),
         ("model.max_seq_len=64", "is longer than model.max_seq_len (64)"),
@@ -283,7 +350,37 @@ def test_a_run_directory_that_cannot_be_made(tmp_path, text_file):
     assert "run.dir" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("change", ["model.d_model=64", "data.seq_len=16", "optimizer.name=adamw", "run.seed=9"])
+def test_a_text_that_has_changed_its_tokenizer(tiny, tmp_path, text_file):
+    mine = tmp_path / "mine.txt"
+    mine.write_text(text_file.read_text())
+    command = [*tiny, f"run.dir={tmp_path / 'run'}", f"data.path={mine}", "data.tokenizer=bpe:270"]
+    assert run_script(*command).returncode == 0
+    mine.write_text("zebra quagga okapi " * 2000 + text_file.read_text())
+    done = run_script(*command, "train.max_steps=8")
+    assert done.returncode == 2
+    assert "the text has changed, and with it the tokenizer" in done.stderr.splitlines()[-1]
+
+
+def test_a_sample_prompt_longer_than_the_context(tiny, tmp_path):
+    done = run_script(*tiny, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", f"train.sample_prompt={'x ' * 99}")
+    assert done.returncode == 2
+    assert "shorten it" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_python_without_the_packages():
+    python = getattr(sys, "_base_executable", sys.executable)
+    if subprocess.run([python, "-c", "import torch, pydantic"], capture_output=True).returncode == 0:
+        pytest.skip("the Python beneath this one has the packages too")
+    done = subprocess.run([python, ROOT / "train.py", BASE], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "make demo" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "change", ["model.d_model=64", "data.seq_len=16", "optimizer.name=adamw", "run.seed=9", "train.batch_size=2"]
+)
 def test_a_run_cannot_go_on_as_another(tiny, tiny_run, tmp_path, change):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

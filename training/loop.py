@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from training.meter import MemoryMeter, flops_per_token, peak_flops
 from training.optimizers import Optimizers
 from training.picture import draw_loss
 from training.recipe import Recipe
+from training.resume import refuse_another_tokenizer, refuse_changes
 from training.schedule import lr_factor
 from training.tracking import Tracker
 
@@ -45,14 +48,17 @@ class Trainer:
         self.settle_machine()
         self.corpus = self.prepare_data()
         config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
+        recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width
+        train.micro_batch_size = train.micro_batch_size or train.batch_size
+        refuse_changes(self.run, recipe, "model")
+        refuse_another_tokenizer(self.run, self.corpus.tokenizer)
         aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
         self.loader = Loader(
             Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing), train.batch_size, recipe.run.seed
         )
-        self.micro_batch_size = train.micro_batch_size or train.batch_size
         self.evaluator = Evaluator(
             Windows(self.corpus.val, recipe.data.seq_len, aligned),
-            self.micro_batch_size,
+            train.micro_batch_size,
             token_byte_lengths(self.corpus.tokenizer),
             train.eval_windows,
         )
@@ -70,13 +76,19 @@ class Trainer:
         self.elapsed = 0.0  # seconds of training
         self.best_loss: float | None = None
         self.last: Evaluation | None = None
+        self.evaluated_at: int | None = None  # the step of the last evaluation
         self.signal: int | None = None
+        if train.sample_every:
+            Generator(self.thinker, self.corpus.tokenizer).encode(train.sample_prompt)  # refuses one that is too long
+        self.run.create()
+        self.run.lock()
         saved = self.resume()
         if train.compile:
             for block in self.thinker.blocks:
                 block.compile()  # in place: names of parameters stay as they are
-        self.run.create()
-        self.run.write_config(recipe.model_dump(mode="json"))
+        self.finished = self.step > 0 and self.progress() >= 1 and self.evaluated_at == self.step
+        if not self.finished:
+            self.run.write_config(recipe.model_dump(mode="json"))
         self.corpus.tokenizer.save(self.run.path)
         self.tracker = Tracker(recipe, self.run, saved.get("wandb_id"))
 
@@ -84,24 +96,10 @@ class Trainer:
         """Choose what depends on the machine, once a run: the choice is kept in its config.yaml and used again."""
         train, before = self.recipe.train, self.run.read_config()
         if before is not None:
-            self.refuse_changes(before)
+            refuse_changes(self.run, self.recipe, "data", "optimizer", "run", "train")
             if train.precision == "auto":
-                train.precision = before["train"]["precision"]
+                train.precision = before.get("train", {}).get("precision", "auto")
         train.precision = choose_precision(train.precision, self.device)
-
-    def refuse_changes(self, before: dict[str, Any]) -> None:
-        """Raise UserError where a key that decides what is learned differs from the run that was begun here."""
-        now = self.recipe.model_dump(mode="json")
-        if not checkpoint.list_checkpoints(self.run.checkpoints):
-            return
-        for section, keys in (("model", None), ("data", None), ("optimizer", ("name",)), ("run", ("seed",))):
-            for key, value in now[section].items():
-                then = before.get(section, {}).get(key)
-                if (keys is None or key in keys) and value != then and key != "cache_dir":
-                    raise UserError(
-                        f"{section}.{key} is {value!r}, but the run in {self.run.path} was begun with {then!r}; "
-                        "put it back, or choose another run.dir"
-                    )
 
     def prepare_data(self) -> Corpus:
         """The corpus as tokens on disk."""
@@ -120,6 +118,12 @@ class Trainer:
     def train(self) -> int:
         """Run until the recipe's end, or a signal. Returns the exit status."""
         train = self.recipe.train
+        if self.finished:
+            print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
+            self.tracker.finish()
+            self.run.unlock()
+            self.report()
+            return 0
         if self.step:
             print(f"going on from step {self.step} in {self.run.path}", file=sys.stderr)
         handlers = {number: signal.signal(number, self._on_signal) for number in EXIT_STATUS}
@@ -139,6 +143,7 @@ class Trainer:
                 if self.step % train.log_every == 0:
                     line = {"train_loss": torch.stack(losses).mean().item(), "lr": self.optimizers.lr * factor}
                     losses.clear()
+                    self.refuse_divergence(line["train_loss"])
                     line["grad_norm"] = float(grad_norm)
                     self.elapsed += time.perf_counter() - started  # after .item(): the device has finished
                     speed = (self.tokens - logged_tokens) / max(self.elapsed - logged_at, 1e-9)
@@ -157,7 +162,7 @@ class Trainer:
                     self.save()
                 if train.sample_every and self.step % train.sample_every == 0:
                     bar.write(f"step {self.step}: {self.sample()}", file=sys.stderr)
-            if self.signal is None and self.last_evaluated() != self.step:
+            if self.signal is None and self.evaluated_at != self.step:
                 self.evaluate()
             if not (self.run.checkpoints / self.name()).exists():
                 self.save()
@@ -165,6 +170,7 @@ class Trainer:
         finally:
             bar.close()
             self.tracker.finish()
+            self.run.unlock()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         if self.signal is not None:
@@ -188,16 +194,18 @@ class Trainer:
         inputs, targets = self.loader.batch(self.step)  # (B, T) each
         count = int((targets >= 0).sum())
         total = torch.zeros((), device=self.device)
-        for part in range(0, train.batch_size, self.micro_batch_size):
-            x, y = (self.to_device(whole[part : part + self.micro_batch_size]) for whole in (inputs, targets))
+        for part in range(0, train.batch_size, train.micro_batch_size):
+            x, y = (self.to_device(whole[part : part + train.micro_batch_size]) for whole in (inputs, targets))
             loss_sum, _ = self.thinker(x, targets=y)
             self.scaler.scale(loss_sum / max(count, 1)).backward()
             total += loss_sum.detach()
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.thinker.parameters(), train.grad_clip or float("inf"))
-        for optimizer in self.optimizers.optimizers:
-            self.scaler.step(optimizer)
+        # fp16 alone asks the device: where one gradient is not finite, clipping has spoilt them all.
+        if not self.scaler.is_enabled() or bool(grad_norm.isfinite()):
+            for optimizer in self.optimizers.optimizers:
+                self.scaler.step(optimizer)
         self.scaler.update()
         self.optimizers.zero_grad()
         self.step += 1
@@ -234,6 +242,8 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the validation loss, log it, and keep the weights if they are the best so far."""
         self.last = found = self.evaluator(self.thinker)
+        self.refuse_divergence(found.loss)
+        self.evaluated_at = self.step
         line = {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
         if found.entropy_floor is not None:
             line["entropy_floor"] = found.entropy_floor
@@ -246,6 +256,14 @@ class Trainer:
             for path in older:
                 if path != new:
                     checkpoint.remove(path)
+
+    def refuse_divergence(self, loss: float) -> None:
+        """Raise UserError where a loss is no number any more: what comes after it must not replace a checkpoint."""
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss} after step {self.step}: the run has diverged; lower optimizer.lr. "
+                f"The checkpoints in {self.run.checkpoints} are from before"
+            )
 
     def sample(self) -> str:
         """A line from the model as it is now."""
@@ -277,9 +295,14 @@ class Trainer:
 
     def resume(self) -> dict[str, Any]:
         """Take up the newest whole checkpoint, if there is one. Returns its state, or an empty dictionary."""
+        checkpoint.clear(self.run.checkpoints)
         folder = self.run.latest()
         if folder is None:
+            self.run.cut_metrics(0)
             return {}
+        for newer in checkpoint.list_checkpoints(self.run.checkpoints):
+            if newer.name > folder.name:
+                checkpoint.set_aside(newer)  # or it would count as one of the last that are kept
         state = checkpoint.read_json(folder / "state.json")
         training = checkpoint.read_tensors(folder / "training.safetensors")
         checkpoint.load_weights(self.thinker, checkpoint.read_tensors(folder / "model.safetensors"), folder)
@@ -291,12 +314,9 @@ class Trainer:
         self.step, self.tokens, self.elapsed = state["step"], state["tokens"], state["elapsed_s"]
         self.best_loss = state["best_val_loss"]
         self.run.cut_metrics(self.step)
-        return state
-
-    def last_evaluated(self) -> int | None:
-        """The step of the last evaluation in metrics.jsonl."""
         steps = [line["step"] for line in self.run.read_metrics() if "val_loss" in line]
-        return steps[-1] if steps else None
+        self.evaluated_at = steps[-1] if steps else None
+        return state
 
     def report(self) -> None:
         """Say how the run ended, and draw it."""
@@ -311,7 +331,9 @@ class Trainer:
             above = val["val_loss"] / floor - 1
             print(f"entropy of the corpus {floor:.4f} nats a token: the model is {above:.1%} above the best possible")
         print(f"loss curve {picture}")
-        print(f"sample from it: python generate.py {self.run.path}")
+        python = Path(sys.executable)
+        python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+        print(f"sample from it: {python} generate.py {self.run.path}")
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.signal is not None:

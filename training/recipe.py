@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -13,6 +13,30 @@ from model import ThinkerConfig
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+# What pydantic calls these types of input would puzzle a reader of recipes.
+WORDING = {
+    "int_": "it must be a whole number",
+    "float_": "it must be a number",
+    "bool_": "it must be true or false",
+    "tuple_type": "it must be a list of two numbers, such as [0.8, 0.95]",
+    "string_type": "it must be text",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that is there twice is a mistake, not the last one's victory."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key_node.value} is there twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
 
 
 class Section(BaseModel):
@@ -26,7 +50,9 @@ class Section(BaseModel):
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
             if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-                raise ValueError(f"{name} is {value}, which is no number or name")
+                choices = [str(choice) for choice in get_args(field.annotation) if isinstance(choice, str)]
+                wanted = " or ".join(choices) if choices else "a number or text"
+                raise ValueError(f"{name} is {value} (YAML reads on, off, yes and no so); it must be {wanted}")
         return values
 
 
@@ -141,9 +167,11 @@ class Recipe(Section):
                 f"({train.micro_batch_size}); possible: {', '.join(map(str, divisors))}"
             )
         if train.schedule == "cosine" and train.decay_fraction is not None:
-            raise ValueError("train.decay_fraction is read by the schedule wsd only; leave it out with cosine")
+            raise ValueError(
+                "train.decay_fraction is read by the schedule wsd only; with cosine write train.decay_fraction=null"
+            )
         if optimizer.name == "adamw" and optimizer.momentum is not None:
-            raise ValueError("optimizer.momentum is read by muon only; adamw has optimizer.betas")
+            raise ValueError("optimizer.momentum is read by muon only; with adamw write optimizer.momentum=null")
         max_seq_len = self.model.max_seq_len or self.data.seq_len
         if self.data.seq_len > max_seq_len:
             raise ValueError(
@@ -173,12 +201,15 @@ def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError as error:
         there = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
         raise UserError(f"there is no recipe {path}" + (f"; there are: {there}" if there else "")) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a recipe: {error}") from error
+        raise UserError(f"{path} cannot be read as a recipe: {getattr(error, 'strerror', error)}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path} is no YAML{line}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is no YAML: {error}") from error
     if not isinstance(tree or {}, dict):
@@ -189,6 +220,7 @@ def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
             tree[name] = {}
     for override in overrides:
         dotted, equals, text = override.partition("=")
+        dotted = dotted.strip()
         section, dot, key = dotted.partition(".")
         if not (equals and dot and key):
             raise UserError(f"{override!r} is no override; write section.key=value, such as train.max_steps=100")
@@ -217,6 +249,7 @@ def check_recipe(tree: dict[str, Any]) -> Recipe:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
         message = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+        message = next((text for kind, text in WORDING.items() if first["type"].startswith(kind)), message)
         raise UserError(
             f"{where} is {first['input']!r}; {message}"
             if where and first["type"] != "value_error"
@@ -226,5 +259,6 @@ def check_recipe(tree: dict[str, Any]) -> Recipe:
 
 def _check_name(name: Any, known: list[str], dotted: Any) -> None:
     if name not in known:
-        hint = nearest(str(name), known) or f"; there are: {', '.join(known)}"
+        form = str(dotted).replace(str(name), "{}", 1)
+        hint = nearest(str(name), known, form) or f"; there are: {', '.join(known)}"
         raise UserError(f"the recipe has no key {dotted}{hint}")
