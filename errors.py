@@ -7,16 +7,20 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 
 class UserError(Exception):
     """A mistake of the user: its message is one line that says what is wrong and what would be right."""
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """A question that names the word nearest to a mistyped one, to end an error message with; "" if none is near."""
+def nearest(word: str, words: Iterable[str], form: str = "{}") -> str:
+    """A question that names the word nearest to a mistyped one, to end an error message with; "" if none is near.
+
+    The word is shown in `form`, such as "model.{}".
+    """
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -37,6 +41,15 @@ def run_command(main: Callable[[], int]) -> None:
         sys.stdout.flush()
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        status = 2
+    except ModuleNotFoundError as error:
+        if error.name is None or (Path(__file__).parent / error.name.split(".")[0]).exists():
+            raise
+        print(
+            f"error: {sys.executable} does not have the package {error.name}; run `make demo` once and then "
+            ".venv/bin/python, or pip install -r requirements.txt",
+            file=sys.stderr,
+        )
         status = 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -14,7 +14,9 @@ def main() -> int:
         epilog="Example: python train.py configs/quickstart.yaml data.source=text data.path=my.txt run.dir=runs/mine",
     )
     parser.add_argument("recipe", help="a YAML file, such as configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the recipe, replaced")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="keys of the recipe, replaced"
+    )
     arguments = parser.parse_args()
 
     from training.recipe import load_recipe  # after parsing: --help and a wrong flag need not wait for torch

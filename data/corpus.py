@@ -21,7 +21,7 @@ from tqdm import tqdm
 from data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenSet
 from data.sources import Document, Source, open_source
 from data.tokenizer import Tokenizer, check_spec, make_tokenizer
-from errors import UserError
+from errors import FULL_DISK, UserError
 
 BATCH_CHARS = 4 << 20  # text that is tokenized at once, in threads
 ABANDONED_SECONDS = 24 * 3600  # a folder still being built after this long belongs to a process that was killed
@@ -92,7 +92,9 @@ def prepare(
             print(f"the token cache is damaged and is made again: {error}", file=sys.stderr)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise
         raise UserError(f"data.cache_dir={cache_dir}: {folder.parent} cannot be a folder: {error.strerror}") from error
     _remove_abandoned(folder)
     building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=folder.parent))
@@ -131,7 +133,11 @@ def _move(building: Path, folder: Path) -> None:
 
 def _remove_abandoned(folder: Path) -> None:
     for other in folder.parent.glob(f"{folder.name}.building-*"):
-        if time.time() - other.stat().st_mtime > ABANDONED_SECONDS:
+        try:
+            abandoned = time.time() - other.stat().st_mtime > ABANDONED_SECONDS
+        except FileNotFoundError:
+            continue  # its builder has just finished
+        if abandoned:
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -142,6 +148,8 @@ def _build(folder: Path, source: Source, spec: str, val_fraction: float, progres
     if progress and spec.startswith("bpe:"):
         print(f"training {spec} on {source.name} ...", file=sys.stderr)
     tokenizer = make_tokenizer(spec, _training_texts(source, val_fraction, documents, kept))
+    if spec.startswith("bpe:") and tokenizer.vocab_size < int(spec[4:]):
+        print(f"the text is too short for {spec}: the vocabulary has {tokenizer.vocab_size} tokens", file=sys.stderr)
     tokenizer.save(folder)
     train, val = (ShardWriter(folder, name, tokenizer, shard_tokens) for name in ("train", "val"))
     everything = itertools.chain((kept.popleft() for _ in range(len(kept))), documents)
@@ -178,7 +186,8 @@ def _split(source: Source, val_fraction: float) -> Iterator[Labelled]:
             number = int.from_bytes(hashlib.sha256(data).digest()[:4], "big")
             yield number < val_fraction * 2**32, document
     if found == empty:
-        raise UserError(f"data.source={source.name}: the corpus is empty; give it at least two documents with text")
+        wanted = "a file with text" if source.whole_text else "at least two documents with text"
+        raise UserError(f"data.source={source.name}: the corpus is empty; give it {wanted}")
     if empty:
         print(f"{empty} of {found} documents hold no text and are left out", file=sys.stderr)
 
@@ -227,7 +236,9 @@ def _batches(documents: Iterable[Labelled]) -> Iterator[list[Labelled]]:
 
 def _nothing_in(name: str, source: Source, val_fraction: float) -> UserError:
     change = "raise" if name == "val" else "lower"
+    remedy = "give it more text" if source.whole_text else f"{change} data.val_fraction or give it more documents"
+    equal = "" if source.whole_text else " (equal documents fall together)"
     return UserError(
-        f"data.source={source.name}: with data.val_fraction={val_fraction} nothing falls into the {name} split;"
-        f" {change} data.val_fraction or give it more text"
+        f"data.source={source.name}: with data.val_fraction={val_fraction} nothing falls into the {name} split{equal};"
+        f" {remedy}"
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import itertools
 import json
 import math
 import os
 import platform
 import random
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
@@ -114,7 +114,16 @@ def open_source(
     if source == "text":
         return _text(files, max_documents)
     key = _key(source, _stamps(files), column, max_documents)
-    return Source(source, key, lambda: itertools.islice(_read_table(source, files, column), max_documents))
+    return Source(source, key, lambda: _bounded(_read_table(source, files, column), max_documents))
+
+
+def _bounded(documents: Iterable[Document], most: int | None) -> Iterator[Document]:
+    """The first documents; that there are more is said, since the bound may come from a recipe's author."""
+    for number, document in enumerate(documents):
+        if number == most:
+            print(f"data.max_documents: the first {most:,} documents are taken, there are more", file=sys.stderr)
+            return
+        yield document
 
 
 def _key(*parts: Any) -> str:
@@ -172,7 +181,7 @@ def _pydocs(max_documents: int | None) -> Source:
             yield Document(text)
 
     key = _key("pydocs", platform.python_version(), _stamps(files), max_documents)
-    return Source("pydocs", key, lambda: itertools.islice(read(), max_documents))
+    return Source("pydocs", key, lambda: _bounded(read(), max_documents))
 
 
 def _find_files(source: str, path: str) -> list[str]:
@@ -186,8 +195,10 @@ def _find_files(source: str, path: str) -> list[str]:
         found = glob.glob(os.path.expanduser(path), recursive=True)
     files = sorted(file for file in found if os.path.isfile(file))
     if not files:
-        wanted = "readable file" if source == "text" else f"{source} file"
-        raise UserError(f"data.path={path}: there is no {wanted}; give an existing file, folder or glob")
+        wanted = "file" if source == "text" else f"{source} file"
+        reason = f"matches no {wanted}" if glob.has_magic(path) else "does not exist"
+        reason = f"holds no {wanted}" if os.path.isdir(path) else reason
+        raise UserError(f"data.path={path} {reason}; give a file, a folder or a glob such as 'folder/*.txt'")
     return files
 
 
@@ -197,8 +208,7 @@ def _text(files: list[str], max_documents: int | None) -> Source:
         return Source("text", _key("text", _stamps(files)), lambda: _pieces(files[0]), True, n_bytes=size)
 
     def read() -> Iterator[Document]:
-        for file in files[:max_documents]:
-            yield Document("".join(piece.text for piece in _pieces(file)))
+        yield from _bounded((Document("".join(p.text for p in _pieces(file))) for file in files), max_documents)
 
     count = len(files[:max_documents])
     return Source("text", _key("text", _stamps(files), max_documents), read, n_documents=count)
@@ -212,8 +222,8 @@ def _pieces(file: str) -> Iterator[Document]:
                 yield Document(text + opened.readline(PIECE_BYTES))
     except UnicodeDecodeError as error:
         raise UserError(
-            f"data.path: {file} is not UTF-8 text (byte {error.object[error.start]:#04x}); convert it, or choose"
-            " the files with a glob such as 'folder/*.txt'"
+            f"data.path: {file} is not UTF-8 text (byte {error.object[error.start]:#04x}); convert it, for example"
+            " with iconv, or choose other files with a glob such as 'folder/*.txt'"
         ) from error
     except OSError as error:
         raise UserError(f"data.path: cannot read {file}: {error.strerror}") from error
@@ -231,7 +241,7 @@ def _hub(path: str, config: str | None, split: str, column: str, streaming: bool
 
     def read() -> Iterator[Document]:
         arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
-        return itertools.islice(_read_rows(where, column, arguments), max_documents)
+        return _bounded(_read_rows(where, column, arguments), max_documents)
 
     return Source("hub", key, read)
 

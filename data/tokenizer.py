@@ -225,7 +225,8 @@ def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     """Build the tokenizer that spec names (see check_spec), training it on texts where it has to be trained.
 
     At most SAMPLE_BYTES of texts are read, and none of them for "byte", "tiktoken:NAME" or a path.
-    Raises UserError for a wrong spec, texts too short for the vocabulary asked for, or a failed download.
+    bpe:VOCAB makes fewer tokens where the texts are too short for so many.
+    Raises UserError for a wrong spec, texts too short for any merge, or a failed download.
     """
     kind = check_spec(spec)
     option = spec.partition(":")[2]
@@ -265,12 +266,8 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(_sample(texts), vocab_size - 1, pattern=WORDS)
     ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
-    if len(ranks) < vocab_size - 1:
-        possible = f"bpe:{len(ranks) + 1}" if len(ranks) > 256 else "byte"
-        raise UserError(
-            f"data.tokenizer=bpe:{vocab_size}: the text is too short for so many tokens;"
-            f" {possible} is possible, or add text"
-        )
+    if len(ranks) == 256 < vocab_size - 1:
+        raise UserError(f"data.tokenizer=bpe:{vocab_size}: no two bytes come together twice in the text; use byte")
     return _with_boundary("bpe", [token for _, token in ranks], WORDS)
 
 

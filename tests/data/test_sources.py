@@ -226,9 +226,9 @@ def test_damaged_tables(tmp_path, name, content, capfd):
         ("tales", {"max_documents": 0}, "data.max_documents=0"),
         ("text", {}, "needs data.path=a file, folder or glob"),
         ("hub", {}, "needs data.path=a dataset's name or folder"),
-        ("text", {"path": "/nowhere/at/all.txt"}, "data.path=/nowhere/at/all.txt: there is no readable file"),
-        ("jsonl", {"path": "/nowhere/*.jsonl"}, "there is no jsonl file"),
-        ("parquet", {"path": str(ROOT / "data")}, "there is no parquet file"),
+        ("text", {"path": "/nowhere/at/all.txt"}, "data.path=/nowhere/at/all.txt does not exist"),
+        ("jsonl", {"path": "/nowhere/*.jsonl"}, "matches no jsonl file"),
+        ("parquet", {"path": str(ROOT / "data")}, "holds no parquet file"),
     ],
 )
 def test_mistakes(source, options, message):

@@ -55,8 +55,8 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("train.max_step=5", "no key train.max_step; did you mean max_steps"),
-        ("trian.max_steps=5", "no key trian.max_steps; did you mean train"),
+        ("train.max_step=5", "no key train.max_step; did you mean train.max_steps"),
+        ("trian.max_steps=5", "no key trian.max_steps; did you mean train.max_steps"),
         ("train.max_steps=soon", "train.max_steps is 'soon'"),
         ("train.max_steps=0", "train.max_steps is 0"),
         ("train.max_steps=true", "max_steps is True"),
@@ -92,6 +92,32 @@ def test_keys_that_another_choice_would_ignore_are_refused():
     ):
         with pytest.raises(UserError, match=says):
             check_recipe({"train": {"max_steps": 1}, **tree})
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("train:\n  max_steps: 3\n  max_steps: 4\n")
+    with pytest.raises(UserError, match="in line 3: the key max_steps is there twice"):
+        load_recipe(path, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("tracking.wandb=on", "YAML reads on, off.*must be disabled or offline or online"),
+        ("model.d_model=abc", "model.d_model is 'abc'; it must be a whole number"),
+        ("model.dropout=abc", "it must be a number"),
+        ("optimizer.betas=0.9", "a list of two numbers"),
+        ("train.compile=maybe", "true or false"),
+        ("modle.d_model=3", "did you mean model.d_model"),
+        ("model.d_modle=3", "did you mean model.d_model"),
+    ],
+)
+def test_what_is_wrong_is_said_in_plain_words(tmp_path, override, says):
+    path = tmp_path / "r.yaml"
+    path.write_text("train: {max_steps: 5}\n")
+    with pytest.raises(UserError, match=says):
+        load_recipe(path, [override])
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "train: [", "train: 5\n", "\x00"])
