@@ -450,4 +450,3 @@ def test_scripts_start_from_any_folder(tmp_path):
     done = run_script(ROOT / "train.py", "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "RECIPE" in done.stdout.upper()
-    assert Path(ROOT / "train.py").is_file()

@@ -95,10 +95,9 @@ class Trainer:
     def settle_machine(self) -> None:
         """Choose what depends on the machine, once a run: the choice is kept in its config.yaml and used again."""
         train, before = self.recipe.train, self.run.read_config()
-        if before is not None:
-            refuse_changes(self.run, self.recipe, "data", "optimizer", "run", "train")
-            if train.precision == "auto":
-                train.precision = before.get("train", {}).get("precision", "auto")
+        refuse_changes(self.run, self.recipe, "data", "optimizer", "run", "train")
+        if before is not None and train.precision == "auto":
+            train.precision = before.get("train", {}).get("precision", "auto")
         train.precision = choose_precision(train.precision, self.device)
 
     def prepare_data(self) -> Corpus:
