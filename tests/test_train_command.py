@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -410,7 +409,6 @@ def test_a_command_line_without_a_recipe():
 
 FULL_DISK = """
 import subprocess, sys
-from pathlib import Path
 from storage import checkpoint
 mount, size, command = sys.argv[1], sys.argv[2], sys.argv[3:]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount], check=True)

@@ -194,6 +194,26 @@ def test_an_empty_corpus(tmp_path, quick, texts):
         quick(source="text", path=str(tmp_path / "a.txt"))
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_bound_that_leaves_documents_out_says_so(tmp_path, quick, capsys, folder):
+    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", [f"number {i}" for i in range(60)])}
+    if folder:
+        for i in range(60):
+            (tmp_path / f"{i:02d}.txt").write_text(f"number {i}")
+        options = {"source": "text", "path": str(tmp_path)}
+    quick(**options, max_documents=60, val_fraction=0.2)
+    assert "max_documents" not in capsys.readouterr().err
+    quick(**options, max_documents=59, val_fraction=0.2)
+    assert "data.max_documents: the first 59 documents are taken, there are more" in capsys.readouterr().err
+
+
+def test_a_vocabulary_smaller_than_asked_for_says_so(tmp_path, quick, capsys):
+    (tmp_path / "a.txt").write_text("the cat and the other cat " * 20)
+    corpus = quick(source="text", path=str(tmp_path / "a.txt"), tokenizer="bpe:5000")
+    assert f"too short for bpe:5000: the vocabulary has {corpus.tokenizer.vocab_size} tokens" in capsys.readouterr().err
+    assert corpus.tokenizer.vocab_size < 300
+
+
 def test_an_empty_split(tmp_path, quick):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
     for tokenizer in ("byte", "char", "bpe:300"):

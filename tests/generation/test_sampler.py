@@ -83,6 +83,7 @@ def test_top_p_counts_exactly():
     equal = torch.zeros(1, 16)
     for n in (1, 4, 8, 12):  # a sum that reaches top_p exactly is enough
         assert (distribution(equal, SamplingParams(top_p=n / 16)) > 0).sum() == n
+    assert (distribution(torch.zeros(1, 10), SamplingParams(top_p=0.6)) > 0).sum() == 6  # 7 by sums in fp32
 
 
 def test_draws_follow_the_distribution():
