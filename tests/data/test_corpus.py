@@ -198,9 +198,10 @@ def test_an_empty_corpus(tmp_path, quick, texts):
 def test_a_bound_that_leaves_documents_out_says_so(tmp_path, quick, capsys, folder):
     options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", [f"number {i}" for i in range(60)])}
     if folder:
+        (tmp_path / "texts").mkdir()
         for i in range(60):
-            (tmp_path / f"{i:02d}.txt").write_text(f"number {i}")
-        options = {"source": "text", "path": str(tmp_path)}
+            (tmp_path / "texts" / f"{i:02d}.txt").write_text(f"number {i}")
+        options = {"source": "text", "path": str(tmp_path / "texts")}
     quick(**options, max_documents=60, val_fraction=0.2)
     assert "max_documents" not in capsys.readouterr().err
     quick(**options, max_documents=59, val_fraction=0.2)
