@@ -409,6 +409,7 @@ def test_a_command_line_without_a_recipe():
 
 FULL_DISK = """
 import subprocess, sys
+from pathlib import Path
 from storage import checkpoint
 mount, size, command = sys.argv[1], sys.argv[2], sys.argv[3:]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount], check=True)
@@ -436,6 +437,7 @@ def test_a_full_disk(tiny, tmp_path):
         [*private, sys.executable, "-c", FULL_DISK, tmp_path / "small", "2m", sys.executable, *tiny, *options],
         capture_output=True, text=True, cwd=ROOT, timeout=120,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     status, said, kept = done.stdout.split("\n@@\n")
     assert int(status) == 1, said
     assert said.splitlines()[-1].startswith("error: the disk is full")
