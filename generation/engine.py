@@ -2,54 +2,115 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from errors import UserError
-from generation.sampler import SamplingParams, distribution, draw
-from generation.stream import TextStream
+from generation.compiled import CompiledThinker
+from generation.row import Completion, Drawn, Row, choose, top_logprobs
+from generation.sampler import SamplingParams
+from generation.speculative import DraftModel, PromptLookup, check_draft_model
 from model import KVCache, Thinker
+from model.decoding import for_decoding
+
+PREFILL_CHUNK = 512  # positions a pass: what a long prompt needs in memory does not grow with it
 
 
-@dataclass
-class Completion:
-    """What one prompt grew into."""
+@dataclass(frozen=True)
+class Score:
+    """How likely a text is under the model, from the boundary that begins it."""
 
-    prompt: str
-    text: str = ""  # without the prompt and without the stop string
-    token_ids: list[int] = field(default_factory=list)  # all that were drawn, an end-of-text token too
-    logprobs: list[float] = field(default_factory=list)  # of each under the model itself, in nats
-    finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
+    token_ids: list[int]
+    logprobs: list[float]  # of each token, given all before it, in nats
+    top_logprobs: list[dict[int, float]]  # at each place, of the likeliest tokens
+    n_bytes: int
 
+    @property
+    def nats(self) -> float:
+        """The whole text's."""
+        return -math.fsum(self.logprobs)
 
-@dataclass
-class _Row:
-    """One sequence on its way."""
-
-    completion: Completion
-    tokens: list[int]  # prompt and what was drawn
-    limit: int  # tokens that may still be drawn
-    random: random.Random
-    stream: TextStream
+    @property
+    def bits_per_byte(self) -> float:
+        """Per byte of UTF-8; 0 for an empty text."""
+        return self.nats / math.log(2) / max(self.n_bytes, 1)
 
 
 class Generator:
-    """Samples from a Thinker. Weights are not changed; `use_cache=False` recomputes every position at every step."""
+    """Samples from a Thinker, by a snapshot of its weights laid out for decoding.
 
-    def __init__(self, thinker: Thinker, tokenizer: Tokenizer, use_cache: bool = True) -> None:
-        self.thinker, self.tokenizer, self.use_cache = thinker, tokenizer, use_cache
+    Args:
+        thinker: stays as it is; what it learns later is not seen.
+        use_cache: False recomputes every position at every step, to compare.
+        dtype: of weights, activations and cache; the thinker's own unless given.
+        int8: weights in int8 (model.linear.Int8Linear).
+        compile: the one-token step through torch.compile; on a GPU as a CUDA graph.
+        window, sinks: remember the newest `window` positions and the first `sinks` ones alone, for texts of any length.
+        speculate: draft so many tokens a step, by prompt lookup or by `draft`, a smaller Thinker with the same
+            tokens. The text stays the same.
 
-    def generate(self, prompts: list[str], params: SamplingParams | None = None) -> list[Completion]:
-        """Continue every prompt. Raises UserError where one leaves no room in the context."""
-        params = params or SamplingParams()
+    Raises UserError where these do not go together.
+    """
+
+    def __init__(
+        self,
+        thinker: Thinker,
+        tokenizer: Tokenizer,
+        use_cache: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+        int8: bool = False,
+        compile: bool = False,
+        window: int | None = None,
+        sinks: int = 0,
+        speculate: int = 0,
+        draft: Thinker | None = None,
+    ) -> None:
+        self.config, self.tokenizer, self.use_cache = thinker.config, tokenizer, use_cache
+        self.window, self.sinks, self.speculate = window, sinks, speculate
+        longest = thinker.config.max_seq_len
+        if sinks < 0 or (window is None and sinks):
+            raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
+        if window is not None and not 1 <= window <= longest - sinks:
+            raise UserError(
+                f"a window of {window} and {sinks} sinks; the window must be at least 1, and both together at most "
+                f"the model's context, {longest}: it has never seen tokens further apart"
+            )
+        if not 0 <= speculate <= 64:
+            raise UserError(f"speculate is {speculate}; it must lie between 0 (none) and 64 drafted tokens a step")
+        if draft is not None and not speculate:
+            raise UserError("a draft model needs speculate, the number of tokens it drafts a step")
+        for name, given in {"window": window, "speculate": speculate, "compile": compile}.items():
+            if given and not use_cache:
+                raise UserError(f"{name} works on the cache; it does not go without one")
+        if window is not None and (speculate or compile):
+            raise UserError(f"a window does not go with {'speculate' if speculate else 'compile'}")
+        self.thinker = for_decoding(thinker, dtype or thinker.dtype, int8)
+        self.step = CompiledThinker(self.thinker) if compile else self.thinker
+        self.draft = None
+        if draft is not None:
+            check_draft_model(thinker, draft)
+            self.draft = for_decoding(draft, dtype or thinker.dtype, int8)
+
+    def generate(
+        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Continue every prompt; the same prompt given several times is read once.
+
+        Args:
+            params: one for all, where row i draws by seed + i; or one for each prompt.
+
+        Raises UserError where a prompt leaves no room in the context.
+        """
         completions = [Completion(prompt) for prompt in prompts]
-        for row, piece in self._run(completions, params):
-            completions[row].text += piece
+        for _ in self.stream_all(completions, params):
+            pass
         return completions
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
@@ -58,110 +119,178 @@ class Generator:
 
     def stream_into(self, completion: Completion, params: SamplingParams | None = None) -> Iterator[str]:
         """stream() that fills in a Completion as it goes."""
-        for _, piece in self._run([completion], params or SamplingParams()):
-            completion.text += piece
+        for _, piece in self.stream_all([completion], params):
             yield piece
+
+    def stream_all(
+        self, completions: list[Completion], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, str]]:
+        """Continue many at once, giving out pairs (which one, text that became certain); fills in the completions."""
+        if params is None or isinstance(params, SamplingParams):
+            base = params or SamplingParams()
+            params = [dataclasses.replace(base, seed=base.seed + index) for index in range(len(completions))]
+        if len(params) != len(completions):
+            raise UserError(
+                f"{len(completions)} prompts and {len(params)} sampling parameters: give one for each, or one"
+            )
+        rows = []
+        for index, (completion, own) in enumerate(zip(completions, params)):
+            tokens = self.encode(completion.prompt)
+            rows.append(self.new_row(index, completion, own, tokens))
+        if rows:
+            yield from self.decode(rows, *self._prefill(rows))
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt as the model saw texts begin: the boundary token, then its tokens. Raises UserError if too long."""
-        tokens = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
-        longest = self.thinker.config.max_seq_len
-        if len(tokens) >= longest:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens and the model's context is {longest}; "
-                f"shorten it to at most {longest - 1} tokens"
-            )
-        return tokens
+        longest = self.config.max_seq_len if self.window is None else None
+        hint = ", or say with --window how many of the newest tokens to remember"
+        return encode_prompt(prompt, self.tokenizer, longest, hint if self.use_cache else "")
 
-    def _run(self, completions: list[Completion], params: SamplingParams) -> Iterator[tuple[int, str]]:
-        """Pairs (row, certain text), the completions' tokens and finish reasons filled in meanwhile."""
-        rows = {}
-        for index, completion in enumerate(completions):
-            tokens = self.encode(completion.prompt)
-            limit = min(params.max_new_tokens, self.thinker.config.max_seq_len - len(tokens))
-            draws, stream = random.Random(params.seed + index), TextStream(self.tokenizer, params.stop)
-            rows[index] = _Row(completion, tokens, limit, draws, stream)
-        was_training = self.thinker.training
-        self.thinker.eval()
-        try:
-            cache, logits = self._prefill(list(rows.values())) if rows else (None, None)
-            while rows:
-                drawn = self._choose(logits, list(rows.values()), params)
-                finished = []
-                for place, (index, row) in enumerate(rows.items()):
-                    piece, ended = self._take(row, *drawn[place])
-                    if piece:
-                        yield index, piece
-                    if ended:
-                        finished.append(index)
-                kept = [place for place, index in enumerate(rows) if index not in finished]
-                rows = {index: row for index, row in rows.items() if index not in finished}
-                if rows:
-                    logits = self._advance(list(rows.values()), kept, cache)
-        finally:
-            self.thinker.train(was_training)
+    def new_row(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Row:
+        """A sequence that begins with `tokens`, with as many to draw as are asked for and fit."""
+        for token, _ in params.logit_bias:
+            if token >= self.tokenizer.vocab_size:
+                raise UserError(
+                    f"logit_bias names the token {token}; the vocabulary ends at {self.tokenizer.vocab_size - 1}"
+                )
+        completion.prompt_tokens = len(tokens)
+        # The last token drawn is never fed, so a context of n positions leads to n + 1 tokens.
+        room = params.max_new_tokens if self.window else self.config.max_seq_len + 1 - len(tokens)
+        return Row(index, completion, params, tokens, min(params.max_new_tokens, room), self.tokenizer)
 
     @torch.no_grad()
-    def _prefill(self, rows: list[_Row]) -> tuple[KVCache | None, Tensor]:
-        """All prompts at once, padded at the end. Returns the cache and the logits after each prompt, (B, V)."""
+    def feed(self, thinker: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
+        """Add tokens, equally many for each row, to a cache; returns the logits after the last, (B, V)."""
+        for begin in range(0, len(tokens[0]), PREFILL_CHUNK):
+            chunk = torch.tensor([row[begin : begin + PREFILL_CHUNK] for row in tokens], device=thinker.device)
+            logits = thinker(chunk, cache=cache, last_only=True)[:, 0]  # (B, V)
+        return logits
+
+    def decode(self, rows: list[Row], cache: KVCache | None, logits: Tensor) -> Iterator[tuple[int, str]]:
+        """Draw until every row has ended, from logits (B, 1, V) on. Yields pairs (index of the row, certain text)."""
+        drafter = DraftModel(self.draft, self.speculate, self._new_cache_of) if self.draft else None
+        if self.speculate and drafter is None:
+            drafter = PromptLookup(self.speculate)
+        drafts: list[list[int]] = [[] for _ in rows]
+        while rows:
+            kept = []
+            for place, (row, drawn) in enumerate(zip(rows, self._choose(rows, drafts, logits))):
+                row.completion.drafted += len(drafts[place])
+                for number, one in enumerate(drawn):
+                    piece, ended = row.take(one)
+                    row.completion.accepted += number > 0
+                    if piece:
+                        row.completion.text += piece
+                        yield row.index, piece
+                    if ended:
+                        row.completion.forgotten = getattr(cache, "forgotten", 0)
+                        break
+                else:
+                    kept.append(place)
+            if len(kept) < len(rows):
+                rows = [rows[place] for place in kept]
+                if cache is not None and kept:
+                    cache.select(kept)
+                if drafter is not None:
+                    drafter.select(kept)
+            if rows:
+                drafts, logits = self._advance(rows, cache, drafter)
+
+    @torch.no_grad()
+    def score(self, text: str, top: int = 0) -> Score:
+        """The log-probability of every token of a text, by the passes that generation makes.
+
+        A text longer than the context is read in windows that overlap by half, and each token counted once: it sees
+        half a context at least. A rolling cache needs no windows.
+        """
+        ids = self.tokenizer.encode(text)
+        tokens = [self.tokenizer.bos_id, *ids]
+        size = self.config.max_seq_len
+        logprobs: list[float] = []
+        likeliest: list[dict[int, float]] = []
+        begin = 0
+        while len(logprobs) < len(ids):
+            end = len(ids) if self.window else min(begin + size, len(ids))  # tokens[begin:end] predict up to ids[end-1]
+            cache = self._new_cache(self.thinker, 1, end - begin)
+            for at in range(begin, end, PREFILL_CHUNK):
+                chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
+                logits = self.thinker(torch.tensor([chunk], device=self.thinker.device), cache=cache)[0].float()
+                logits[:, self.tokenizer.vocab_size :] = -torch.inf
+                known = logits.log_softmax(dim=-1)[max(0, len(logprobs) - at) :]  # (T, V), those not yet counted
+                targets = torch.tensor(ids[len(logprobs) : at + len(chunk)], device=known.device)
+                if len(targets):
+                    logprobs += known.gather(1, targets[:, None])[:, 0].tolist()
+                    likeliest += [top_logprobs(row, top) for row in known] if top else []
+            begin = max(0, end - size // 2)
+        return Score(ids, logprobs, likeliest, len(text.encode()))
+
+    @torch.no_grad()
+    def _choose(self, rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[Drawn]]:
+        return choose(rows, drafts, logits)
+
+    def _prefill(self, rows: list[Row]) -> tuple[KVCache | None, Tensor]:
+        """Every prompt once, those of equal length together. Returns the cache and the logits (B, 1, V)."""
         if not self.use_cache:
             return None, self._uncached(rows)
-        lengths = [len(row.tokens) for row in rows]
-        cache = self.thinker.new_cache(len(rows), max(len(row.tokens) + row.limit for row in rows))
-        if min(lengths) == max(lengths):
-            return cache, self.thinker(self._batch([row.tokens for row in rows]), cache=cache, last_only=True)[:, 0]
-        # Rows of unequal length end at unequal places: first all but each one's last token, then that.
-        shorter = [row.tokens[:-1] + [0] * (max(lengths) - len(row.tokens)) for row in rows]
-        self.thinker(self._batch(shorter), cache=cache, last_only=True)
-        cache.rewind([length - 1 for length in lengths])
-        return cache, self.thinker(self._batch([row.tokens[-1:] for row in rows]), cache=cache)[:, 0]
+        cache, logits, order = self._read(self.thinker, rows, self.speculate)
+        if order != list(range(len(cache.lengths))):
+            cache.select(order)
+            logits = logits[order]
+        return cache, logits[:, None]
+
+    def _new_cache_of(self, thinker: Thinker, rows: list[Row], slack: int) -> KVCache:
+        cache, _, order = self._read(thinker, rows, slack)
+        cache.select(order)
+        return cache
+
+    def _read(self, thinker: Thinker, rows: list[Row], slack: int) -> tuple[KVCache, Tensor, list[int]]:
+        """A cache and logits of the different prompts among the rows', and which of these each row has."""
+        capacity = max(len(row.tokens) + row.limit for row in rows) + slack
+        prompts = sorted(dict.fromkeys(tuple(row.tokens) for row in rows), key=len)
+        cache, logits = None, []
+        for length in sorted({len(prompt) for prompt in prompts}):
+            group = [list(prompt) for prompt in prompts if len(prompt) == length]
+            part = self._new_cache(thinker, len(group), capacity)
+            logits.append(self.feed(thinker, group, part))
+            if cache is None:
+                cache = part
+            else:
+                cache.extend(part)
+        return cache, torch.cat(logits), [prompts.index(tuple(row.tokens)) for row in rows]
+
+    def _new_cache(self, thinker: Thinker, rows: int, capacity: int) -> KVCache:
+        if self.window is not None:
+            return thinker.new_cache(rows, window=self.window, sinks=self.sinks)
+        return thinker.new_cache(rows, capacity)
 
     @torch.no_grad()
-    def _advance(self, rows: list[_Row], kept: list[int], cache: KVCache | None) -> Tensor:
-        """Feed each row's newest token; `kept` are the places in the batch that are still there. Returns (B, V)."""
+    def _advance(
+        self, rows: list[Row], cache: KVCache | None, drafter: PromptLookup | DraftModel | None
+    ) -> tuple[list[list[int]], Tensor]:
+        """Feed each row's newest token and its drafts. Returns the drafts and the logits after each, (B, T, V)."""
         if cache is None:
-            return self._uncached(rows)
-        if len(kept) < len(cache.lengths):
-            cache.select(kept)
-        return self.thinker(self._batch([row.tokens[-1:] for row in rows]), cache=cache)[:, 0]
-
-    def _uncached(self, rows: list[_Row]) -> Tensor:
-        return torch.cat([self.thinker(self._batch([row.tokens]), last_only=True)[:, 0] for row in rows])
+            return [[] for _ in rows], self._uncached(rows)
+        cache.rewind([len(row.tokens) - 1 for row in rows])  # drafts that were not drawn
+        drafts = [[] for _ in rows] if drafter is None else drafter.propose(rows)
+        width = max(map(len, drafts))
+        batch = [[row.tokens[-1], *draft] + [0] * (width - len(draft)) for row, draft in zip(rows, drafts)]
+        step = self.thinker if width else self.step
+        return drafts, step(torch.tensor(batch, device=self.thinker.device), cache=cache)
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor, rows: list[_Row], params: SamplingParams) -> list[tuple[int, float]]:
-        """Draw a token for each row from logits (B, V). Returns (token, its log-probability under the model)."""
-        logits = logits.float()
-        logits[:, self.tokenizer.vocab_size :] = -torch.inf  # ids that stand for nothing
-        seen = None
-        if params.repetition_penalty != 1:
-            seen = torch.zeros_like(logits, dtype=torch.bool)
-            for place, row in enumerate(rows):
-                seen[place, row.tokens] = True
-        uniforms = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
-        tokens = draw(distribution(logits, params, seen), uniforms)
-        logprobs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
-        return list(zip(tokens.tolist(), logprobs.tolist()))
+    def _uncached(self, rows: list[Row]) -> Tensor:
+        passes = [
+            self.thinker(torch.tensor([row.tokens], device=self.thinker.device), last_only=True)[:, 0] for row in rows
+        ]
+        return torch.cat(passes)[:, None]  # (B, 1, V)
 
-    def _take(self, row: _Row, token: int, logprob: float) -> tuple[str, bool]:
-        """Add a token to a row. Returns the text that became certain, and whether the row has ended."""
-        row.tokens.append(token)
-        row.completion.token_ids.append(token)
-        row.completion.logprobs.append(logprob)
-        row.limit -= 1
-        if token == self.tokenizer.eos_id:
-            row.completion.finish_reason = "stop"
-            return row.stream.finish(), True
-        piece = row.stream.feed(token)
-        if row.stream.stopped:
-            row.completion.finish_reason = "stop"
-            return piece, True
-        if row.limit == 0:
-            piece += row.stream.finish()
-            if row.stream.stopped:
-                row.completion.finish_reason = "stop"
-            return piece, True
-        return piece, False
 
-    def _batch(self, tokens: list[list[int]]) -> Tensor:
-        return torch.tensor(tokens, device=self.thinker.device)  # (B, T)
+def encode_prompt(prompt: str, tokenizer: Tokenizer, longest: int | None, hint: str = "") -> list[int]:
+    """The boundary token, then the prompt's. Raises UserError above `longest` tokens (None: any number)."""
+    tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    if longest is not None and len(tokens) > longest:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens and the model's context is {longest}; "
+            f"shorten it to at most {longest} tokens{hint}"
+        )
+    return tokens

@@ -24,8 +24,21 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return _RMSNorm.apply(x, self.weight, self.eps)
+            if torch.is_grad_enabled():
+                return _RMSNorm.apply(x, self.weight, self.eps)
+            return _normalise(x, self.eps)[0] * self.weight.to(x.dtype)
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight.to(x.dtype)
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) in x's dtype, and 1 / rms(x) in fp32, (..., 1)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
+    scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)
+    if x.dtype == torch.float32:
+        return x * scale, scale
+    y = torch.empty_like(x)
+    torch.mul(x, scale, out=y)  # in fp32, cast as it is written
+    return y, scale
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -36,10 +49,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
-        scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)
-        y = torch.empty_like(x)
-        torch.mul(x, scale, out=y)  # in fp32, cast as it is written
+        y, scale = _normalise(x, eps)
         ctx.save_for_backward(y, weight, scale)
         return y * weight.to(x.dtype)
 

@@ -17,24 +17,24 @@ class Rope(nn.Module):
     def forward(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin at `positions` ((T,) or (B, T)), all below `end`, which the host knows without asking the device.
 
-        Returns two tensors (T, D/2) or (B, 1, T, D/2), to be broadcast over (B, H, T, D/2).
+        Returns two tensors (T, D) or (B, 1, T, D), to be broadcast over (B, H, T, D): cos twice; −sin, sin.
         """
         if self.table is None or len(self.table[0]) < end or self.table[0].device != positions.device:
             self.table = self._tables(max(end, 2 * len(self.table[0]) if self.table else 0), positions.device)
         cos, sin = (table[positions].to(dtype) for table in self.table)
         if positions.dim() == 2:
-            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D/2)
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D)
         return cos, sin
 
     def _tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         # On the host and in float64: the angle of a far position would lose its fraction in fp32.
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
         angles = torch.outer(torch.arange(length, dtype=torch.float64), self.theta**-exponents)  # (length, D/2)
-        return angles.cos().float().to(device), angles.sin().float().to(device)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)  # (length, D)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) by its position's angle. x: (B, H, T, D)."""
     cos, sin = rope
-    first, second = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
-from model.attention import Attention, Linear
-from model.cache import KVCache, Placement
+from model.attention import Attention
+from model.cache import KVCache, LayerCache, Placement
 from model.config import ThinkerConfig
+from model.linear import Linear
 from model.loss import head_loss
 from model.norm import RMSNorm
+from model.rolling import RollingKVCache
 from model.rope import Rope
 
 
@@ -22,25 +24,32 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = Linear(config.d_model, config.d_ff)
         self.up_proj = Linear(config.d_model, config.d_ff)
+        self.register_module("gate_up_proj", None)  # the two in one piece, in the form for decoding
         self.down_proj = Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up_proj is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)  # (B, T, d_ff) each
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ThinkerConfig, layer: int) -> None:
+    def __init__(self, config: ThinkerConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], place: Placement, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], place: Placement, cache: LayerCache | None = None
+    ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, place, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
@@ -62,7 +71,7 @@ class Thinker(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.rope = Rope(config.head_dim, config.rope_theta)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = Linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
@@ -137,15 +146,35 @@ class Thinker(nn.Module):
         B, T = given.shape[:2]
         place = Placement.from_zero(T, given.device) if cache is None else cache.append(B, T)
         x = self.embedding(tokens) if embeddings is None else embeddings  # (B, T, C)
-        x = self.dropout(x.to(self.dtype))
-        rope = self.rope(place.positions, place.end, x.dtype)  # 2 x (T, D/2)
-        for block in self.blocks:
-            x = block(x, rope, place, cache)  # (B, T, C)
-        x = self.norm(x[:, -1:] if last_only else x)
+        x = self.trunk(x, self.rope(place.positions, place.end, self.dtype), place, cache, last_only)
         return self.head(x) if targets is None else head_loss(x, self.head.weight, targets)  # (B, T, V)
 
-    def new_cache(self, batch_size: int = 1, max_len: int | None = None) -> KVCache:
-        """An empty cache of this model's shape, device and precision; max_len: config.max_seq_len unless given."""
+    def trunk(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        place: Placement,
+        cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> Tensor:
+        """What lies between embedding and head: x (B, T, C), rope 2 x (T, D) -> (B, T, C)."""
+        x = self.dropout(x.to(self.dtype))
+        layers = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, layer in zip(self.blocks, layers):
+            x = block(x, rope, place, layer)  # (B, T, C)
+        return self.norm(x[:, -1:] if last_only else x)
+
+    def new_cache(
+        self, batch_size: int = 1, max_len: int | None = None, window: int | None = None, sinks: int = 0
+    ) -> KVCache:
+        """An empty cache of this model's shape, device and precision.
+
+        Args:
+            max_len: positions that it holds; config.max_seq_len unless given.
+            window, sinks: instead, one that takes any number of positions and remembers the newest and the first.
+        """
+        if window is not None:
+            return RollingKVCache(self.config, batch_size, window, sinks, self.device, self.dtype, self.rope)
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype)
 
     @torch.no_grad()

@@ -108,20 +108,21 @@ def test_finish_reasons(thinker):
     stopped = z.generate(["ab"], SamplingParams(stop=("zzz",)))[0]
     assert (stopped.finish_reason, stopped.text, len(stopped.token_ids)) == ("stop", "", 3)
     full = z.generate(["ab"], SamplingParams(max_new_tokens=1000))[0]
-    assert (full.finish_reason, len(full.token_ids)) == ("length", 48 - 3)
+    assert (full.finish_reason, len(full.token_ids)) == ("length", 48 + 1 - 3)  # the last token is never fed
 
 
 def test_a_finished_row_leaves_the_others_alone(thinker):
     generator = Generator(thinker, TOKENIZER)
     prompts = ["q" * 45, "a", "b" * 30]  # the context ends for each at another time
     together = generator.generate(prompts, SamplingParams(max_new_tokens=40, seed=1))
-    assert [len(c.token_ids) for c in together][::2] == [2, 17]
+    assert [len(c.token_ids) for c in together][::2] == [3, 18]
     for index, row in enumerate(together):
         alone = generator.generate([prompts[index]], SamplingParams(max_new_tokens=40, seed=1 + index))[0]
         assert alone.token_ids == row.token_ids
 
 
 def test_a_prompt_that_fills_the_context_is_refused(thinker):
-    with pytest.raises(UserError, match="48 tokens and the model's context is 48; shorten it to at most 47"):
-        Generator(thinker, TOKENIZER).generate(["a" * 47])
+    with pytest.raises(UserError, match="49 tokens and the model's context is 48; shorten it to at most 48"):
+        Generator(thinker, TOKENIZER).generate(["a" * 48])
+    assert len(Generator(thinker, TOKENIZER).generate(["a" * 47])[0].token_ids) == 1
     assert Generator(thinker, TOKENIZER).generate([]) == []

@@ -94,7 +94,7 @@ def test_memory():
     for name, known in example["kv_cache_fp32_bytes_per_token_per_layer_d256_head64"].items():
         config = ThinkerConfig(vocab_size=8, d_model=256, n_layers=3, n_heads=4, n_kv_heads=int(name.split("_")[1][0]))
         cache = Thinker(config).new_cache(1, 10)
-        assert (cache.keys.nbytes + cache.values.nbytes) // (10 * 3) == known
+        assert cache.nbytes // (10 * 3) == known
     for name, known in example["attention_parameters_d256"].items():
         kv_heads = int(name.split("_")[1][0])
         thinker = Thinker(ThinkerConfig(vocab_size=8, d_model=256, n_heads=4, n_kv_heads=kv_heads, qk_norm=False))

@@ -70,12 +70,11 @@ def test_overflow_is_refused_and_changes_nothing(make_thinker):
     tokens = torch.randint(0, 61, (1, 10))
     cache = thinker.new_cache(1, 8)
     thinker(tokens[:, :6], cache=cache)
-    before = cache.keys.clone(), cache.values.clone(), list(cache.lengths)
+    before = [layer.keys.clone() for layer in cache.layers], list(cache.lengths)
     with pytest.raises(UserError, match="8 positions, 6 are taken: 3 more do not fit"):
         thinker(tokens[:, 6:9], cache=cache)
-    assert torch.equal(cache.keys, before[0])
-    assert torch.equal(cache.values, before[1])
-    assert cache.lengths == before[2]
+    assert all(torch.equal(layer.keys, old) for layer, old in zip(cache.layers, before[0], strict=True))
+    assert cache.lengths == before[1]
     assert thinker(tokens[:, 6:8], cache=cache).shape == (1, 2, 61)
 
 
@@ -90,7 +89,8 @@ def test_wrong_batch_and_wrong_rewind_are_refused(make_thinker):
 
 def test_holds_key_heads_only(make_thinker):
     cache = make_thinker(n_heads=4, n_kv_heads=1).new_cache(3, 20)
-    assert cache.keys.shape == cache.values.shape == (2, 3, 1, 20, 8)  # (layers, B, K, max_len, D)
+    assert len(cache.layers) == 2
+    assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (3, 1, 20, 8)  # (B, K, max_len, D)
 
 
 def test_no_gradient_through_a_cache(make_thinker):
@@ -104,5 +104,5 @@ def test_bf16_cache_is_bf16(make_thinker):
     thinker = make_thinker()
     thinker.activation_dtype = torch.bfloat16
     cache = thinker.new_cache(1, 8)
-    assert cache.keys.dtype == torch.bfloat16
+    assert cache.layers[0].keys.dtype == torch.bfloat16
     assert thinker(torch.zeros(1, 3, dtype=torch.long), cache=cache).dtype == torch.bfloat16
