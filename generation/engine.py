@@ -34,7 +34,7 @@ class Score:
     @property
     def nats(self) -> float:
         """The whole text's."""
-        return -math.fsum(self.logprobs)
+        return math.fsum(-logprob for logprob in self.logprobs)
 
     @property
     def bits_per_byte(self) -> float:
@@ -142,9 +142,15 @@ class Generator:
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt as the model saw texts begin: the boundary token, then its tokens. Raises UserError if too long."""
-        longest = self.config.max_seq_len if self.window is None else None
-        hint = ", or say with --window how many of the newest tokens to remember"
-        return encode_prompt(prompt, self.tokenizer, longest, hint if self.use_cache else "")
+        tokens = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+        self.check_length(tokens)
+        return tokens
+
+    def check_length(self, tokens: list[int]) -> None:
+        """Raises UserError where a text is longer than the context, and no window says what to keep of it."""
+        if self.window is None:
+            hint = ", or say with --window how many of the newest tokens to remember" if self.use_cache else ""
+            check_length(tokens, self.config.max_seq_len, hint)
 
     def new_row(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Row:
         """A sequence that begins with `tokens`, with as many to draw as are asked for and fit."""
@@ -178,12 +184,13 @@ class Generator:
                 row.completion.drafted += len(drafts[place])
                 for number, one in enumerate(drawn):
                     piece, ended = row.take(one)
-                    row.completion.accepted += number > 0
+                    row.completion.accepted += drafts[place][number : number + 1] == [one.token]
                     if piece:
                         row.completion.text += piece
                         yield row.index, piece
                     if ended:
-                        row.completion.forgotten = getattr(cache, "forgotten", 0)
+                        if self.window is not None:
+                            row.completion.forgotten = max(0, len(row.tokens) - 1 - self.sinks - self.window)
                         break
                 else:
                     kept.append(place)
@@ -191,7 +198,7 @@ class Generator:
                 rows = [rows[place] for place in kept]
                 if cache is not None and kept:
                     cache.select(kept)
-                if drafter is not None:
+                if drafter is not None and kept:
                     drafter.select(kept)
             if rows:
                 drafts, logits = self._advance(rows, cache, drafter)
@@ -211,18 +218,18 @@ class Generator:
         begin = 0
         while len(logprobs) < len(ids):
             end = len(ids) if self.window else min(begin + size, len(ids))  # tokens[begin:end] predict up to ids[end-1]
-            cache = self._new_cache(self.thinker, 1, end - begin)
+            cache = self.new_cache(self.thinker, 1, end - begin)
             for at in range(begin, end, PREFILL_CHUNK):
                 chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
-                logits = self.thinker(torch.tensor([chunk], device=self.thinker.device), cache=cache)[0].float()
-                logits[:, self.tokenizer.vocab_size :] = -torch.inf
+                logits = self.thinker(torch.tensor([chunk], device=self.thinker.device), cache=cache)[0]
+                logits = logits[:, : self.tokenizer.vocab_size].float()  # the ids above stand for nothing
                 known = logits.log_softmax(dim=-1)[max(0, len(logprobs) - at) :]  # (T, V), those not yet counted
                 targets = torch.tensor(ids[len(logprobs) : at + len(chunk)], device=known.device)
                 if len(targets):
                     logprobs += known.gather(1, targets[:, None])[:, 0].tolist()
                     likeliest += [top_logprobs(row, top) for row in known] if top else []
             begin = max(0, end - size // 2)
-        return Score(ids, logprobs, likeliest, len(text.encode()))
+        return Score(ids, logprobs, likeliest, len(self.tokenizer.decode_bytes(ids)))
 
     @torch.no_grad()
     def _choose(self, rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[Drawn]]:
@@ -250,7 +257,7 @@ class Generator:
         cache, logits = None, []
         for length in sorted({len(prompt) for prompt in prompts}):
             group = [list(prompt) for prompt in prompts if len(prompt) == length]
-            part = self._new_cache(thinker, len(group), capacity)
+            part = self.new_cache(thinker, len(group), capacity)
             logits.append(self.feed(thinker, group, part))
             if cache is None:
                 cache = part
@@ -258,7 +265,8 @@ class Generator:
                 cache.extend(part)
         return cache, torch.cat(logits), [prompts.index(tuple(row.tokens)) for row in rows]
 
-    def _new_cache(self, thinker: Thinker, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, thinker: Thinker, rows: int, capacity: int) -> KVCache:
+        """An empty cache, rolling where there is a window."""
         if self.window is not None:
             return thinker.new_cache(rows, window=self.window, sinks=self.sinks)
         return thinker.new_cache(rows, capacity)
@@ -285,12 +293,10 @@ class Generator:
         return torch.cat(passes)[:, None]  # (B, 1, V)
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, longest: int | None, hint: str = "") -> list[int]:
-    """The boundary token, then the prompt's. Raises UserError above `longest` tokens (None: any number)."""
-    tokens = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    if longest is not None and len(tokens) > longest:
+def check_length(tokens: list[int], longest: int, hint: str = "") -> None:
+    """Raises UserError where there are more tokens than `longest`."""
+    if len(tokens) > longest:
         raise UserError(
             f"the prompt has {len(tokens)} tokens and the model's context is {longest}; "
             f"shorten it to at most {longest} tokens{hint}"
         )
-    return tokens

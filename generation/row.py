@@ -55,6 +55,8 @@ class Row:
         self.eos_id, self.vocab_size = tokenizer.eos_id, tokenizer.vocab_size
         self.stream = TextStream(tokenizer, params.stop)
         self.counts = torch.zeros(tokenizer.vocab_size) if _penalised(params) else None  # of each token drawn
+        # What shapes the distribution: rows that agree in it draw together.
+        self.shaping = replace(params, seed=0, max_new_tokens=1, stop=(), logprobs=0)
         self._random, self._uniforms = random.Random(params.seed), []
 
     def uniform(self, ahead: int) -> float:
@@ -108,8 +110,7 @@ def choose(rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[lis
     places = [(row, ahead) for row in range(len(rows)) for ahead in range(len(drafts[row]) + 1)]
     at_row, at_ahead = zip(*places)
     flat = logits[list(at_row), list(at_ahead)] if len(places) > len(rows) else logits[:, 0]  # (N, V)
-    flat = flat.float()
-    flat[:, rows[0].vocab_size :] = -torch.inf  # ids that stand for nothing
+    flat = flat[:, : rows[0].vocab_size].float()  # the ids above stand for nothing
     contexts = [(rows[row], drafts[row][:ahead]) for row, ahead in places]
     tokens = draw_each(contexts, flat)
     logprobs = flat.log_softmax(dim=-1)  # (N, V)
@@ -128,7 +129,7 @@ def draw_each(contexts: list[tuple[Row, list[int]]], logits: Tensor) -> list[int
     """A token for each of logits (N, V), where each belongs to a row after some drafts."""
     settings: dict[SamplingParams, list[int]] = {}
     for place, (row, _) in enumerate(contexts):
-        settings.setdefault(replace(row.params, seed=0, max_new_tokens=1, stop=(), logprobs=0), []).append(place)
+        settings.setdefault(row.shaping, []).append(place)
     uniforms = torch.tensor([row.uniform(len(drafts)) for row, drafts in contexts], dtype=torch.float64)
     tokens = [0] * len(contexts)
     for params, group in settings.items():

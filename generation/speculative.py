@@ -83,7 +83,7 @@ class DraftModel:
         cache = self.cache
         cache.rewind([min(known, len(row.tokens) - 1) for known, row in zip(cache.lengths, rows)])
         waiting = [row.tokens[known:] for row, known in zip(rows, cache.lengths)]
-        for ahead in range(longest):
+        for _ in range(longest):
             width = max(map(len, waiting))
             batch = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in waiting])
             logits = self.thinker(batch.to(self.thinker.device), cache=cache)  # (B, width, V)
@@ -91,7 +91,7 @@ class DraftModel:
             last = logits[range(len(rows)), [len(tokens) - 1 for tokens in waiting]].float()  # (B, V)
             last[:, rows[0].vocab_size :] = -torch.inf
             drawn = draw_each(list(zip(rows, drafts)), last)
-            for row, draft, token in zip(rows, drafts, drawn):
+            for draft, token in zip(drafts, drawn):
                 draft.append(token)
             waiting = [[token] for token in drawn]
         return [draft[: max(0, row.limit - 1)] for row, draft in zip(rows, drafts)]

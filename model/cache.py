@@ -68,6 +68,7 @@ class KVCache:
     """
 
     layer_class = LayerCache
+    forgotten = 0  # positions out of sight: none, unless it rolls
 
     def __init__(
         self, config: ThinkerConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype

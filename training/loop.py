@@ -19,7 +19,7 @@ from data.tokenizer import token_byte_lengths
 from errors import UserError
 from evaluation.loss import Evaluation, Evaluator
 from generation import Generator, SamplingParams
-from generation.engine import encode_prompt
+from generation.engine import check_length
 from model import Thinker
 from model.device import DTYPES, choose_device, choose_precision
 from storage import checkpoint
@@ -80,7 +80,7 @@ class Trainer:
         self.evaluated_at: int | None = None  # the step of the last evaluation
         self.signal: int | None = None
         if train.sample_every:
-            encode_prompt(train.sample_prompt, self.corpus.tokenizer, self.thinker.config.max_seq_len)  # or refuses it
+            check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], self.thinker.config.max_seq_len)
         self.run.create()
         self.run.lock()
         saved = self.resume()
