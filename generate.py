@@ -140,6 +140,7 @@ def main() -> int:
     arguments = parse_arguments()
     temperature = check_together(arguments)
     prompt = find_prompt(arguments)
+    scored = None if arguments.score is None else read_text(arguments.score)
     biases = parse_bias(arguments.logit_bias)
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
 
@@ -185,15 +186,15 @@ def main() -> int:
         draft=draft,
     )
     how = f"{'int8 weights, ' if arguments.int8 else ''}{precision} on {device.type}"
-    if arguments.score is not None:
+    if scored is not None:
         terminal.note(how)
-        text = read_text(arguments.score)
         exact = (
             Generator(thinker, tokenizer, window=arguments.window, sinks=arguments.sinks) if arguments.int8 else None
         )
-        terminal.print_score(generator, text, arguments.logprobs, arguments.json, exact and exact.score(text))
+        terminal.print_score(generator, scored, arguments.logprobs, arguments.json, exact and exact.score(scored))
         return 0
     generator.encode(prompt)  # refuses one that is too long before anything is printed
+    generator.check_params(params)
     terminal.note(f"seed {seed}, {how}" if temperature > 0 else how)
     if arguments.interactive:
         terminal.converse(generator, prompt, params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -29,3 +30,16 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def read_bandwidth(device: torch.device, size: int = 1 << 28) -> float:
+    """Bytes a second that the device reads from memory: the best of a few sums over `size` bytes."""
+    data = torch.ones(size // 4, device=device)
+    best = 0.0
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        data.sum().item()
+        best = max(best, size / (time.perf_counter() - start))
+    return best

@@ -152,13 +152,17 @@ class Generator:
             hint = ", or say with --window how many of the newest tokens to remember" if self.use_cache else ""
             check_length(tokens, self.config.max_seq_len, hint)
 
-    def new_row(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Row:
-        """A sequence that begins with `tokens`, with as many to draw as are asked for and fit."""
+    def check_params(self, params: SamplingParams) -> None:
+        """Raises UserError where the logit bias names a token that is none."""
         for token, _ in params.logit_bias:
             if token >= self.tokenizer.vocab_size:
                 raise UserError(
                     f"logit_bias names the token {token}; the vocabulary ends at {self.tokenizer.vocab_size - 1}"
                 )
+
+    def new_row(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Row:
+        """A sequence that begins with `tokens`, with as many to draw as are asked for and fit."""
+        self.check_params(params)
         completion.prompt_tokens = len(tokens)
         # The last token drawn is never fed, so a context of n positions leads to n + 1 tokens.
         room = params.max_new_tokens if self.window else self.config.max_seq_len + 1 - len(tokens)

@@ -26,6 +26,7 @@ _NUMBERS = {  # field of SamplingParams: its type, the lowest and the highest va
     "seed": (int, 0, math.inf, "a whole number of at least 0"),
 }
 _ROUNDING = 1e-12  # a share: two sums or exponentials in float64 that are nearer to each other than this are equal
+_FEW = 1024  # tokens among which top-p is looked for first
 _BOUND = 1e100  # no penalty goes beyond, nor a temperature below 1 / _BOUND: then nothing leads out of float64
 
 
@@ -116,17 +117,42 @@ def distribution(
     scores = scores / max(params.temperature, 1 / _BOUND)
     if params.top_k is None and params.top_p in (None, 1) and not params.min_p:
         return scores.softmax(dim=-1).float()
-    ranked, tokens = scores.sort(dim=-1, descending=True, stable=True)  # (B, V) each
+    probs = scores.softmax(dim=-1)
+    if params.top_k is not None or params.top_p not in (None, 1):
+        probs = _filter_ranked(scores, probs, params)
+    if params.min_p:  # a share of the likeliest, so that it needs no renormalising before it
+        probs = probs.masked_fill(probs < params.min_p * (1 - _ROUNDING) * probs.amax(dim=-1, keepdim=True), 0)
+    total = probs.cumsum(dim=-1)[:, -1:]  # sum() may add a lone row up in another order than the same row in a batch
+    return (probs / total).float()
+
+
+def _filter_ranked(scores: Tensor, probs: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, then top-p, on scores and their probabilities (B, V); what they cut has probability 0."""
+    top_p = 1.0 if params.top_p is None else params.top_p
     if params.top_k is not None:
-        ranked[:, min(params.top_k, ranked.shape[1]) :] = -torch.inf
-    ranked = ranked.softmax(dim=-1)
-    if params.top_p is not None and params.top_p < 1:
+        tokens = _rank(scores, min(params.top_k, scores.shape[1]))  # (B, k)
+        ranked = scores.gather(1, tokens).softmax(dim=-1)
+    else:
+        tokens = _rank(scores, _FEW)
+        ranked = probs.gather(1, tokens)
+        if tokens.shape[1] < scores.shape[1] and (ranked.cumsum(dim=-1)[:, -1] < top_p).any():
+            tokens = _rank(scores, scores.shape[1])  # a few were not enough
+            ranked = probs.gather(1, tokens)
+    if top_p < 1:
         before = ranked.cumsum(dim=-1) - ranked
-        ranked = ranked.masked_fill(before >= params.top_p * (1 - _ROUNDING), 0)
-    if params.min_p:  # a share of the first, so that it needs no renormalising before it
-        ranked = ranked.masked_fill(ranked < params.min_p * (1 - _ROUNDING) * ranked[:, :1], 0)
-    total = ranked.cumsum(dim=-1)[:, -1:]  # sum() may add a lone row up in another order than the same row in a batch
-    return torch.zeros_like(ranked).scatter_(1, tokens, ranked / total).float()
+        ranked = ranked.masked_fill(before >= top_p * (1 - _ROUNDING), 0)
+    return torch.zeros_like(scores).scatter_(1, tokens, ranked)
+
+
+def _rank(scores: Tensor, count: int) -> Tensor:
+    """The `count` tokens of highest score, (B, count), the highest first, of equals the lower id; all if V is less."""
+    if 4 * count < scores.shape[1]:  # sorting a whole vocabulary takes longer than all else that is done here
+        best, tokens = scores.topk(count)
+        if ((scores >= best[:, -1:]).sum(dim=-1) == count).all():  # no equals on both sides of the border
+            tokens = tokens.sort(dim=-1).values
+            order = scores.gather(1, tokens).sort(dim=-1, descending=True, stable=True).indices
+            return tokens.gather(1, order)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _adjust(scores: Tensor, params: SamplingParams, seen: Tensor | None, counts: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from errors import UserError
 from generation.row import Row, draw_each
 from model import KVCache, Thinker
 
-NGRAMS = (4, 3, 2)  # tokens at the end of the text that must have stood together before, the longest match first
+NGRAMS = (4, 3, 2, 1)  # tokens at the end of the text that must have stood together before, the longest match first
 
 
 class PromptLookup:

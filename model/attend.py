@@ -38,7 +38,7 @@ def attend(
     Args:
         q: (B, H, T, D).
         k, v: (B, K, S, D), where K divides H; each key head serves H/K query heads.
-        allowed: boolean, broadcastable to (B, H, T, S); True where the query may look.
+        allowed: boolean, broadcastable to (B, 1, T, S); True where the query may look.
         is_causal: instead of `allowed`, for T == S at the same positions.
         scale: 1/√D unless given.
 
@@ -47,7 +47,7 @@ def attend(
     grouped = q.shape[1] != k.shape[1]
     if q.device.type == "cpu":
         if q.shape[2] <= 16 and not is_causal and q.dtype == torch.float32 and not torch.is_grad_enabled():
-            return _attend_few(q, k, v, allowed, scale or q.shape[-1] ** -0.5)
+            return _attend_few(q, k, v, allowed, q.shape[-1] ** -0.5 if scale is None else scale)
         k = k.contiguous()  # SDPA's flash kernel takes rows only
     elif grouped and q.is_cuda and q.shape[2] == 1:
         # One query: those of a key head stand where queries do, and no key is read twice.
@@ -81,7 +81,8 @@ def attention_weights(q: Tensor, k: Tensor, allowed: Tensor | None = None, scale
     Vaswani et al. 2017 (arXiv:1706.03762), equation 1; `scale` is 1/√D unless given. Returns (B, H, T, S).
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, S, D)
-    scores = q.float() @ k.float().transpose(-2, -1) * (scale or 1 / math.sqrt(q.shape[-1]))  # (B, H, T, S)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = q.float() @ k.float().transpose(-2, -1) * scale  # (B, H, T, S)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     return scores.softmax(dim=-1)

@@ -43,32 +43,24 @@ def choose_precision(name: str, device: torch.device) -> str:
 
 
 def choose_decoding_precision(name: str, device: torch.device) -> str:
-    """The precision to sample in; "auto" takes bf16 on a GPU that has it and fp32 on a CPU, unless bf16 proves faster.
+    """The precision to sample in; "auto" takes bf16 on a GPU that has it, and fp32 on a CPU.
 
-    Decoding reads every weight once a token, so that half the bytes should take half the time; a CPU's kernels seldom
-    keep that promise. Measured on one row; bf16, whose logits have exact ties at the top, must save a third.
+    On CPUs, with and without AMX, bf16 was hardly faster for one row (docs/decoding.md), and its logits have exact ties
+    at the top in some rows. So that a seed means one text, this does not depend on a measurement.
 
     Raises UserError where the device cannot do it.
     """
-    if device.type == "cpu" and name == "auto":
-        return "bf16" if _matvec_seconds(torch.bfloat16) < 2 / 3 * _matvec_seconds(torch.float32) else "fp32"
-    return name if device.type == "cpu" and name == "fp16" else choose_precision(name, device)
-
-
-def _matvec_seconds(dtype: torch.dtype, size: int = 3072, repeats: int = 5) -> float:
-    """The best of a few products of one row with a matrix larger than most caches, on the CPU."""
-    return _seconds(torch.ones(1, size, dtype=dtype), torch.ones(size, size, dtype=dtype), repeats)
+    if device.type == "cpu":
+        return "fp32" if name == "auto" else name
+    return choose_precision(name, device)
 
 
 def _matmul_seconds(dtype: torch.dtype, size: int = 768, repeats: int = 5) -> float:
     """The best of a few products of two square matrices on the CPU."""
-    return _seconds(torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype), repeats)
-
-
-def _seconds(x: torch.Tensor, weight: torch.Tensor, repeats: int) -> float:
+    a = torch.ones(size, size, dtype=dtype)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
+        a @ a
         times.append(time.perf_counter() - start)
     return min(times)

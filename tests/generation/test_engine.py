@@ -1,14 +1,58 @@
 """The engine on real models: batches, seeds, limits, reasons to end."""
 
+import math
+import random
+from itertools import pairwise
+
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+import generation.engine
 from data.tokenizer import make_tokenizer
 from errors import UserError
 from generation import Completion, Generator, SamplingParams
+from generation.sampler import distribution, draw
 from model import Thinker, ThinkerConfig
 
 TOKENIZER = make_tokenizer("byte", [])
+
+# The same examples every time: rows of a batch differ from rows alone in their last bits, and one draw in a million
+# stands so near to a border that it could fall on either side.
+SAME_EXAMPLES = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(1, 10),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
+    top_k=st.sampled_from([None, 1, 4, 300]),
+    top_p=st.sampled_from([None, 0.3, 0.9]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.5]),
+    presence_penalty=st.sampled_from([0.0, 1.0, -1.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.5, -0.5]),
+    logit_bias=st.sampled_from([(), {97: 50.0, 98: 50.0, 256: 48.0}, {0xC3: 9.0, 0xA9: 9.0, 97: -math.inf}]),
+    seed=st.integers(0, 1000),
+    stop=st.sampled_from([(), ("ab",), ("é", "\ufffd"), ("bb", "aba")]),
+)
+
+
+@st.composite
+def batches(draw_from):
+    """Up to 8 prompts of 0 to 30 tokens, often the same more than once, each with its own parameters."""
+    short, long = st.text("ab é漢", max_size=10), st.text("ab", min_size=11, max_size=30)
+    pool = draw_from(st.lists(short | long, min_size=1, max_size=5))
+    prompts = draw_from(st.lists(st.sampled_from(pool), min_size=1, max_size=8))
+    return prompts, [draw_from(PARAMS) for _ in prompts]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """So small a model is slower on two: they wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +170,195 @@ def test_a_prompt_that_fills_the_context_is_refused(thinker):
         Generator(thinker, TOKENIZER).generate(["a" * 48])
     assert len(Generator(thinker, TOKENIZER).generate(["a" * 47])[0].token_ids) == 1
     assert Generator(thinker, TOKENIZER).generate([]) == []
+
+
+@settings(max_examples=25, **SAME_EXAMPLES)
+@given(batch=batches())
+def test_any_batch_gives_each_row_what_it_gets_alone_and_without_a_cache(thinker, batch):
+    prompts, params = batch
+    generator = Generator(thinker, TOKENIZER)
+    together = generator.generate(prompts, params)
+    alone = [generator.generate([prompt], [own])[0] for prompt, own in zip(prompts, params)]
+    uncached = Generator(thinker, TOKENIZER, use_cache=False).generate(prompts, params)
+    for row, *others in zip(together, alone, uncached):
+        for other in others:
+            assert (row.token_ids, row.text, row.finish_reason) == (other.token_ids, other.text, other.finish_reason)
+            assert row.prompt_tokens == other.prompt_tokens == 1 + len(row.prompt.encode())
+            assert row.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def shapes_fed(generator, prompts, params):
+    """The completions, and the (rows, positions) of every pass on the way to them."""
+    shapes = []
+    hook = generator.thinker.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    try:
+        return generator.generate(prompts, params), shapes
+    finally:
+        hook.remove()
+
+
+def test_the_same_prompt_is_read_once_and_prompts_of_equal_length_together(thinker):
+    generator, params = Generator(thinker, TOKENIZER), SamplingParams(max_new_tokens=4, seed=3)
+    completions, shapes = shapes_fed(generator, ["Hello"] * 5, params)
+    assert shapes == [(1, 6), (5, 1), (5, 1), (5, 1)]
+    assert len({tuple(c.token_ids) for c in completions}) == 5  # each sample draws by its own seed
+    _, shapes = shapes_fed(generator, ["abc", "Hello", "xyz", "abc", ""], params)
+    assert shapes == [(1, 1), (2, 4), (1, 6), (5, 1), (5, 1), (5, 1)]
+
+
+def plain_loop(thinker, prompt, params, counted_prompt=False):
+    """What sampling is, one full pass a token; `counted_prompt` makes the mistake of penalising the prompt too."""
+    ids, numbers = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)], random.Random(params.seed)
+    start = 0 if counted_prompt else len(ids)
+    for _ in range(params.max_new_tokens):
+        with torch.no_grad():
+            logits = thinker(torch.tensor([ids]))[:, -1, : TOKENIZER.vocab_size]  # (1, V)
+        counts = torch.bincount(torch.tensor(ids[start:], dtype=torch.int64), minlength=TOKENIZER.vocab_size)
+        seen = torch.bincount(torch.tensor(ids), minlength=TOKENIZER.vocab_size) > 0
+        probs = distribution(logits, params, seen[None], counts[None])
+        ids.append(draw(probs, torch.tensor([numbers.random()], dtype=torch.float64)).item())
+    return ids[-params.max_new_tokens :]
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_presence_and_frequency_count_what_was_drawn_and_repetition_the_prompt_too(thinker, name):
+    prompt, generator = "abacabad", Generator(thinker, TOKENIZER)
+    few = dict.fromkeys(b"abcd", 50.0)  # so few tokens that all of them come again, in the prompt and after it
+    mattered = 0
+    for seed in range(10):
+        params = SamplingParams(max_new_tokens=10, logit_bias=few, seed=seed, **{name: 2.0})
+        drawn = generator.generate([prompt], params)[0].token_ids
+        assert drawn == plain_loop(thinker, prompt, params)
+        mattered += drawn != generator.generate([prompt], SamplingParams(10, logit_bias=few, seed=seed))[0].token_ids
+        if name != "repetition_penalty":
+            mattered += drawn != plain_loop(thinker, prompt, params, counted_prompt=True)
+    assert mattered > 5  # else none of it was tested
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("memory", [{}, {"window": 5, "sinks": 2}, {"window": 30}])
+def test_a_prompt_read_in_pieces_leads_to_the_same_text(thinker, monkeypatch, size, memory):
+    params = SamplingParams(max_new_tokens=8, seed=4)
+    prompts = [*PROMPTS, "y" * 40]
+    whole = Generator(thinker, TOKENIZER, **memory).generate(prompts, params)
+    monkeypatch.setattr(generation.engine, "PREFILL_CHUNK", size)
+    generator = Generator(thinker, TOKENIZER, **memory)
+    pieces, shapes = shapes_fed(generator, prompts, params)
+    assert max(positions for _, positions in shapes) == size
+    for a, b in zip(whole, pieces):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_parameters_and_prompts_must_be_equally_many_and_biases_within_the_vocabulary(thinker):
+    generator = Generator(thinker, TOKENIZER)
+    with pytest.raises(UserError, match="3 prompts and 2 sampling parameters"):
+        generator.generate(["a", "b", "c"], [SamplingParams()] * 2)
+    with pytest.raises(UserError, match="1 prompts and 0 sampling parameters"):
+        generator.generate(["a"], [])
+    with pytest.raises(UserError, match="logit_bias names the token 257; the vocabulary ends at 256"):
+        generator.generate(["a", "b"], [SamplingParams(), SamplingParams(logit_bias={257: 1.0})])  # the model has 264
+    assert generator.generate(["a"], SamplingParams(max_new_tokens=3, logit_bias={256: 99.0}))[0].token_ids == [256]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sinks": 2}, "sinks is 2.*goes with a window"),
+        ({"window": 8, "sinks": -1}, "sinks is -1"),
+        ({"window": 0}, "a window of 0 and 0 sinks"),
+        ({"window": 49}, "a window of 49 and 0 sinks.*48"),
+        ({"window": 45, "sinks": 4}, "a window of 45 and 4 sinks.*48"),
+        ({"speculate": -1}, "speculate is -1"),
+        ({"speculate": 65}, "speculate is 65.*64"),
+        ({"speculate": 4, "window": 8}, "a window does not go with speculate"),
+        ({"compile": True, "window": 8}, "a window does not go with compile"),
+        ({"use_cache": False, "window": 8}, "window works on the cache"),
+        ({"use_cache": False, "speculate": 2}, "speculate works on the cache"),
+        ({"use_cache": False, "compile": True}, "compile works on the cache"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(thinker, options, said):
+    with pytest.raises(UserError, match=said):
+        Generator(thinker, TOKENIZER, **options)
+
+
+def test_the_likeliest_tokens_are_those_of_a_teacher_forced_pass(thinker):
+    params = [SamplingParams(max_new_tokens=20, temperature=t, seed=6, logprobs=n) for t, n in [(0, 1), (1, 5), (2, 0)]]
+    found = 0
+    for completion, own in zip(Generator(thinker, TOKENIZER).generate(["Hello", "Hello", "You"], params), params):
+        if not own.logprobs:
+            assert completion.top_logprobs == []
+            continue
+        ids = [TOKENIZER.bos_id, *TOKENIZER.encode(completion.prompt), *completion.token_ids]
+        with torch.no_grad():
+            logits = thinker(torch.tensor([ids]))[0, -len(completion.token_ids) - 1 : -1, : TOKENIZER.vocab_size]
+        values, tokens = logits.log_softmax(-1).topk(own.logprobs)
+        assert len(completion.top_logprobs) == len(completion.token_ids)
+        for place, top in enumerate(completion.top_logprobs):
+            assert list(top) == tokens[place].tolist()
+            assert list(top.values()) == pytest.approx(values[place].tolist(), abs=1e-4)
+            assert list(top.values()) == sorted(top.values(), reverse=True)
+            drawn = completion.token_ids[place]
+            if drawn in top:
+                found += 1
+                assert top[drawn] == completion.logprobs[place]
+    assert found > 20  # greedy decoding draws the likeliest, always
+
+
+def test_ids_without_meaning_are_not_among_the_likeliest(thinker):
+    top = Generator(thinker, TOKENIZER).generate(["a"], SamplingParams(1, logprobs=1000))[0].top_logprobs[0]
+    assert sorted(top) == list(range(TOKENIZER.vocab_size))
+    assert math.fsum(map(math.exp, top.values())) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (6, 0), (5, 3), (44, 4)])
+def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(thinker, window, sinks):
+    generator = Generator(thinker, TOKENIZER, window=window, sinks=sinks)
+    prompts = ["", "Once upon", "é漢", "z" * 70, "the quick brown fox", "abc" * 3]
+    bans = {TOKENIZER.eos_id: -math.inf}
+    params = [SamplingParams(n, logit_bias=bans, seed=n, logprobs=1) for n in (60, 8, 25, 12, 1, 60)]
+    for completion, own in zip(generator.generate(prompts, params), params):
+        alone = generator.generate([completion.prompt], own)[0]
+        assert completion.token_ids == alone.token_ids
+        assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        assert len(completion.token_ids) == own.max_new_tokens
+        # Every token was fed but the last; the boundary is one more than the prompt's bytes.
+        fed = len(completion.prompt.encode()) + own.max_new_tokens
+        assert completion.forgotten == alone.forgotten == max(0, fed - window - sinks)
+        assert completion.logprobs == pytest.approx(
+            _through_a_rolling_cache(thinker, completion, window, sinks), abs=1e-4
+        )
+
+
+def _through_a_rolling_cache(thinker, completion, window, sinks):
+    """The log-probabilities of its tokens when everything is fed one position at a time."""
+    ids = [TOKENIZER.bos_id, *TOKENIZER.encode(completion.prompt), *completion.token_ids]
+    cache, known = thinker.new_cache(1, window=window, sinks=sinks), []
+    for token, following in pairwise(ids):
+        logits = thinker(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
+        known.append(logits.log_softmax(-1)[following].item())
+    return known[-len(completion.token_ids) :]
+
+
+def test_a_window_that_forgets_nothing_changes_nothing(thinker):
+    params = SamplingParams(max_new_tokens=20, seed=2)
+    rolling = Generator(thinker, TOKENIZER, window=46, sinks=2).generate(PROMPTS[:3], params)
+    plain = Generator(thinker, TOKENIZER).generate(PROMPTS[:3], params)
+    assert [c.token_ids for c in rolling] == [c.token_ids for c in plain]
+    assert [c.forgotten for c in rolling + plain] == [0] * 6
+
+
+@settings(max_examples=50, **SAME_EXAMPLES)
+@given(batch=batches(), options=st.sampled_from([{}, {"window": 7, "sinks": 1}, {"speculate": 3}]))
+def test_the_pieces_of_a_stream_are_the_tokens_decoded_up_to_stop_or_end(thinker, batch, options):
+    (prompt, *_), (params, *_) = batch
+    generator, completion = Generator(thinker, TOKENIZER, **options), Completion(prompt)
+    pieces = list(generator.stream_into(completion, params))
+    decoded = TOKENIZER.decode(completion.token_ids)
+    starts = [decoded.index(stop) for stop in params.stop if stop in decoded]
+    assert "".join(pieces) == completion.text == decoded[: min(starts, default=len(decoded))]
+    assert "" not in pieces
+    ended = bool(starts) or completion.token_ids[-1] == TOKENIZER.eos_id
+    assert completion.finish_reason == ("stop" if ended else "length")
+    assert ended or len(completion.token_ids) == params.max_new_tokens

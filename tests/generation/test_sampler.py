@@ -467,3 +467,27 @@ def test_tuples_from_a_dict_and_a_list():
     assert params.stop == ("b", "a")
     assert params == SamplingParams(logit_bias=[(7, 1.0), [3, -INF]], stop=("b", "a"))
     assert hash(params) == hash(SamplingParams(**dataclasses.asdict(params)))
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    levels=st.sampled_from([3, 50, 10**6]),
+    scale=st.sampled_from([0.01, 3.0, 30.0]),
+    settings_of=st.sampled_from([{"top_k": 7}, {"top_p": 0.7}, {"top_p": 0.9999}, {"top_k": 300, "top_p": 0.5}]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_large_vocabulary_is_ranked_as_if_all_of_it_were_sorted(seed, levels, scale, settings_of):
+    """With few levels there are ties everywhere, also across every border; small scales need more than a few tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(0, levels, (3, 5000), generator=generator).float() / levels * scale
+    params = SamplingParams(**settings_of)
+    probs = distribution(logits, params)
+    for row, known in zip(probs, logits.double()):
+        order = sorted(range(5000), key=lambda token: (-known[token].item(), token))[: params.top_k or 5000]
+        weights = known[order].softmax(-1)
+        if params.top_p is not None:
+            weights = weights * (weights.cumsum(-1) - weights < params.top_p * (1 - 1e-12))
+        expected = torch.zeros(5000, dtype=torch.float64)
+        expected[order] = weights / weights.sum()
+        torch.testing.assert_close(row.double(), expected, rtol=1e-6, atol=1e-9)
+        assert torch.equal(row > 0, expected.float() > 0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import Thinker, ThinkerConfig
-from model.attend import attend, attention_weights, causal
+from model.attend import attend, attention_weights, causal, windowed
 from model.rope import Rope, rotate
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())
@@ -117,3 +117,85 @@ def test_kernel_equals_reference(kv_heads, length, earlier, seed):
     torch.testing.assert_close(attend(q, k, v, allowed=allowed), reference, rtol=0, atol=1e-5)
     if earlier == 0:
         torch.testing.assert_close(attend(q, k, v, is_causal=True), reference, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["mqa", "gqa", "mha"])
+@given(
+    columns=st.booleans(),
+    mask=st.sampled_from(["none", "all rows alike", "each row its own", "broadcast over queries"]),
+    scale=st.sampled_from([None, 0.0, 0.3, 1.0]),
+    slots=st.integers(1, 40),
+    wider=st.sampled_from([0, 8]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=5, deadline=None)
+def test_few_queries_equal_the_reference_and_the_kernel_under_grad(kv_heads, columns, mask, scale, slots, wider, seed):
+    """Without gradients a few queries on a CPU take a route of their own; 17 are no longer few."""
+    generator = torch.Generator().manual_seed(seed)
+    k = torch.randn(2, kv_heads, 64, 8 + wider, generator=generator)
+    if columns:
+        k = k.transpose(2, 3).contiguous().transpose(2, 3)  # as the cache keeps them
+    k = k[:, :, :slots]  # a part of the cache, so that rows do not follow each other in memory
+    v = torch.randn(2, kv_heads, 64, 8, generator=generator)[:, :, :slots]
+    for length in range(1, 18):
+        # as the heads of one projection lie: (B, T, H, D)
+        q = torch.randn(2, length, 4, 8 + wider, generator=generator).transpose(1, 2)
+        shape = {
+            "all rows alike": (length, slots),
+            "each row its own": (2, 1, length, slots),
+            "broadcast over queries": (2, 1, 1, slots),
+        }.get(mask)
+        allowed = None
+        if shape is not None:
+            allowed = torch.rand(shape, generator=generator) < 0.5
+            allowed[..., int(torch.randint(slots, (1,), generator=generator))] = True  # each looks somewhere
+        known = attention_weights(q, k, allowed, scale) @ v.repeat_interleave(4 // kv_heads, dim=1)
+        before = [x.clone() for x in (q, k, v)]
+        with torch.no_grad():
+            few = attend(q, k, v, allowed, scale=scale)
+        assert few.shape == (2, 4, length, 8)
+        torch.testing.assert_close(few, known, rtol=0, atol=1e-5)
+        torch.testing.assert_close(attend(q, k, v, allowed, scale=scale), few, rtol=0, atol=1e-5)
+        assert all(torch.equal(*pair) for pair in zip((q, k, v), before, strict=True))
+
+
+def test_a_scale_of_zero_looks_everywhere_alike():
+    q, k = torch.randn(2, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(attention_weights(q, k, scale=0.0), torch.full((1, 2, 5, 5), 0.2))
+
+
+def test_gradients_flow_through_few_queries():
+    q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q.requires_grad_()
+    allowed = triangle(5)
+    (attend(q, k, v, allowed) ** 2).sum().backward()
+    ours, q.grad = q.grad, None
+    scores = (q @ k.transpose(-2, -1) / math.sqrt(8)).masked_fill(~allowed, -torch.inf)
+    ((scores.softmax(dim=-1) @ v) ** 2).sum().backward()
+    torch.testing.assert_close(ours, q.grad)
+
+
+def test_a_window_counts_the_query_itself():
+    at = torch.arange(6)
+    assert windowed(at[:, None], at, 3).int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 1, 1, 1],
+    ]
+    assert torch.equal(windowed(at[:, None], at, 1), torch.eye(6, dtype=torch.bool))
+    assert torch.equal(windowed(at[:, None], at, 6), triangle(6))
+
+
+def test_sinks_stay_in_sight_of_all_that_come_after():
+    at = torch.arange(6)
+    assert windowed(at[:, None], at, 2, sinks=2).int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 1, 0],
+        [1, 1, 0, 0, 1, 1],
+    ]

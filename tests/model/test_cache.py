@@ -1,5 +1,7 @@
 """What a cache gives back is what the full pass would have computed."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,3 +108,95 @@ def test_bf16_cache_is_bf16(make_thinker):
     cache = thinker.new_cache(1, 8)
     assert cache.layers[0].keys.dtype == torch.bfloat16
     assert thinker(torch.zeros(1, 3, dtype=torch.long), cache=cache).dtype == torch.bfloat16
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    chunk=st.sampled_from([1, 2, 5, 20]),  # 20 queries go through another kernel than a few
+    history=st.sampled_from(["rewound", "extended", "selected"]),
+    fixed=st.booleans(),
+    seed=st.integers(0, 5),
+)
+@settings(max_examples=12, deadline=None)
+def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, chunk, history, fixed, seed):
+    """Whatever lies there, the logits are the same to the last bit."""
+    thinker = make_thinker(seed)
+    tokens = torch.randint(0, 61, (len(lengths), 29), generator=torch.Generator().manual_seed(seed))
+    if history == "extended":
+        cache = thinker.new_cache(1, 32)
+        thinker(tokens[:1, : lengths[0]], cache=cache)
+        for row, length in enumerate(lengths[1:], start=1):
+            other = thinker.new_cache(1, 32)
+            thinker(tokens[row : row + 1, :length], cache=other)
+            cache.extend(other)
+    else:
+        cache = thinker.new_cache(len(lengths), 32)
+        thinker(tokens[:, : max(lengths)], cache=cache)
+        cache.rewind(lengths)
+    if history == "selected":
+        cache.select([0, *range(len(lengths))])
+        tokens = tokens[[0, *range(len(lengths))]]
+    cache.fixed = fixed
+    littered = copy.deepcopy(cache)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in littered.layers:
+        for held in (layer.keys, layer.values):
+            for row, length in enumerate(littered.lengths):
+                empty = held[row, :, length:]
+                empty.copy_(1e4 * torch.randn(empty.shape, generator=generator))
+    for new in (tokens[:, :chunk], tokens[:, :1], tokens[:, :1]):
+        assert torch.equal(thinker(new, cache=littered), thinker(new, cache=cache))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+    chunks=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    fixed=st.booleans(),
+    seed=st.integers(0, 5),
+)
+@settings(max_examples=10, deadline=None)
+def test_rows_read_alone_and_put_together_go_on_as_if_alone(make_thinker, lengths, chunks, fixed, seed):
+    thinker = make_thinker(seed)
+    tokens = torch.randint(0, 61, (len(lengths), 32), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        full = thinker(tokens)
+    cache = None
+    for row, length in enumerate(lengths):
+        part = thinker.new_cache(1, 32)
+        thinker(tokens[row : row + 1, :length], cache=part)
+        if cache is None:
+            cache = part
+        else:
+            cache.extend(part)
+    cache.fixed = fixed
+    rows = torch.arange(len(lengths))[:, None]
+    for chunk in chunks:
+        at = torch.tensor(cache.lengths)[:, None] + torch.arange(chunk)  # (B, T)
+        torch.testing.assert_close(thinker(tokens[rows, at], cache=cache), full[rows, at], rtol=0, atol=1e-5)
+    assert cache.lengths == [length + sum(chunks) for length in lengths]
+
+
+def test_selecting_and_extending_keep_the_order_in_memory(make_thinker):
+    """Keys lie in columns on a CPU, because they are read faster so; a batch that changes must not lose that."""
+    thinker = make_thinker()
+    cache, other = thinker.new_cache(1, 12), thinker.new_cache(2, 12)
+    strides = cache.layers[0].keys.stride(), cache.layers[0].values.stride()
+    assert strides[0][2:] == (1, 12)
+    assert strides[1][2:] == (8, 1)
+    cache.extend(other)
+    cache.select([2, 0, 0, 1])
+    for layer in cache.layers:
+        assert (layer.keys.stride(), layer.values.stride()) == strides
+    assert cache.nbytes == 4 * thinker.new_cache(1, 12).nbytes
+
+
+def test_a_fixed_cache_reads_every_slot_under_a_mask_whatever_it_holds(make_thinker):
+    cache = make_thinker().new_cache(2, 12)
+    cache.fixed = True
+    places = [cache.append(2, length) for length in (3, 1, 2)]
+    cache.rewind([2, 5])
+    places.append(cache.append(2, 1))
+    for place in places:
+        assert place.held == 12
+        assert place.allowed.shape[-1] == 12
+        assert not place.is_causal

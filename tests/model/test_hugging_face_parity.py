@@ -3,19 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.peers import NAMES, as_transformers
 from model import Thinker, ThinkerConfig
 
-transformers = pytest.importorskip("transformers")
-
-NAMES = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    "blocks": "model.layers",
-}
+pytest.importorskip("transformers")
 
 
 def random_thinker(**kwargs):
@@ -28,32 +19,6 @@ def random_thinker(**kwargs):
     return thinker.eval()
 
 
-def hugging_face(thinker):
-    config = thinker.config
-    family = "Qwen3" if config.qk_norm else "Llama"
-    theirs = getattr(transformers, f"{family}Config")(
-        vocab_size=config.vocab_size,
-        hidden_size=config.d_model,
-        intermediate_size=config.d_ff,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.n_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_seq_len,
-        rms_norm_eps=config.norm_eps,
-        rope_theta=config.rope_theta,
-        tie_word_embeddings=config.tie_embeddings,
-        attention_bias=False,
-    )
-    other = getattr(transformers, f"{family}ForCausalLM")(theirs).eval()
-    state = {
-        ".".join(NAMES.get(part, part) for part in name.split(".")): tensor
-        for name, tensor in thinker.state_dict().items()
-    }
-    other.load_state_dict(state)
-    return other
-
-
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -62,7 +27,7 @@ def test_logits_equal(qk_norm, n_kv_heads, tied, shape):
     thinker = random_thinker(qk_norm=qk_norm, n_kv_heads=n_kv_heads, tie_embeddings=tied, **shape)
     tokens = torch.randint(0, 101, (2, 40))
     with torch.no_grad():
-        ours, theirs = thinker(tokens), hugging_face(thinker)(tokens).logits
+        ours, theirs = thinker(tokens), as_transformers(thinker)(tokens).logits
     assert theirs.std() > 0.5  # logits worth comparing
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
@@ -70,7 +35,7 @@ def test_logits_equal(qk_norm, n_kv_heads, tied, shape):
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 def test_gradients_equal(qk_norm):
     thinker = random_thinker(qk_norm=qk_norm, n_kv_heads=2)
-    other = hugging_face(thinker)
+    other = as_transformers(thinker)
     tokens = torch.randint(0, 101, (2, 17))
     loss_sum, count = thinker(tokens[:, :-1], targets=tokens[:, 1:])
     (loss_sum / count).backward()

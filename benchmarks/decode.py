@@ -1,0 +1,294 @@
+"""Decoding beside transformers on the same weights, and what a longer cache costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.machine import describe, read_bandwidth
+from benchmarks.peers import as_transformers
+from data.tokenizer import make_tokenizer
+from errors import UserError
+from generation import Generator, SamplingParams
+from model import Thinker, ThinkerConfig
+from model.decoding import for_decoding, matrix_bytes
+from model.device import DTYPES, choose_device
+
+SHAPES = {
+    "tiny": {"vocab_size": 512, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128},
+    "110m": {"vocab_size": 32000, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048},
+    "124m": {"vocab_size": 50304, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048},
+    "1.1b": {"vocab_size": 32000, "d_model": 2048, "n_layers": 22, "n_heads": 32, "n_kv_heads": 4, "d_ff": 5632},
+}
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass
+class Subject:
+    """One way to decode: run(n) makes n tokens a row from the prompt."""
+
+    name: str
+    batch: int
+    step_bytes: int  # read by a step: matrices once, keys and values of each row at the middle of the run
+    run: Callable[[int], Any]
+    first: list[float] = field(default_factory=list)  # seconds to the first token
+    rest: list[float] = field(default_factory=list)  # seconds for the others
+
+    def row(self, new: int, prompt: int, bandwidth: float) -> dict[str, Any]:
+        """Medians of what was measured."""
+        first, rest = statistics.median(self.first), statistics.median(self.rest)
+        step = rest / (new - 1)
+        return {
+            "name": self.name,
+            "batch": self.batch,
+            "first_token_ms": 1000 * first,
+            "prefill_tokens_per_second": self.batch * prompt / first,
+            "decode_tokens_per_second": self.batch / step,
+            "step_bytes": self.step_bytes,
+            "share_of_bandwidth": self.step_bytes / step / bandwidth,
+        }
+
+
+def make_thinker(shape: str, max_seq_len: int, device: torch.device) -> Thinker:
+    """Random weights of one of SHAPES, in the LLaMA form (without QK-norm)."""
+    with device:
+        thinker = Thinker(ThinkerConfig(**SHAPES[shape], max_seq_len=max_seq_len, qk_norm=False)).eval()
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in thinker.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.02, generator=generator)
+    return thinker
+
+
+def ours(thinker: Thinker, name: str, batch: int, prompt: int, new: int, **how: Any) -> Subject:
+    """Our Generator as a person calls it, greedy."""
+    tokenizer = make_tokenizer("byte", [])
+    generator = Generator(thinker, tokenizer, **how)
+    text = ("The quick brown fox. " * prompt)[: prompt - 1]  # and the boundary token
+
+    def run(count: int) -> None:
+        ban = {tokenizer.eos_id: float("-inf")}  # or a row might end early
+        params = SamplingParams(max_new_tokens=count, temperature=0, logit_bias=ban)
+        # Different first letters: equal prompts would share one prefill.
+        done = generator.generate([chr(65 + row) + text[1:] for row in range(batch)], params)
+        assert all(len(completion.token_ids) == count for completion in done)
+
+    kv = 2 * thinker.config.n_layers * thinker.config.n_kv_heads * thinker.config.head_dim
+    element = torch.empty((), dtype=how.get("dtype", torch.float32)).element_size()
+    return Subject(name, batch, matrix_bytes(generator.thinker) + batch * (prompt + new // 2) * kv * element, run)
+
+
+def theirs(thinker: Thinker, name: str, batch: int, prompt: int, new: int, dtype: torch.dtype, static: bool) -> Subject:
+    """transformers' generate() on the same weights, greedy."""
+    model = as_transformers(thinker).to(thinker.device, dtype)
+    tokens = torch.randint(0, 256, (batch, prompt), device=thinker.device)
+    how = {"cache_implementation": "static"} if static else {}  # which generate() then compiles by itself on a GPU
+
+    def run(count: int) -> None:
+        out = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count,
+            do_sample=False, pad_token_id=0, eos_token_id=None, **how,
+        )  # fmt: skip
+        assert out.shape[1] == prompt + count
+
+    kv = 2 * thinker.config.n_layers * thinker.config.n_kv_heads * thinker.config.head_dim
+    element = torch.empty((), dtype=dtype).element_size()
+    matrices = matrix_bytes(thinker) // 4 * element
+    return Subject(name, batch, matrices + batch * (prompt + new // 2) * kv * element, run)
+
+
+def subjects(thinker: Thinker, prompt: int, new: int, names: list[str], batches: list[int]) -> list[Subject]:
+    """All that are to be measured; a name is PRECISION[-compiled], with transformers- in front for the peer."""
+    made = []
+    for name in names:
+        for batch in batches:
+            peer, *rest = name.split("-") if name.startswith("transformers-") else ["", *name.split("-")]
+            precision, compiled = rest[0], "compiled" in rest
+            if peer:
+                made.append(theirs(thinker, name, batch, prompt, new, DTYPES[precision], compiled))
+            elif precision == "int8":
+                dtype = torch.bfloat16 if thinker.device.type == "cuda" else torch.float32
+                made.append(ours(thinker, name, batch, prompt, new, int8=True, compile=compiled, dtype=dtype))
+            else:
+                made.append(ours(thinker, name, batch, prompt, new, dtype=DTYPES[precision], compile=compiled))
+    return made
+
+
+def measure(things: list[Subject], new: int, repeats: int, device: torch.device) -> float:
+    """Time everything in turns, so that all see the same hours of the machine; returns the median bandwidth."""
+    bandwidths = []
+
+    def seconds(run: Callable[[int], None], count: int) -> float:
+        synchronise(device)
+        start = time.perf_counter()
+        run(count)
+        synchronise(device)
+        return time.perf_counter() - start
+
+    for subject in tqdm(things, desc="warming up", leave=False):
+        subject.run(8)
+    for _ in tqdm(range(repeats), desc="measuring", leave=False):
+        bandwidths.append(read_bandwidth(device))
+        for subject in things:
+            first = seconds(subject.run, 1)
+            subject.first.append(first)
+            subject.rest.append(seconds(subject.run, new) - first)
+    return statistics.median(bandwidths)
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def lengths(thinker: Thinker, window: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds for one more token at each cached length, with a full and with a rolling cache."""
+    snapshot = for_decoding(thinker)
+    token = torch.zeros(1, 1, dtype=torch.long, device=thinker.device)
+    caches = {}
+    for length in LENGTHS:
+        full = snapshot.new_cache(1, max(LENGTHS) + 1)
+        rolling = snapshot.new_cache(1, window=window, sinks=4)
+        for cache in (full, rolling):
+            for layer in cache.layers:
+                layer.keys.normal_()
+                layer.values.normal_()
+        caches[length] = (full, rolling)
+    times: dict[tuple[int, int], list[float]] = {(length, kind): [] for length in LENGTHS for kind in (0, 1)}
+    bandwidths = []
+    for _ in tqdm(range(repeats), desc="lengths", leave=False):
+        bandwidths.append(read_bandwidth(thinker.device))
+        for length, kind in times:
+            cache = caches[length][kind]
+            cache.lengths = [length - 1]
+            synchronise(thinker.device)
+            start = time.perf_counter()
+            snapshot(token, cache=cache)
+            synchronise(thinker.device)
+            times[length, kind].append(time.perf_counter() - start)
+    bandwidth = statistics.median(bandwidths)
+    a_position = caches[64][0].nbytes / (max(LENGTHS) + 1)
+    rows = []
+    for length in LENGTHS:
+        full, rolling = (statistics.median(times[length, kind]) for kind in (0, 1))
+        rows.append(
+            {
+                "length": length,
+                "full_ms": 1000 * full,
+                "window_ms": 1000 * rolling,
+                "bytes_ms": 1000 * (length - 64) * a_position / bandwidth,
+                "full_cache_bytes": int(length * a_position),
+                "window_cache_bytes": caches[length][1].nbytes,
+            }
+        )
+    for row in rows[1:]:
+        row["ratio"] = (row["full_ms"] - rows[0]["full_ms"]) / row["bytes_ms"]
+    return {"window": window, "bandwidth": bandwidth, "lengths": rows}
+
+
+def draw_lengths(measured: dict[str, Any], path: Path) -> None:
+    """The time of a token by what is cached, beside what the bytes cost."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = measured["lengths"]
+    at = [row["length"] for row in rows]
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(at, [row["full_ms"] for row in rows], color="#2f6db3", marker="o", label="every key")
+    axes.plot(
+        at,
+        [row["window_ms"] for row in rows],
+        color="#d9662b",
+        marker="o",
+        label=f"window {measured['window']}, 4 sinks",
+    )
+    base = rows[0]["full_ms"]
+    axes.plot(
+        at, [base + row["bytes_ms"] for row in rows], color="#777777", linestyle="--", label="what the bytes cost"
+    )
+    axes.plot(
+        at, [base + 1.3 * row["bytes_ms"] for row in rows], color="#777777", linestyle=":", label="1.3 times that"
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(at, [str(length) for length in at])
+    axes.set_ylim(0)
+    axes.set_xlabel("tokens in the cache")
+    axes.set_ylabel("milliseconds for one more")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `scripts/benchmark.py decode`."""
+    parser.add_argument("--shape", default="110m", choices=SHAPES)
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompt (default 32)")
+    parser.add_argument("--new", type=int, default=128, help="tokens to make (default 128)")
+    parser.add_argument("--batches", default="1", help="such as 1,8 (default 1)")
+    parser.add_argument("--repeats", type=int, default=5, help="the medians are of so many (default 5)")
+    parser.add_argument(
+        "--subjects",
+        default=None,
+        help="such as transformers-fp32,fp32,fp32-compiled,int8 (default: what suits the device)",
+    )
+    parser.add_argument("--lengths", action="store_true", help="instead: the time of a token at 64 to 4096 cached ones")
+    parser.add_argument("--window", type=int, default=256, help="with --lengths: of the rolling cache beside it")
+    parser.add_argument("--png", type=Path, help="with --lengths: draw it")
+    parser.add_argument("--out", type=Path, help="write the line of JSON there too")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print a table, end with one line of JSON."""
+    device = choose_device(arguments.device)
+    if arguments.new < 2 or arguments.prompt < 2 or arguments.repeats < 1:
+        raise UserError("--new and --prompt must be at least 2, --repeats at least 1")
+    result: dict[str, Any] = {"benchmark": "decode", "shape": arguments.shape, "machine": describe()}
+    if arguments.lengths:
+        thinker = make_thinker(arguments.shape, max(LENGTHS) + 1, device)
+        result |= lengths(thinker, arguments.window, arguments.repeats)
+        print("cached   full ms  window ms  bytes ms   ratio")
+        for row in result["lengths"]:
+            print(
+                f"{row['length']:6} {row['full_ms']:9.2f} {row['window_ms']:10.2f} {row['bytes_ms']:9.2f} "
+                f"{row.get('ratio', float('nan')):7.2f}"
+            )
+        if arguments.png:
+            draw_lengths(result, arguments.png)
+    else:
+        default = "transformers-fp32,transformers-bf16,fp32,fp32-compiled,bf16,int8,int8-compiled"
+        if device.type == "cuda":
+            default = "transformers-bf16,transformers-bf16-compiled,bf16,bf16-compiled,int8-compiled"
+        thinker = make_thinker(arguments.shape, arguments.prompt + arguments.new, device)
+        batches = [int(batch) for batch in arguments.batches.split(",")]
+        names = (arguments.subjects or default).split(",")
+        things = subjects(thinker, arguments.prompt, arguments.new, names, batches)
+        bandwidth = measure(things, arguments.new, arguments.repeats, device)
+        rows = [subject.row(arguments.new, arguments.prompt, bandwidth) for subject in things]
+        print(f"{'':26} batch  first ms  prefill/s  decode/s  MB a step  of bandwidth")
+        for row in rows:
+            print(
+                f"{row['name']:26} {row['batch']:5} {row['first_token_ms']:9.1f} "
+                f"{row['prefill_tokens_per_second']:10.0f} {row['decode_tokens_per_second']:9.1f} "
+                f"{row['step_bytes'] / 1e6:10.1f} {row['share_of_bandwidth']:13.2f}"
+            )
+        print(f"measured bandwidth: {bandwidth / 1e9:.1f} GB/s")
+        result |= {"prompt": arguments.prompt, "new": arguments.new, "bandwidth": bandwidth, "rows": rows}
+    line = json.dumps(result)
+    if arguments.out:
+        arguments.out.write_text(line + "\n")
+    print(line)

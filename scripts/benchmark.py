@@ -1,0 +1,29 @@
+"""Measure beside peers: python scripts/benchmark.py decode."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from errors import run_command
+
+
+def main() -> int:
+    """Choose a benchmark and run it. Returns the exit status."""
+    from benchmarks import decode, trained
+
+    parser = argparse.ArgumentParser(description="Measures beside peers in one run; ends with one line of JSON.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for module in (decode, trained):
+        name = module.__name__.split(".")[-1]
+        module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0]))
+    arguments = parser.parse_args()
+    {"decode": decode, "trained": trained}[arguments.command].run(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

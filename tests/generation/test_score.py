@@ -1,0 +1,163 @@
+"""Scoring: every token counted once, and with the same numbers that generation has."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import generation.engine
+from data.tokenizer import make_tokenizer
+from generation import Generator, SamplingParams, Score
+from model import Thinker, ThinkerConfig
+
+TOKENIZER = make_tokenizer("byte", [])
+TEXT = "The wheel turns; é漢, and the wheel turns again, more slowly than it did before: so it seems. "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """So small a model is slower on two: they wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_thinker(max_seq_len=48):
+    """Random weights, every one of which matters, the same for every context."""
+    torch.manual_seed(1)
+    thinker = Thinker(
+        ThinkerConfig(vocab_size=264, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=max_seq_len)
+    )
+    with torch.no_grad():
+        for parameter in thinker.parameters():
+            parameter.normal_(0.3 if parameter.dim() == 1 else 0, 0.4)
+    return thinker.eval()
+
+
+def teacher_forced(thinker, tokens):
+    """The log-probabilities (T, V) after each of the tokens, by one full pass without a cache."""
+    with torch.no_grad():
+        return thinker(torch.tensor([tokens]))[0, :, : TOKENIZER.vocab_size].log_softmax(-1)
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(text=st.text("ab é漢\n", max_size=16) | st.text(max_size=12))  # at most 48 bytes: what the context predicts
+def test_up_to_the_context_each_token_has_its_log_probability_in_one_full_pass(text):
+    thinker = make_thinker()
+    score = Generator(thinker, TOKENIZER).score(text)
+    ids = TOKENIZER.encode(text)
+    known = teacher_forced(thinker, [TOKENIZER.bos_id, *ids])
+    assert score.token_ids == ids
+    assert score.logprobs == pytest.approx([known[i, token].item() for i, token in enumerate(ids)], abs=1e-4)
+    assert score.n_bytes == len(text.encode())
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 16, 48])
+def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(size):
+    thinker = make_thinker(size)
+    generator, step = Generator(thinker, TOKENIZER), size - size // 2
+    for length in {1, size - 1, size, size + 1, size + step, size + step + 1, 3 * size + 2, 90} - {0}:
+        text = TEXT.encode()[:length].decode(errors="ignore")
+        ids = TOKENIZER.encode(text)
+        tokens = [TOKENIZER.bos_id, *ids]
+        expected = []
+        for place, target in enumerate(ids):
+            # Windows begin `step` apart, and the first that reaches a place counts it.
+            begin = max(0, math.ceil((place + 1 - size) / step)) * step
+            seen = tokens[begin : place + 1]
+            assert len(seen) == place + 1 or len(seen) >= size / 2
+            assert len(seen) <= size
+            expected.append(teacher_forced(thinker, seen)[-1, target].item())
+        score = generator.score(text)
+        assert score.token_ids == ids
+        assert score.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (9, 0), (6, 3)])
+def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
+    thinker = make_thinker(12)
+    tokens = [TOKENIZER.bos_id, *TOKENIZER.encode(TEXT)]
+    cache, expected = thinker.new_cache(1, window=window, sinks=sinks), []
+    for token, target in pairwise(tokens):
+        logits = thinker(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
+        expected.append(logits.log_softmax(-1)[target].item())
+    score = Generator(thinker, TOKENIZER, window=window, sinks=sinks).score(TEXT)
+    assert score.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 9, "sinks": 2}])
+def test_it_does_not_matter_in_which_pieces_a_text_is_read(monkeypatch, options):
+    generator = Generator(make_thinker(24), TOKENIZER, **options)
+    whole = generator.score(TEXT, top=3)
+    for size in (1, 2, 5, 23, 24, 25):
+        monkeypatch.setattr(generation.engine, "PREFILL_CHUNK", size)
+        pieces = generator.score(TEXT, top=3)
+        assert pieces.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+        assert [list(top) for top in pieces.top_logprobs] == [list(top) for top in whole.top_logprobs]
+
+
+@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"window": 20, "sinks": 2}, {"use_cache": False}])
+def test_generation_reports_the_numbers_of_scoring(options):
+    generator = Generator(make_thinker(), TOKENIZER, **options)
+    letters = dict.fromkeys(b"abcdefgh ", 30.0)  # bytes that are characters, so that the text has these tokens again
+    prompts = ["", "Hello, é", "ab" * 10]
+    params = SamplingParams(max_new_tokens=25, logit_bias=letters, presence_penalty=0.5, seed=7, logprobs=2)
+    for completion in generator.generate(prompts, params):
+        score = generator.score(completion.prompt + completion.text, top=2)
+        drawn = len(completion.token_ids)
+        assert score.token_ids[-drawn:] == completion.token_ids
+        assert score.logprobs[-drawn:] == pytest.approx(completion.logprobs, abs=1e-4)
+        assert [list(top) for top in score.top_logprobs[-drawn:]] == [list(top) for top in completion.top_logprobs]
+
+
+def test_the_likeliest_tokens_stand_at_every_place():
+    thinker = make_thinker(16)
+    generator = Generator(thinker, TOKENIZER)
+    score = generator.score(TEXT, top=4)  # over several windows
+    assert len(score.top_logprobs) == len(score.logprobs) == len(TEXT.encode())
+    for token, logprob, top in zip(score.token_ids, score.logprobs, score.top_logprobs):
+        assert len(top) == 4
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        assert top.get(token, logprob) == logprob <= max(top.values())
+    known = teacher_forced(thinker, [TOKENIZER.bos_id, *score.token_ids[:15]])
+    for place, top in enumerate(score.top_logprobs[:16]):
+        values, tokens = known[place].topk(4)
+        assert list(top) == tokens.tolist()
+        assert list(top.values()) == pytest.approx(values.tolist(), abs=1e-4)
+    assert generator.score(TEXT).top_logprobs == []
+    everything = generator.score("a", top=1000).top_logprobs[0]
+    assert sorted(everything) == list(range(TOKENIZER.vocab_size))  # the model's own ids end at 263
+
+
+def test_nats_and_bits_per_byte_by_arithmetic():
+    score = Score([1, 2, 3], [-1.0, -2.5, -0.5], [], 8)
+    assert score.nats == 4.0
+    assert score.bits_per_byte == pytest.approx(4.0 / math.log(2) / 8)
+    one = Generator(make_thinker(), TOKENIZER).score("é漢")
+    assert one.n_bytes == 5
+    assert one.bits_per_byte == pytest.approx(-sum(one.logprobs) / math.log(2) / 5)
+
+
+def test_a_certain_text_costs_nothing_and_an_uncertain_one_eight_bits_a_byte():
+    thinker = make_thinker()
+    with torch.no_grad():
+        thinker.head.weight.zero_()
+    uniform = Generator(thinker, TOKENIZER).score(TEXT)
+    assert uniform.bits_per_byte == pytest.approx(math.log2(TOKENIZER.vocab_size), abs=1e-5)  # 257 tokens: 8.006
+    assert uniform.nats == pytest.approx(len(uniform.token_ids) * math.log(TOKENIZER.vocab_size), rel=1e-6)
+
+
+def test_an_empty_text_has_no_tokens_and_costs_nothing():
+    for options in ({}, {"window": 4}):
+        score = Generator(make_thinker(), TOKENIZER, **options).score("", top=3)
+        assert score == Score([], [], [], 0)
+        assert (str(score.nats), str(score.bits_per_byte)) == ("0.0", "0.0")  # and not -0.0
+
+
+def test_half_a_surrogate_pair_counts_as_the_character_that_it_is_read_as():
+    generator = Generator(make_thinker(), TOKENIZER)
+    assert generator.score("a\ud800b") == generator.score("a\ufffdb")
