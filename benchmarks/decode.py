@@ -67,6 +67,7 @@ def make_thinker(shape: str, max_seq_len: int, device: torch.device) -> Thinker:
         for parameter in thinker.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 0.02, generator=generator)
+        thinker.head.weight[make_tokenizer("byte", []).eos_id] = 0  # never the likeliest: no row ends early
     return thinker
 
 
@@ -77,8 +78,7 @@ def ours(thinker: Thinker, name: str, batch: int, prompt: int, new: int, **how: 
     text = ("The quick brown fox. " * prompt)[: prompt - 1]  # and the boundary token
 
     def run(count: int) -> None:
-        ban = {tokenizer.eos_id: float("-inf")}  # or a row might end early
-        params = SamplingParams(max_new_tokens=count, temperature=0, logit_bias=ban)
+        params = SamplingParams(max_new_tokens=count, temperature=0)
         # Different first letters: equal prompts would share one prefill.
         done = generator.generate([chr(65 + row) + text[1:] for row in range(batch)], params)
         assert all(len(completion.token_ids) == count for completion in done)
@@ -107,20 +107,24 @@ def theirs(thinker: Thinker, name: str, batch: int, prompt: int, new: int, dtype
     return Subject(name, batch, matrices + batch * (prompt + new // 2) * kv * element, run)
 
 
-def subjects(thinker: Thinker, prompt: int, new: int, names: list[str], batches: list[int]) -> list[Subject]:
-    """All that are to be measured; a name is PRECISION[-compiled], with transformers- in front for the peer."""
+def subjects(thinker: Thinker, prompt: int, new: int, names: list[str]) -> list[Subject]:
+    """All that are to be measured; a name is [transformers-]PRECISION[-compiled][@BATCH]."""
     made = []
     for name in names:
-        for batch in batches:
-            peer, *rest = name.split("-") if name.startswith("transformers-") else ["", *name.split("-")]
-            precision, compiled = rest[0], "compiled" in rest
-            if peer:
-                made.append(theirs(thinker, name, batch, prompt, new, DTYPES[precision], compiled))
-            elif precision == "int8":
-                dtype = torch.bfloat16 if thinker.device.type == "cuda" else torch.float32
-                made.append(ours(thinker, name, batch, prompt, new, int8=True, compile=compiled, dtype=dtype))
-            else:
-                made.append(ours(thinker, name, batch, prompt, new, dtype=DTYPES[precision], compile=compiled))
+        how, _, batch = name.partition("@")
+        words = how.split("-")
+        is_peer, compiled = words[0] == "transformers", words[-1] == "compiled"
+        precision = words[1 if is_peer else 0]
+        rows = int(batch or 1)
+        if precision not in [*DTYPES, "int8"] or (is_peer and precision == "int8"):
+            raise UserError(f"{name} is nothing to measure; such as transformers-fp32, fp32-compiled, int8 or bf16@8")
+        if is_peer:
+            made.append(theirs(thinker, how, rows, prompt, new, DTYPES[precision], compiled))
+        elif precision == "int8":
+            dtype = torch.bfloat16 if thinker.device.type == "cuda" else torch.float32
+            made.append(ours(thinker, how, rows, prompt, new, int8=True, compile=compiled, dtype=dtype))
+        else:
+            made.append(ours(thinker, how, rows, prompt, new, dtype=DTYPES[precision], compile=compiled))
     return made
 
 
@@ -239,12 +243,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompt (default 32)")
     parser.add_argument("--new", type=int, default=128, help="tokens to make (default 128)")
-    parser.add_argument("--batches", default="1", help="such as 1,8 (default 1)")
     parser.add_argument("--repeats", type=int, default=5, help="the medians are of so many (default 5)")
     parser.add_argument(
-        "--subjects",
-        default=None,
-        help="such as transformers-fp32,fp32,fp32-compiled,int8 (default: what suits the device)",
+        "--subjects", help="such as transformers-fp32,fp32,fp32-compiled,int8,bf16@8 (default: what suits the device)"
     )
     parser.add_argument("--lengths", action="store_true", help="instead: the time of a token at 64 to 4096 cached ones")
     parser.add_argument("--window", type=int, default=256, help="with --lengths: of the rolling cache beside it")
@@ -270,13 +271,12 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.png:
             draw_lengths(result, arguments.png)
     else:
-        default = "transformers-fp32,transformers-bf16,fp32,fp32-compiled,bf16,int8,int8-compiled"
+        default = "transformers-fp32,fp32,fp32-compiled,fp32@8,bf16,bf16@8,int8,int8-compiled,int8@8"
         if device.type == "cuda":
             default = "transformers-bf16,transformers-bf16-compiled,bf16,bf16-compiled,int8-compiled"
         thinker = make_thinker(arguments.shape, arguments.prompt + arguments.new, device)
-        batches = [int(batch) for batch in arguments.batches.split(",")]
         names = (arguments.subjects or default).split(",")
-        things = subjects(thinker, arguments.prompt, arguments.new, names, batches)
+        things = subjects(thinker, arguments.prompt, arguments.new, names)
         bandwidth = measure(things, arguments.new, arguments.repeats, device)
         rows = [subject.row(arguments.new, arguments.prompt, bandwidth) for subject in things]
         print(f"{'':26} batch  first ms  prefill/s  decode/s  MB a step  of bandwidth")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -33,13 +34,13 @@ def describe() -> dict[str, str]:
 
 
 def read_bandwidth(device: torch.device, size: int = 1 << 28) -> float:
-    """Bytes a second that the device reads from memory: the best of a few sums over `size` bytes."""
+    """Bytes a second that the device reads from memory: the median of a few sums over `size` bytes."""
     data = torch.ones(size // 4, device=device)
-    best = 0.0
-    for _ in range(5):
+    rates = []
+    for _ in range(9):
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
         data.sum().item()
-        best = max(best, size / (time.perf_counter() - start))
-    return best
+        rates.append(size / (time.perf_counter() - start))
+    return statistics.median(rates)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from generation.sampler import SamplingParams, distribution, draw
+from generation.sampler import SamplingParams, sample
 from generation.stream import TextStream
 
 
@@ -138,7 +138,7 @@ def draw_each(contexts: list[tuple[Row, list[int]]], logits: Tensor) -> list[int
             both = zip(*(contexts[place][0].context(contexts[place][1], logits.shape[1]) for place in group))
             seen, counts = (torch.stack(tensors).to(logits.device) for tensors in both)
         chosen = logits if len(group) == len(contexts) else logits[group]
-        drawn = draw(distribution(chosen, params, seen, counts), uniforms[group])
+        drawn = sample(chosen, params, uniforms[group], seen, counts)
         for place, token in zip(group, drawn.tolist()):
             tokens[place] = token
     return tokens

@@ -110,7 +110,7 @@ def distribution(
     if logits.device.type == "mps":  # Apple's GPUs have no float64
         seen, counts = (tensor if tensor is None else tensor.cpu() for tensor in (seen, counts))
         return distribution(logits.cpu(), params, seen, counts).to(logits.device)
-    scores = _adjust(logits.double(), params, seen, counts)
+    scores = _adjust(logits, params, seen, counts).double()
     if params.temperature == 0:
         best = scores.argmax(dim=-1, keepdim=True)  # the first among equals
         return torch.zeros_like(scores, dtype=torch.float32).scatter_(1, best, 1.0)
@@ -156,7 +156,9 @@ def _rank(scores: Tensor, count: int) -> Tensor:
 
 
 def _adjust(scores: Tensor, params: SamplingParams, seen: Tensor | None, counts: Tensor | None) -> Tensor:
-    """Penalties and bias, on scores (B, V) in float64; `seen` and `counts` as for distribution()."""
+    """Penalties and bias on scores (B, V), in float64 where there are any; the others as for distribution()."""
+    if params.logit_bias or seen is not None or counts is not None:
+        scores = scores.double()
     if seen is not None and params.repetition_penalty != 1:
         penalty = min(max(params.repetition_penalty, 1 / _BOUND), _BOUND)
         scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
@@ -178,6 +180,15 @@ def _adjust(scores: Tensor, params: SamplingParams, seen: Tensor | None, counts:
 
 def _bounded(number: float) -> float:
     return min(max(number, -_BOUND), _BOUND)
+
+
+def sample(
+    logits: Tensor, params: SamplingParams, uniforms: Tensor, seen: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """draw(distribution(logits, params, seen, counts), uniforms), (B,) int64; without the detour where it is greedy."""
+    if params.temperature == 0 and logits.device.type != "mps":
+        return _adjust(logits, params, seen, counts).argmax(dim=-1)  # the first among equals
+    return draw(distribution(logits, params, seen, counts), uniforms)
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:

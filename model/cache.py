@@ -35,6 +35,7 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+    tensors = ("keys", "values")  # what has a row for each of the batch
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, place: Placement) -> tuple[Tensor, Tensor, Tensor]:
         """Write the new keys and values (B, K, T, D); returns the queries, and all up to now, (B, K, S, D) each."""
@@ -67,7 +68,6 @@ class KVCache:
     `fixed` reads every slot under a mask, whatever the lengths, so that shapes never change (for CUDA graphs).
     """
 
-    layer_class = LayerCache
     forgotten = 0  # positions out of sight: none, unless it rolls
 
     def __init__(
@@ -85,7 +85,7 @@ class KVCache:
         if device.type == "cpu" and dtype == torch.float32:
             # The same shape in another order: q·kᵀ over columns runs at the memory's speed, over rows at 3/4 of it.
             keys = keys.transpose(2, 3).contiguous().transpose(2, 3)
-        return self.layer_class(keys, values)
+        return LayerCache(keys, values)
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +132,7 @@ class KVCache:
         """Keep these rows only, in this order; a finished row leaves its batch so, and a prompt is shared by many."""
         index = torch.tensor(rows, device=self.device)
         for layer in self.layers:
-            for name in ("keys", "values"):
+            for name in layer.tensors:
                 old = getattr(layer, name)
                 setattr(layer, name, _like(old, len(rows)).copy_(old.index_select(0, index)))
         self.lengths = [self.lengths[row] for row in rows]
@@ -140,7 +140,7 @@ class KVCache:
     def extend(self, other: KVCache) -> None:
         """Add another cache's rows below these; both hold as many positions."""
         for mine, its in zip(self.layers, other.layers):
-            for name in ("keys", "values"):
+            for name in mine.tensors:
                 both = getattr(mine, name), getattr(its, name)
                 setattr(mine, name, torch.cat(both, out=_like(both[0], len(both[0]) + len(both[1]))))
         self.lengths = self.lengths + other.lengths

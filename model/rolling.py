@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,36 +14,46 @@ from model.config import ThinkerConfig
 from model.rope import Rope, rotate
 
 
+@dataclass
+class RollingPlacement(Placement):
+    """Adds what is written where, and from where the sinks are seen."""
+
+    kept: Tensor | None = None  # which of the new positions are written; None: all
+    is_sink: Tensor | None = None  # (S,) of the keys of a pass over several positions
+    turn: tuple[Tensor, Tensor] | None = None  # of each query towards the sinks, or of these towards the one query
+    early: Tensor | None = None  # (B, 1, 1, 1), the rows that still see their sinks where they stand; None: no matter
+
+
+@dataclass
 class RollingLayer(LayerCache):
     """One layer's sinks, then a ring of the newest: (B, K, sinks + window, D)."""
 
+    sinks: Tensor  # (B, K, sinks, D), the keys of the first positions, rotated by these
+    tensors = ("keys", "values", "sinks")
+
     def store(self, q: Tensor, k: Tensor, v: Tensor, place: RollingPlacement) -> tuple[Tensor, Tensor, Tensor]:
         """As LayerCache.store; the queries may come back doubled in width, to see the sinks from nearer."""
-        if place.is_causal:
-            keys, values = k, v
-        elif k.shape[2] == 1:
-            self.write(k, v, place.slots)
-            keys, values = self.keys[:, :, : place.held], self.values[:, :, : place.held]
-        else:
-            keys = torch.cat((self.keys[:, :, : place.held], k), dim=2)  # (B, K, held + T, D)
+        n = self.sinks.shape[2]
+        keys, values = k, v
+        if k.shape[2] > 1 and not place.is_causal:
+            old = self.sinks[:, :, : place.held], self.keys[:, :, n : place.held]  # what the slots held before
+            keys = torch.cat((*old, k), dim=2)  # (B, K, held + T, D)
             values = torch.cat((self.values[:, :, : place.held], v), dim=2)
-        if k.shape[2] > 1:
-            self.write(k[:, :, place.kept], v[:, :, place.kept], place.slots)
-        if place.nearer is None:
+        if place.kept is not None:
+            k, v = k[:, :, place.kept], v[:, :, place.kept]
+        self.write(k, v, place.slots)
+        if place.early is not None:
+            self.sinks.copy_(torch.where(place.early, self.keys[:, :, :n], self.sinks))
+        if q.shape[2] == 1 and not place.is_causal:
+            if place.turn is not None:
+                self.keys[:, :, :n] = rotate(self.sinks, place.turn)
+            return q, self.keys[:, :, : place.held], self.values[:, :, : place.held]
+        if place.turn is None:
             return q, keys, values
         # A score is the product of q turned by its position and k turned by its own: to see the sinks from another
         # position, the query is turned once more. Beside it in the same row, each half meets its own kind of keys.
         is_sink = place.is_sink[:, None]  # (S, 1)
-        near = rotate(q, place.nearer)
-        return torch.cat((q, near), -1), torch.cat((keys * ~is_sink, keys * is_sink), -1), values
-
-
-class RollingPlacement(Placement):
-    """Adds what is written where, and from where the sinks are seen."""
-
-    kept: slice | Tensor = slice(None)  # which of the new positions are written, for T > 1
-    nearer: tuple[Tensor, Tensor] | None = None  # the turn of each query towards the sinks; None: none
-    is_sink: Tensor | None = None  # (S,)
+        return torch.cat((q, rotate(q, place.turn)), -1), torch.cat((keys * ~is_sink, keys * is_sink), -1), values
 
 
 class RollingKVCache(KVCache):
@@ -51,8 +63,6 @@ class RollingKVCache(KVCache):
     query sees them as if nothing lay between: from position sinks + window − 1 at most, so that no distance grows
     beyond what the cache holds. Keys are stored rotated by their absolute positions.
     """
-
-    layer_class = RollingLayer
 
     def __init__(
         self,
@@ -66,8 +76,12 @@ class RollingKVCache(KVCache):
     ) -> None:
         if window < 1 or sinks < 0:
             raise UserError(f"a window of {window} positions and {sinks} sinks: at least 1 and 0")
-        super().__init__(config, batch_size, sinks + window, device, dtype)
         self.window, self.sinks, self.rope = window, sinks, rope
+        super().__init__(config, batch_size, sinks + window, device, dtype)
+
+    def _new_layer(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> RollingLayer:
+        layer = super()._new_layer(shape, device, dtype)
+        return RollingLayer(layer.keys, layer.values, layer.keys[:, :, : self.sinks].clone())
 
     @property
     def forgotten(self) -> int:
@@ -88,26 +102,29 @@ class RollingKVCache(KVCache):
         first = torch.tensor(starts, device=self.device)  # (B,)
         positions = steps + starts[0] if even else first[:, None] + steps  # (T,) or (B, T)
         place = RollingPlacement(positions, end, held=min(end, self.max_len), slots=self._slot(positions))
-        key_positions = self._held_positions(first + 1, place.held)  # (B, held), for one new position
-        if length > 1:
-            place.is_causal = end <= self.max_len and starts[0] == 0
-            # Of the new ones, those that later ones will not overwrite.
-            place.kept = torch.nonzero((positions < self.sinks) | (positions >= end - self.window))[:, 0]
-            place.slots = place.slots[place.kept]
-            if not place.is_causal:
-                place.held = min(starts[0], self.max_len)
-                old = self._held_positions(first[:1], place.held)[0]  # (held,)
-                key_positions = torch.cat((old, positions))  # (S,)
-                place.allowed = windowed(positions[:, None], key_positions, self.window, self.sinks)  # (T, S)
-        elif not even:
-            place.allowed = (key_positions >= 0)[:, None, None]  # (B, 1, 1, S)
-        if self.sinks and end > self.max_len:
-            back = (self.max_len - 1 - positions).clamp_max(0)  # (T,) or (B, T): 0 or less
-            cos, sin = self.rope(-back, end, self.layers[0].keys.dtype)
-            place.nearer = cos, -sin  # turned the other way
-            place.is_sink = (key_positions if key_positions.dim() == 1 else key_positions[0]) < self.sinks
-            if length == 1:
-                place.is_sink = torch.arange(place.held, device=self.device) < self.sinks
+        if min(starts) < self.sinks:
+            place.early = (first < self.sinks)[:, None, None, None]
+        # A query beyond position sinks + window − 1 sees the sinks from there: so many positions nearer.
+        nearer = (positions - self.max_len + 1).clamp_min(0)  # (T,) or (B, T)
+        has_rolled = self.sinks > 0 and end > self.max_len
+        if length == 1:
+            if not even:
+                place.allowed = (self._held_positions(first + 1, place.held) >= 0)[:, None, None]  # (B, 1, 1, S)
+            if has_rolled:
+                place.turn = self.rope(nearer, end, self.layers[0].keys.dtype)
+            return place
+        # Of the new ones, those that later ones will not overwrite.
+        place.kept = torch.nonzero((positions < self.sinks) | (positions >= end - self.window))[:, 0]
+        place.slots = place.slots[place.kept]
+        place.is_causal = starts[0] == 0 and end <= self.max_len
+        if not place.is_causal:
+            place.held = min(starts[0], self.max_len)
+            key_positions = torch.cat((self._held_positions(first[:1], place.held)[0], positions))  # (S,)
+            place.allowed = windowed(positions[:, None], key_positions, self.window, self.sinks)  # (T, S)
+            place.is_sink = key_positions < self.sinks
+            if has_rolled:
+                cos, sin = self.rope(nearer, end, self.layers[0].keys.dtype)
+                place.turn = cos, -sin  # the queries, the other way
         return place
 
     def _slot(self, positions: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from data.tokenizer import make_tokenizer
 from errors import UserError
 from generation import Completion, Generator, SamplingParams
-from generation.row import Row
+from generation.row import Drawn, Row, draw_each
 from generation.sampler import distribution
-from generation.speculative import NGRAMS, PromptLookup
+from generation.speculative import NGRAMS, DraftModel, PromptLookup
 from model import Thinker, ThinkerConfig
 
 TOKENIZER = make_tokenizer("byte", [])
@@ -338,6 +338,35 @@ def test_prompt_lookup_sees_each_row_by_itself():
     rows[1].tokens += [9, 1, 2, 9]
     rows[2].tokens += [4, 5]
     assert lookup.propose(rows[:0:-1]) == [[6, 4, 5], [1, 2, 9]]  # the first row has left
+
+
+def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_of_right_and_wrong(thinker):
+    def prefill(model, rows, slack):
+        # Texts of unequal length in one cache, one position at a time.
+        cache = model.new_cache(len(rows), 48 + slack)
+        for place in range(max(len(row.tokens) for row in rows)):
+            model(torch.tensor([[(row.tokens + [0] * 48)[place]] for row in rows]), cache=cache)
+        cache.rewind([len(row.tokens) for row in rows])
+        return cache
+
+    drafter = DraftModel(thinker, 3, prefill)
+    rows = [
+        Row(index, Completion(""), SamplingParams(seed=index, presence_penalty=1.0), [EOS, *text], limit, TOKENIZER)
+        for index, (text, limit) in enumerate([(b"ab", 30), (b"", 9), (b"hello", 2), (b"xyz", 30)])
+    ]
+    accept = itertools.cycle([3, 0, 1, 3, 2, 3, 0])  # how many of a row's drafts come true
+    with torch.no_grad():
+        for _ in range(7):
+            for row, draft in zip(rows, drafter.propose(rows), strict=True):
+                assert len(draft) == min(3, max(0, row.limit - 1))
+                expected = []
+                for _ in draft:
+                    logits = thinker(torch.tensor([[*row.tokens, *expected]]))[:, -1, : TOKENIZER.vocab_size]
+                    expected += draw_each([(row, expected)], logits)
+                assert draft == expected
+                for token in [*draft[: next(accept)], 7]:
+                    if row.limit > 1:
+                        row.take(Drawn(token, 0.0, {}))
 
 
 def test_a_draft_model_must_share_the_tokens_and_reach_as_far(thinker):
