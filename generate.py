@@ -144,8 +144,8 @@ def main() -> int:
     biases = parse_bias(arguments.logit_bias)
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
 
+    from device import DTYPES, choose_decoding_precision, choose_device
     from generation import Generator, SamplingParams, terminal
-    from model.device import DTYPES, choose_decoding_precision, choose_device
     from storage import load
 
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed

@@ -17,11 +17,11 @@ from tqdm import tqdm
 from benchmarks.machine import describe, read_bandwidth
 from benchmarks.peers import as_transformers
 from data.tokenizer import make_tokenizer
+from device import DTYPES, choose_device
 from errors import UserError
 from generation import Generator, SamplingParams
+from generation.snapshot import for_decoding, matrix_bytes
 from model import Thinker, ThinkerConfig
-from model.decoding import for_decoding, matrix_bytes
-from model.device import DTYPES, choose_device
 
 SHAPES = {
     "tiny": {"vocab_size": 512, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128},

@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.machine import describe
+from device import DTYPES
 from generation import Completion, Generator, SamplingParams
-from model.device import DTYPES
 from training.loop import Trainer
 from training.recipe import load_recipe
 

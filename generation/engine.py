@@ -15,9 +15,9 @@ from errors import UserError
 from generation.compiled import CompiledThinker
 from generation.row import Completion, Drawn, Row, choose, top_logprobs
 from generation.sampler import SamplingParams
+from generation.snapshot import for_decoding
 from generation.speculative import DraftModel, PromptLookup, check_draft_model
 from model import KVCache, Thinker
-from model.decoding import for_decoding
 
 PREFILL_CHUNK = 512  # positions a pass: what a long prompt needs in memory does not grow with it
 
@@ -49,7 +49,7 @@ class Generator:
         thinker: stays as it is; what it learns later is not seen.
         use_cache: False recomputes every position at every step, to compare.
         dtype: of weights, activations and cache; the thinker's own unless given.
-        int8: weights in int8 (model.linear.Int8Linear).
+        int8: weights in int8 (generation.int8.Int8Linear).
         compile: the one-token step through torch.compile; on a GPU as a CUDA graph.
         window, sinks: remember the newest `window` positions and the first `sinks` ones alone, for texts of any length.
         speculate: draft so many tokens a step, by prompt lookup or by `draft`, a smaller Thinker with the same

@@ -28,7 +28,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
-        self.register_module("qkv_proj", None)  # in the form for decoding, all in one piece (see decoding.py)
+        self.register_module("qkv_proj", None)  # the three in one piece, to decode (generation/snapshot.py)
         self.register_module("qk_norm", None)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

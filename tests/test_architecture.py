@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = {
     "errors": 0,
+    "device": 0,
     "model": 1,
     "data": 1,
     "storage": 2,
@@ -19,7 +20,7 @@ ROOMS = {
 FILES = [
     path
     for path in sorted(ROOT.rglob("*.py"))
-    if path.relative_to(ROOT).parts[0] in {*ROOMS, "train.py", "generate.py", "errors.py", "scripts"}
+    if path.relative_to(ROOT).parts[0] in {*ROOMS, "train.py", "generate.py", "errors.py", "device.py", "scripts"}
 ]
 
 
@@ -73,7 +74,7 @@ def test_model_needs_torch_alone():
 
 def test_sizes():
     lengths = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(n for path, n in lengths.items() if room(path) == "model") <= 900
+    assert sum(n for path, n in lengths.items() if room(path) == "model") <= 950
     assert sum(lengths.values()) <= 8000
     assert {path.name: n for path, n in lengths.items() if n > 400} == {}
 

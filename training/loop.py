@@ -16,12 +16,12 @@ from tqdm import tqdm
 from data.corpus import Corpus, prepare
 from data.loader import Loader, Windows
 from data.tokenizer import token_byte_lengths
+from device import DTYPES, choose_device, choose_precision
 from errors import UserError
 from evaluation.loss import Evaluation, Evaluator
 from generation import Generator, SamplingParams
 from generation.engine import check_length
 from model import Thinker
-from model.device import DTYPES, choose_device, choose_precision
 from storage import checkpoint
 from storage.run_directory import RunDirectory
 from training.meter import MemoryMeter, flops_per_token, peak_flops

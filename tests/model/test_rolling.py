@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
+from generation.snapshot import for_decoding
 from model.attend import attention_weights, windowed
-from model.decoding import for_decoding
 from model.rope import rotate
 
 KV_HEADS = st.sampled_from([4, 2, 1])  # multi-head, grouped, multi-query

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.decoding import for_decoding, matrix_bytes
-from model.linear import Int8Linear, Linear, integer_products_are_exact
+from generation.int8 import Int8Linear, integer_products_are_exact
+from generation.snapshot import for_decoding, matrix_bytes
+from model.linear import Linear
 
 needs_exact_integers = pytest.mark.skipif(
     not integer_products_are_exact(), reason="this CPU's int8 products overflow, so that they are not used"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from generation.int8 import Int8Linear
+from model import Thinker
 from model.attention import Attention
-from model.linear import Int8Linear, Linear
+from model.linear import Linear
 from model.norm import RMSNorm
-from model.thinker import Thinker
 
 
 @torch.no_grad()
