@@ -38,44 +38,48 @@ def timed(generator: Generator, prompt: str, params: SamplingParams) -> tuple[fl
 def speculation(trainer: Trainer, arguments: argparse.Namespace) -> dict[str, Any]:
     """Plain decoding and prompt lookup in turns, on continuations of validation texts that do not loop."""
     tokenizer, windows = trainer.corpus.tokenizer, trainer.evaluator.windows
-    chosen = np.arange(0, min(len(windows), 40 * arguments.prompts), 3)
+    chosen = np.arange(0, len(windows), max(1, len(windows) // 1000))
     passages = [passage.tolist() for passage in windows.batch(chosen)[0]]
     # Whole ones only: a boundary inside would be padding, or another text.
     passages = [passage for passage in passages if tokenizer.bos_id not in passage]
     real = sorted(distinct(passage[arguments.prompt : arguments.prompt + arguments.new]) for passage in passages)
     threshold = real[len(real) // 10]
-    rows, kept = [], 0
+    prompts = [tokenizer.decode(passage[: arguments.prompt]) for passage in passages]
+    rows = []
     for precision in arguments.precisions.split(","):
         how: dict[str, Any] = {"int8": True} if precision == "int8" else {"dtype": DTYPES[precision]}
         plain = Generator(trainer.thinker, tokenizer, **how)
         drafts = {n: Generator(trainer.thinker, tokenizer, speculate=n, **how) for n in arguments.drafts}
-        for temperature in (0.0, 0.8):
+        for temperature in arguments.temperatures:
             params = SamplingParams(max_new_tokens=arguments.new, temperature=temperature, seed=1)
             seconds: dict[int, list[float]] = {n: [] for n in (0, *drafts)}
             counts: dict[int, list[tuple[int, int, bool]]] = {n: [] for n in drafts}
-            made = 0
-            for passage in tqdm(passages, desc=f"{precision}, temperature {temperature}", leave=False):
-                prompt = tokenizer.decode(passage[: arguments.prompt])
-                took, completion = timed(plain, prompt, params)
-                tokens = completion.token_ids
-                if len(tokens) < arguments.new // 2 or distinct(tokens) < threshold:
-                    continue
-                made += len(tokens)
+            kept: list[tuple[str, list[int]]] = []  # continuations that do not loop
+            looked_at = 0
+            while looked_at < len(prompts) and len(kept) < arguments.prompts:
+                some = prompts[looked_at : looked_at + 16]
+                looked_at += len(some)
+                kept += [
+                    (prompt, completion.token_ids)
+                    for prompt, completion in zip(some, plain.generate(some, [params] * len(some)))
+                    if len(completion.token_ids) > arguments.new // 2 and distinct(completion.token_ids) >= threshold
+                ]
+            kept = kept[: arguments.prompts]
+            made = sum(len(tokens) for _, tokens in kept)
+            for prompt, tokens in tqdm(kept, desc=f"{precision}, temperature {temperature}", leave=False):
                 turns = [(0, plain), *drafts.items()]
                 for n, generator in turns * arguments.repeats:
                     took, again = timed(generator, prompt, params)
                     seconds[n].append(took / len(again.token_ids))
                     if n:
                         counts[n].append((again.drafted, again.accepted, again.token_ids == tokens))
-                kept = len(seconds[0]) // arguments.repeats
-                if kept == arguments.prompts:
-                    break
-            for n in drafts:
+            for n in drafts if kept else ():
                 drafted, accepted, same = (sum(column) for column in zip(*counts[n]))
                 ratios = [a / b for a, b in zip(seconds[0], seconds[n])]
                 rows.append(
                     {
-                        "precision": precision, "temperature": temperature, "draft": n, "texts": kept,
+                        "precision": precision, "temperature": temperature, "draft": n, "texts": len(kept),
+                        "looked_at": looked_at,
                         "plain_tokens_per_second": 1 / statistics.median(seconds[0]),
                         "times_plain": sum(seconds[0]) / sum(seconds[n]),
                         "median_times_plain": statistics.median(ratios),
@@ -115,6 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=128, help="tokens to make (default 128)")
     parser.add_argument("--prompts", type=int, default=20, help="continuations to time (default 20)")
     parser.add_argument("--drafts", type=int, nargs="+", default=[2, 3, 5, 8, 15], help="draft lengths")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.8])
     parser.add_argument("--precisions", default="fp32,bf16,int8")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the line of JSON there too")
@@ -128,10 +133,11 @@ def run(arguments: argparse.Namespace) -> None:
     bits = result["bits_per_byte"]
     print(f"int8: {bits['int8']:.5f} bits a byte, fp32 {bits['fp32']:.5f}: {100 * result['int8_costs']:+.3f} %")
     result |= speculation(trainer, arguments)
-    print("precision  temperature  draft  times plain  accepted  drafted a token  same tokens")
+    print("precision  temperature  draft  texts  times plain  accepted  drafted a token  same tokens")
     for row in result["speculation"]:
         print(
-            f"{row['precision']:9} {row['temperature']:12} {row['draft']:6} {row['times_plain']:12.2f} "
+            f"{row['precision']:9} {row['temperature']:12} {row['draft']:6} {row['texts']:6} "
+            f"{row['times_plain']:12.2f} "
             f"{row['accepted']:9.2f} {row['drafted_a_token']:16.2f} {row['same_tokens']:12.2f}"
         )
     line = json.dumps(result)

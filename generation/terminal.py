@@ -41,28 +41,23 @@ def print_samples(
     completions = [Completion(prompt) for _ in range(count)]
     start = time.perf_counter()
     first = None  # seconds to the first text
-    now, waiting = 0, [""] * count
+    if not as_json:
+        say(prompt)
     for index, piece in generator.stream_all(completions, params):
         first = time.perf_counter() - start if first is None else first
-        if as_json:
-            continue
-        if index == now == 0 and not waiting[0]:
-            say(prompt)
-        waiting[index] += piece
-        if index == now:
+        if index == 0 and not as_json:
             say(piece)
+    seconds = time.perf_counter() - start
     if as_json:
         for index, completion in enumerate(completions):
             print(json.dumps({**dataclasses.asdict(completion), "seed": params.seed + index}, ensure_ascii=False))
         return
-    if not waiting[0]:
-        say(prompt)
-    for text in waiting[1:]:
-        say(f"\n\n---\n\n{prompt}{text}")
+    for completion in completions[1:]:
+        say(f"\n\n---\n\n{prompt}{completion.text}")
     say("\n")
     for completion in completions if show_logprobs else []:
         note_logprobs(generator, completion.token_ids, completion.logprobs, completion.top_logprobs)
-    note_summary(generator, completions, time.perf_counter() - start, first)
+    note_summary(generator, completions, seconds, first)
 
 
 def note_summary(generator: Generator, completions: list[Completion], seconds: float, first: float | None) -> None:

@@ -1,0 +1,112 @@
+"""A text in turns: the cache is kept, and what comes is what a fresh start would give."""
+
+import pytest
+import torch
+
+from data.tokenizer import make_tokenizer
+from errors import UserError
+from generation import Completion, Generator, SamplingParams
+from generation.conversation import Conversation
+
+TOKENIZER = make_tokenizer("byte", [])
+PARAMS = SamplingParams(max_new_tokens=6, seed=3, logit_bias={TOKENIZER.eos_id: float("-inf")})
+
+
+@pytest.fixture(scope="module")
+def thinker(make_thinker):
+    return make_thinker(vocab_size=264, max_seq_len=96)
+
+
+def fresh(generator, tokens, params):
+    """What the model says after these tokens, from nothing."""
+    row = generator.new_row(0, Completion(""), params, list(tokens))
+    for _ in generator.decode([row], *generator._prefill([row])):
+        pass
+    return row.tokens
+
+
+def counted(generator):
+    """A list that grows by the number of positions of every pass."""
+    passes = []
+    generator.thinker.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
+    return passes
+
+
+@pytest.mark.parametrize("how", [{}, {"speculate": 3}, {"window": 12, "sinks": 2}, {"window": 90}])
+def test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(thinker, how):
+    generator = Generator(thinker, TOKENIZER, **how)
+    conversation, passes = Conversation(generator), counted(generator)
+    for text in ("Once upon", " a time", "", ", there was a fox"):
+        expected = fresh(Generator(thinker, TOKENIZER, **how), conversation.tokens + TOKENIZER.encode(text), PARAMS)
+        del passes[:]
+        pieces = list(conversation.say(text, PARAMS))
+        assert conversation.tokens == expected
+        assert passes[0] <= len(TOKENIZER.encode(text)) + 2
+        assert "".join(pieces) == TOKENIZER.decode(expected[-6:])
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 12, "sinks": 2}])
+def test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(thinker, how):
+    generator = Generator(thinker, TOKENIZER, **how)
+    conversation = Conversation(generator)
+    list(conversation.say("The first turn is long enough to roll.", PARAMS))
+    before = list(conversation.tokens)
+    pieces = conversation.say(" A turn that is not heard to its end", PARAMS)
+    next(pieces)
+    pieces.close()
+    assert len(before) < len(conversation.tokens) < len(before) + 36 + 6
+    interrupted = list(conversation.tokens)
+    expected = fresh(generator, [*interrupted, *TOKENIZER.encode("x")], PARAMS)
+    list(conversation.say("x", PARAMS))
+    assert conversation.tokens == expected
+    assert conversation.undo()
+    assert conversation.tokens == interrupted
+    assert conversation.undo()
+    assert conversation.tokens == before
+    expected = fresh(generator, [*before, *TOKENIZER.encode(" y")], PARAMS)
+    list(conversation.say(" y", PARAMS))
+    assert conversation.tokens == expected
+    conversation.reset()
+    assert (conversation.text, conversation.undo()) == ("", False)
+
+
+def test_a_failure_in_the_middle_of_a_pass_is_forgotten(thinker, monkeypatch):
+    """As when Ctrl-C comes while a layer is being computed: the cache says more than it holds."""
+    generator = Generator(thinker, TOKENIZER)
+    conversation = Conversation(generator)
+    list(conversation.say("Some text", PARAMS))
+    head = generator.thinker.head.forward
+    calls = []
+
+    def interrupted(x):
+        calls.append(x)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return head(x)
+
+    monkeypatch.setattr(generator.thinker.head, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(conversation.say(" more", PARAMS))
+    monkeypatch.setattr(generator.thinker.head, "forward", head)
+    expected = fresh(generator, [*conversation.tokens, *TOKENIZER.encode(".")], PARAMS)
+    list(conversation.say(".", PARAMS))
+    assert conversation.tokens == expected
+
+
+def test_the_end_of_text_does_not_end_the_conversation(thinker):
+    with torch.no_grad():
+        conversation = Conversation(Generator(thinker, TOKENIZER))
+    only_eos = SamplingParams(max_new_tokens=5, logit_bias={TOKENIZER.eos_id: 1e9})
+    assert list(conversation.say("ab", only_eos)) == []
+    assert conversation.text == "ab"
+    assert conversation.tokens == [TOKENIZER.bos_id, *TOKENIZER.encode("ab")]
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(thinker):
+    conversation = Conversation(Generator(thinker, TOKENIZER))
+    list(conversation.say("a" * 60, PARAMS))
+    before = list(conversation.tokens)
+    with pytest.raises(UserError, match="the model's context is 96"):
+        list(conversation.say("b" * 60, PARAMS))
+    assert conversation.tokens == before
+    list(conversation.say("c", PARAMS))
