@@ -140,7 +140,7 @@ def measure(things: list[Subject], new: int, repeats: int, device: torch.device)
         return time.perf_counter() - start
 
     for subject in tqdm(things, desc="warming up", leave=False):
-        subject.run(8)
+        subject.run(min(8, new))
     for _ in tqdm(range(repeats), desc="measuring", leave=False):
         bandwidths.append(read_bandwidth(device))
         for subject in things:
