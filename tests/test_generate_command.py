@@ -282,12 +282,12 @@ def test_a_conversation_at_a_terminal_survives_an_interruption(tiny_run):
     os.write(here, b"/undo\n")
     wait_for(b"taken back")
     wait_for(b"> ")
-    time.sleep(0.5)  # Python's readline shows its prompt a moment before it waits for keys
-    process.send_signal(signal.SIGINT)
-    wait_for(b"(Ctrl-D or /quit leaves)")
-    wait_for(b"> ")
-    time.sleep(0.5)
-    os.write(here, b"\x04")
+    # Python's readline shows its prompt a moment before it waits for keys, and in between a signal waits for a key.
+    while b"(Ctrl-D or /quit leaves)" not in shown:
+        process.send_signal(signal.SIGINT)
+        if select.select([here], [], [], 1)[0]:
+            shown += os.read(here, 4096)
+    os.write(here, b"/quit\n")
     assert process.wait(timeout=60) == 0
     os.close(here)
 
