@@ -276,8 +276,11 @@ def test_a_conversation_at_a_terminal_survives_an_interruption(tiny_run):
     os.write(here, b"Line 5: the\n")
     wait_for(b"Line 5: the\r\n")
     shown += os.read(here, 1)  # it is talking
-    process.send_signal(signal.SIGINT)
-    wait_for(b"(interrupted)")
+    while b"(interrupted)" not in shown:
+        process.send_signal(signal.SIGINT)
+        if select.select([here], [], [], 1)[0]:
+            shown += os.read(here, 4096)
+    shown = shown.split(b"(interrupted)", 1)[1]
     wait_for(b"> ")
     os.write(here, b"/undo\n")
     wait_for(b"taken back")
