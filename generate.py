@@ -11,6 +11,22 @@ from typing import NoReturn
 from errors import UserError, run_command
 
 
+DRAWING = {  # what decides the next token, with its default
+    "max_new_tokens": 256,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": [],
+    "temperature": None,
+    "greedy": False,
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "seed": None,
+    "stop": [],
+}
+
+
 class Parser(argparse.ArgumentParser):
     """A flag that does not fit is a user's mistake like any other: one line."""
 
@@ -115,6 +131,9 @@ def check_together(arguments: argparse.Namespace) -> float:
         "--compile": mode == "--score" and arguments.compile,
         "--no-cache": mode is not None and arguments.no_cache,
     }
+    if mode == "--score":  # nothing is drawn
+        for name, default in DRAWING.items():
+            unused["--" + name.replace("_", "-")] = getattr(arguments, name) != default
     for name, given in unused.items():
         if mode and given:
             raise UserError(f"{name} does not go with {mode}; leave one out")

@@ -56,7 +56,7 @@ class _Index:
                     self.after[tuple(tokens[end + 1 - n : end + 1])] = end + 1
         self.indexed = max(0, len(tokens) - 1)
         start = next((self.after[key] for n in NGRAMS if (key := tuple(tokens[-n:])) in self.after), None)
-        length = min(self.length, self.longest, row.limit - 1)
+        length = min(self.length, row.limit - 1)
         self.guess = [] if start is None or length < 1 else tokens[start : start + length]
         self.guess_at = len(tokens)
         return self.guess

@@ -85,7 +85,7 @@ class KVCache:
         keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
         if device.type == "cpu" and dtype == torch.float32:
             # The same shape in another order: q·kᵀ over columns runs at the memory's speed, over rows at 3/4 of it;
-            # with columns that begin where cache lines do, 15 % faster still.
+            # where columns begin as cache lines do, a little faster still.
             keys = torch.zeros(B, K, D, -(-max_len // 16) * 16).transpose(2, 3)[:, :, :max_len]
         return LayerCache(keys, values)
 

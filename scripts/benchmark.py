@@ -19,9 +19,11 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for module in (decode, trained):
         name = module.__name__.split(".")[-1]
-        module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0]))
+        command = commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0])
+        command.set_defaults(run_benchmark=module.run)
+        module.add_arguments(command)
     arguments = parser.parse_args()
-    {"decode": decode, "trained": trained}[arguments.command].run(arguments)
+    arguments.run_benchmark(arguments)
     return 0
 
 

@@ -125,6 +125,8 @@ def test_a_reader_that_leaves(tiny_run):
         (["--draft", "x"], "--draft needs --speculate"),
         (["--no-cache", "--speculate", "2"], "speculate works on the cache"),
         (["--score", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--score", "x", "--top-k", "5"], "--top-k does not go with --score"),
+        (["--score", "x", "--greedy"], "--greedy does not go with --score"),
         (["--score", "x", "--prompt", "y"], "--prompt does not go with --score"),
         (["--interactive", "--json"], "--json does not go with --interactive"),
         (["--prompt", "a", "--prompt-file", "b"], "contradict each other"),
