@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from errors import UserError, run_command
 
-
 DRAWING = {  # what decides the next token, with its default
     "max_new_tokens": 256,
     "repetition_penalty": 1.0,
