@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import signal
 import sys
 import time
 from typing import Any
@@ -127,13 +128,14 @@ def converse(generator: Generator, prompt: str, params: SamplingParams) -> None:
         with contextlib.suppress(ImportError):  # not on every platform; input() works without
             import readline  # noqa: F401  (gives input() a history and a line that can be edited)
         note("Type the beginning of a text; /help says what else there is.")
+    ctrl_c = _CtrlC()
     if prompt:
         say(prompt)
-        _turn(conversation, prompt, params)
-    while (line := _ask(is_person)) is not None:
+        _turn(conversation, prompt, params, ctrl_c)
+    while (line := _ask(is_person, ctrl_c)) is not None:
         try:
             if not line.startswith("/") or line.startswith("//"):
-                _turn(conversation, line.replace("//", "/", 1).replace("\\n", "\n"), params)
+                _turn(conversation, line.replace("//", "/", 1).replace("\\n", "\n"), params, ctrl_c)
             elif line.split()[0] == "/quit":
                 return
             else:
@@ -142,11 +144,30 @@ def converse(generator: Generator, prompt: str, params: SamplingParams) -> None:
             note(f"error: {error}")
 
 
-def _ask(is_person: bool) -> str | None:
+class _CtrlC:
+    """Ctrl-C, however often it is pressed, ends the model's turn or the line that is typed, not the conversation."""
+
+    def __init__(self) -> None:
+        self.is_asking = False  # only then it raises: anywhere else an exception could fall between two lines of ours
+        self.pressed = False
+        signal.signal(signal.SIGINT, self._press)
+
+    def _press(self, number: int, frame: object) -> None:
+        self.pressed = True
+        if self.is_asking:
+            self.is_asking = False
+            raise KeyboardInterrupt
+
+
+def _ask(is_person: bool, ctrl_c: _CtrlC) -> str | None:
     """A line; None at the end of input."""
     while True:
         try:
-            return input("> " if is_person else "")
+            try:
+                ctrl_c.is_asking = True
+                return input("> " if is_person else "")
+            finally:
+                ctrl_c.is_asking = False
         except EOFError:
             if is_person:
                 note("")
@@ -155,16 +176,16 @@ def _ask(is_person: bool) -> str | None:
             note("\n(Ctrl-D or /quit leaves)")
 
 
-def _turn(conversation: Conversation, text: str, params: SamplingParams) -> None:
+def _turn(conversation: Conversation, text: str, params: SamplingParams, ctrl_c: _CtrlC) -> None:
     params = dataclasses.replace(params, seed=params.seed + len(conversation.turns))
+    ctrl_c.pressed = False
     with contextlib.closing(conversation.say(text, params)) as pieces:
-        try:
-            for piece in pieces:
-                say(piece)
-        except KeyboardInterrupt:
-            note("\n(interrupted)")
-        else:
-            say("\n")
+        for piece in pieces:
+            say(piece)
+            if ctrl_c.pressed:
+                note("\n(interrupted)")
+                return
+    say("\n")
 
 
 def _command(conversation: Conversation, words: list[str], params: SamplingParams) -> SamplingParams:

@@ -278,20 +278,27 @@ def test_a_conversation_at_a_terminal_survives_an_interruption(tiny_run):
     os.write(here, b"Line 5: the\n")
     wait_for(b"Line 5: the\r\n")
     shown += os.read(here, 1)  # it is talking
-    while b"(interrupted)" not in shown:
-        process.send_signal(signal.SIGINT)
-        if select.select([here], [], [], 1)[0]:
-            shown += os.read(here, 4096)
-    shown = shown.split(b"(interrupted)", 1)[1]
-    wait_for(b"> ")
-    os.write(here, b"/undo\n")
-    wait_for(b"taken back")
-    wait_for(b"> ")
-    # Python's readline shows its prompt a moment before it waits for keys, and in between a signal waits for a key.
-    while b"(Ctrl-D or /quit leaves)" not in shown:
-        process.send_signal(signal.SIGINT)
-        if select.select([here], [], [], 1)[0]:
-            shown += os.read(here, 4096)
+
+    def repeat(action, text):
+        """A signal may fall on any instant; Python's readline sees one that comes before it waits for keys too late."""
+        nonlocal shown
+        while text not in shown:
+            action()
+            if select.select([here], [], [], 1)[0]:
+                shown += os.read(here, 4096)
+        shown = shown.split(text, 1)[1]
+
+    def press():
+        """As an impatient person does."""
+        for _ in range(300):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.0001)
+
+    repeat(press, b"(interrupted)")
+    repeat(press, b"(Ctrl-D or /quit leaves)")
+    repeat(lambda: os.write(here, b"/undo\n"), b"taken back")
+    repeat(press, b"(Ctrl-D or /quit leaves)")
+    repeat(lambda: os.write(here, b"/show\n"), b"/show\r\n")
     os.write(here, b"/quit\n")
     assert process.wait(timeout=60) == 0
     os.close(here)
