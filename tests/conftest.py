@@ -74,17 +74,26 @@ def tiny_run(tiny, tmp_path_factory):
     return folder
 
 
+def random_thinker(seed=0, gains=0.5, weights=0.3, **kwargs):
+    """A Thinker whose every parameter matters: a fresh one has zero output projections and would hide mistakes."""
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
+    thinker = Thinker(ThinkerConfig(**{**shape, **kwargs}))
+    with torch.no_grad():
+        for parameter in thinker.parameters():
+            parameter.normal_(gains if parameter.dim() == 1 else 0, weights)
+    return thinker.eval()
+
+
 @pytest.fixture(scope="session")
 def make_thinker():
-    """Thinkers whose every parameter matters: a fresh one has zero output projections and would hide mistakes."""
+    return random_thinker
 
-    def make(seed=0, **kwargs):
-        torch.manual_seed(seed)
-        shape = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
-        thinker = Thinker(ThinkerConfig(**{**shape, **kwargs}))
-        with torch.no_grad():
-            for parameter in thinker.parameters():
-                parameter.normal_(0.5 if parameter.dim() == 1 else 0, 0.3)
-        return thinker.eval()
 
-    return make
+@pytest.fixture(scope="module")
+def one_thread():
+    """For the smallest models, which are slower on two threads: they wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

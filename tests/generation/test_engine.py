@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from conftest import random_thinker
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +15,9 @@ from data.tokenizer import make_tokenizer
 from errors import UserError
 from generation import Completion, Generator, SamplingParams
 from generation.sampler import distribution, draw
-from model import Thinker, ThinkerConfig
+from model import Thinker
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
 
 # The same examples every time: rows of a batch differ from rows alone in their last bits, and one draw in a million
@@ -46,23 +48,9 @@ def batches(draw_from):
     return prompts, [draw_from(PARAMS) for _ in prompts]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """So small a model is slower on two: they wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def thinker():
-    torch.manual_seed(1)
-    thinker = Thinker(ThinkerConfig(vocab_size=264, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=48))
-    with torch.no_grad():
-        for parameter in thinker.parameters():
-            parameter.normal_(0.3 if parameter.dim() == 1 else 0, 0.4)
-    return thinker.eval()
+    return random_thinker(1, 0.3, 0.4, vocab_size=264, max_seq_len=48)
 
 
 PROMPTS = ["", "a", "Once upon", "the quick brown fox jumps over", "é漢"]

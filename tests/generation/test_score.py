@@ -5,37 +5,22 @@ from itertools import pairwise
 
 import pytest
 import torch
+from conftest import random_thinker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generation.engine
 from data.tokenizer import make_tokenizer
 from generation import Generator, SamplingParams, Score
-from model import Thinker, ThinkerConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
 TEXT = "The wheel turns; é漢, and the wheel turns again, more slowly than it did before: so it seems. "
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """So small a model is slower on two: they wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_thinker(max_seq_len=48):
     """Random weights, every one of which matters, the same for every context."""
-    torch.manual_seed(1)
-    thinker = Thinker(
-        ThinkerConfig(vocab_size=264, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=max_seq_len)
-    )
-    with torch.no_grad():
-        for parameter in thinker.parameters():
-            parameter.normal_(0.3 if parameter.dim() == 1 else 0, 0.4)
-    return thinker.eval()
+    return random_thinker(1, 0.3, 0.4, vocab_size=264, max_seq_len=max_seq_len)
 
 
 def teacher_forced(thinker, tokens):

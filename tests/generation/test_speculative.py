@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from conftest import random_thinker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,8 +17,8 @@ from generation import Completion, Generator, SamplingParams
 from generation.row import Drawn, Row, draw_each
 from generation.sampler import distribution
 from generation.speculative import NGRAMS, DraftModel, PromptLookup
-from model import Thinker, ThinkerConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
 EOS = TOKENIZER.eos_id
 ENDLESS = {EOS: -math.inf}
@@ -29,22 +30,8 @@ SAME_EXAMPLES = {"derandomize": True, "deadline": None}
 
 def make_thinker(seed=0, **shape):
     """Random weights, every one of which matters."""
-    torch.manual_seed(seed)
     small = {"vocab_size": 264, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16, "max_seq_len": 48}
-    thinker = Thinker(ThinkerConfig(**{**small, **shape}))
-    with torch.no_grad():
-        for parameter in thinker.parameters():
-            parameter.normal_(0.3 if parameter.dim() == 1 else 0, 0.4)
-    return thinker.eval()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """So small a model is slower on two: they wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    return random_thinker(seed, 0.3, 0.4, **{"n_kv_heads": None, **small, **shape})
 
 
 @pytest.fixture(scope="module")
