@@ -155,7 +155,6 @@ class _CtrlC:
     def _press(self, number: int, frame: object) -> None:
         self.pressed = True
         if self.is_asking:
-            self.is_asking = False
             raise KeyboardInterrupt
 
 
@@ -172,7 +171,7 @@ def _ask(is_person: bool, ctrl_c: _CtrlC) -> str | None:
             if is_person:
                 note("")
             return None
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemError):  # the second from input(), interrupted again meanwhile
             note("\n(Ctrl-D or /quit leaves)")
 
 
