@@ -10,7 +10,7 @@ demo: .venv/ready
 	.venv/bin/python generate.py runs/quickstart --num-samples 3
 
 test: .venv/ready-dev
-	.venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .

@@ -12,10 +12,13 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__(n_in, n_out, bias=False)
+        self.cast: Tensor | None = None  # the weight in the activations' precision, while a training step holds it
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
-        weight = self.weight if self.weight.dtype == x.dtype else self.weight.to(x.dtype)
+        weight = self.weight if self.cast is None else self.cast
+        if weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
         if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled():
             rows = x.numel() // x.shape[-1]
             if 4 <= rows <= 16:

@@ -21,8 +21,8 @@ class _HeadLoss(torch.autograd.Function):
     """The gradients are made in the forward pass, where the logits are; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        w = weight.to(x.dtype)  # (V, C)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cast: Tensor | None) -> Tensor:
+        w = weight.to(x.dtype) if cast is None else cast  # (V, C)
         x_grad = torch.empty_like(x) if ctx.needs_input_grad[0] else None  # (N, C)
         w_grad = torch.zeros_like(w, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # (V, C)
         total = x.new_zeros((), dtype=torch.float32)
@@ -48,21 +48,22 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_grad, w_grad = ctx.saved_tensors
         x_grad = None if x_grad is None else (x_grad * grad).to(x_grad.dtype)  # fp16 could not hold a loss scale
         w_grad = None if w_grad is None else (w_grad * grad).to(ctx.weight_dtype)
-        return x_grad, w_grad, None
+        return x_grad, w_grad, None, None
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor, cast: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cross-entropy of softmax(x · weightᵀ) against `targets`.
 
     Args:
         x: (B, T, C), after the last norm; its dtype is that of the matrix products.
         weight: (V, C), in any precision.
         targets: (B, T) int64; −1 is not counted.
+        cast: the weight in x's dtype, where the caller has it already.
 
     Returns: the sum of the losses in nats (fp32 scalar) and the number of targets counted (int64 scalar).
     """
-    return _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten()), (targets >= 0).sum()
+    return _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), cast), (targets >= 0).sum()

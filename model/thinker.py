@@ -147,7 +147,7 @@ class Thinker(nn.Module):
         place = Placement.from_zero(T, given.device) if cache is None else cache.append(B, T)
         x = self.embedding(tokens) if embeddings is None else embeddings  # (B, T, C)
         x = self.trunk(x, self.rope(place.positions, place.end, self.dtype), place, cache, last_only)
-        return self.head(x) if targets is None else head_loss(x, self.head.weight, targets)  # (B, T, V)
+        return self.head(x) if targets is None else head_loss(x, self.head.weight, targets, self.head.cast)  # (B, T, V)
 
     def trunk(
         self,

@@ -13,26 +13,42 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data.ahead import Ahead
 from data.corpus import Corpus, prepare
 from data.loader import Loader, Windows
 from data.tokenizer import token_byte_lengths
-from device import DTYPES, choose_device, choose_precision
+from device import choose_device, tune
 from errors import UserError
 from evaluation.loss import Evaluation, Evaluator
 from generation import Generator, SamplingParams
 from generation.engine import check_length
-from model import Thinker
 from storage import checkpoint
 from storage.run_directory import RunDirectory
 from training.meter import MemoryMeter, flops_per_token, peak_flops
-from training.optimizers import Optimizers
 from training.picture import draw_loss
 from training.recipe import Recipe
 from training.resume import refuse_another_tokenizer, refuse_changes
 from training.schedule import lr_factor
+from training.settle import settle_precision, settle_size
+from training.step import TrainingStep, draw
 from training.tracking import Tracker
 
 EXIT_STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def prepare_data(recipe: Recipe) -> Corpus:
+    """The recipe's corpus as tokens on disk."""
+    data = recipe.data
+    options = {name: getattr(data, name) for name in ("path", "config", "split", "column", "streaming")}
+    return prepare(
+        source=data.source,
+        **{name: value for name, value in options.items() if value is not None},
+        tokenizer=data.tokenizer,
+        val_fraction=data.val_fraction,
+        max_documents=data.max_documents,
+        cache_dir=data.cache_dir,
+        seed=recipe.run.seed,
+    )
 
 
 class Trainer:
@@ -46,33 +62,29 @@ class Trainer:
         self.recipe, train = recipe, recipe.train
         self.run = RunDirectory(recipe.run.dir)
         self.device = choose_device(train.device)
-        self.settle_machine()
-        self.corpus = self.prepare_data()
+        refuse_changes(self.run, recipe, "data", "optimizer", "run", "train")
+        before = self.run.read_config()
+        settle_precision(recipe, self.device, before)
+        self.corpus = prepare_data(recipe)
         config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
         recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width
-        train.micro_batch_size = train.micro_batch_size or train.batch_size
         refuse_changes(self.run, recipe, "model")
+        tune(self.device)
+        settle_size(recipe, config, self.device, before)
         refuse_another_tokenizer(self.run, self.corpus.tokenizer)
         aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
-        self.loader = Loader(
-            Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing), train.batch_size, recipe.run.seed
-        )
+        windows = Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing)
+        self.batches = Ahead(Loader(windows, train.batch_size, recipe.run.seed), pinned=self.device.type == "cuda")
         self.evaluator = Evaluator(
             Windows(self.corpus.val, recipe.data.seq_len, aligned),
             train.micro_batch_size,
             token_byte_lengths(self.corpus.tokenizer),
             train.eval_windows,
         )
-        if self.device.type == "cpu":
-            torch.set_flush_denormal(True)  # peaked softmaxes fill the backward pass with them; each costs 100 cycles
-        elif self.device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         self.memory = MemoryMeter(self.device)
-        torch.manual_seed(recipe.run.seed)
-        self.thinker = Thinker(config).to(self.device).train()  # drawn on the CPU: the same weights on every device
-        self.thinker.activation_dtype = DTYPES[train.precision]
-        self.optimizers = Optimizers(self.thinker, recipe.optimizer)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=train.precision == "fp16")
+        self.thinker = draw(config, recipe.run.seed, self.device)
+        self.train_step = TrainingStep(self.thinker, recipe)
+        self.optimizers, self.scaler = self.train_step.optimizers, self.train_step.scaler
         self.step = self.tokens = 0
         self.elapsed = 0.0  # seconds of training
         self.best_loss: float | None = None
@@ -84,36 +96,11 @@ class Trainer:
         self.run.create()
         self.run.lock()
         saved = self.resume()
-        if train.compile:
-            for block in self.thinker.blocks:
-                block.compile()  # in place: names of parameters stay as they are
         self.finished = self.step > 0 and self.progress() >= 1 and self.evaluated_at == self.step
         if not self.finished:
             self.run.write_config(recipe.model_dump(mode="json"))
         self.corpus.tokenizer.save(self.run.path)
         self.tracker = Tracker(recipe, self.run, saved.get("wandb_id"))
-
-    def settle_machine(self) -> None:
-        """Choose what depends on the machine, once a run: the choice is kept in its config.yaml and used again."""
-        train, before = self.recipe.train, self.run.read_config()
-        refuse_changes(self.run, self.recipe, "data", "optimizer", "run", "train")
-        if before is not None and train.precision == "auto":
-            train.precision = before.get("train", {}).get("precision", "auto")
-        train.precision = choose_precision(train.precision, self.device)
-
-    def prepare_data(self) -> Corpus:
-        """The corpus as tokens on disk."""
-        data = self.recipe.data
-        options = {name: getattr(data, name) for name in ("path", "config", "split", "column", "streaming")}
-        return prepare(
-            source=data.source,
-            **{name: value for name, value in options.items() if value is not None},
-            tokenizer=data.tokenizer,
-            val_fraction=data.val_fraction,
-            max_documents=data.max_documents,
-            cache_dir=data.cache_dir,
-            seed=self.recipe.run.seed,
-        )
 
     def train(self) -> int:
         """Run until the recipe's end, or a signal. Returns the exit status."""
@@ -134,20 +121,26 @@ class Trainer:
             bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
         )
         losses: list[Tensor] = []
-        logged_at, logged_tokens = self.elapsed, self.tokens
+        logged_at, logged_tokens, logged_wait = self.elapsed, self.tokens, self.batches.waited
         try:
             while self.progress() < 1 and self.signal is None:
                 started = time.perf_counter()
-                loss, grad_norm, factor = self.train_step()
+                factor = self.lr_factor()
+                batch = self.batches.batch(self.step)
+                loss, grad_norm = self.train_step(batch, factor)
                 losses.append(loss)
+                self.step += 1
+                self.tokens += batch.count
                 if self.step % train.log_every == 0:
                     line = {"train_loss": torch.stack(losses).mean().item(), "lr": self.optimizers.lr * factor}
                     losses.clear()
                     self.refuse_divergence(line["train_loss"])
                     line["grad_norm"] = float(grad_norm)
                     self.elapsed += time.perf_counter() - started  # after .item(): the device has finished
-                    speed = (self.tokens - logged_tokens) / max(self.elapsed - logged_at, 1e-9)
-                    logged_at, logged_tokens = self.elapsed, self.tokens
+                    seconds = max(self.elapsed - logged_at, 1e-9)
+                    speed = (self.tokens - logged_tokens) / seconds
+                    line["data_wait"] = (self.batches.waited - logged_wait) / seconds
+                    logged_at, logged_tokens, logged_wait = self.elapsed, self.tokens, self.batches.waited
                     self.log(line | self.speed(speed))
                     val = f", validation {self.last.loss:.3f}" if self.last else ""
                     bar.set_postfix_str(
@@ -169,6 +162,7 @@ class Trainer:
             bar.update(self.progress() - bar.n)
         finally:
             bar.close()
+            self.batches.close()
             self.tracker.finish()
             self.run.unlock()
             for number, handler in handlers.items():
@@ -179,10 +173,10 @@ class Trainer:
         self.report()
         return 0
 
-    def train_step(self) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step. Returns loss (nats a token) and gradient norm, still on the device, and the lr factor."""
+    def lr_factor(self) -> float:
+        """What the next step's learning rates are of their peaks."""
         train = self.recipe.train
-        factor = lr_factor(
+        return lr_factor(
             self.step,
             self.progress(),
             schedule=train.schedule,
@@ -190,33 +184,6 @@ class Trainer:
             decay_fraction=0.4 if train.decay_fraction is None else train.decay_fraction,
             final=train.final_lr_fraction,
         )
-        self.optimizers.set_lr(factor)
-        inputs, targets = self.loader.batch(self.step)  # (B, T) each
-        count = int((targets >= 0).sum())
-        total = torch.zeros((), device=self.device)
-        for part in range(0, train.batch_size, train.micro_batch_size):
-            x, y = (self.to_device(whole[part : part + train.micro_batch_size]) for whole in (inputs, targets))
-            loss_sum, _ = self.thinker(x, targets=y)
-            self.scaler.scale(loss_sum / max(count, 1)).backward()
-            total += loss_sum.detach()
-        for optimizer in self.optimizers.optimizers:
-            self.scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.thinker.parameters(), train.grad_clip or float("inf"))
-        # fp16 alone asks the device: where one gradient is not finite, clipping has spoilt them all.
-        if not self.scaler.is_enabled() or bool(grad_norm.isfinite()):
-            for optimizer in self.optimizers.optimizers:
-                self.scaler.step(optimizer)
-        self.scaler.update()
-        self.optimizers.zero_grad()
-        self.step += 1
-        self.tokens += count
-        return total / max(count, 1), grad_norm, factor
-
-    def to_device(self, batch: Tensor) -> Tensor:
-        """A batch on the device; to a GPU from pinned memory, so that the host does not wait."""
-        if self.device.type == "cuda":
-            batch = batch.pin_memory()
-        return batch.to(self.device, non_blocking=True)
 
     def progress(self) -> float:
         """The share of the run that is done, in [0, 1]: of steps or of time, whichever is further."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -54,8 +56,13 @@ class MemoryMeter:
     """Peak memory since its making: allocated on a GPU, elsewhere the growth of the process's resident set."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.before = 0 if device.type == "cuda" else self._resident_peak()
+        self.device, self.before = device, 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        with contextlib.suppress(OSError):  # where the kernel allows it: what came before was perhaps larger
+            Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._resident_peak()
 
     def peak(self) -> int:
         """Bytes."""
@@ -65,5 +72,8 @@ class MemoryMeter:
 
     @staticmethod
     def _resident_peak() -> int:
-        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts in bytes there, in KiB on Linux
+        status = Path("/proc/self/status")
+        if status.exists():  # getrusage would also count the process that this one was forked from
+            return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts in bytes there, elsewhere in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

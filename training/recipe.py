@@ -117,7 +117,9 @@ class TrainSection(Section):
     max_steps: Positive | None = None
     max_minutes: Annotated[float, Field(gt=0)] | None = None  # of training, evaluation left out
     batch_size: Positive = 16  # sequences an optimizer step
-    micro_batch_size: Positive | None = None  # sequences at once; null: batch_size
+    micro_batch_size: Positive | Literal["auto"] | None = None  # sequences at once; null: batch_size; auto: what fits
+    recompute_every: Positive | None = None  # 1: every block's activations are computed again, 2: every other's
+    offload_activations: bool = False  # kept in the host's memory until the backward pass; on a GPU
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     schedule: Literal["wsd", "cosine"] = "wsd"
     decay_fraction: Share | None = None  # the last part of a wsd run, in which lr falls linearly; null: 0.4
@@ -125,7 +127,7 @@ class TrainSection(Section):
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0  # of the gradient's global norm; null: none
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"  # auto: where the planned run is long enough to pay for it
     log_every: Positive = 1
     eval_every: Positive | None = 250  # steps; null: at the end only
     eval_windows: Positive | None = None  # of the validation set, the first so many; null: all
@@ -158,7 +160,7 @@ class Recipe(Section):
         train, optimizer = self.train, self.optimizer
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("train.max_steps or train.max_minutes must say when to stop")
-        if train.batch_size % (train.micro_batch_size or train.batch_size):
+        if isinstance(train.micro_batch_size, int) and train.batch_size % train.micro_batch_size:
             divisors = [d for d in range(1, train.batch_size + 1) if train.batch_size % d == 0]
             raise ValueError(
                 f"train.batch_size ({train.batch_size}) must be a multiple of train.micro_batch_size "
@@ -245,14 +247,20 @@ def check_recipe(tree: dict[str, Any]) -> Recipe:
         return Recipe.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-        message = first["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-        message = next((text for kind, text in WORDING.items() if first["type"].startswith(kind)), message)
+        where = ".".join(str(part) for part in first["loc"][:2] if isinstance(part, str))
+        message = ", or ".join(_wording(each) for each in error.errors() if each["loc"][:2] == first["loc"][:2])
+        message = message.replace(", or it must be", ", or")
         raise UserError(
             f"{where} is {first['input']!r}; {message}"
             if where and first["type"] != "value_error"
             else f"{where + ': ' if where else ''}{message}"
         ) from error
+
+
+def _wording(error: Any) -> str:
+    """What would be right, in words for readers of recipes."""
+    known = next((text for kind, text in WORDING.items() if error["type"].startswith(kind)), None)
+    return known or error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
 
 
 def _check_name(name: Any, known: list[str], dotted: Any) -> None:

@@ -30,3 +30,21 @@ def test_flops_by_hand():
     thinker = Thinker(ThinkerConfig(vocab_size=10, d_model=8, n_layers=2, n_heads=2, head_dim=6, d_ff=16))
     block = 4 * 8 * 12 + 3 * 8 * 16 + 2 * 8 + 2 * 6
     assert meter.flops_per_token(thinker, 100) == 6 * (2 * block + 8 + 10 * 8) + 12 * 2 * (2 * 6) * 100
+
+
+def test_the_matrix_part_is_what_torch_counts():
+    """Products of a forward and a backward pass, attention aside: 6 FLOPs a matrix element a token."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = ThinkerConfig(vocab_size=40, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, head_init_std=1.0)
+    thinker, T = Thinker(config), 12
+    tokens = torch.randint(40, (3, T))
+    with FlopCounterMode(display=False) as counter:
+        thinker(tokens, targets=tokens)[0].backward()
+    counted = sum(
+        flops for operation, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(operation)
+    )
+    matrices = sum(p.numel() for name, p in thinker.named_parameters() if "proj" in name or "head" in name)
+    gains = sum(p.numel() for p in thinker.parameters() if p.dim() == 1)
+    assert counted == 6 * matrices * 3 * T
+    assert meter.flops_per_token(thinker, T) == 6 * (matrices + gains) + 12 * 2 * 16 * T

@@ -1,0 +1,32 @@
+"""What a recipe will take, before it starts: python scripts/plan.py RECIPE.yaml [section.key=value ...]."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from errors import run_command
+
+
+def main() -> int:
+    """Print the plan. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="What a training will take: memory, FLOPs, tokens and time.")
+    parser.add_argument("recipe", help="a YAML file, such as configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as model.d_model=512")
+    parser.add_argument("--no-steps", action="store_true", help="predict only: make no steps, measure no time")
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
+    arguments = parser.parse_args()
+    from training.plan import make_plan, show_plan
+    from training.recipe import load_recipe
+
+    plan = make_plan(load_recipe(arguments.recipe, arguments.overrides), measure=not arguments.no_steps)
+    print(json.dumps(plan) if arguments.json else show_plan(plan))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,54 @@
+"""What is fetched ahead is what would have been fetched."""
+
+import time
+
+import pytest
+import torch
+
+from data.ahead import Ahead
+
+
+class Numbers:
+    """A loader whose batch says its step."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.asked = seconds, []
+
+    def batch(self, step):
+        self.asked.append(step)
+        time.sleep(self.seconds)
+        if step == 9:
+            raise OSError("gone")
+        return torch.full((2, 3), step), torch.tensor([[step, step, -1], [-1, -1, step]])
+
+
+def test_batches_are_those_of_the_loader_in_any_order():
+    loader = Numbers()
+    ahead = Ahead(loader)
+    for step in [0, 1, 2, 7, 3, 3]:
+        batch = ahead.batch(step)
+        assert (batch.inputs == step).all()
+        assert batch.targets.tolist() == [[step, step, -1], [-1, -1, step]]
+        assert batch.count == 3
+    ahead.close()
+    assert loader.asked[:3] == [0, 1, 2]  # each once
+
+
+def test_what_was_made_meanwhile_is_not_waited_for():
+    ahead = Ahead(Numbers(seconds=0.2))
+    ahead.batch(0)
+    first = ahead.waited
+    assert first >= 0.2
+    while not ahead._next[1].done():
+        time.sleep(0.01)
+    ahead.batch(1)
+    assert ahead.waited - first < 0.1
+    ahead.close()
+
+
+def test_what_fails_in_the_thread_fails_where_it_is_asked_for():
+    ahead = Ahead(Numbers())
+    ahead.batch(8)
+    with pytest.raises(OSError, match="gone"):
+        ahead.batch(9)
+    ahead.close()

@@ -1,0 +1,118 @@
+"""What a plan says is what a training then takes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from errors import UserError
+from model import Thinker, ThinkerConfig
+from training.dry_run import free_memory, largest_micro_batch, predict_memory
+from training.recipe import check_recipe
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+CONFIG = ThinkerConfig(vocab_size=512, d_model=128, n_layers=4, n_heads=4, max_seq_len=128)
+
+
+def recipe(**train):
+    settled = {"precision": "fp32", "compile": False, "max_steps": 9, "batch_size": 8}
+    return check_recipe({"data": {"seq_len": 128}, "train": {**settled, **train}})
+
+
+def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
+    memory = predict_memory(recipe(), CONFIG, 8, CPU)
+    parameters = {name: p.numel() for name, p in Thinker(CONFIG).named_parameters()}
+    matrices = sum(n for name, n in parameters.items() if "proj" in name)
+    total = sum(parameters.values())
+    assert memory.weights == memory.gradients == 4 * total
+    steps = 4 * (len(parameters) - 28)  # AdamW counts the steps of each of its parameters
+    rope = 2 * 4 * 128 * 32  # two tables for 128 positions, made in the first step
+    assert memory.optimizer == 4 * matrices + 8 * (total - matrices) + steps + rope
+    assert memory.peak > memory.weights + memory.optimizer + memory.activations
+
+
+@pytest.mark.parametrize(("micro", "every"), [(16, None), (4, None), (16, 1)])
+def test_the_predicted_peak_is_what_a_step_takes(micro, every, tmp_path):
+    """In a fresh process whose malloc gives back what is free: what remains is tensors."""
+    shape = {"vocab_size": 2048, "d_model": 256, "n_layers": 4, "n_heads": 4, "max_seq_len": 256}
+    train = {"micro_batch_size": micro, "recompute_every": every, "batch_size": 16, "precision": "fp32",
+             "compile": False, "max_steps": 9}  # fmt: skip
+    tree = {"data": {"seq_len": 256}, "train": train}
+    code = f"""
+import torch
+from model import ThinkerConfig
+from training.meter import MemoryMeter
+from training.plan import time_steps
+from training.recipe import check_recipe
+cpu, recipe = torch.device("cpu"), check_recipe({tree!r})
+time_steps(recipe, ThinkerConfig(vocab_size=64, d_model=32, n_layers=1), cpu, 1)  # loads libraries, starts threads
+meter = MemoryMeter(cpu)
+time_steps(recipe, ThinkerConfig(**{shape!r}), cpu, 2)
+print(meter.peak())
+"""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    predicted = predict_memory(check_recipe(tree), ThinkerConfig(**shape), micro, CPU).peak
+    assert int(done.stdout) == pytest.approx(predicted, rel=0.15)
+
+
+def test_less_is_kept_where_it_is_computed_again_and_nothing_is_changed():
+    torch.manual_seed(7)
+    kept = [predict_memory(recipe(recompute_every=n), CONFIG, 8, CPU).activations for n in (1, 2, None)]
+    assert kept[0] < 0.5 * kept[2]
+    assert kept[0] < kept[1] < kept[2]
+    torch.manual_seed(7)
+    first = torch.rand(1)
+    torch.manual_seed(7)
+    predict_memory(recipe(), CONFIG, 8, CPU)
+    assert torch.equal(torch.rand(1), first)
+
+
+def test_the_largest_micro_batch_that_fits():
+    peaks = {size: predict_memory(recipe(), CONFIG, size, CPU).peak for size in (1, 2, 4, 8)}
+    assert peaks[1] < peaks[2] < peaks[4] < peaks[8]
+    for size in (1, 2, 4):
+        between = (peaks[size] + peaks[2 * size]) / 2 / 0.6
+        assert largest_micro_batch(recipe(), CONFIG, CPU, int(between)) == size
+    assert largest_micro_batch(recipe(), CONFIG, CPU, 2**40) == 8
+    with pytest.raises(UserError, match=r"one sequence of 128 tokens takes .* GB .*recompute_every=1"):
+        largest_micro_batch(recipe(), CONFIG, CPU, peaks[1])
+    assert 2**20 < free_memory(CPU) < 2**50
+
+
+def test_the_command(script, tmp_path):
+    arguments = [ROOT / "scripts" / "plan.py", ROOT / "configs" / "quickstart.yaml", "model.vocab_size=3072"]
+    done = script(*arguments, "train.batch_size=2", "train.max_minutes=null", cwd=tmp_path, timeout=240)
+    assert done.returncode == 0, done.stderr
+    for word in ("parameters", "weights", "gradients", "optimizer", "activations", "GFLOP a token", "s a step",
+                 "of the compute-optimal", "time  "):  # fmt: skip
+        assert word in done.stdout, done.stdout
+    assert list(tmp_path.iterdir()) == []
+    done = script(*arguments, "--no-steps", "--json", cwd=tmp_path)
+    plan = json.loads(done.stdout)
+    assert plan["tokens"] == 1500 * 14 * 176
+    assert plan["optimal_tokens"] == 20 * plan["parameters"]
+    assert "step_s" not in plan
+    done = script(*arguments[:2], "model.vocab_size=1000", "train.offload_activations=true", "train.device=cpu")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: train.offload_activations moves activations off a CUDA GPU")
+
+
+def test_plan_and_training_agree(tiny, script, tmp_path):
+    """The memory that a plan measures is what the training then reports."""
+    larger = ["model.d_model=256", "model.n_layers=4", "train.batch_size=32", "data.seq_len=128", "train.max_steps=4"]
+    overrides = [*tiny[2:], *larger, "train.eval_every=null", f"run.dir={tmp_path / 'run'}"]
+    done = script(ROOT / "scripts" / "plan.py", tiny[1], *overrides, "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    done = script(tiny[0], tiny[1], *overrides)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    peak = max(line["peak_memory_bytes"] for line in lines if "train_loss" in line)
+    assert plan["measured_peak_bytes"] == pytest.approx(peak, rel=0.15)

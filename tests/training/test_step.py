@@ -1,0 +1,86 @@
+"""One step: the same numbers however it is cut up, and every matrix cast once."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data.ahead import Batch
+from model import ThinkerConfig
+from training import step as module
+from training.recipe import check_recipe
+from training.step import TrainingStep, draw
+
+CONFIG = ThinkerConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=2, d_ff=48, max_seq_len=16, head_init_std=0.2)
+CPU = torch.device("cpu")
+
+
+def a_batch(seed=0, rows=4):
+    tokens = torch.randint(50, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    targets = tokens[:, 1:].clone()
+    targets[0, :5] = -1
+    return Batch(tokens[:, :-1].contiguous(), targets, int((targets >= 0).sum()))
+
+
+def trained(steps=3, **train):
+    """The weights after a few steps, and the last loss."""
+    settled = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
+    step = TrainingStep(draw(CONFIG, 1, CPU), check_recipe({"train": {**settled, **train}}))
+    for number in range(steps):
+        loss, norm = step(a_batch(number), 1.0)
+    assert norm > 0
+    return {name: p.detach().clone() for name, p in step.thinker.named_parameters()}, loss
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_micro_batches_give_what_one_batch_gives(size):
+    whole, loss = trained()
+    parts, loss_of_parts = trained(micro_batch_size=size)
+    torch.testing.assert_close(loss_of_parts, loss, rtol=1e-5, atol=1e-6)
+    for name, weight in whole.items():
+        torch.testing.assert_close(parts[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_recomputed_activations_change_no_bit(every):
+    kept, loss = trained()
+    again, loss_again = trained(recompute_every=every)
+    assert torch.equal(loss, loss_again)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_a_shared_cast_changes_no_bit(monkeypatch):
+    shared, loss = trained(precision="bf16", micro_batch_size=1)
+    monkeypatch.setattr(module, "cast_once", lambda thinker: contextlib.nullcontext())
+    each, loss_of_each = trained(precision="bf16", micro_batch_size=1)
+    assert torch.equal(loss, loss_of_each)
+    assert all(torch.equal(shared[name], each[name]) for name in shared)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("every", [None, 1])
+def test_each_matrix_is_cast_once_a_step(size, every):
+    train = {"precision": "bf16", "compile": False, "micro_batch_size": size, "batch_size": 4, "max_steps": 9}
+    step = TrainingStep(draw(CONFIG, 1, CPU), check_recipe({"train": {**train, "recompute_every": every}}))
+    matrices = {p.data_ptr(): name for name, p in step.thinker.named_parameters() if "proj" in name or "head" in name}
+    casts = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in matrices:
+                casts.append(matrices[args[0].data_ptr()])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        step(a_batch(), 1.0)
+    assert sorted(casts) == sorted(matrices.values())
+    assert all(m.cast is None for m in step.thinker.modules() if hasattr(m, "cast"))
+
+
+def test_a_compiled_step_is_near_the_plain_one():
+    plain, loss = trained(steps=2, micro_batch_size=2)
+    compiled, loss_of_compiled = trained(steps=2, micro_batch_size=2, compile=True)
+    torch.testing.assert_close(loss_of_compiled, loss, rtol=1e-4, atol=1e-5)
+    for name, weight in plain.items():
+        torch.testing.assert_close(compiled[name], weight, rtol=1e-2, atol=2e-3)

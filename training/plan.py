@@ -1,0 +1,130 @@
+"""What a recipe will take, known before it starts: bytes, FLOPs, tokens and time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from data.ahead import Batch
+from device import DTYPES, choose_device, tune
+from model import Thinker, ThinkerConfig
+from training.dry_run import free_memory, predict_memory
+from training.loop import prepare_data
+from training.meter import MemoryMeter, flops_per_token, peak_flops
+from training.recipe import Recipe
+from training.settle import settle_precision, settle_size
+from training.step import TrainingStep, draw
+
+OPTIMAL_TOKENS = 20  # a parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
+
+
+def time_steps(recipe: Recipe, config: ThinkerConfig, device: torch.device, repeats: int = 3) -> tuple[float, float]:
+    """Seconds of the first step (with what is compiled), and the median of `repeats` after it, on random tokens."""
+    step = TrainingStep(draw(config, recipe.run.seed, device), recipe)
+    tokens = torch.randint(config.vocab_size, (recipe.train.batch_size, recipe.data.seq_len))
+    batch = Batch(tokens, tokens, tokens.numel())
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        float(step(batch, 1e-3)[0])
+        times.append(time.perf_counter() - start)
+    return times[0], statistics.median(times[1:])
+
+
+def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
+    """All figures of a recipe on this machine: bytes, seconds, counts. Nothing is written but the token cache.
+
+    The corpus is read only where the vocabulary depends on it (model.vocab_size is not given).
+    """
+    device = choose_device(recipe.train.device)
+    settle_precision(recipe, device, None)
+    size = recipe.model.vocab_size or prepare_data(recipe).tokenizer.vocab_size
+    config = recipe.thinker_config(size)
+    tune(device)
+    settle_size(recipe, config, device, None)
+    train = recipe.train
+    memory = predict_memory(recipe, config, train.micro_batch_size, device)
+    with torch.device("meta"):
+        thinker = Thinker(config)
+    parameters = sum(parameter.numel() for parameter in thinker.parameters())
+    flops = flops_per_token(thinker, recipe.data.seq_len)
+    step_tokens = train.batch_size * recipe.data.seq_len
+    cache_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * config.max_seq_len
+    plan: dict[str, Any] = {
+        "device": str(device),
+        "precision": train.precision,
+        "micro_batch_size": train.micro_batch_size,
+        "compile": train.compile,
+        "parameters": parameters,
+        "embedding_parameters": thinker.embedding.weight.numel(),
+        **{f"{name}_bytes": value for name, value in asdict(memory).items()},
+        "free_bytes": free_memory(device),
+        "cache_bytes": cache_bytes * DTYPES[train.precision].itemsize,
+        "flops_per_token": flops,
+        "tokens_per_step": step_tokens,
+        "optimal_tokens": OPTIMAL_TOKENS * parameters,
+    }
+    if measure:
+        meter = MemoryMeter(device)
+        first, seconds = time_steps(recipe, config, device)
+        plan |= {
+            "first_step_s": first,
+            "step_s": seconds,
+            "tokens_per_second": step_tokens / seconds,
+            "measured_peak_bytes": meter.peak(),
+        }
+        peak = peak_flops(device, train.precision)
+        if peak is not None:
+            plan["mfu"] = flops * step_tokens / seconds / peak
+    limits = []
+    if train.max_steps is not None:
+        limits.append(train.max_steps)
+    if train.max_minutes is not None and measure:
+        limits.append(int(60 * train.max_minutes / seconds))
+    if limits:
+        plan |= {"steps": min(limits), "tokens": min(limits) * step_tokens}
+        if measure:
+            plan["seconds"] = first + min(limits) * seconds
+    return plan
+
+
+def show_plan(plan: dict[str, Any]) -> str:
+    """A plan as a table for people."""
+
+    def gigabytes(name: str) -> str:
+        return f"{plan[name] / 1e9:.3g} GB"
+
+    blocks = plan["parameters"] - plan["embedding_parameters"]
+    rows = [
+        ("parameters", f"{plan['parameters']:,}, of them {blocks:,} outside the embedding"),
+        ("device", f"{plan['device']}, {plan['precision']}, {'compiled' if plan['compile'] else 'not compiled'}"),
+        ("sequences at once", f"{plan['micro_batch_size']}"),
+        ("weights", gigabytes("weights_bytes")),
+        ("gradients", gigabytes("gradients_bytes")),
+        ("optimizer", gigabytes("optimizer_bytes")),
+        ("activations", gigabytes("activations_bytes")),
+        ("peak memory", f"{gigabytes('peak_bytes')} of tensors, {gigabytes('free_bytes')} free"),
+        ("cache", f"{gigabytes('cache_bytes')} for a sequence of full length, when sampling"),
+        ("compute", f"{plan['flops_per_token'] / 1e9:.3g} GFLOP a token"),
+    ]
+    if "step_s" in plan:
+        mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
+        rows[7] = (
+            *rows[7][:1],
+            f"{rows[7][1]}, {gigabytes('measured_peak_bytes')} taken by four steps, with all that the allocator holds",
+        )
+        rows.append(("speed", f"{plan['step_s']:.3g} s a step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
+    if "tokens" in plan:
+        share = plan["tokens"] / plan["optimal_tokens"]
+        rows.append(
+            ("tokens", f"{plan['tokens']:,} in {plan['steps']:,} steps: {share:.2g} of the compute-optimal "
+             f"{plan['optimal_tokens']:,} (20 a parameter)")
+        )  # fmt: skip
+    if "seconds" in plan:
+        minutes = plan["seconds"] / 60
+        rows.append(("time", f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"))
+    return "\n".join(f"{name:<18} {text}" for name, text in rows)

@@ -1,0 +1,79 @@
+"""Choices that depend on the machine: made once a run, kept in its config.yaml, used again when it goes on."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Any
+
+import torch
+
+from device import choose_precision, matmul_flops
+from errors import UserError
+from model import Thinker, ThinkerConfig
+from training.dry_run import free_memory, largest_micro_batch
+from training.meter import flops_per_token, peak_flops
+from training.recipe import Recipe
+
+# What compiling the blocks costs, in seconds, and the share of each step that it saves (docs/training.md).
+COMPILING = {"cpu": (45.0, 0.12), "cuda": (60.0, 0.3)}
+REACHED = 0.4  # the share of the device's matrix products that a step comes to, for a first guess of its time
+
+
+def settle_precision(recipe: Recipe, device: torch.device, before: dict[str, Any] | None) -> None:
+    """`before`: the resolved recipe of a run that goes on. Raises UserError where the device has no such precision."""
+    train = recipe.train
+    if train.precision == "auto" and before is not None:
+        train.precision = before.get("train", {}).get("precision", "auto")
+    train.precision = choose_precision(train.precision, device)
+
+
+def settle_size(recipe: Recipe, config: ThinkerConfig, device: torch.device, before: dict[str, Any] | None) -> None:
+    """How many sequences at once, and whether blocks are compiled; what was chosen is said on stderr.
+
+    Raises UserError where not one sequence fits, or activations have no other memory to go to.
+    """
+    train, then = recipe.train, (before or {}).get("train", {})
+    if train.offload_activations and device.type != "cuda":
+        raise UserError(
+            f"train.offload_activations moves activations off a CUDA GPU; this run is on {device.type}. "
+            "train.recompute_every=1 saves memory here"
+        )
+    if train.micro_batch_size == "auto":
+        train.micro_batch_size = then.get("micro_batch_size")
+        if train.micro_batch_size is None:
+            free = free_memory(device)
+            train.micro_batch_size = largest_micro_batch(recipe, config, device, free)
+            print(f"{train.micro_batch_size} sequences at once fit into {free / 1e9:.1f} GB", file=sys.stderr)
+    train.micro_batch_size = train.micro_batch_size or train.batch_size
+    if train.compile == "auto":
+        train.compile = then.get("compile")
+        if train.compile is None:
+            train.compile, reason = compiling_pays(recipe, config, device)
+            print(f"{'compiling' if train.compile else 'not compiling'} the blocks: {reason}", file=sys.stderr)
+
+
+def compiling_pays(recipe: Recipe, config: ThinkerConfig, device: torch.device) -> tuple[bool, str]:
+    """Whether what compiled steps save over the planned run is more than compiling takes, and the sum in words."""
+    if device.type not in COMPILING:
+        return False, f"not tried on {device.type}"
+    if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+        return False, "there is no C++ compiler"
+    cost, share = COMPILING[device.type]
+    planned = planned_seconds(recipe, config, device)
+    saved = share * planned
+    words = f"it takes about {cost:.0f} s and would save about {saved:.0f} of {planned:.0f}"
+    return saved > cost, words
+
+
+def planned_seconds(recipe: Recipe, config: ThinkerConfig, device: torch.device) -> float:
+    """How long the run will train: what the recipe says, or a guess from its FLOPs and the device's speed."""
+    train, limits = recipe.train, []
+    if train.max_minutes is not None:
+        limits.append(60 * train.max_minutes)
+    if train.max_steps is not None:
+        with torch.device("meta"):
+            flops = flops_per_token(Thinker(config), recipe.data.seq_len)
+        rate = peak_flops(device, train.precision) or matmul_flops(device, train.precision)
+        limits.append(train.max_steps * train.batch_size * recipe.data.seq_len * flops / (REACHED * rate))
+    return min(limits)

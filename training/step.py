@@ -1,0 +1,80 @@
+"""One optimizer step: forward and backward over micro-batches, clipping, update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from data.ahead import Batch
+from device import DTYPES
+from model import Thinker, ThinkerConfig
+from model.linear import Linear
+from training.memory import offload, recompute
+from training.optimizers import Optimizers
+from training.recipe import Recipe
+
+
+class TrainingStep:
+    """A model, its optimizers and the step that training repeats. The recipe's choices must be settled."""
+
+    def __init__(self, thinker: Thinker, recipe: Recipe) -> None:
+        self.train, self.thinker, self.device = recipe.train, thinker.train(), thinker.device
+        self.thinker.activation_dtype = DTYPES[self.train.precision]
+        self.optimizers = Optimizers(self.thinker, recipe.optimizer)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
+        if self.train.recompute_every:
+            recompute(self.thinker, self.train.recompute_every)
+        if self.train.compile:
+            for block in self.thinker.blocks:
+                block.compile()  # in place: names of parameters stay as they are
+
+    def __call__(self, batch: Batch, lr_factor: float) -> tuple[Tensor, Tensor]:
+        """Returns loss (nats a token) and the gradient's norm before clipping, both still on the device."""
+        train, size = self.train, self.train.micro_batch_size
+        self.optimizers.set_lr(lr_factor)
+        total = torch.zeros((), device=self.device)
+        with cast_once(self.thinker):
+            for part in range(0, len(batch.inputs), size):
+                x, y = (whole[part : part + size].to(self.device, non_blocking=True) for whole in batch[:2])  # (b, T)
+                with offload() if train.offload_activations else contextlib.nullcontext():
+                    loss_sum, _ = self.thinker(x, targets=y)
+                self.scaler.scale(loss_sum / max(batch.count, 1)).backward()
+                total += loss_sum.detach()
+        for optimizer in self.optimizers.optimizers:
+            self.scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.thinker.parameters(), train.grad_clip or float("inf"))
+        # fp16 alone asks the device: where one gradient is not finite, clipping has spoilt them all.
+        if not self.scaler.is_enabled() or bool(grad_norm.isfinite()):
+            for optimizer in self.optimizers.optimizers:
+                self.scaler.step(optimizer)
+        self.scaler.update()
+        self.optimizers.zero_grad()
+        return total / max(batch.count, 1), grad_norm
+
+
+def draw(config: ThinkerConfig, seed: int, device: torch.device) -> Thinker:
+    """A new model; drawn on the CPU, so that it is the same on every device."""
+    torch.manual_seed(seed)
+    return Thinker(config).to(device)
+
+
+@contextlib.contextmanager
+def cast_once(thinker: Thinker) -> Iterator[None]:
+    """Within it each matrix is cast to the activations' precision once, for any number of passes.
+
+    Gradients reach the weights themselves and add up in their precision. For as long, the weights must not change.
+    """
+    weights = thinker.embedding.weight.dtype
+    matrices = [module for module in thinker.modules() if isinstance(module, Linear) and thinker.dtype != weights]
+    try:
+        for matrix in matrices:
+            matrix.cast = matrix.weight.to(thinker.dtype)
+        if thinker.head.cast is not None:
+            thinker.head.cast = thinker.head.cast.detach()  # the loss gives its weight a gradient in full precision
+        yield
+    finally:
+        for matrix in matrices:
+            matrix.cast = None
