@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**28}  # logits held at once: what fits a core's cache, what fills a GPU
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits held at once: what fits a core's cache, what fills a GPU
+CHUNK_ROWS = 256  # at least: each chunk also reads and writes the whole gradient of the weight
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -26,7 +27,7 @@ class _HeadLoss(torch.autograd.Function):
         x_grad = torch.empty_like(x) if ctx.needs_input_grad[0] else None  # (N, C)
         w_grad = torch.zeros_like(w, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # (V, C)
         total = x.new_zeros((), dtype=torch.float32)
-        rows = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**24) // w.shape[0])
+        rows = max(CHUNK_ROWS, CHUNK_ELEMENTS.get(x.device.type, 2**24) // w.shape[0])
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             counted = targets[part] >= 0  # (n,)
@@ -41,7 +42,10 @@ class _HeadLoss(torch.autograd.Function):
             if x_grad is not None:
                 x_grad[part] = grad @ w
             if w_grad is not None:
-                w_grad += grad.T @ x[part]
+                if w_grad.dtype == grad.dtype:
+                    w_grad.addmm_(grad.T, x[part])
+                else:
+                    w_grad += grad.T @ x[part]
         ctx.save_for_backward(x_grad, w_grad)
         ctx.weight_dtype = weight.dtype
         return total

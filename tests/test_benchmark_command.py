@@ -53,3 +53,30 @@ def test_mistakes(arguments, says):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert says in done.stderr
+
+
+def test_train_beside_transformers(tmp_path):
+    done = run_script(
+        BENCHMARK, "train", "--shape", "tiny", "--device", "cpu", "--precision", "fp32", "--repeats", "2",
+        "--no-compile", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    names = {"thinker eager, adamw", "thinker eager, muon", "transformers eager, adamw"}
+    assert result["tokens_per_second"].keys() == names
+    for name in names:
+        assert result["tokens_per_second"][name] == pytest.approx(4 * 32 / result["step_s"][name])
+    speeds = result["tokens_per_second"]
+    ratio = speeds["thinker eager, adamw"] / speeds["transformers eager, adamw"]
+    assert result["ratios"] == {"thinker eager to transformers eager": pytest.approx(ratio)}
+
+
+def test_head_beside_the_plain_one(tmp_path):
+    done = run_script(
+        BENCHMARK, "head", "--rows", "4096", "--width", "16", "--vocab", "5000", "--device", "cpu", "--precision",
+        "fp32", "--repeats", "1", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["peak_bytes"]["plain"] > 2 * 4 * 4096 * 5000  # logits and their gradient
+    assert result["ratios"]["memory"] < 1 / 3

@@ -15,8 +15,9 @@ from training.dry_run import free_memory, largest_micro_batch
 from training.meter import flops_per_token, peak_flops
 from training.recipe import Recipe
 
-# What compiling the blocks costs, in seconds, and the share of each step that it saves (docs/training.md).
-COMPILING = {"cpu": (45.0, 0.12), "cuda": (60.0, 0.3)}
+# What compiling the blocks costs, in seconds, and the share of a step that it saves from which width on, widest first:
+# measured on a CPU in fp32 (docs/training.md), a guess on a GPU.
+COMPILING = {"cpu": (35.0, {384: 0.12, 256: 0.04, 0: 0.0}), "cuda": (60.0, {0: 0.3})}
 REACHED = 0.4  # the share of the device's matrix products that a step comes to, for a first guess of its time
 
 
@@ -59,7 +60,10 @@ def compiling_pays(recipe: Recipe, config: ThinkerConfig, device: torch.device) 
         return False, f"not tried on {device.type}"
     if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
         return False, "there is no C++ compiler"
-    cost, share = COMPILING[device.type]
+    cost, shares = COMPILING[device.type]
+    share = next(share for width, share in shares.items() if config.d_model >= width)
+    if not share:
+        return False, f"at width {config.d_model} it saves nothing on a {device.type}"
     planned = planned_seconds(recipe, config, device)
     saved = share * planned
     words = f"it takes about {cost:.0f} s and would save about {saved:.0f} of {planned:.0f}"
