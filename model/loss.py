@@ -43,7 +43,7 @@ class _HeadLoss(torch.autograd.Function):
                 x_grad[part] = grad @ w
             if w_grad is not None:
                 if w_grad.dtype == grad.dtype:
-                    w_grad.addmm_(grad.T, x[part])
+                    torch.addmm(w_grad, grad.T, x[part], out=w_grad)
                 else:
                     w_grad += grad.T @ x[part]
         ctx.save_for_backward(x_grad, w_grad)
