@@ -78,9 +78,10 @@ def test_each_matrix_is_cast_once_a_step(size, every):
     assert all(m.cast is None for m in step.thinker.modules() if hasattr(m, "cast"))
 
 
-def test_a_compiled_step_is_near_the_plain_one():
+@pytest.mark.parametrize("every", [None, 2])
+def test_a_compiled_step_is_near_the_plain_one(every):
     plain, loss = trained(steps=2, micro_batch_size=2)
-    compiled, loss_of_compiled = trained(steps=2, micro_batch_size=2, compile=True)
+    compiled, loss_of_compiled = trained(steps=2, micro_batch_size=2, compile=True, recompute_every=every)
     torch.testing.assert_close(loss_of_compiled, loss, rtol=1e-4, atol=1e-5)
     for name, weight in plain.items():
         torch.testing.assert_close(compiled[name], weight, rtol=1e-2, atol=2e-3)
