@@ -63,7 +63,8 @@ class Trainer:
         self.run = RunDirectory(recipe.run.dir)
         self.device = choose_device(train.device)
         refuse_changes(self.run, recipe, "data", "optimizer", "run", "train")
-        before = self.run.read_config()
+        begun = checkpoint.list_checkpoints(self.run.checkpoints)
+        before = self.run.read_config() if begun else None
         settle_precision(recipe, self.device, before)
         self.corpus = prepare_data(recipe)
         config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)

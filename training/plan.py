@@ -84,11 +84,11 @@ def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
     if train.max_steps is not None:
         limits.append(train.max_steps)
     if train.max_minutes is not None and measure:
-        limits.append(int(60 * train.max_minutes / seconds))
+        limits.append(1 + max(0, int((60 * train.max_minutes - first) / seconds)))
     if limits:
         plan |= {"steps": min(limits), "tokens": min(limits) * step_tokens}
         if measure:
-            plan["seconds"] = first + min(limits) * seconds
+            plan["seconds"] = first + (min(limits) - 1) * seconds
     return plan
 
 
@@ -99,6 +99,9 @@ def show_plan(plan: dict[str, Any]) -> str:
         return f"{plan[name] / 1e9:.3g} GB"
 
     blocks = plan["parameters"] - plan["embedding_parameters"]
+    peak = f"{gigabytes('peak_bytes')} of tensors, {gigabytes('free_bytes')} free"
+    if "measured_peak_bytes" in plan:
+        peak += f", {gigabytes('measured_peak_bytes')} taken by four steps, with all that the allocator holds"
     rows = [
         ("parameters", f"{plan['parameters']:,}, of them {blocks:,} outside the embedding"),
         ("device", f"{plan['device']}, {plan['precision']}, {'compiled' if plan['compile'] else 'not compiled'}"),
@@ -107,16 +110,12 @@ def show_plan(plan: dict[str, Any]) -> str:
         ("gradients", gigabytes("gradients_bytes")),
         ("optimizer", gigabytes("optimizer_bytes")),
         ("activations", gigabytes("activations_bytes")),
-        ("peak memory", f"{gigabytes('peak_bytes')} of tensors, {gigabytes('free_bytes')} free"),
+        ("peak memory", peak),
         ("cache", f"{gigabytes('cache_bytes')} for a sequence of full length, when sampling"),
         ("compute", f"{plan['flops_per_token'] / 1e9:.3g} GFLOP a token"),
     ]
     if "step_s" in plan:
         mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
-        rows[7] = (
-            *rows[7][:1],
-            f"{rows[7][1]}, {gigabytes('measured_peak_bytes')} taken by four steps, with all that the allocator holds",
-        )
         rows.append(("speed", f"{plan['step_s']:.3g} s a step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
     if "tokens" in plan:
         share = plan["tokens"] / plan["optimal_tokens"]

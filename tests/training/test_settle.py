@@ -42,8 +42,7 @@ def test_the_shorter_limit_counts_and_steps_are_guessed_from_their_flops():
     both = recipe(max_minutes=3, max_steps=10**9)
     assert settle.planned_seconds(both, WIDE, CPU) == 180
     few = settle.planned_seconds(recipe(max_minutes=None, max_steps=10), WIDE, CPU)
-    assert few < settle.planned_seconds(recipe(max_minutes=None, max_steps=10_000), WIDE, CPU)
-    assert 0.01 < few < 100
+    assert 0 < few < settle.planned_seconds(recipe(max_minutes=None, max_steps=10_000), WIDE, CPU)
 
 
 def test_what_was_chosen_before_is_kept_and_what_is_written_is_obeyed(capsys):
