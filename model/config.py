@@ -28,6 +28,7 @@ class ThinkerConfig:
     qk_norm: bool = True  # RMSNorm on queries and keys before RoPE, as in Qwen3; False is the LLaMA form
     tie_embeddings: bool = False  # the head's matrix is the embedding's
     dropout: float = 0.0  # on the embedding and on what attention and MLP add to the residual stream
+    init: str = "fan_in"  # how weights are drawn, see Thinker.initialise; "normal" is GPT-2's, for comparison
     head_init_std: float = 0.0  # the head is drawn with this deviation; 0: the first loss is exactly ln V
     attention: str = "full"  # every earlier position and itself
 
@@ -62,6 +63,10 @@ class ThinkerConfig:
             raise UserError("model.rope_theta and model.norm_eps must be positive")
         if self.head_init_std < 0 or (self.head_init_std and self.tie_embeddings):
             raise UserError("model.head_init_std must be at least 0, and 0 where the head is tied to the embedding")
+        if self.init not in ("fan_in", "normal"):
+            raise UserError(f"model.init is {self.init!r}; possible: fan_in, normal")
+        if self.init == "normal" and self.head_init_std:
+            raise UserError("model.head_init_std is read with model.init=fan_in only; leave it out")
         if self.attention != "full":
             raise UserError(f"model.attention is {self.attention!r}; possible: full")
 

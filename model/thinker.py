@@ -89,9 +89,13 @@ class Thinker(nn.Module):
         | o, down | zero: every block begins as the identity |
         | head | normal, deviation `head_init_std`; 0: the first loss is exactly ln V; where tied, the embedding |
         | gains of the norms | one |
+
+        With `init` "normal" every matrix is drawn with deviation 0.02 (Radford et al. 2019, GPT-2).
         """
         for name, parameter in self.named_parameters():
-            if name == "embedding.weight":
+            if self.config.init == "normal" and parameter.dim() == 2:
+                parameter.normal_(0, 0.02, generator=generator)
+            elif name == "embedding.weight":
                 parameter.normal_(0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator)
             elif parameter.dim() == 1:
                 parameter.fill_(1)

@@ -216,7 +216,12 @@ def test_accumulation_changes_nothing_but_rounding(tiny, tmp_path):
     losses = []
     for micro in (4, 1):
         run = tmp_path / str(micro)
-        options = ["optimizer.name=adamw", "optimizer.eps=1e-6", f"train.micro_batch_size={micro}"]
+        options = [
+            "optimizer.name=adamw",
+            "optimizer.lr=0.002",
+            "optimizer.eps=1e-6",
+            f"train.micro_batch_size={micro}",
+        ]
         assert run_script(*tiny, f"run.dir={run}", *options).returncode == 0
         losses.append([line["train_loss"] for line in metrics(run) if "train_loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -237,7 +242,7 @@ def test_compiled_equals_eager(tiny, tmp_path):
     losses = []
     for compiled in ("false", "true"):
         run = tmp_path / compiled
-        options = ["optimizer.name=adamw", "optimizer.eps=1e-6", f"train.compile={compiled}"]
+        options = ["optimizer.name=adamw", "optimizer.lr=0.002", "optimizer.eps=1e-6", f"train.compile={compiled}"]
         done = run_script(*tiny, f"run.dir={run}", *options, timeout=300)
         assert done.returncode == 0, done.stderr
         losses.append([line["train_loss"] for line in metrics(run) if "train_loss" in line])

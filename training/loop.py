@@ -25,6 +25,7 @@ from generation.engine import check_length
 from storage import checkpoint
 from storage.run_directory import RunDirectory
 from training.meter import MemoryMeter, flops_per_token, peak_flops
+from training.optimizers import fill_rates
 from training.picture import draw_loss
 from training.recipe import Recipe
 from training.resume import refuse_another_tokenizer, refuse_changes
@@ -68,7 +69,8 @@ class Trainer:
         settle_precision(recipe, self.device, before)
         self.corpus = prepare_data(recipe)
         config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
-        recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width
+        recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width and rate
+        recipe.optimizer = fill_rates(recipe.optimizer, config, train.batch_size)
         refuse_changes(self.run, recipe, "model")
         tune(self.device)
         settle_size(recipe, config, self.device, before)
@@ -182,7 +184,7 @@ class Trainer:
             self.progress(),
             schedule=train.schedule,
             warmup_steps=train.warmup_steps,
-            decay_fraction=0.4 if train.decay_fraction is None else train.decay_fraction,
+            decay_fraction=train.decay_fraction,
             final=train.final_lr_fraction,
         )
 

@@ -1,4 +1,4 @@
-"""torch's Muon, with the matrices of one shape orthogonalised together."""
+"""torch's Muon with cheaper steps that reach further: three iterations instead of five, and rows moved alike."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The quintics a·σ + b·σ³ + c·σ⁵ that one after the other bring all singular values from [0.01, 1] nearest to one: each
+# is the best in the maximum norm on the interval that the one before it leaves (Amsel et al. 2025, Polar Express,
+# arXiv:2505.16932, theorem 3.1), here [0.73, 1.27] in the end.
+QUINTICS = ((8.093369, -23.62043, 17.446152), (3.636586, -2.721927, 0.536546), (2.6613, -1.977155, 0.452616))
+
 
 class Muon(torch.optim.Muon):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): the same update, state and groups.
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) with the rows of NorMuon.
+
+    An orthogonalised matrix with more rows than columns moves some rows far and others hardly. NorMuon (Li et al. 2025,
+    arXiv:2510.05491) divides each row by its own root mean square over the last steps (`row_beta`), and keeps the
+    norm of the whole.
 
     A small matrix keeps neither a GPU nor two cores busy, and torch takes them one by one, always in bf16, which a CPU
     without bf16 units does at a fifth of its speed in fp32: a third of a whole step of the quickstart. Here they
     go through the iteration in one batch a shape, in `dtype`.
     """
 
-    def __init__(self, params: Any, dtype: torch.dtype, **options: Any) -> None:
-        assert options.get("adjust_lr_fn") in (None, "original"), "not built"
+    def __init__(self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, **options: Any) -> None:
+        assert not {"adjust_lr_fn", "ns_steps", "ns_coefficients"} & options.keys(), "not built"
         super().__init__(params, **options)
-        self.dtype = dtype
+        self.dtype, self.row_beta = dtype, row_beta
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
@@ -37,26 +46,44 @@ class Muon(torch.optim.Muon):
                     state = self.state[parameter]
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(parameter)
+                        state["row_squares"] = torch.zeros(shape[0], 1, device=parameter.device)
                     momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
                     updates.append(parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
-                stacked = torch.stack(updates).to(self.dtype)  # (n, rows, columns)
-                stacked = orthogonalise(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                stacked = orthogonalise(torch.stack(updates).to(self.dtype))  # (n, rows, columns)
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
+                stacked = even_rows(stacked, [self.state[p]["row_squares"] for p in parameters], self.row_beta)
                 for parameter, update in zip(parameters, stacked):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
 
 
-def orthogonalise(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float = 1e-7) -> Tensor:
-    """Newton-Schulz: a batch of matrices (n, rows, columns) with its singular values brought near one.
+def orthogonalise(x: Tensor) -> Tensor:
+    """U·Vᵀ of each U·S·Vᵀ in a batch of matrices (n, rows, columns), nearly: singular values come near one.
 
-    A quintic polynomial of the matrix, `steps` times; its coefficients (a, b, c) are chosen to lift small singular
-    values fast, so that the result's lie between about 0.7 and 1.2 instead of converging to 1.
+    Three iterations do what five of torch's do, for two reasons: the polynomials differ from one to the next
+    (QUINTICS), and the norm that divides first is the fourth root of Σσ⁴, which for n equal singular values is n^¼
+    times too large where Frobenius' is n^½ times. It costs nothing: the first product of the iteration holds it.
     """
-    a, b, c = coefficients
     wide = x.shape[1] <= x.shape[2]
     x = x if wide else x.mT
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)  # no singular value above 1
-    for _ in range(steps):
-        gram = x @ x.mT  # (n, rows, rows)
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)  # no entry of the next product overflows
+    gram = x @ x.mT  # (n, rows, rows)
+    norm = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=1e-14)  # (n, 1, 1): √Σσ⁴
+    x, gram = x * norm.rsqrt(), gram / norm
+    for step, (a, b, c) in enumerate(QUINTICS):
+        if step:
+            gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide else x.mT
+
+
+def even_rows(updates: Tensor, rows: list[Tensor], beta: float) -> Tensor:
+    """Each row of each update (n, rows, columns) by its root mean square over the steps, the whole's norm unchanged.
+
+    `rows`, n times (rows, 1), holds the decaying mean of the squares and is brought up to date. Since a factor of the
+    whole matrix cancels, the mean needs no correction for having begun at zero.
+    """
+    squares = updates.float().square().mean(2, keepdim=True)  # (n, rows, 1)
+    means = torch.stack([row.lerp_(new, 1 - beta) for row, new in zip(rows, squares)])
+    scale = means.clamp(min=1e-30).rsqrt()
+    after = (squares * scale.square()).sum(1, keepdim=True).clamp(min=1e-30)
+    return updates * (scale * (squares.sum(1, keepdim=True) / after).sqrt())

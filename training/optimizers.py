@@ -5,9 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model import Thinker
+from model import Thinker, ThinkerConfig
 from training.muon import Muon
 from training.recipe import OptimizerSection
+
+
+def fill_rates(section: OptimizerSection, config: ThinkerConfig, batch_size: int) -> OptimizerSection:
+    """The section with every rate that it leaves out, by rules that hold across widths and batches (docs/training.md).
+
+    Under Muon a matrix of the blocks moves by lr in every direction, whatever its size, so its rate does not depend on
+    the width. An embedding's row is read alone: its entries, of order one, move by embedding_lr. A logit sums d_model
+    entries of the head that all move at once, so head_lr falls as 1/d_model (Yang et al. 2022, arXiv:2203.03466).
+    AdamW moves every entry by lr, also in the blocks, where d_model of them are summed: its lr falls likewise.
+
+    Below 16 sequences a step the gradient is mostly noise, and every rate falls with the root of their number (Malladi
+    et al. 2022, arXiv:2205.10287). Above, the rates stay.
+    """
+    noise = min(1.0, batch_size / 16) ** 0.5
+    if section.name == "muon":
+        head_lr = 2.0 / config.d_model * noise
+        embedding_lr = (section.head_lr or head_lr) if config.tie_embeddings else 0.3 * noise  # tied: it is a head too
+        rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": head_lr, "gain_lr": 0.01 * noise}
+        rule["momentum"] = 0.95
+    else:
+        lr = section.lr or 1.0 / config.d_model * noise
+        rule = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "gain_lr": lr}
+    return section.model_copy(update={name: rate for name, rate in rule.items() if getattr(section, name) is None})
 
 
 class Optimizers:
@@ -19,19 +42,17 @@ class Optimizers:
     """
 
     def __init__(self, thinker: Thinker, section: OptimizerSection) -> None:
+        """`section`: with every rate filled in."""
         muon = section.name == "muon"
-        lr = section.lr or (0.02 if muon else 0.002)
-        head_lr = section.head_lr or (0.003 if muon else lr)
-        embedding_lr = section.embedding_lr or (0.03 if muon else lr)
-        if thinker.config.tie_embeddings:
-            embedding_lr = section.embedding_lr or head_lr  # one matrix, and as a head it is the more sensitive
         names: dict[str, list[str]] = {"matrices": [], "embedding": [], "head": [], "gains": []}
         for name, parameter in thinker.named_parameters():
             kind = name.split(".")[0] if name.split(".")[0] in ("embedding", "head") else "matrices"
             names["gains" if parameter.dim() == 1 else kind].append(name)
         parameters = dict(thinker.named_parameters())
         decay = {"matrices": section.weight_decay, "embedding": 0.0, "head": section.weight_decay, "gains": 0.0}
-        rates = {"matrices": lr, "embedding": embedding_lr, "head": head_lr, "gains": head_lr}
+        rates = {
+            "matrices": section.lr, "embedding": section.embedding_lr, "head": section.head_lr, "gains": section.gain_lr
+        }  # fmt: skip
         groups = {
             kind: {
                 "params": [(name, parameters[name]) for name in found],
@@ -47,7 +68,7 @@ class Optimizers:
                 Muon(
                     [groups.pop("matrices")],
                     dtype=torch.bfloat16 if thinker.dtype == torch.bfloat16 else torch.float32,
-                    momentum=0.95 if section.momentum is None else section.momentum,
+                    momentum=section.momentum,
                 )
             )
         fused = thinker.device.type in ("cpu", "cuda")
@@ -55,7 +76,7 @@ class Optimizers:
             torch.optim.AdamW(list(groups.values()), betas=section.betas, eps=section.eps, fused=fused)
         )
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-        self.lr = lr
+        self.lr = section.lr
 
     def set_lr(self, factor: float) -> None:
         """Set every group's learning rate to `factor` times its peak."""

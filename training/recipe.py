@@ -12,6 +12,7 @@ from errors import UserError, nearest
 from model import ThinkerConfig
 
 Positive = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -77,6 +78,7 @@ class ModelSection(Section):
     qk_norm: bool = True
     tie_embeddings: bool = False
     dropout: float = 0.0
+    init: Literal["fan_in", "normal"] = "fan_in"  # normal: every matrix with deviation 0.02, as GPT-2
     head_init_std: float = 0.0  # above 0, copying is learned sooner, other things later: docs/experiments.md
     attention: str = "full"
 
@@ -102,11 +104,13 @@ class OptimizerSection(Section):
     """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
 
     name: Literal["muon", "adamw"] = "muon"
-    lr: Annotated[float, Field(gt=0)] | None = None  # of the blocks' matrices; null: 0.02 for muon, 0.002 for adamw
-    embedding_lr: Annotated[float, Field(gt=0)] | None = None  # null: 0.03 with muon, lr with adamw
-    head_lr: Annotated[float, Field(gt=0)] | None = None  # of head and gains; null: 0.003 with muon, lr with adamw
+    # Null: by the rule of training/optimizers.py; the numbers are for 16 sequences a step and more.
+    lr: Rate | None = None  # of the blocks' matrices; null: 0.04 with muon, 1 / d_model with adamw
+    embedding_lr: Rate | None = None  # null: 0.3 with muon, lr with adamw
+    head_lr: Rate | None = None  # null: 2 / d_model with muon, lr with adamw
+    gain_lr: Rate | None = None  # of the norms; null: 0.01 with muon, lr with adamw
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.8, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-10
+    eps: Rate = 1e-10
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # on matrices only
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # muon only; null: 0.95
 
@@ -122,7 +126,7 @@ class TrainSection(Section):
     offload_activations: bool = False  # kept in the host's memory until the backward pass; on a GPU
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     schedule: Literal["wsd", "cosine"] = "wsd"
-    decay_fraction: Share | None = None  # the last part of a wsd run, in which lr falls linearly; null: 0.4
+    decay_fraction: Share | None = None  # the last part of a wsd run, in which lr falls linearly; null: 0.6
     final_lr_fraction: Share = 0.0  # of the peak, at the end
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0  # of the gradient's global norm; null: none
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -13,7 +13,7 @@ from device import DTYPES
 from model import Thinker, ThinkerConfig
 from model.linear import Linear
 from training.memory import offload, recompute
-from training.optimizers import Optimizers
+from training.optimizers import Optimizers, fill_rates
 from training.recipe import Recipe
 
 
@@ -23,7 +23,8 @@ class TrainingStep:
     def __init__(self, thinker: Thinker, recipe: Recipe) -> None:
         self.train, self.thinker, self.device = recipe.train, thinker.train(), thinker.device
         self.thinker.activation_dtype = DTYPES[self.train.precision]
-        self.optimizers = Optimizers(self.thinker, recipe.optimizer)
+        rates = fill_rates(recipe.optimizer, thinker.config, recipe.train.batch_size)
+        self.optimizers = Optimizers(self.thinker, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         if self.train.recompute_every:
             recompute(self.thinker, self.train.recompute_every)

@@ -119,6 +119,17 @@ def test_the_head_can_be_drawn_with_a_deviation():
     assert abs(head.mean().item()) < 0.01
 
 
+def test_every_matrix_can_be_drawn_alike():
+    torch.manual_seed(3)
+    thinker = Thinker(ThinkerConfig(vocab_size=500, d_model=128, n_layers=2, init="normal"))
+    for name, parameter in thinker.named_parameters():
+        if parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.03), name
+            assert abs(parameter.mean().item()) < 0.0005, name
+        else:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_initialisation(tied):
     torch.manual_seed(3)
@@ -197,6 +208,8 @@ def test_weights_stay_fp32_while_activations_are_bf16(make_thinker):
         ({"dropout": 1.0}, "dropout"),
         ({"attention": "fancy"}, "possible: full"),
         ({"head_init_std": -0.1}, "at least 0"),
+        ({"init": "zeros"}, "possible: fan_in, normal"),
+        ({"init": "normal", "head_init_std": 0.1}, "leave it out"),
         ({"head_init_std": 0.1, "tie_embeddings": True}, "tied"),
     ],
 )

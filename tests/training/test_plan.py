@@ -31,8 +31,11 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
     total = sum(parameters.values())
     assert memory.weights == memory.gradients == 4 * total
     steps = 4 * (len(parameters) - 28)  # AdamW counts the steps of each of its parameters
+    rows = 4 * sum(
+        p.shape[0] for name, p in Thinker(CONFIG).named_parameters() if "proj" in name
+    )  # Muon's, for each row
     rope = 2 * 4 * 128 * 32  # two tables for 128 positions, made in the first step
-    assert memory.optimizer == 4 * matrices + 8 * (total - matrices) + steps + rope
+    assert memory.optimizer == 4 * matrices + 8 * (total - matrices) + steps + rows + rope
     assert memory.peak > memory.weights + memory.optimizer + memory.activations
 
 

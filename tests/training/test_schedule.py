@@ -23,3 +23,9 @@ def test_never_rises_after_warmup_and_stays_in_range(step, a, b, schedule):
     later, earlier = lr_factor(step + 3, high, **schedule), lr_factor(step + 3, low, **schedule)
     assert later <= earlier + 1e-9
     assert schedule["final"] - 1e-9 <= later <= 1
+
+
+def test_a_decay_that_is_left_out_takes_the_last_six_tenths():
+    options = {**WSD, "warmup_steps": 0, "decay_fraction": None, "final": 0.0}
+    assert lr_factor(9, 0.4, **options) == 1
+    assert lr_factor(9, 0.7, **options) == pytest.approx(0.5)

@@ -1,0 +1,96 @@
+import pytest
+import torch
+
+from model import ThinkerConfig
+from training.optimizers import Optimizers, fill_rates
+from training.recipe import OptimizerSection
+
+SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
+
+
+def config(**changes):
+    return ThinkerConfig(**{**SHAPE, **changes})
+
+
+def rates(thinker, section):
+    """The name of each parameter: its optimizer's class, its rate and its weight decay."""
+    found = {}
+    for optimizer in Optimizers(thinker, fill_rates(section, thinker.config, 16)).optimizers:
+        for group in optimizer.param_groups:
+            for name in group["param_names"]:
+                assert name not in found
+                found[name] = (type(optimizer).__name__, group["lr"], group["weight_decay"])
+    return found
+
+
+def kind(name):
+    first, last = name.split(".")[0], name.split(".")[-2]
+    return first if first in ("embedding", "head") else "gain" if last.endswith("norm") else "matrix"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(make_thinker, tied):
+    thinker = make_thinker(tie_embeddings=tied)
+    section = OptimizerSection(lr=0.5, embedding_lr=0.4, head_lr=0.3, gain_lr=0.2, weight_decay=0.1)
+    found = rates(thinker, section)
+    assert found.keys() == dict(thinker.named_parameters()).keys()
+    expected = {"matrix": ("Muon", 0.5, 0.1), "embedding": ("AdamW", 0.4, 0.0), "head": ("AdamW", 0.3, 0.1),
+                "gain": ("AdamW", 0.2, 0.0)}  # fmt: skip
+    for name, group in found.items():
+        assert group == expected[kind(name)], name
+    assert {kind(name) for name in found} == expected.keys() - ({"head"} if tied else set())
+
+
+def test_adamw_alone_moves_everything_at_its_one_rate(make_thinker):
+    found = rates(make_thinker(), OptimizerSection(name="adamw", lr=0.5, weight_decay=0.1))
+    for name, group in found.items():
+        assert group == ("AdamW", 0.5, 0.1 if kind(name) in ("matrix", "head") else 0.0), name
+
+
+@pytest.mark.parametrize("width", [32, 64, 768])
+def test_rates_that_are_left_out_follow_the_width(width):
+    muon = fill_rates(OptimizerSection(), config(d_model=width), 16)
+    assert None not in muon.model_dump().values()
+    narrow = fill_rates(OptimizerSection(), config(), 16)
+    assert (muon.lr, muon.embedding_lr, muon.gain_lr) == (narrow.lr, narrow.embedding_lr, narrow.gain_lr)
+    assert muon.head_lr == pytest.approx(narrow.head_lr * 32 / width)
+    adamw = fill_rates(OptimizerSection(name="adamw"), config(d_model=width), 16)
+    assert adamw.lr == adamw.embedding_lr == adamw.head_lr == adamw.gain_lr == 1 / width
+    assert adamw.momentum is None
+
+
+def test_rates_that_are_given_stay():
+    given = {"lr": 0.5, "embedding_lr": 0.4, "head_lr": 0.3, "gain_lr": 0.2, "momentum": 0.1}
+    assert fill_rates(OptimizerSection(**given), config(), 16) == OptimizerSection(**given)
+    adamw = fill_rates(OptimizerSection(name="adamw", lr=0.5, head_lr=0.3), config(), 16)
+    assert (adamw.embedding_lr, adamw.head_lr) == (0.5, 0.3)
+    tied = fill_rates(OptimizerSection(head_lr=0.3), config(tie_embeddings=True), 16)
+    assert tied.embedding_lr == 0.3
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_rates_fall_with_the_root_of_a_small_batch(name):
+    whole = fill_rates(OptimizerSection(name=name), config(), 16)
+    assert fill_rates(OptimizerSection(name=name), config(), 512) == whole
+    quarter = fill_rates(OptimizerSection(name=name), config(), 4)
+    for rate in ("lr", "embedding_lr", "head_lr", "gain_lr"):
+        assert getattr(quarter, rate) == pytest.approx(getattr(whole, rate) / 2)
+    assert fill_rates(OptimizerSection(name=name, lr=0.5), config(), 4).lr == 0.5  # what is given stays
+
+
+def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model():
+    """What the rule of the head says: its rate times the entries that a logit sums."""
+    moved = []
+    for width in (64, 256):
+        section = fill_rates(OptimizerSection(), config(d_model=width), 16)
+        moved.append(section.head_lr * torch.ones(width).sum())
+    assert moved[0] == pytest.approx(moved[1])
+
+
+def test_the_schedule_scales_every_rate(make_thinker):
+    section = OptimizerSection(lr=0.5, embedding_lr=0.4, head_lr=0.3, gain_lr=0.2, momentum=0.9)
+    optimizers = Optimizers(make_thinker(), section)
+    optimizers.set_lr(0.25)
+    optimizers.set_lr(0.5)
+    found = sorted(group["lr"] for optimizer in optimizers.optimizers for group in optimizer.param_groups)
+    assert found == [0.1, 0.15, 0.2, 0.25]
