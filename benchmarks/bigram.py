@@ -10,7 +10,6 @@ tokens have followed a token, the more weight the unigram model gets after it). 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.machine import describe
+from benchmarks.machine import finish
 from data.loader import Windows, in_order
 from data.shards import TokenSet
 from training.loop import Trainer
@@ -66,7 +65,7 @@ def main() -> None:
         f"thinker {ours:.4f}, bigram {peer:.4f} nats a token, after {trainer.elapsed:.0f} s, {trainer.tokens:,} tokens"
     )
     result = {"benchmark": "bigram", "seconds": trainer.elapsed, "tokens": trainer.tokens, "loss": ours}
-    print(json.dumps({**result, "bigram_loss": peer, "machine": describe()}))
+    finish(result | {"bigram_loss": peer})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import describe, read_bandwidth
+from benchmarks.machine import finish, read_bandwidth
 from benchmarks.peers import as_transformers
 from data.tokenizer import make_tokenizer
 from device import DTYPES, choose_device
@@ -22,6 +21,7 @@ from errors import UserError
 from generation import Generator, SamplingParams
 from generation.snapshot import for_decoding, matrix_bytes
 from model import Thinker, ThinkerConfig
+from training.picture import BLUE, GREY, ORANGE, new_figure
 
 SHAPES = {
     "tiny": {"vocab_size": 512, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128},
@@ -206,36 +206,26 @@ def lengths(thinker: Thinker, window: int, repeats: int) -> dict[str, Any]:
 
 def draw_lengths(measured: dict[str, Any], path: Path) -> None:
     """The time of a token by what is cached, beside what the bytes cost."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = measured["lengths"]
     at = [row["length"] for row in rows]
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot(at, [row["full_ms"] for row in rows], color="#2f6db3", marker="o", label="every key")
+    figure, (axes,) = new_figure(8, 4.5)
+    axes.plot(at, [row["full_ms"] for row in rows], color=BLUE, marker="o", label="every key")
     axes.plot(
         at,
         [row["window_ms"] for row in rows],
-        color="#d9662b",
+        color=ORANGE,
         marker="o",
         label=f"window {measured['window']}, 4 sinks",
     )
     base = rows[0]["full_ms"]
-    axes.plot(
-        at, [base + row["bytes_ms"] for row in rows], color="#777777", linestyle="--", label="what the bytes cost"
-    )
-    axes.plot(
-        at, [base + 1.3 * row["bytes_ms"] for row in rows], color="#777777", linestyle=":", label="1.3 times that"
-    )
+    axes.plot(at, [base + row["bytes_ms"] for row in rows], color=GREY, linestyle="--", label="what the bytes cost")
+    axes.plot(at, [base + 1.3 * row["bytes_ms"] for row in rows], color=GREY, linestyle=":", label="1.3 times that")
     axes.set_xscale("log", base=2)
     axes.set_xticks(at, [str(length) for length in at])
     axes.set_ylim(0)
     axes.set_xlabel("tokens in the cache")
     axes.set_ylabel("milliseconds for one more")
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
 
 
@@ -252,7 +242,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", action="store_true", help="instead: the time of a token at 64 to 4096 cached ones")
     parser.add_argument("--window", type=int, default=256, help="with --lengths: of the rolling cache beside it")
     parser.add_argument("--png", type=Path, help="with --lengths: draw it")
-    parser.add_argument("--out", type=Path, help="write the line of JSON there too")
+    parser.add_argument("--out", type=Path, help="append the line of JSON there")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -260,7 +250,7 @@ def run(arguments: argparse.Namespace) -> None:
     device = choose_device(arguments.device)
     if arguments.new < 2 or arguments.prompt < 2 or arguments.repeats < 1:
         raise UserError("--new and --prompt must be at least 2, --repeats at least 1")
-    result: dict[str, Any] = {"benchmark": "decode", "shape": arguments.shape, "machine": describe()}
+    result: dict[str, Any] = {"benchmark": "decode", "shape": arguments.shape}
     if arguments.lengths:
         thinker = make_thinker(arguments.shape, max(LENGTHS) + 1, device)
         result |= lengths(thinker, arguments.window, arguments.repeats)
@@ -290,7 +280,4 @@ def run(arguments: argparse.Namespace) -> None:
             )
         print(f"measured bandwidth: {bandwidth / 1e9:.1f} GB/s")
         result |= {"prompt": arguments.prompt, "new": arguments.new, "bandwidth": bandwidth, "rows": rows}
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
-    print(line)
+    finish(result, arguments.out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.machine import describe
+from benchmarks.machine import finish
 from device import DTYPES, choose_device, choose_precision, tune
 from model.loss import head_loss
 from training.meter import MemoryMeter
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     ratios = {"memory": peaks["chunks"] / peaks["plain"], "time": seconds["chunks"] / seconds["plain"]}
     print(f"chunks to plain: memory {ratios['memory']:.2f}, time {ratios['time']:.2f}")
     result = {"benchmark": "head", "shape": shape, "precision": precision, "seconds": seconds, "peak_bytes": peaks}
-    print(json.dumps({**result, "ratios": ratios, "machine": describe()}))
+    finish(result | {"ratios": ratios})
 
 
 def measure(form: str, shape: tuple[int, int, int], device_name: str, precision: str) -> tuple[float, int]:

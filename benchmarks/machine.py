@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +33,15 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def finish(result: dict[str, Any], out: Path | None = None) -> None:
+    """Print a result and the machine as one line of JSON, and append it to a file."""
+    line = json.dumps({**result, "machine": describe()})
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    print(line)
 
 
 def read_bandwidth(device: torch.device, size: int = 1 << 28) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import describe
+from benchmarks.machine import finish
 from device import DTYPES
 from generation import Completion, Generator, SamplingParams
 from training.loop import Trainer
@@ -122,14 +121,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.8])
     parser.add_argument("--precisions", default="fp32,bf16,int8")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the line of JSON there too")
+    parser.add_argument("--out", type=Path, help="append the line of JSON there")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print two tables, end with one line of JSON."""
     trainer = Trainer(load_recipe(Path(arguments.recipe), [f"run.dir={arguments.run}", "train.device=cpu"]))
     trainer.train()
-    result = {"benchmark": "trained", "machine": describe(), **int8_cost(trainer, 300)}
+    result = {"benchmark": "trained", **int8_cost(trainer, 300)}
     bits = result["bits_per_byte"]
     print(f"int8: {bits['int8']:.5f} bits a byte, fp32 {bits['fp32']:.5f}: {100 * result['int8_costs']:+.3f} %")
     result |= speculation(trainer, arguments)
@@ -140,7 +139,4 @@ def run(arguments: argparse.Namespace) -> None:
             f"{row['times_plain']:12.2f} "
             f"{row['accepted']:9.2f} {row['drafted_a_token']:16.2f} {row['same_tokens']:12.2f}"
         )
-    line = json.dumps(result)
-    if arguments.out:
-        arguments.out.write_text(line + "\n")
-    print(line)
+    finish(result, arguments.out)

@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""Pictures, all in one style; the loss curve of a run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from typing import Any
 BLUE, ORANGE, GREY = "#2f6db3", "#d9662b", "#777777"
 
 
-def draw_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw training and validation loss by step from the lines of metrics.jsonl, with the entropy floor where known."""
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
+    """A matplotlib figure of so many inches, without a display, and its panels, which share the vertical axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
+    for axes in panels:
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def draw_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw training and validation loss by step from the lines of metrics.jsonl, with the entropy floor where known."""
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     val = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     floor = next((line["entropy_floor"] for line in reversed(lines) if line.get("entropy_floor")), None)
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, (axes,) = new_figure(8, 4.5)
     if train:
         steps, losses = zip(*train)
         axes.plot(steps, losses, color=BLUE, alpha=0.35, linewidth=1, label="training")
@@ -40,7 +50,5 @@ def draw_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
         axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path)

@@ -1,0 +1,97 @@
+"""GPT-2 as most people train it: transformers' GPT2LMHeadModel by a recipe of ours, on the same windows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.trainings import Training
+from data.loader import Loader, Windows
+from data.tokenizer import token_byte_lengths
+from device import tune
+from errors import UserError
+from evaluation.loss import Evaluator
+from training.loop import prepare_data
+from training.meter import MemoryMeter
+from training.recipe import load_recipe
+from training.schedule import lr_factor
+
+
+@dataclass
+class Gpt2(Training):
+    """Learned positions, LayerNorm, GELU, biases, a tied head, normal(0.02) initialisation; fp32, on the CPU.
+
+    The recipe gives width, layers, heads, data and training; biases and gains do not decay, as in nanoGPT.
+    """
+
+    def __post_init__(self) -> None:
+        """Raises UserError where the recipe leaves to our rules what GPT-2 needs."""
+        recipe = load_recipe(self.recipe, self.overrides)
+        if recipe.optimizer.name != "adamw" or recipe.optimizer.lr is None or recipe.train.max_steps is None:
+            raise UserError(
+                f"{self.recipe}: with --gpt2 it needs optimizer.name=adamw, optimizer.lr and train.max_steps"
+            )
+
+    def train(self, threads: int | None = None) -> None:
+        """Train, and evaluate at the end."""
+        import transformers
+
+        recipe = load_recipe(self.recipe, self.overrides)
+        corpus, train, T = prepare_data(recipe), recipe.train, recipe.data.seq_len
+        tune(torch.device("cpu"))
+        meter = MemoryMeter(torch.device("cpu"))
+        torch.manual_seed(recipe.run.seed)
+        config = transformers.GPT2Config(
+            vocab_size=corpus.tokenizer.vocab_size, n_positions=T, n_embd=recipe.model.d_model,
+            n_layer=recipe.model.n_layers, n_head=recipe.model.n_heads, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        model = _Summed(transformers.GPT2LMHeadModel(config))
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+        optimizer = torch.optim.AdamW(
+            [{"params": matrices}, {"params": others, "weight_decay": 0.0}],
+            lr=recipe.optimizer.lr, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps,
+            weight_decay=recipe.optimizer.weight_decay, fused=True,
+        )  # fmt: skip
+        loader = Loader(Windows(corpus.train, T, recipe.data.packing), train.batch_size, recipe.run.seed)
+        tokens, start = 0, time.perf_counter()
+        for step in tqdm(range(train.max_steps), desc=self.name):
+            factor = lr_factor(
+                step, step / train.max_steps, schedule=train.schedule, warmup_steps=train.warmup_steps,
+                decay_fraction=train.decay_fraction,
+                final=train.final_lr_fraction,
+            )  # fmt: skip
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.optimizer.lr * factor
+            inputs, targets = loader.batch(step)
+            loss, count = model(inputs, targets)
+            (loss / count).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), train.grad_clip or float("inf"))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            tokens += int(count)
+        elapsed = time.perf_counter() - start
+        windows = Windows(corpus.val, T, "documents" if recipe.data.source == "tales" else recipe.data.packing)
+        evaluate = Evaluator(windows, train.batch_size, token_byte_lengths(corpus.tokenizer), train.eval_windows)
+        self.config, self.peak_memory = recipe.model_dump(mode="json"), meter.peak()
+        found = {"step": train.max_steps, "tokens": tokens, "val_loss": evaluate(model).loss, "elapsed_s": elapsed}
+        self.curve = [found]
+
+
+class _Summed(nn.Module):
+    """The peer with the interface of a Thinker that training and evaluation use."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.device = model.train(), torch.device("cpu")
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(input_ids=tokens, use_cache=False).logits  # (B, T, V)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        return loss, (targets >= 0).sum()
