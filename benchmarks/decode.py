@@ -19,6 +19,7 @@ from data.tokenizer import make_tokenizer
 from device import DTYPES, choose_device
 from errors import UserError
 from generation import Generator, SamplingParams
+from generation.rolling import RollingKVCache
 from generation.snapshot import for_decoding, matrix_bytes
 from model import Thinker, ThinkerConfig
 from training.picture import BLUE, GREY, ORANGE, new_figure
@@ -164,7 +165,7 @@ def lengths(thinker: Thinker, window: int, repeats: int) -> dict[str, Any]:
     caches = {}
     for length in LENGTHS:
         full = snapshot.new_cache(1, max(LENGTHS) + 1)
-        rolling = snapshot.new_cache(1, window=window, sinks=4)
+        rolling = RollingKVCache(snapshot, 1, window, 4)
         for cache in (full, rolling):
             for layer in cache.layers:
                 layer.keys.normal_()

@@ -13,6 +13,7 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from errors import UserError
 from generation.compiled import CompiledThinker
+from generation.rolling import RollingKVCache
 from generation.row import Completion, Drawn, Row, choose, top_logprobs
 from generation.sampler import SamplingParams
 from generation.snapshot import for_decoding
@@ -272,7 +273,7 @@ class Generator:
     def new_cache(self, thinker: Thinker, rows: int, capacity: int) -> KVCache:
         """An empty cache, rolling where there is a window."""
         if self.window is not None:
-            return thinker.new_cache(rows, window=self.window, sinks=self.sinks)
+            return RollingKVCache(thinker, rows, self.window, self.sinks)
         return thinker.new_cache(rows, capacity)
 
     @torch.no_grad()

@@ -13,7 +13,6 @@ from model.config import ThinkerConfig
 from model.linear import Linear
 from model.loss import head_loss
 from model.norm import RMSNorm
-from model.rolling import RollingKVCache
 from model.rope import Rope
 
 
@@ -168,17 +167,8 @@ class Thinker(nn.Module):
             x = block(x, rope, place, layer)  # (B, T, C)
         return self.norm(x[:, -1:] if last_only else x)
 
-    def new_cache(
-        self, batch_size: int = 1, max_len: int | None = None, window: int | None = None, sinks: int = 0
-    ) -> KVCache:
-        """An empty cache of this model's shape, device and precision.
-
-        Args:
-            max_len: positions that it holds; config.max_seq_len unless given.
-            window, sinks: instead, one that takes any number of positions and remembers the newest and the first.
-        """
-        if window is not None:
-            return RollingKVCache(self.config, batch_size, window, sinks, self.device, self.dtype, self.rope)
+    def new_cache(self, batch_size: int = 1, max_len: int | None = None) -> KVCache:
+        """An empty cache of this model's shape, device and precision for `max_len` positions, or config.max_seq_len."""
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype)
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ import generation.engine
 from data.tokenizer import make_tokenizer
 from errors import UserError
 from generation import Completion, Generator, SamplingParams
+from generation.rolling import RollingKVCache
 from generation.sampler import distribution, draw
 from model import Thinker
 
@@ -322,7 +323,7 @@ def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(thinker, 
 def _through_a_rolling_cache(thinker, completion, window, sinks):
     """The log-probabilities of its tokens when everything is fed one position at a time."""
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(completion.prompt), *completion.token_ids]
-    cache, known = thinker.new_cache(1, window=window, sinks=sinks), []
+    cache, known = RollingKVCache(thinker, 1, window, sinks), []
     for token, following in pairwise(ids):
         logits = thinker(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
         known.append(logits.log_softmax(-1)[following].item())

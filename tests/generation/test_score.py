@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import generation.engine
 from data.tokenizer import make_tokenizer
 from generation import Generator, SamplingParams, Score
+from generation.rolling import RollingKVCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
@@ -66,7 +67,7 @@ def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(si
 def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
     thinker = make_thinker(12)
     tokens = [TOKENIZER.bos_id, *TOKENIZER.encode(TEXT)]
-    cache, expected = thinker.new_cache(1, window=window, sinks=sinks), []
+    cache, expected = RollingKVCache(thinker, 1, window, sinks), []
     for token, target in pairwise(tokens):
         logits = thinker(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
         expected.append(logits.log_softmax(-1)[target].item())

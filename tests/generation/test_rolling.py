@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
+from generation.rolling import RollingKVCache
 from generation.snapshot import for_decoding
 from model.attend import attention_weights, windowed
 from model.rope import rotate
@@ -92,7 +93,7 @@ def test_without_sinks_logits_equal_a_full_pass_in_a_window(
 ):
     thinker = make_thinker(seed, n_kv_heads=n_kv_heads, qk_norm=qk_norm)
     tokens = draw_tokens(batch, int(window * times) + 1, seed)
-    logits = fed(thinker, thinker.new_cache(batch, window=window), tokens, chunks)
+    logits = fed(thinker, RollingKVCache(thinker, batch, window), tokens, chunks)
     assert_close(logits, in_a_window(thinker, tokens, window))
 
 
@@ -111,7 +112,7 @@ def test_sinks_are_seen_from_as_near_as_the_cache_reaches(
 ):
     thinker = make_thinker(seed, n_kv_heads=n_kv_heads)
     tokens = draw_tokens(batch, int((sinks + window) * times) + 1, seed)
-    logits = fed(thinker, thinker.new_cache(batch, window=window, sinks=sinks), tokens, chunks)
+    logits = fed(thinker, RollingKVCache(thinker, batch, window, sinks), tokens, chunks)
     assert_close(logits, with_sinks(thinker, tokens, window, sinks))
 
 
@@ -120,7 +121,7 @@ def test_sinks_are_seen_from_as_near_as_the_cache_reaches(
 def test_every_chunk_size_gives_the_same(make_thinker, sinks, size):
     thinker = make_thinker()
     tokens = draw_tokens(2, 23)
-    logits = fed(thinker, thinker.new_cache(2, window=4, sinks=sinks), tokens, [size])
+    logits = fed(thinker, RollingKVCache(thinker, 2, 4, sinks), tokens, [size])
     assert_close(logits, with_sinks(thinker, tokens, 4, sinks))
 
 
@@ -143,7 +144,7 @@ def test_a_window_as_long_as_the_text_is_full_attention(make_thinker):
     with torch.no_grad():
         full = thinker(tokens)
     for window, sinks in [(16, 0), (30, 0), (12, 4), (1, 15), (3, 40)]:
-        assert_close(fed(thinker, thinker.new_cache(2, window=window, sinks=sinks), tokens, [5, 1]), full)
+        assert_close(fed(thinker, RollingKVCache(thinker, 2, window, sinks), tokens, [5, 1]), full)
 
 
 @given(
@@ -166,7 +167,7 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
     known = with_sinks(thinker, tokens, window, sinks)
     cache = None
     for length, rows in groups:
-        part = thinker.new_cache(rows, window=window, sinks=sinks)
+        part = RollingKVCache(thinker, rows, window, sinks)
         first = 0 if cache is None else len(cache.lengths)
         logits = fed(thinker, part, tokens[first : first + rows, :length], chunks)
         assert_close(logits, known[first : first + rows, :length])
@@ -194,8 +195,8 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
 def test_even_rows_again_take_chunks_after_the_uneven_ones_left(make_thinker):
     thinker = make_thinker()
     tokens = draw_tokens(2, 24)
-    cache = thinker.new_cache(1, window=5, sinks=2)
-    other = thinker.new_cache(1, window=5, sinks=2)
+    cache = RollingKVCache(thinker, 1, 5, 2)
+    other = RollingKVCache(thinker, 1, 5, 2)
     thinker(tokens[:1, :4], cache=cache)
     thinker(tokens[1:, :11], cache=other)
     cache.extend(other)
@@ -209,13 +210,13 @@ def test_the_form_for_decoding_rolls_alike(make_thinker, sinks):
     thinker = make_thinker()
     tokens = draw_tokens(2, 20)
     snapshot = for_decoding(thinker)
-    logits = fed(snapshot, snapshot.new_cache(2, window=4, sinks=sinks), tokens, [6, 1, 1, 2])
+    logits = fed(snapshot, RollingKVCache(snapshot, 2, 4, sinks), tokens, [6, 1, 1, 2])
     assert_close(logits, with_sinks(thinker, tokens, 4, sinks))
 
 
 def test_bf16_rolls_in_bf16(make_thinker):
     thinker = for_decoding(make_thinker(), torch.bfloat16)
-    cache = thinker.new_cache(1, window=4, sinks=2)
+    cache = RollingKVCache(thinker, 1, 4, 2)
     logits = fed(thinker, cache, draw_tokens(1, 20), [7, 1])
     assert logits.dtype == cache.layers[0].keys.dtype == torch.bfloat16
     assert logits.isfinite().all()
@@ -223,7 +224,7 @@ def test_bf16_rolls_in_bf16(make_thinker):
 
 def test_memory_does_not_grow_and_what_is_forgotten_is_counted(make_thinker):
     thinker = make_thinker()
-    cache = thinker.new_cache(2, window=6, sinks=2)
+    cache = RollingKVCache(thinker, 2, 6, 2)
     size = cache.nbytes
     assert size == 2 * 2 * 2 * 2 * (6 + 2) * 8 * 4  # layers, keys and values, rows, key heads, slots, width, fp32
     for tokens in draw_tokens(2, 90).split([3, 5, 1, 1, 20, 60], dim=1):
@@ -239,7 +240,7 @@ def test_memory_does_not_grow_and_what_is_forgotten_is_counted(make_thinker):
 def test_rewinds_while_nothing_is_forgotten(make_thinker, sinks):
     thinker = make_thinker()
     tokens, other = draw_tokens(2, 20), draw_tokens(2, 20, seed=1)
-    cache = thinker.new_cache(2, window=8 - sinks, sinks=sinks)
+    cache = RollingKVCache(thinker, 2, 8 - sinks, sinks)
     thinker(torch.cat((tokens[:, :5], other[:, :3]), dim=1), cache=cache)  # full to the last slot
     assert cache.forgotten == 0
     cache.rewind([5, 5])
@@ -251,7 +252,7 @@ def test_rewinds_while_nothing_is_forgotten(make_thinker, sinks):
 def test_rows_rewound_to_unequal_lengths_go_on_as_if_alone(make_thinker, sinks):
     thinker = make_thinker()
     tokens = draw_tokens(3, 20)
-    cache = thinker.new_cache(3, window=8 - sinks, sinks=sinks)
+    cache = RollingKVCache(thinker, 3, 8 - sinks, sinks)
     thinker(tokens[:, :8], cache=cache)
     cache.rewind([1, 8, 4])
     known = with_sinks(thinker, tokens, 8 - sinks, sinks)
@@ -262,13 +263,13 @@ def test_rows_rewound_to_unequal_lengths_go_on_as_if_alone(make_thinker, sinks):
 
 def test_does_not_rewind_once_something_is_forgotten(make_thinker):
     thinker = make_thinker()
-    cache = thinker.new_cache(1, window=6, sinks=2)
+    cache = RollingKVCache(thinker, 1, 6, 2)
     thinker(draw_tokens(1, 9), cache=cache)
     with pytest.raises(UserError, match="cannot go back"):
         cache.rewind([8])
     assert cache.lengths == [9]
     cache.rewind([9])  # nowhere
-    cache = thinker.new_cache(1, window=6)
+    cache = RollingKVCache(thinker, 1, 6)
     thinker(draw_tokens(1, 3), cache=cache)
     with pytest.raises(UserError, match="cannot rewind a row of 3"):
         cache.rewind([4])
@@ -278,8 +279,8 @@ def test_what_it_cannot_do_is_refused_and_changes_nothing(make_thinker):
     thinker = make_thinker()
     for window, sinks in [(0, 0), (-1, 2), (4, -1)]:
         with pytest.raises(UserError, match="window"):
-            thinker.new_cache(1, window=window, sinks=sinks)
-    cache = thinker.new_cache(2, window=4)
+            RollingKVCache(thinker, 1, window, sinks)
+    cache = RollingKVCache(thinker, 2, 4)
     thinker(draw_tokens(2, 3), cache=cache)
     with pytest.raises(UserError, match="2 rows"):
         thinker(draw_tokens(3, 1), cache=cache)
@@ -303,7 +304,7 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, wind
     tokens = draw_tokens(len(lengths), 9, seed)
     cache = None
     for row, length in enumerate(lengths):
-        part = thinker.new_cache(1, window=window, sinks=sinks)
+        part = RollingKVCache(thinker, 1, window, sinks)
         thinker(tokens[row : row + 1, :length], cache=part)
         if cache is None:
             cache = part

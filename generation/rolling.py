@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from model import Thinker
 from model.attend import windowed
 from model.cache import KVCache, LayerCache, Placement
-from model.config import ThinkerConfig
-from model.rope import Rope, rotate
+from model.rope import rotate
 
 
 @dataclass
@@ -64,20 +64,11 @@ class RollingKVCache(KVCache):
     beyond what the cache holds. Keys are stored rotated by their absolute positions.
     """
 
-    def __init__(
-        self,
-        config: ThinkerConfig,
-        batch_size: int,
-        window: int,
-        sinks: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        rope: Rope,
-    ) -> None:
+    def __init__(self, thinker: Thinker, batch_size: int, window: int, sinks: int = 0) -> None:
         if window < 1 or sinks < 0:
             raise UserError(f"a window of {window} positions and {sinks} sinks: at least 1 and 0")
-        self.window, self.sinks, self.rope = window, sinks, rope
-        super().__init__(config, batch_size, sinks + window, device, dtype)
+        self.window, self.sinks, self.rope = window, sinks, thinker.rope
+        super().__init__(thinker.config, batch_size, sinks + window, thinker.device, thinker.dtype)
 
     def _new_layer(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> RollingLayer:
         layer = super()._new_layer(shape, device, dtype)
