@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.blockwise import attend_blockwise
+
 
 def causal(query: Tensor, key: Tensor) -> Tensor:
     """The predicate of full attention on absolute positions: a query sees itself and every earlier key."""
@@ -33,7 +35,8 @@ def attend(
     """softmax(scale · q kᵀ) v, by the kernel that is fastest for the shape.
 
     Many queries go through SDPA, without a (T, S) matrix of scores in memory; few on a CPU, as in decoding, through
-    two batched products that read keys and values at the memory's speed.
+    two batched products that read keys and values at the memory's speed. Training in bf16 on a CPU has its own way,
+    model/blockwise.py.
 
     Args:
         q: (B, H, T, D).
@@ -48,6 +51,9 @@ def attend(
     if q.device.type == "cpu":
         if q.shape[2] <= 16 and not is_causal and q.dtype == torch.float32 and not torch.is_grad_enabled():
             return _attend_few(q, k, v, allowed, q.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal and q.dtype == torch.bfloat16 and q.shape[2] <= 1024:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
+            return attend_blockwise(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
         k = k.contiguous()  # SDPA's flash kernel takes rows only
     elif grouped and q.is_cuda and q.shape[2] == 1:
         # One query: those of a key head stand where queries do, and no key is read twice.

@@ -1,0 +1,58 @@
+"""Causal attention on a CPU by blocks of scores that stay in its cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ROWS = 128  # queries of a block; keys behind its last one are never multiplied
+SCORES = 2**20  # elements of a block, over its heads
+
+
+@torch.compiler.disable  # traced, the unrolled blocks took two minutes to compile and were no faster
+def attend_blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ) v under the causal mask: q, k, v (B, H, T, D) -> (B, H, T, D).
+
+    SDPA multiplies head by head; batched, the products are large enough for the processor's bf16 units. In exchange
+    half of the (B, H, T, T) probabilities are kept for the backward pass.
+    """
+    return _BlockwiseAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale).view(q.shape)
+
+
+def _blocks(q: Tensor) -> list[tuple[slice, int, int]]:
+    """Of each block: its heads, its first query, and the one behind its last."""
+    N, T, _ = q.shape
+    heads = max(1, SCORES // (min(T, ROWS) * T))
+    return [(slice(n, n + heads), t, min(t + ROWS, T)) for n in range(0, N, heads) for t in range(0, T, ROWS)]
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        y, kept = torch.empty_like(q), []  # (N, T, D)
+        future = q.new_full((ROWS, ROWS), -torch.inf).triu(1)
+        for n, t, end in _blocks(q):
+            scores = torch.bmm(q[n, t:end], k[n, :end].transpose(1, 2)).mul_(scale)  # (heads, rows, end)
+            scores[:, :, t:] += future[: end - t, : end - t]
+            kept.append(scores.softmax(dim=-1))
+            torch.bmm(kept[-1], v[n, :end], out=y[n, t:end])
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, *kept = ctx.saved_tensors
+        q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for (n, t, end), p in zip(_blocks(q), kept):
+            y_grad = grad[n, t:end]
+            v_grad[n, :end] += torch.bmm(p.transpose(1, 2), y_grad)
+            p_grad = torch.bmm(y_grad, v[n, :end].transpose(1, 2))  # (heads, rows, end)
+            scores_grad = torch._softmax_backward_data(p_grad, p, -1, p.dtype).mul_(ctx.scale)
+            torch.bmm(scores_grad, k[n, :end], out=q_grad[n, t:end])
+            k_grad[n, :end] += torch.bmm(scores_grad.transpose(1, 2), q[n, t:end])
+        return q_grad, k_grad, v_grad, None
