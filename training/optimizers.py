@@ -13,19 +13,20 @@ from training.recipe import OptimizerSection
 def fill_rates(section: OptimizerSection, config: ThinkerConfig, batch_size: int) -> OptimizerSection:
     """The section with every rate that it leaves out, by rules that hold across widths and batches (docs/training.md).
 
-    Under Muon a matrix of the blocks moves by lr in every direction, whatever its size, so its rate does not depend on
-    the width. An embedding's row is read alone: its entries, of order one, move by embedding_lr. A logit sums d_model
-    entries of the head that all move at once, so head_lr falls as 1/d_model (Yang et al. 2022, arXiv:2203.03466).
-    AdamW moves every entry by lr, also in the blocks, where d_model of them are summed: its lr falls likewise.
+    Under Muon a matrix moves by its rate in every direction, whatever its size, so neither lr nor head_lr depends on
+    the width. An embedding's row is read alone: its entries, of order one, move by embedding_lr. AdamW moves every
+    entry by its rate, and in a matrix d_model entries that move at once are summed: its lr falls as 1/d_model (Yang et
+    al. 2022, arXiv:2203.03466), and so does that of an embedding which is tied to the head.
 
     Below 16 sequences a step the gradient is mostly noise, and every rate falls with the root of their number (Malladi
     et al. 2022, arXiv:2205.10287). Above, the rates stay.
     """
     noise = min(1.0, batch_size / 16) ** 0.5
     if section.name == "muon":
-        head_lr = 2.0 / config.d_model * noise
-        embedding_lr = (section.head_lr or head_lr) if config.tie_embeddings else 0.3 * noise  # tied: it is a head too
-        rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": head_lr, "gain_lr": 0.01 * noise}
+        embedding_lr = 0.3 * noise
+        if config.tie_embeddings:
+            embedding_lr = section.head_lr or 2.0 / config.d_model * noise
+        rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": 0.05 * noise, "gain_lr": 0.01 * noise}
         rule["momentum"] = 0.95
     else:
         lr = section.lr or 1.0 / config.d_model * noise
@@ -34,11 +35,11 @@ def fill_rates(section: OptimizerSection, config: ThinkerConfig, batch_size: int
 
 
 class Optimizers:
-    """One or two torch optimizers as one: AdamW alone, or Muon on the matrices of the blocks and AdamW on the rest.
+    """One or two torch optimizers as one: AdamW alone, or Muon on the matrices and AdamW on embedding and gains.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves each matrix by its orthogonalised
-    momentum: every direction of it by the same amount. It is made for matrices that turn activations into
-    activations, so embedding, head and gains keep AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
+    momentum: every direction of it by the same amount. That suits the head too, although it is often left to AdamW
+    (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with like neighbours keep apart (docs/training.md).
     """
 
     def __init__(self, thinker: Thinker, section: OptimizerSection) -> None:
@@ -66,7 +67,7 @@ class Optimizers:
         if muon:
             self.optimizers.append(
                 Muon(
-                    [groups.pop("matrices")],
+                    [groups.pop(kind) for kind in ("matrices", "head") if kind in groups],
                     dtype=torch.bfloat16 if thinker.dtype == torch.bfloat16 else torch.float32,
                     momentum=section.momentum,
                 )

@@ -101,13 +101,13 @@ class DataSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest."""
+    """AdamW for everything, or Muon for the matrices and AdamW for embedding and gains."""
 
     name: Literal["muon", "adamw"] = "muon"
     # Null: by the rule of training/optimizers.py; the numbers are for 16 sequences a step and more.
     lr: Rate | None = None  # of the blocks' matrices; null: 0.04 with muon, 1 / d_model with adamw
     embedding_lr: Rate | None = None  # null: 0.3 with muon, lr with adamw
-    head_lr: Rate | None = None  # null: 2 / d_model with muon, lr with adamw
+    head_lr: Rate | None = None  # null: 0.05 with muon, lr with adamw
     gain_lr: Rate | None = None  # of the norms; null: 0.01 with muon, lr with adamw
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.8, 0.95)
     eps: Rate = 1e-10

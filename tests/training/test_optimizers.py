@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from model import ThinkerConfig
+from model import Thinker, ThinkerConfig
 from training.optimizers import Optimizers, fill_rates
 from training.recipe import OptimizerSection
 
@@ -29,12 +29,12 @@ def kind(name):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest(make_thinker, tied):
+def test_muon_moves_the_matrices_and_adamw_the_rest(make_thinker, tied):
     thinker = make_thinker(tie_embeddings=tied)
     section = OptimizerSection(lr=0.5, embedding_lr=0.4, head_lr=0.3, gain_lr=0.2, weight_decay=0.1)
     found = rates(thinker, section)
     assert found.keys() == dict(thinker.named_parameters()).keys()
-    expected = {"matrix": ("Muon", 0.5, 0.1), "embedding": ("AdamW", 0.4, 0.0), "head": ("AdamW", 0.3, 0.1),
+    expected = {"matrix": ("Muon", 0.5, 0.1), "embedding": ("AdamW", 0.4, 0.0), "head": ("Muon", 0.3, 0.1),
                 "gain": ("AdamW", 0.2, 0.0)}  # fmt: skip
     for name, group in found.items():
         assert group == expected[kind(name)], name
@@ -52,8 +52,7 @@ def test_rates_that_are_left_out_follow_the_width(width):
     muon = fill_rates(OptimizerSection(), config(d_model=width), 16)
     assert None not in muon.model_dump().values()
     narrow = fill_rates(OptimizerSection(), config(), 16)
-    assert (muon.lr, muon.embedding_lr, muon.gain_lr) == (narrow.lr, narrow.embedding_lr, narrow.gain_lr)
-    assert muon.head_lr == pytest.approx(narrow.head_lr * 32 / width)
+    assert muon == narrow
     adamw = fill_rates(OptimizerSection(name="adamw"), config(d_model=width), 16)
     assert adamw.lr == adamw.embedding_lr == adamw.head_lr == adamw.gain_lr == 1 / width
     assert adamw.momentum is None
@@ -68,6 +67,11 @@ def test_rates_that_are_given_stay():
     assert tied.embedding_lr == 0.3
 
 
+def test_an_embedding_that_is_also_the_head_moves_as_a_head_of_adamw():
+    for width in (32, 64):
+        assert fill_rates(OptimizerSection(), config(d_model=width, tie_embeddings=True), 16).embedding_lr == 2 / width
+
+
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_rates_fall_with_the_root_of_a_small_batch(name):
     whole = fill_rates(OptimizerSection(name=name), config(), 16)
@@ -78,13 +82,21 @@ def test_rates_fall_with_the_root_of_a_small_batch(name):
     assert fill_rates(OptimizerSection(name=name, lr=0.5), config(), 4).lr == 0.5  # what is given stays
 
 
-def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model():
-    """What the rule of the head says: its rate times the entries that a logit sums."""
+@pytest.mark.parametrize("section", [OptimizerSection(), OptimizerSection(name="adamw")], ids=["muon", "adamw"])
+def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(section):
+    """What the rule of the head says, measured: one step on one token, whose logits move the same way at any width."""
     moved = []
-    for width in (64, 256):
-        section = fill_rates(OptimizerSection(), config(d_model=width), 16)
-        moved.append(section.head_lr * torch.ones(width).sum())
-    assert moved[0] == pytest.approx(moved[1])
+    for width in (64, 256, 1024):
+        thinker = Thinker(config(vocab_size=2048, d_model=width))
+        optimizers = Optimizers(thinker, fill_rates(section, thinker.config, 16))
+        x = torch.randn(width, generator=torch.Generator().manual_seed(0))
+        (thinker.head.weight @ x)[7].backward()
+        before = thinker.head.weight.detach() @ x.sign()
+        for optimizer in optimizers.optimizers:
+            optimizer.step()
+        moved.append((thinker.head.weight.detach() @ x.sign() - before).norm().item())
+    assert moved[0] > 0
+    assert max(moved) < 1.2 * min(moved)
 
 
 def test_the_schedule_scales_every_rate(make_thinker):

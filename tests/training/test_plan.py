@@ -26,14 +26,12 @@ def recipe(**train):
 
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
     memory = predict_memory(recipe(), CONFIG, 8, CPU)
-    parameters = {name: p.numel() for name, p in Thinker(CONFIG).named_parameters()}
-    matrices = sum(n for name, n in parameters.items() if "proj" in name)
-    total = sum(parameters.values())
+    parameters = dict(Thinker(CONFIG).named_parameters())
+    by_muon = [p for name, p in parameters.items() if "proj" in name or name == "head.weight"]
+    matrices, total = (sum(p.numel() for p in found) for found in (by_muon, parameters.values()))
     assert memory.weights == memory.gradients == 4 * total
-    steps = 4 * (len(parameters) - 28)  # AdamW counts the steps of each of its parameters
-    rows = 4 * sum(
-        p.shape[0] for name, p in Thinker(CONFIG).named_parameters() if "proj" in name
-    )  # Muon's, for each row
+    steps = 4 * (len(parameters) - len(by_muon))  # AdamW counts the steps of each of its parameters
+    rows = 4 * sum(p.shape[0] for p in by_muon)  # Muon's, for each row
     rope = 2 * 4 * 128 * 32  # two tables for 128 positions, made in the first step
     assert memory.optimizer == 4 * matrices + 8 * (total - matrices) + steps + rows + rope
     assert memory.peak > memory.weights + memory.optimizer + memory.activations
