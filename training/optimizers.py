@@ -39,7 +39,7 @@ class Optimizers:
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves each matrix by its orthogonalised
     momentum: every direction of it by the same amount. That suits the head too, although it is often left to AdamW
-    (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with like neighbours keep apart (docs/training.md).
+    (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with like neighbours keep apart (docs/experiments.md).
     """
 
     def __init__(self, thinker: Thinker, section: OptimizerSection) -> None:
