@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     ratio = arguments.tokens_per_parameter or 20.0
     if arguments.minutes:
         seconds = sum(plan["parameters"] / plan["tokens_per_second"] for _, _, plan in rungs)
-        ratio = 60 * arguments.minutes * arguments.jobs / seconds
+        ratio = 60 * arguments.minutes / seconds  # jobs share the cores whose speed was measured
     trainings = []
     for shape, overrides, plan in rungs:
         steps = max(1, round(ratio * plan["parameters"] / plan["tokens_per_step"]))
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
             Training(shape, arguments.recipe, [*overrides, f"train.max_steps={steps}"],
                      arguments.folder / f"{shape}-{steps}")
         )  # fmt: skip
-    train_all(trainings, arguments.jobs)
+    train_all(trainings[::-1], arguments.jobs)  # the largest first, so that it does not end alone
 
     rows = []
     for training, (shape, _, plan) in zip(trainings, rungs):
