@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -40,6 +42,29 @@ def tune(device: torch.device) -> None:
                 mallopt(M_MMAP_MAX, 0)
     elif device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+
+
+def device_name(device: torch.device) -> str:
+    """Its kind and what its maker calls it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    return f"{device.type}: {name}"
+
+
+def processor_name() -> str:
+    """What the maker calls the CPU, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def be_deterministic() -> None:
+    """The same numbers every time: kernels whose sums depend on who comes first are refused. Before a GPU is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def choose_precision(name: str, device: torch.device) -> str:

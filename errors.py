@@ -1,4 +1,4 @@
-"""The ground floor: the one class of what a user can get wrong."""
+"""The ground floor: the one class of what a user can get wrong, and how a command ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from pathlib import Path
 
 class UserError(Exception):
     """A mistake of the user: its message is one line that says what is wrong and what would be right."""
+
+
+class Stopped(Exception):
+    """A run that cannot go on for a reason found on the way, nobody's typing: one line, exit status 1."""
 
 
 def nearest(word: str, words: Iterable[str], form: str = "{}") -> str:
@@ -29,8 +33,8 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's main() and end the process with its exit status.
 
-    A UserError becomes one line on standard error and status 2; a full disk one line and status 1; a reader that
-    closed our pipe ends us quietly, as it does `cat`. Anything else is our own fault and keeps its stack trace.
+    A UserError becomes one line on standard error and status 2; Stopped and a full disk one line and status 1; a reader
+    that closed our pipe ends us quietly, as it does `cat`. Anything else is our own fault and keeps its stack trace.
     """
     # Before torch is imported: its OpenMP threads spin while they wait for each other, and with another program on one
     # of two cores a step took 5.8 times as long as alone. Spinning for less, it took 2.3 times as long, and alone no
@@ -42,6 +46,9 @@ def run_command(main: Callable[[], int]) -> None:
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
+    except Stopped as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        status = 1
     except ModuleNotFoundError as error:
         if error.name is None or (Path(__file__).parent / error.name.split(".")[0]).exists():
             raise

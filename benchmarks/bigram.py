@@ -57,14 +57,13 @@ def main() -> None:
     )  # fmt: skip
     trainer = Trainer(recipe)
     trainer.train()
+    state = trainer.state
     ours = trainer.evaluator(trainer.thinker).loss
     peer = bigram_loss(
         trainer.corpus.train, trainer.evaluator.windows, trainer.corpus.tokenizer.vocab_size, recipe.train.eval_windows
     )
-    print(
-        f"thinker {ours:.4f}, bigram {peer:.4f} nats a token, after {trainer.elapsed:.0f} s, {trainer.tokens:,} tokens"
-    )
-    result = {"benchmark": "bigram", "seconds": trainer.elapsed, "tokens": trainer.tokens, "loss": ours}
+    print(f"thinker {ours:.4f}, bigram {peer:.4f} nats a token, after {state.elapsed_s:.0f} s, {state.tokens:,} tokens")
+    result = {"benchmark": "bigram", "seconds": state.elapsed_s, "tokens": state.tokens, "loss": ours}
     finish(result | {"bigram_loss": peer})
 
 

@@ -13,21 +13,16 @@ from typing import Any
 
 import torch
 
+from device import processor_name
+
 
 def describe() -> dict[str, str]:
     """The machine and the versions, as a result needs them to be repeated."""
-    processor = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        processor = names[0] if names else processor
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     return {
         "command": "python " + " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),
-        "processor": processor,
+        "processor": processor_name(),
         "threads": str(torch.get_num_threads()),
         "gpu": gpu,
         "python": platform.python_version(),

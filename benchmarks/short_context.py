@@ -99,6 +99,7 @@ def main() -> None:
         )  # fmt: skip
         trainer = Trainer(recipe)
         trainer.train()
+        state = trainer.state
         tokenizer = trainer.corpus.tokenizer
         stories = []
         for shard in trainer.corpus.val.shards:
@@ -107,10 +108,16 @@ def main() -> None:
         stories = stories[: arguments.stories]
         entropy, least = bound(tokenizer, stories, width)
         loss = sliding_loss(trainer.thinker, tokenizer, stories, width)
-        run = {"minutes": minutes, "tokens_seen": trainer.tokens, "loss": loss, "entropy": entropy, "bound": least}
+        run = {
+            "minutes": minutes,
+            "tokens_seen": state.tokens,
+            "loss": loss,
+            "entropy": entropy,
+            "bound": least,
+        }
         result["runs"].append(run)
         print(
-            f"{minutes:g} minutes, {trainer.tokens:,} tokens: {loss:.4f} nats a token, {loss / entropy:.3f} times the "
+            f"{minutes:g} minutes, {state.tokens:,} tokens: {loss:.4f} nats a token, {loss / entropy:.3f} times the "
             f"entropy {entropy:.4f}; no training on {width} tokens can come below {least / entropy:.3f}"
         )
     print(json.dumps(result))

@@ -23,6 +23,7 @@ from data.sources import Document, Source, open_source
 from data.tokenizer import Tokenizer, check_spec, make_tokenizer
 from errors import FULL_DISK, UserError
 
+INDEX_FORMAT = 2  # of corpus.json
 BATCH_CHARS = 4 << 20  # text that is tokenized at once, in threads
 ABANDONED_SECONDS = 24 * 3600  # a folder still being built after this long belongs to a process that was killed
 
@@ -31,11 +32,12 @@ Labelled = tuple[bool, Document]  # whether it belongs to validation, and the do
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus: its tokenizer, its two splits, and the folder of the cache that holds them."""
+    """A tokenized corpus: its tokenizer, its two splits, a sha256 of all their tokens, and the cache's folder."""
 
     tokenizer: Tokenizer
     train: TokenSet
     val: TokenSet
+    sha256: str
     folder: Path
 
 
@@ -82,7 +84,7 @@ def prepare(
     saved = Tokenizer.load(tokenizer) if kind == "path" else None
     if source == "repeats" and (saved.kind if saved else kind) not in ("byte", "char"):
         raise UserError(f"data.tokenizer={tokenizer}: data.source=repeats needs byte or char, one token a character")
-    parts = [FORMAT, opened.key, saved.content_hash if saved else tokenizer, val_fraction, shard_tokens]
+    parts = [INDEX_FORMAT, FORMAT, opened.key, saved.content_hash if saved else tokenizer, val_fraction, shard_tokens]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     if folder.exists():
@@ -111,9 +113,10 @@ def _open(folder: Path) -> Corpus:
         index = json.loads((folder / "corpus.json").read_bytes())
         tokenizer = Tokenizer.load(folder)
         train, val = (TokenSet.open(folder, index[name], tokenizer) for name in ("train", "val"))
+        sha256 = str(index["sha256"])
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise DamagedShard(f"{folder}: {error}") from error
-    return Corpus(tokenizer, train, val, folder)
+    return Corpus(tokenizer, train, val, sha256, folder)
 
 
 def _move(building: Path, folder: Path) -> None:
@@ -162,7 +165,8 @@ def _build(folder: Path, source: Source, spec: str, val_fraction: float, progres
             raise _nothing_in(name, source, val_fraction)
         writer.close()
     with open(folder / "corpus.json", "w", encoding="utf-8") as file:
-        json.dump({"train": train.files, "val": val.files}, file)
+        digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
+        json.dump({"train": train.files, "val": val.files, "sha256": digest}, file)
         file.flush()
         os.fsync(file.fileno())
 

@@ -8,6 +8,7 @@ where all of them are known, ln P of each document.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import zlib
@@ -103,6 +104,7 @@ class ShardWriter:
         self.tokenizer = tokenizer
         self.shard_tokens = shard_tokens
         self.files: list[str] = []
+        self.digest = hashlib.sha256()  # of all tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._boundary = np.array([tokenizer.bos_id], self._dtype).tobytes()
         self._file = None
@@ -135,6 +137,7 @@ class ShardWriter:
 
     def _write_tokens(self, data: bytes) -> None:
         self._file.write(data)
+        self.digest.update(data)
         self._n_tokens += len(data) // self._dtype.itemsize
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +32,11 @@ class Evaluator:
         self.floor = entropy_floor(windows, limit)
 
     @torch.no_grad()
-    def __call__(self, thinker: Thinker) -> Evaluation:
-        """Loss of `thinker` in evaluation mode; the mode it was in is put back."""
+    def __call__(self, thinker: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Loss of `thinker` in evaluation mode; the mode it was in is put back.
+
+        `stop` is asked before each batch; once it says yes, there is no result.
+        """
         was_training = thinker.training
         thinker.eval()
         nats = torch.zeros((), dtype=torch.float64)
@@ -40,6 +44,9 @@ class Evaluator:
             nats = nats.to(thinker.device)  # summed where the model is: the host asks once, at the end
         count = n_bytes = 0
         for inputs, targets in in_order(self.windows, self.batch_size, self.limit):
+            if stop():
+                thinker.train(was_training)
+                return None
             counted = targets[targets >= 0]
             count += counted.numel()
             n_bytes += int(self.byte_lengths[counted].sum())

@@ -3,34 +3,42 @@
 A checkpoint is written under a temporary name, flushed to the disk, listed with its sizes and sha256 sums in a
 manifest, and only then renamed. Nothing is ever unpickled.
 
-    step-00000500/                      best-00000400/
+    step-00000500/                      best-00000400/, bad-00000512/
         config.json          the model's shape           config.json
         model.safetensors    its weights                 model.safetensors
         training.safetensors optimizer, random state     state.json
-        state.json           step, tokens, time, ...     manifest.json
+        state.json           all else that decides       manifest.json
         manifest.json        {file: [bytes, sha256]}
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError
 from model import Thinker, ThinkerConfig
 
 MANIFEST = "manifest.json"
+ALWAYS = ("config.json", "model.safetensors", "state.json")  # in every checkpoint
+KINDS = "(?:step|best|bad)"
+JSON_BYTES = 1 << 24  # no JSON of ours is larger; a file from a stranger shall not fill the memory
+DTYPES = {torch.float32: "F32", torch.uint8: "U8"}  # of what is saved here, as safetensors calls them
+
+Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or what JSON can hold
 
 
 class Damaged(UserError):
@@ -38,31 +46,51 @@ class Damaged(UserError):
 
 
 def save(folder: Path, thinker: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> None:
-    """Write a checkpoint so that `folder` appears whole or not at all; one that was there before is replaced.
+    """Write a checkpoint; see contents() and write()."""
+    write(folder, contents(thinker, state, training))
+
+
+def contents(thinker: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
+    """The files of a checkpoint, its tensors being the live ones.
 
     Args:
         state: what JSON can hold: step, tokens, losses.
         training: the tensors that resuming needs; left out, the checkpoint is for sampling only.
+    """
+    files = {"config.json": thinker.config.to_dict(), "model.safetensors": model_tensors(thinker), "state.json": state}
+    return files if training is None else files | {"training.safetensors": training}
+
+
+def copied(files: Files) -> Files:
+    """The same with copies of all tensors, in the host's memory: training may go on while they are written."""
+    return {
+        name: {key: tensor.to("cpu", copy=True) for key, tensor in file.items()} if _holds_tensors(name) else file
+        for name, file in files.items()
+    }
+
+
+def write(folder: Path, files: Files) -> None:
+    """Write files so that `folder` appears whole or not at all; a folder of that name is replaced.
 
     Raises OSError where the disk is full; nothing of the attempt stays.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        _write_json(temporary / "config.json", thinker.config.to_dict())
-        _write_tensors(temporary / "model.safetensors", model_tensors(thinker))
-        if training is not None:
-            _write_tensors(temporary / "training.safetensors", training)
-        _write_json(temporary / "state.json", state)
-        files = sorted(path for path in temporary.iterdir())
-        _write_json(temporary / MANIFEST, {path.name: [path.stat().st_size, _sha256(path)] for path in files})
-        for path in (*files, temporary / MANIFEST, temporary):
+        for name, file in files.items():
+            (_write_tensors if _holds_tensors(name) else _write_json)(temporary / name, file)
+        paths = [temporary / name for name in sorted(files)]
+        _write_json(temporary / MANIFEST, {path.name: [path.stat().st_size, _sha256(path)] for path in paths})
+        for path in (*paths, temporary / MANIFEST, temporary):
             _flush(path)
-        if folder.exists():  # only ever the same step again
-            remove(folder)
+        replaced = folder.with_name(f".{folder.name}.replaced")
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)  # clear() puts it back, should this process end before the next line
         temporary.rename(folder)
         _flush(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -79,66 +107,84 @@ def model_tensors(thinker: Thinker) -> dict[str, Tensor]:
 def verify(folder: Path) -> None:
     """Compare every file with the manifest. Raises Damaged, naming the first file that is not as it was written."""
     manifest = read_json(folder / MANIFEST)
-    if not manifest:
-        raise Damaged(f"{folder / MANIFEST} is empty")
+    for name, listed in manifest.items():
+        kinds = [type(value) for value in listed] if isinstance(listed, list) else None
+        if not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) or kinds != [int, str]:
+            raise Damaged(f"{folder / MANIFEST} is not as it was written")
+    if (folder / MANIFEST).read_bytes() != _json(manifest):
+        raise Damaged(f"{folder / MANIFEST} is not as it was written")
+    if missing := [name for name in ALWAYS if name not in manifest]:
+        raise Damaged(f"{folder / MANIFEST} does not list {missing[0]}")
     for name, listed in manifest.items():
         path = folder / name
-        if Path(name).name != name or not isinstance(listed, list) or len(listed) != 2:
-            raise Damaged(f"{folder / MANIFEST} is damaged")
-        if not path.is_file():
-            raise Damaged(f"{path} is missing")
-        if path.stat().st_size != listed[0] or _sha256(path) != listed[1]:
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{path} is missing, or no file of its own")
+        try:
+            found = [path.stat().st_size, _sha256(path)]
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+        if found != listed:
             raise Damaged(f"{path} is not as it was written")
+    number = re.fullmatch(rf"{KINDS}-(\d+)", folder.name)
+    if number and read_json(folder / "state.json").get("step") != int(number[1]):
+        raise Damaged(f"{folder / 'state.json'} is of another step")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises Damaged where it is missing or is none."""
     try:
+        if not path.is_file():
+            raise Damaged(f"{path} is missing")
+        if path.stat().st_size > JSON_BYTES:
+            raise Damaged(f"{path} is larger than any file of its kind")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise Damaged(f"{path} is missing") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise Damaged(f"{path} cannot be read as JSON") from error
     if not isinstance(value, dict):
         raise Damaged(f"{path} is not a JSON object")
     return value
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises Damaged where it is missing or broken."""
-    try:
-        return load_file(path)
-    except FileNotFoundError as error:
-        raise Damaged(f"{path} is missing") from error
-    except (SafetensorError, OSError) as error:
-        raise Damaged(f"{path} is no whole safetensors file") from error
+def read_tensors(path: Path, expected: dict[str, Tensor | None] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
+
+    Its header is compared first with the names, shapes and types of `expected`, if given: no tensor is loaded for
+    nothing. One that is expected as None may be anything, and is left out. Raises Damaged where the file is missing,
+    broken, or another.
+    """
+    with _opened(path) as file:
+        names = [name for name in file.keys() if not expected or expected.get(name, name) is not None]  # noqa: SIM118
+        if expected is not None:
+            slices = {name: file.get_slice(name) for name in names}
+            found = {name: (part.get_dtype(), *part.get_shape()) for name, part in slices.items()}
+            wanted = {name: like for name, like in expected.items() if like is not None}
+            _compare(path, found, {name: (DTYPES[like.dtype], *like.shape) for name, like in wanted.items()})
+        return {name: file.get_tensor(name) for name in names}
+
+
+def tensor_names(path: Path) -> list[str]:
+    """The names in a safetensors file. Raises Damaged where it is missing or broken."""
+    with _opened(path) as file:
+        return list(file.keys())
 
 
 def load_thinker(folder: Path, device: torch.device | str = "cpu") -> Thinker:
     """The model of a checkpoint, ready to sample from. Raises Damaged or UserError where files and shape disagree."""
-    config = ThinkerConfig.from_dict(read_json(folder / "config.json"))
-    tensors = read_tensors(folder / "model.safetensors")
+    config, path = ThinkerConfig.from_dict(read_json(folder / "config.json")), folder / "model.safetensors"
+    if config.n_layers > len(tensor_names(path)):  # or building so many blocks could take for ever
+        raise Damaged(f"{path} has fewer tensors than its configuration has layers ({config.n_layers})")
     with torch.device("meta"):
         thinker = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
-    load_weights(thinker, tensors, folder, assign=True)
+    load_weights(thinker, folder, assign=True)
     return thinker.to(device).eval()
 
 
-def load_weights(thinker: Thinker, tensors: dict[str, Tensor], folder: Path, assign: bool = False) -> None:
-    """Put the tensors of `folder` into the model, after checking all names and shapes; raises Damaged.
+def load_weights(thinker: Thinker, folder: Path, assign: bool = False) -> None:
+    """Put the weights in `folder` into the model, after checking all names and shapes; raises Damaged.
 
     They are copied into the parameters, or with `assign` become the parameters.
     """
-    expected = {name: tuple(tensor.shape) for name, tensor in thinker.state_dict().items()}
-    if thinker.config.tie_embeddings:
-        del expected["head.weight"]
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if found != expected:
-        name = min(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise Damaged(
-            f"{folder / 'model.safetensors'} has {name} as {found.get(name, 'nothing')} where its configuration "
-            f"asks for {expected.get(name, 'nothing')}"
-        )
+    tensors = read_tensors(folder / "model.safetensors", model_tensors(thinker))
     thinker.load_state_dict(tensors, strict=not thinker.config.tie_embeddings, assign=assign)
     if thinker.config.tie_embeddings:
         thinker.head.weight = thinker.embedding.weight
@@ -152,17 +198,20 @@ def remove(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def set_aside(folder: Path) -> None:
-    """Take a damaged checkpoint out of the sequence, to damaged-NAME beside it: nothing of it is deleted."""
-    aside = folder.with_name(f"damaged-{folder.name}")
+def set_aside(folder: Path, prefix: str) -> None:
+    """Take a checkpoint out of the sequence, to PREFIX-NAME beside it: nothing of it is deleted."""
+    aside = folder.with_name(f"{prefix}-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
 
 
 def clear(folder: Path) -> None:
-    """Remove what a process that was killed while writing left among the checkpoints; nobody else may be writing."""
+    """Tidy up after a process that was killed while writing or removing; nobody else may be writing."""
     for path in folder.glob(".*"):
-        if re.fullmatch(r"\.(step|best)-\d+\.(\d+\.tmp|removed)", path.name):
+        hidden = re.fullmatch(rf"\.({KINDS}-\d+)\.(?:\d+\.)?(tmp|removed|replaced)", path.name)
+        if hidden and hidden[2] == "replaced" and not (folder / hidden[1]).exists():
+            path.rename(folder / hidden[1])
+        elif hidden:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -172,8 +221,35 @@ def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, open. Raises Damaged where it is missing or broken."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise Damaged(f"{path} is no whole safetensors file") from error
+
+
+def _holds_tensors(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def _compare(path: Path, found: dict[str, tuple], expected: dict[str, tuple]) -> None:
+    if found != expected:
+        name = min(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        has, asks = (" ".join(map(str, each[name])) if name in each else "nothing" for each in (found, expected))
+        raise Damaged(f"{path} has {name} as {has} where {asks} belongs")
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    path.write_bytes(_json(value))
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

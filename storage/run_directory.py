@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self._lock: int | None = None
 
     def create(self) -> None:
         """Make the folders. Raises UserError where that is not allowed or a file is in the way."""
@@ -36,19 +39,41 @@ class RunDirectory:
             raise UserError(f"run.dir {self.path} cannot be made a folder: {error.strerror}") from error
 
     def lock(self) -> None:
-        """Keep other trainings out for as long as this process lives. Raises UserError where one is at work here."""
-        self._lock = os.open(self.path, os.O_RDONLY)
+        """Keep other trainings out for as long as this process lives, if the folder is there yet.
+
+        The lock is the system's, so that one of a dead process does not outlive it; the file only tells whose it is.
+        Raises UserError where a training is at work here, or the folder cannot be written to.
+        """
+        if self._lock is not None or not self.path.is_dir():
+            return
+        path = self.path / ".lock"
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another training is at work in {self.path}; choose another run.dir") from error
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # some file systems have no locks
+            if error.errno in FULL_DISK:
                 raise
+            raise UserError(f"run.dir {self.path} cannot be written to: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(lock, 200).decode(errors="replace").strip()
+            os.close(lock)
+            raise UserError(
+                f"another training is at work in {self.path} ({owner}); wait for it, or choose another run.dir"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+            print(f"{self.path} lies where files cannot be locked: start no second training there", file=sys.stderr)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._lock = lock
 
     def unlock(self) -> None:
         """Let others in."""
-        os.close(self._lock)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write_config(self, tree: dict[str, Any]) -> None:
         """Write the resolved recipe, whole or not at all."""
@@ -56,35 +81,32 @@ class RunDirectory:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
         temporary.replace(self.config)
 
-    def read_config(self) -> dict[str, Any] | None:
-        """The resolved recipe of a run that was begun here, or None. Raises UserError where it cannot be read."""
-        if not self.config.exists():
-            return None
-        try:
-            tree = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.config} is no longer YAML; remove it or choose another run.dir") from error
-        return tree if isinstance(tree, dict) else None
-
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl; a last line that was cut off by a crash is left out."""
+        """The lines of metrics.jsonl; one that was cut off or spoilt by a crash is left out."""
         if not self.metrics.exists():
             return
-        with self.metrics.open(encoding="utf-8") as file:
+        with self.metrics.open(encoding="utf-8", errors="replace") as file:
             for text in file:
-                if text.endswith("\n"):
-                    yield json.loads(text)
+                with contextlib.suppress(ValueError):
+                    line = json.loads(text) if text.endswith("\n") else None
+                    if isinstance(line, dict) and isinstance(line.get("step"), int):
+                        yield line
 
-    def cut_metrics(self, step: int) -> None:
-        """Remove the lines after `step`: the run goes on from there and will write them again."""
+    def cut_metrics(self, step: int, evaluated_at: int | None) -> None:
+        """Keep what was logged up to `step`, and of evaluations up to `evaluated_at`: the run goes on from there."""
         if not self.metrics.exists():
             return
-        kept = [line for line in self.read_metrics() if line["step"] <= step]
+        last = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
+        kept = [
+            line
+            for line in self.read_metrics()
+            if line["step"] <= step and all(line["step"] <= end for key, end in last.items() if key in line)
+        ]
         temporary = self.metrics.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         temporary.replace(self.metrics)
@@ -95,17 +117,19 @@ class RunDirectory:
         Raises UserError where there are checkpoints and none of them is whole.
         """
         found = list_checkpoints(self.checkpoints)
-        damage: Damaged | None = None
+        damaged = False
         for folder in reversed(found):
             try:
                 verify(folder)
             except Damaged as error:
+                if not folder.exists():
+                    return self.latest()  # a training at work has just removed it, and made another
                 print(f"passing over a checkpoint: {error}", file=sys.stderr)
-                damage = error
+                damaged = True
                 continue
-            if damage is not None:
+            if damaged:
                 print(f"using {folder} instead", file=sys.stderr)
             return folder
-        if damage is not None:
+        if damaged:
             raise UserError(f"no checkpoint in {self.checkpoints} is whole; remove the folder to begin anew")
         return None

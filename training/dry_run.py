@@ -77,8 +77,9 @@ def predict_memory(recipe: Recipe, config: ThinkerConfig, micro_batch_size: int,
     with FakeTensorMode(), _Alive(device) as alive:
         with device:
             thinker = Thinker(config)
-        step = TrainingStep(thinker, recipe)
         weights = alive.now
+        step = TrainingStep(thinker, recipe, guarded=False)  # there are no values to look at
+        alive.now = weights  # its counters are no part of the plan
         tokens = torch.zeros(rows, recipe.data.seq_len, dtype=torch.int64, device=device)
         batch = Batch(tokens, tokens, tokens.numel())
         step(batch, 1.0)  # the first makes the optimizers' state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import time
 from pathlib import Path
@@ -17,24 +16,26 @@ from data.ahead import Ahead
 from data.corpus import Corpus, prepare
 from data.loader import Loader, Windows
 from data.tokenizer import token_byte_lengths
-from device import choose_device, tune
-from errors import UserError
+from device import be_deterministic, choose_device, tune
+from errors import Stopped, UserError
 from evaluation.loss import Evaluation, Evaluator
 from generation import Generator, SamplingParams
 from generation.engine import check_length
 from storage import checkpoint
 from storage.run_directory import RunDirectory
+from storage.saver import Saver
+from training import resume
+from training.bad_step import diagnose, finite, write_report
+from training.interrupt import Interrupt, lasting_output
 from training.meter import MemoryMeter, flops_per_token, peak_flops
 from training.optimizers import fill_rates
 from training.picture import draw_loss
 from training.recipe import Recipe
-from training.resume import refuse_another_tokenizer, refuse_changes
+from training.resume import RunState
 from training.schedule import lr_factor
-from training.settle import settle_precision, settle_size
+from training.settle import Chosen, settle_precision, settle_size
 from training.step import TrainingStep, draw
 from training.tracking import Tracker
-
-EXIT_STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def prepare_data(recipe: Recipe) -> Corpus:
@@ -62,22 +63,31 @@ class Trainer:
         """
         self.recipe, train = recipe, recipe.train
         self.run = RunDirectory(recipe.run.dir)
+        if train.deterministic:
+            be_deterministic()
         self.device = choose_device(train.device)
-        refuse_changes(self.run, recipe, "data", "optimizer", "run", "train")
-        begun = checkpoint.list_checkpoints(self.run.checkpoints)
-        before = self.run.read_config() if begun else None
-        settle_precision(recipe, self.device, before)
+        self.run.lock()
+        checkpoint.clear(self.run.checkpoints)
+        folder = self.run.latest()
+        before = resume.read_state(folder) if folder else None
+        if before is not None:
+            resume.refuse_changes(self.run, before, recipe, "data", "optimizer", "run", "train")
+        chosen = before.chosen if before else None
+        settle_precision(recipe, self.device, chosen)
         self.corpus = prepare_data(recipe)
         config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
         recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width and rate
         recipe.optimizer = fill_rates(recipe.optimizer, config, train.batch_size)
-        refuse_changes(self.run, recipe, "model")
+        if before is not None:
+            resume.refuse_changes(self.run, before, recipe, "model")
+            resume.refuse_another_corpus(self.run, before, self.corpus)
         tune(self.device)
-        settle_size(recipe, config, self.device, before)
-        refuse_another_tokenizer(self.run, self.corpus.tokenizer)
+        settle_size(recipe, config, self.device, chosen)
         aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
-        windows = Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing)
-        self.batches = Ahead(Loader(windows, train.batch_size, recipe.run.seed), pinned=self.device.type == "cuda")
+        self.loader = Loader(
+            Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing), train.batch_size, recipe.run.seed
+        )
+        self.batches = Ahead(self.loader, pinned=self.device.type == "cuda")
         self.evaluator = Evaluator(
             Windows(self.corpus.val, recipe.data.seq_len, aligned),
             train.micro_batch_size,
@@ -87,100 +97,175 @@ class Trainer:
         self.memory = MemoryMeter(self.device)
         self.thinker = draw(config, recipe.run.seed, self.device)
         self.train_step = TrainingStep(self.thinker, recipe)
-        self.optimizers, self.scaler = self.train_step.optimizers, self.train_step.scaler
-        self.step = self.tokens = 0
-        self.elapsed = 0.0  # seconds of training
-        self.best_loss: float | None = None
-        self.last: Evaluation | None = None
-        self.evaluated_at: int | None = None  # the step of the last evaluation
-        self.signal: int | None = None
         if train.sample_every:
             check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], self.thinker.config.max_seq_len)
         self.run.create()
         self.run.lock()
-        saved = self.resume()
-        self.finished = self.step > 0 and self.progress() >= 1 and self.evaluated_at == self.step
+        self.state = self.begin(folder, before)
+        self.saved = self.state.model_copy(deep=True) if folder else None
+        self.last: Evaluation | None = None
+        self.unread: list[Tensor] = []  # (loss, gradient norm) of the last steps, still on the device
+        self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # when the last line was: seconds, tokens, waited
+        self.saver = Saver(self.run.checkpoints, train.keep_last, train.keep_every, train.background_save)
+        self.interrupt = Interrupt()
+        self.finished = self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
         if not self.finished:
             self.run.write_config(recipe.model_dump(mode="json"))
         self.corpus.tokenizer.save(self.run.path)
-        self.tracker = Tracker(recipe, self.run, saved.get("wandb_id"))
+
+    def begin(self, folder: Path | None, before: RunState | None) -> RunState:
+        """Take up the checkpoint, if there is one. Returns where the run stands."""
+        recipe, machine = self.recipe, resume.describe_machine(self.device)
+        if folder is None or before is None:
+            resume.keep_best_of_a_lost_beginning(self.run, self.corpus.tokenizer)
+        else:
+            for newer in checkpoint.list_checkpoints(self.run.checkpoints):
+                if newer.name > folder.name:
+                    checkpoint.set_aside(newer, "damaged")  # or it would count as one of the last that are kept
+            if before.skipped > recipe.train.skip_bad_steps:
+                raise UserError(
+                    f"the run in {self.run.path} has left out {before.skipped} bad steps; train.skip_bad_steps cannot "
+                    "be fewer"
+                )
+            resume.restore(folder, self.train_step, before)
+            resume.say_what_differs(before, machine)
+        state = before or RunState()
+        self.tracker = Tracker(recipe, self.run, state.wandb_id)
+        self.run.cut_metrics(state.step, state.evaluated_at)
+        state.wandb_id = self.tracker.run_id or state.wandb_id
+        state.tokenizer, state.corpus = self.corpus.tokenizer.content_hash, self.corpus.sha256
+        state.machine, state.chosen = machine, Chosen(**recipe.train.model_dump(include=set(Chosen.model_fields)))
+        state.recipe = recipe.model_dump(mode="json")
+        return state
 
     def train(self) -> int:
         """Run until the recipe's end, or a signal. Returns the exit status."""
-        train = self.recipe.train
         if self.finished:
             print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
             self.tracker.finish()
             self.run.unlock()
             self.report()
             return 0
-        if self.step:
-            print(f"going on from step {self.step} in {self.run.path}", file=sys.stderr)
-        handlers = {number: signal.signal(number, self._on_signal) for number in EXIT_STATUS}
-        bar = tqdm(
-            total=1.0,
-            initial=self.progress(),
-            smoothing=0,  # the time left by the mean speed: an evaluation is no sign of slowness
-            bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
-        )
-        losses: list[Tensor] = []
-        logged_at, logged_tokens, logged_wait = self.elapsed, self.tokens, self.batches.waited
-        try:
-            while self.progress() < 1 and self.signal is None:
-                started = time.perf_counter()
-                factor = self.lr_factor()
-                batch = self.batches.batch(self.step)
-                loss, grad_norm = self.train_step(batch, factor)
-                losses.append(loss)
-                self.step += 1
-                self.tokens += batch.count
-                if self.step % train.log_every == 0:
-                    line = {"train_loss": torch.stack(losses).mean().item(), "lr": self.optimizers.lr * factor}
-                    losses.clear()
-                    self.refuse_divergence(line["train_loss"])
-                    line["grad_norm"] = float(grad_norm)
-                    self.elapsed += time.perf_counter() - started  # after .item(): the device has finished
-                    seconds = max(self.elapsed - logged_at, 1e-9)
-                    speed = (self.tokens - logged_tokens) / seconds
-                    line["data_wait"] = (self.batches.waited - logged_wait) / seconds
-                    logged_at, logged_tokens, logged_wait = self.elapsed, self.tokens, self.batches.waited
-                    self.log(line | self.speed(speed))
-                    val = f", validation {self.last.loss:.3f}" if self.last else ""
-                    bar.set_postfix_str(
-                        f"step {self.step}, loss {line['train_loss']:.3f}{val}, {speed:,.0f} tokens/s", refresh=False
-                    )
-                else:
-                    self.elapsed += time.perf_counter() - started
-                bar.update(self.progress() - bar.n)
-                if train.eval_every and self.step % train.eval_every == 0 and self.progress() < 1:
-                    self.evaluate()
-                if train.save_every and self.step % train.save_every == 0 and self.progress() < 1:
-                    self.save()
-                if train.sample_every and self.step % train.sample_every == 0:
-                    bar.write(f"step {self.step}: {self.sample()}", file=sys.stderr)
-            if self.signal is None and self.evaluated_at != self.step:
-                self.evaluate()
-            if not (self.run.checkpoints / self.name()).exists():
-                self.save()
-            bar.update(self.progress() - bar.n)
-        finally:
-            bar.close()
-            self.batches.close()
-            self.tracker.finish()
-            self.run.unlock()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None:
-            print(f"saved step {self.step} in {self.run.path}; the same command goes on from there", file=sys.stderr)
-            return EXIT_STATUS[self.signal]
-        self.report()
+        if self.state.step:
+            print(f"going on from step {self.state.step} in {self.run.path}", file=sys.stderr)
+        with lasting_output(), self.interrupt:
+            self.bar = tqdm(
+                total=1.0,
+                initial=self.progress(),
+                smoothing=0,  # the time left by the mean speed: an evaluation is no sign of slowness
+                bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
+            )
+            try:
+                self.until_the_end()
+                self.saver.wait()
+            finally:
+                self.bar.close()
+                self.batches.close()
+                self.saver.close()
+                self.tracker.finish()
+                self.run.unlock()
+            if self.interrupt:
+                print(f"saved step {self.state.step} in {self.run.path}; the same command goes on from there",
+                      file=sys.stderr)  # fmt: skip
+                return self.interrupt.status
+            self.report()
         return 0
+
+    def until_the_end(self) -> None:
+        """Every step, with what is due after it; then the last evaluation and the last checkpoint."""
+        train = self.recipe.train
+        if self.is_due(train.eval_every):  # the run was stopped in the midst of it
+            self.evaluate()
+        while self.progress() < 1 and not self.interrupt:
+            self.advance()
+            if self.is_due(train.eval_every):
+                self.evaluate()
+            if self.is_due(train.save_every):
+                self.save()
+            if train.sample_every and self.state.step % train.sample_every == 0:
+                self.bar.write(f"step {self.state.step}: {self.sample()}", file=sys.stderr)
+        if not self.interrupt:
+            self.evaluate()
+        self.save()
+        self.bar.update(self.progress() - self.bar.n)
+
+    def advance(self) -> None:
+        """One optimizer step, and a line of metrics where one is due."""
+        state, started = self.state, time.perf_counter()
+        factor = self.lr_factor()
+        batch = self.batches.batch(state.step)
+        loss, grad_norm = self.train_step(batch, factor)
+        self.unread.append(torch.stack((loss, grad_norm)))
+        state.step += 1
+        state.tokens += batch.count
+        if state.step % self.recipe.train.log_every:
+            state.elapsed_s += time.perf_counter() - started
+        else:
+            self.read_losses()
+            state.elapsed_s += time.perf_counter() - started  # the device has finished
+            self.log_steps(factor)
+        self.bar.update(self.progress() - self.bar.n)
+
+    def read_losses(self) -> None:
+        """Fetch what the last steps have found: of all a step does, only this waits for the device.
+
+        Raises Stopped where one had a loss or gradient that is not finite and may not be left out.
+        """
+        rows = torch.stack(self.unread).tolist() if self.unread else []
+        self.unread.clear()
+        for step, (loss, grad_norm) in enumerate(rows, self.state.step - len(rows)):
+            if math.isfinite(loss) and (math.isfinite(grad_norm) or self.train_step.scaler.is_enabled()):
+                self.state.pending.append((loss, finite(grad_norm)))
+            else:
+                self.leave_out(step, loss, grad_norm)
+
+    def leave_out(self, step: int, loss: float, grad_norm: float) -> None:
+        """Report a bad step (from 0), which has changed nothing. Raises Stopped where it was one too many."""
+        number, allowed = step + 1, self.recipe.train.skip_bad_steps
+        self.state.skipped += 1
+        found = f"step {number}: the loss is {loss:g}, the gradient's norm {grad_norm:g}"
+        report = {"step": number, "loss": finite(loss), "grad_norm": finite(grad_norm)}
+        report["sample_ids"] = self.loader.sample_ids(step)
+        if self.state.skipped <= allowed:
+            path = write_report(self.run, number, report)
+            self.bar.write(f"{found}: left out, {self.state.skipped} of {allowed} ({path})", file=sys.stderr)
+            return
+        report |= diagnose(self.thinker, self.loader, self.corpus.tokenizer, step)
+        path = write_report(self.run, number, report)
+        self.saver.save("bad", number, checkpoint.contents(self.thinker, {"step": number}))
+        again = f"the same command goes on from step {self.saved.step}" if self.saved else "nothing was saved yet"
+        raise Stopped(
+            f"{found}; no weight was changed. {path} names the samples and says more, bad-{number:08d} holds the "
+            f"weights. Lower optimizer.lr, or leave such steps out with train.skip_bad_steps={allowed + 1}; {again}"
+        )
+
+    def log_steps(self, factor: float) -> None:
+        """A line of metrics for the steps since the last one."""
+        state, now = self.state, (self.state.elapsed_s, self.state.tokens, self.batches.waited)
+        seconds, tokens, waited = (max(new - old, 1e-9) for new, old in zip(now, self.logged))
+        self.logged = now
+        if not state.pending:
+            return  # all of them were left out
+        losses, norms = zip(*state.pending)
+        state.pending = []
+        line = {"train_loss": math.fsum(losses) / len(losses), "lr": self.train_step.optimizers.lr * factor}
+        line |= {"grad_norm": norms[-1]} if norms[-1] is not None else {}
+        line |= {"skipped_steps": state.skipped} if state.skipped else {}
+        self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds))
+        val = f", validation {self.last.loss:.3f}" if self.last else ""
+        self.bar.set_postfix_str(
+            f"step {state.step}, loss {line['train_loss']:.3f}{val}, {tokens / seconds:,.0f} tokens/s", refresh=False
+        )
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether what happens every so many steps happens after this one. At the run's end all does."""
+        return bool(every and self.state.step and self.state.step % every == 0 and self.progress() < 1)
 
     def lr_factor(self) -> float:
         """What the next step's learning rates are of their peaks."""
         train = self.recipe.train
         return lr_factor(
-            self.step,
+            self.state.step,
             self.progress(),
             schedule=train.schedule,
             warmup_steps=train.warmup_steps,
@@ -191,8 +276,8 @@ class Trainer:
     def progress(self) -> float:
         """The share of the run that is done, in [0, 1]: of steps or of time, whichever is further."""
         train = self.recipe.train
-        steps = self.step / train.max_steps if train.max_steps else 0.0
-        minutes = self.elapsed / 60 / train.max_minutes if train.max_minutes else 0.0
+        steps = self.state.step / train.max_steps if train.max_steps else 0.0
+        minutes = self.state.elapsed_s / 60 / train.max_minutes if train.max_minutes else 0.0
         return min(1.0, max(steps, minutes))
 
     def speed(self, tokens_per_second: float) -> dict[str, float]:
@@ -205,97 +290,61 @@ class Trainer:
 
     def log(self, line: dict[str, Any]) -> None:
         """One line to metrics.jsonl and to wandb."""
-        line = {"step": self.step, "tokens": self.tokens, **line, "elapsed_s": self.elapsed}
+        line = {"step": self.state.step, "tokens": self.state.tokens, **line, "elapsed_s": self.state.elapsed_s}
         self.run.log(line)
         self.tracker.log(line)
 
     def evaluate(self) -> None:
-        """Measure the validation loss, log it, and keep the weights if they are the best so far."""
-        self.last = found = self.evaluator(self.thinker)
-        self.refuse_divergence(found.loss)
-        self.evaluated_at = self.step
+        """Measure the validation loss, unless that was done; log it, and keep the weights if they are the best so far.
+
+        A signal ends it without a result. Raises Stopped where the loss is not finite.
+        """
+        state = self.state
+        self.read_losses()
+        found = None if state.evaluated_at == state.step else self.evaluator(self.thinker, self.interrupt.__bool__)
+        if found is None:
+            return
+        if not math.isfinite(found.loss):
+            raise Stopped(
+                f"step {state.step}: the validation loss is {found.loss}; {self.run.checkpoints} is as it was"
+            )
+        self.last, state.evaluated_at = found, state.step
         line = {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
         if found.entropy_floor is not None:
             line["entropy_floor"] = found.entropy_floor
         self.log(line)
-        if self.best_loss is None or found.loss < self.best_loss:
-            self.best_loss = found.loss
-            older = checkpoint.list_checkpoints(self.run.checkpoints, "best")
-            new = self.run.checkpoints / self.name("best")
-            checkpoint.save(new, self.thinker, {"step": self.step, "val_loss": found.loss})
-            for path in older:
-                if path != new:
-                    checkpoint.remove(path)
+        if state.best_val_loss is None or found.loss < state.best_val_loss:
+            state.best_val_loss = found.loss
+            best = checkpoint.contents(self.thinker, {"step": state.step, "val_loss": found.loss})
+            self.saver.save("best", state.step, best)
 
-    def refuse_divergence(self, loss: float) -> None:
-        """Raise UserError where a loss is no number any more: what comes after it must not replace a checkpoint."""
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the loss is {loss} after step {self.step}: the run has diverged; lower optimizer.lr. "
-                f"The checkpoints in {self.run.checkpoints} are from before"
-            )
+    def save(self) -> None:
+        """Write a checkpoint of where the run stands, unless there is one."""
+        self.read_losses()
+        self.state.scaler = self.train_step.scaler.state_dict()
+        if self.state != self.saved:
+            tensors = resume.training_tensors(self.train_step)
+            files = checkpoint.contents(self.thinker, self.state.model_dump(mode="json"), tensors)
+            self.saver.save("step", self.state.step, files)
+            self.saved = self.state.model_copy(deep=True)
 
     def sample(self) -> str:
         """A line from the model as it is now."""
         generator = Generator(self.thinker, self.corpus.tokenizer)
-        prompt = self.recipe.train.sample_prompt
-        completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=self.step))
+        prompt, seed = self.recipe.train.sample_prompt, self.state.step
+        completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
         return " ".join((prompt + completion[0].text).split())
-
-    def name(self, kind: str = "step") -> str:
-        """The name of a checkpoint made now."""
-        return f"{kind}-{self.step:08d}"
-
-    def save(self) -> None:
-        """Write a checkpoint, then remove those beyond train.keep_last."""
-        state = {
-            "step": self.step,
-            "tokens": self.tokens,
-            "elapsed_s": self.elapsed,
-            "best_val_loss": self.best_loss,
-            "wandb_id": self.tracker.run_id,
-            "scaler": self.scaler.state_dict(),
-        }
-        training = self.optimizers.tensors() | {"random.cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            training["random.cuda"] = torch.cuda.get_rng_state(self.device)
-        checkpoint.save(self.run.checkpoints / self.name(), self.thinker, state, training)
-        for folder in checkpoint.list_checkpoints(self.run.checkpoints)[: -self.recipe.train.keep_last]:
-            checkpoint.remove(folder)
-
-    def resume(self) -> dict[str, Any]:
-        """Take up the newest whole checkpoint, if there is one. Returns its state, or an empty dictionary."""
-        checkpoint.clear(self.run.checkpoints)
-        folder = self.run.latest()
-        if folder is None:
-            self.run.cut_metrics(0)
-            return {}
-        for newer in checkpoint.list_checkpoints(self.run.checkpoints):
-            if newer.name > folder.name:
-                checkpoint.set_aside(newer)  # or it would count as one of the last that are kept
-        state = checkpoint.read_json(folder / "state.json")
-        training = checkpoint.read_tensors(folder / "training.safetensors")
-        checkpoint.load_weights(self.thinker, checkpoint.read_tensors(folder / "model.safetensors"), folder)
-        self.optimizers.load_tensors(training)
-        self.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(training["random.cpu"])
-        if self.device.type == "cuda" and "random.cuda" in training:
-            torch.cuda.set_rng_state(training["random.cuda"], self.device)
-        self.step, self.tokens, self.elapsed = state["step"], state["tokens"], state["elapsed_s"]
-        self.best_loss = state["best_val_loss"]
-        self.run.cut_metrics(self.step)
-        steps = [line["step"] for line in self.run.read_metrics() if "val_loss" in line]
-        self.evaluated_at = steps[-1] if steps else None
-        return state
 
     def report(self) -> None:
         """Say how the run ended, and draw it."""
-        lines = list(self.run.read_metrics())
+        lines, state = list(self.run.read_metrics()), self.state
         picture = self.run.path / "loss.png"
-        draw_loss(lines, picture, f"{self.run.path.name}: {self.tokens:,} tokens in {self.elapsed / 60:.1f} minutes")
+        draw_loss(
+            lines, picture, f"{self.run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes"
+        )
         val = next(line for line in reversed(lines) if "val_loss" in line)
         floor = val.get("entropy_floor")
-        print(f"finished: {self.step} steps, {self.tokens:,} tokens, {self.elapsed:.0f} s of training")
+        print(f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of training")
         print(f"validation loss {val['val_loss']:.4f} nats a token, {val['val_bits_per_byte']:.4f} bits a byte")
         if floor is not None:
             above = val["val_loss"] / floor - 1
@@ -304,10 +353,3 @@ class Trainer:
         python = Path(sys.executable)
         python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
         print(f"sample from it: {python} generate.py {self.run.path}")
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self.signal is not None:
-            signal.signal(number, signal.SIG_DFL)  # asked twice: leave at once
-            signal.raise_signal(number)
-        self.signal = number
-        print("\nfinishing this step and saving; once more leaves at once", file=sys.stderr)

@@ -33,8 +33,13 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
-        """One update. A parameter without a gradient stays as it is."""
+        """One update. A parameter without a gradient stays as it is.
+
+        As with torch's fused AdamW, an attribute `found_inf` (a scalar on the device) that is 1 leaves everything as it
+        is, whatever the gradients are, and the host need not know.
+        """
         assert closure is None, "our loop computes the loss"
+        skip = None if getattr(self, "found_inf", None) is None else self.found_inf > 0
         for group in self.param_groups:
             by_shape: dict[tuple[int, ...], list[Tensor]] = {}
             for parameter in group["params"]:
@@ -47,13 +52,21 @@ class Muon(torch.optim.Muon):
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(parameter)
                         state["row_squares"] = torch.zeros(shape[0], 1, device=parameter.device)
-                    momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                    updates.append(parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
+                    momentum, grad = state["momentum_buffer"], parameter.grad
+                    if skip is not None:
+                        grad = torch.where(skip, momentum, grad)  # towards itself it does not move
+                    momentum.lerp_(grad, 1 - group["momentum"])
+                    updates.append(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
                 stacked = orthogonalise(torch.stack(updates).to(self.dtype))  # (n, rows, columns)
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
-                stacked = even_rows(stacked, [self.state[p]["row_squares"] for p in parameters], self.row_beta)
+                rows = [self.state[p]["row_squares"] for p in parameters]
+                weight = 1 - self.row_beta
+                stacked = even_rows(stacked, rows, weight if skip is None else torch.where(skip, 0.0, weight))
                 for parameter, update in zip(parameters, stacked):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
+                    moved = parameter if skip is None else parameter.clone()
+                    moved.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
+                    if skip is not None:
+                        parameter.copy_(torch.where(skip, parameter, moved))
 
 
 def orthogonalise(x: Tensor) -> Tensor:
@@ -76,14 +89,14 @@ def orthogonalise(x: Tensor) -> Tensor:
     return x if wide else x.mT
 
 
-def even_rows(updates: Tensor, rows: list[Tensor], beta: float) -> Tensor:
+def even_rows(updates: Tensor, rows: list[Tensor], weight: float | Tensor) -> Tensor:
     """Each row of each update (n, rows, columns) by its root mean square over the steps, the whole's norm unchanged.
 
-    `rows`, n times (rows, 1), holds the decaying mean of the squares and is brought up to date. Since a factor of the
-    whole matrix cancels, the mean needs no correction for having begun at zero.
+    `rows`, n times (rows, 1), holds the decaying mean of the squares and is brought up to date, with `weight` for the
+    new ones. Since a factor of the whole matrix cancels, the mean needs no correction for having begun at zero.
     """
     squares = updates.float().square().mean(2, keepdim=True)  # (n, rows, 1)
-    means = torch.stack([row.lerp_(new, 1 - beta) for row, new in zip(rows, squares)])
+    means = torch.stack([row.lerp_(new, weight) for row, new in zip(rows, squares)])
     scale = means.clamp(min=1e-30).rsqrt()
     after = (squares * scale.square()).sum(1, keepdim=True).clamp(min=1e-30)
     return updates * (scale * (squares.sum(1, keepdim=True) / after).sqrt())

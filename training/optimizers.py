@@ -85,6 +85,19 @@ class Optimizers:
             for group, peak in zip(optimizer.param_groups, peaks):
                 group["lr"] = peak * factor
 
+    def step(self, skip: Tensor | None = None) -> None:
+        """One update of everything, or, where `skip` (a scalar on the device) is true, of nothing at all.
+
+        A GPU is not waited for: its kernels read `skip` themselves.
+        """
+        if skip is not None and skip.device.type != "cuda":
+            if bool(skip):
+                return
+            skip = None
+        for optimizer in self.optimizers:
+            optimizer.found_inf = None if skip is None else skip.float()
+            optimizer.step()
+
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for optimizer in self.optimizers:
@@ -98,6 +111,20 @@ class Optimizers:
                 for name, parameter in zip(group["param_names"], group["params"]):
                     for key, value in optimizer.state[parameter].items():
                         found[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+        return found
+
+    def expected(self) -> dict[str, Tensor]:
+        """Tensors of the shapes that tensors() has after a first step, without contents."""
+        found = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for name, parameter in zip(group["param_names"], group["params"]):
+                    like = torch.empty_like(parameter, device="meta")
+                    if isinstance(optimizer, Muon):
+                        state = {"momentum_buffer": like, "row_squares": torch.empty(len(parameter), 1, device="meta")}
+                    else:
+                        state = {"step": torch.empty((), device="meta"), "exp_avg": like, "exp_avg_sq": like}
+                    found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:

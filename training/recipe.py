@@ -137,6 +137,10 @@ class TrainSection(Section):
     eval_windows: Positive | None = None  # of the validation set, the first so many; null: all
     save_every: Positive | None = 500  # steps; null: at the end only
     keep_last: Positive = 2  # checkpoints; the best one is kept beside them
+    keep_every: Positive | None = None  # steps: checkpoints at their multiples are never removed; null: none
+    background_save: bool = False  # written from a copy of the state, while training goes on
+    skip_bad_steps: Annotated[int, Field(ge=0)] = 0  # so many may have a loss or gradient that is not finite
+    deterministic: bool = False  # the same recipe twice gives the same bits, on the same machine
     sample_every: Positive | None = None  # steps; null: no samples while training
     sample_prompt: str = ""
 
@@ -176,6 +180,10 @@ class Recipe(Section):
             )
         if optimizer.name == "adamw" and optimizer.momentum is not None:
             raise ValueError("optimizer.momentum is read by muon only; with adamw write optimizer.momentum=null")
+        if train.deterministic and train.max_minutes is not None:
+            raise ValueError("train.deterministic needs train.max_minutes=null: no two runs take the same time")
+        if train.deterministic and train.micro_batch_size == "auto":
+            raise ValueError("train.deterministic needs a train.micro_batch_size: what is free differs from run to run")
         max_seq_len = self.model.max_seq_len or self.data.seq_len
         if self.data.seq_len > max_seq_len:
             raise ValueError(

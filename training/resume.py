@@ -1,24 +1,74 @@
-"""What may not change when a run goes on: whatever decides what its weights mean and which batch comes next."""
+"""What a run needs to go on bit for bit, and what may not change when it does."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from data.corpus import Corpus
 from data.tokenizer import Tokenizer
+from device import device_name
 from errors import UserError
-from storage.checkpoint import list_checkpoints
+from storage import checkpoint
+from storage.checkpoint import Damaged
 from storage.run_directory import RunDirectory
 from training.recipe import Recipe
+from training.settle import Chosen
+from training.step import TrainingStep
 
-ONLY = {"optimizer": ("name",), "run": ("seed",), "train": ("batch_size",)}  # of these sections; of others every key
+# Of these sections only these keys; of model and data every key.
+ONLY = {"optimizer": ("name",), "run": ("seed",), "train": ("batch_size",)}
 
 
-def refuse_changes(run: RunDirectory, recipe: Recipe, *sections: str) -> None:
-    """Raise UserError, naming the key, where it differs from the run that was begun in that directory."""
-    before, now = run.read_config(), recipe.model_dump(mode="json")
-    if before is None or not list_checkpoints(run.checkpoints):
-        return
+class RunState(BaseModel):
+    """All that decides a run's future beside its tensors, as state.json holds it."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    step: int = Field(0, ge=0)  # steps done; with the seed it is the position in the data too
+    tokens: int = 0
+    elapsed_s: float = 0.0  # of training
+    best_val_loss: float | None = None
+    evaluated_at: int | None = None  # the step of the last evaluation
+    skipped: int = Field(0, ge=0)  # bad steps
+    pending: list[
+        tuple[float, float | None]
+    ] = []  # loss and gradient norm of steps that are in no line of metrics.jsonl yet
+    wandb_id: str | None = None
+    scaler: dict[str, float | int] = {}
+    tokenizer: str = ""  # content hash
+    corpus: str = ""  # sha256 of its tokens
+    machine: dict[str, str] = {}
+    chosen: Chosen | None = None
+    recipe: dict[str, dict[str, Any]] = {}  # resolved
+
+
+def read_state(folder: Path) -> RunState:
+    """The state of a checkpoint. Raises Damaged where it is none of a run's."""
+    path = folder / "state.json"
+    try:
+        return RunState.model_validate(checkpoint.read_json(path))
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise Damaged(f"{path} holds no state of a run of this version: {where} is wrong") from error
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """What has to stay the same for the same bits."""
+    return {"device": device_name(device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
+
+
+def refuse_changes(run: RunDirectory, before: RunState, recipe: Recipe, *sections: str) -> None:
+    """Raise UserError, naming the key, where what decides the weights or the batches differs from before."""
+    now = recipe.model_dump(mode="json")
     for section in sections:
         for key, value in now[section].items():
-            then = before.get(section, {}).get(key)
+            then = before.recipe.get(section, {}).get(key)
             if key in ONLY.get(section, (key,)) and value != then and key != "cache_dir":
                 raise UserError(
                     f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {then!r}; "
@@ -26,11 +76,68 @@ def refuse_changes(run: RunDirectory, recipe: Recipe, *sections: str) -> None:
                 )
 
 
-def refuse_another_tokenizer(run: RunDirectory, tokenizer: Tokenizer) -> None:
-    """Raise UserError where the text has changed so that ids would mean other words than the weights know."""
-    begun = any(list_checkpoints(run.checkpoints, kind) for kind in ("step", "best"))
-    if begun and Tokenizer.load(run.path).content_hash != tokenizer.content_hash:
+def refuse_another_corpus(run: RunDirectory, before: RunState, corpus: Corpus) -> None:
+    """Raise UserError where ids would mean other words than the weights know, or the batches would be others."""
+    changed = "tokenizer" if before.tokenizer != corpus.tokenizer.content_hash else "tokens"
+    if changed == "tokenizer" or before.corpus != corpus.sha256:
         raise UserError(
-            f"the text has changed, and with it the tokenizer, since the run in {run.path} was begun; "
+            f"the text has changed, and with it the {changed}, since the run in {run.path} was begun; "
             "put it back, or choose another run.dir"
         )
+
+
+def say_what_differs(before: RunState, now: dict[str, str]) -> None:
+    """On stderr, why the numbers will not be those of the machine before to the last bit."""
+    for key, value in now.items():
+        then = before.machine.get(key)
+        if then != value:
+            print(f"going on with {key} {value}, after {then}: not to the same bit any more", file=sys.stderr)
+
+
+def keep_best_of_a_lost_beginning(run: RunDirectory, tokenizer: Tokenizer) -> None:
+    """Put aside the best weights of a run that ended before its first save, and begins anew."""
+    for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
+        tokenizer.save(folder)  # the run's own may become another
+        checkpoint.set_aside(folder, "earlier")
+
+
+def training_tensors(step: TrainingStep) -> dict[str, Tensor]:
+    """Optimizer and random states, live."""
+    return step.optimizers.tensors() | random_states(step.device)
+
+
+def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
+    """Put a checkpoint into model, optimizers, scaler and random generators, its shapes having been checked.
+
+    Raises Damaged where a file holds something else.
+    """
+    path = folder / "training.safetensors"
+    names, random = checkpoint.tensor_names(path), random_states(step.device)
+    expected: dict[str, Tensor | None] = {name: random.get(name) for name in names if name.startswith("random.")}
+    expected["random.cpu"] = random["random.cpu"]
+    begun = any(name.startswith("optimizer.") for name in names)  # not before the first step
+    tensors = checkpoint.read_tensors(path, expected | (step.optimizers.expected() if begun else {}))
+    checkpoint.load_weights(step.thinker, folder)
+    if begun:
+        step.optimizers.load_tensors(tensors)
+    try:
+        torch.set_rng_state(tensors["random.cpu"])
+        if "random.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random.cuda"], step.device)
+        if "random.mps" in tensors:
+            torch.mps.set_rng_state(tensors["random.mps"])
+        if state.scaler:
+            step.scaler.load_state_dict(state.scaler)
+    except (RuntimeError, KeyError) as error:
+        raise Damaged(f"{folder} holds no random state or loss scale: {error}") from error
+    step.bad.fill_(state.skipped)
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Of the generators that training draws from."""
+    states = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random.cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        states["random.mps"] = torch.mps.get_rng_state()
+    return states

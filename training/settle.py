@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import Any
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, Field
 
 from device import choose_precision, matmul_flops
 from errors import UserError
@@ -21,35 +22,58 @@ COMPILING = {"cpu": (35.0, {384: 0.12, 256: 0.04, 0: 0.0}), "cuda": (60.0, {0: 0
 REACHED = 0.4  # the share of the device's matrix products that a step comes to, for a first guess of its time
 
 
-def settle_precision(recipe: Recipe, device: torch.device, before: dict[str, Any] | None) -> None:
-    """`before`: the resolved recipe of a run that goes on. Raises UserError where the device has no such precision."""
+class Chosen(BaseModel):
+    """What a run was begun with on its machine, whether chosen or written in its recipe."""
+
+    precision: Literal["fp32", "bf16", "fp16"]
+    compile: bool
+    micro_batch_size: int = Field(ge=1)
+
+
+def settle_precision(recipe: Recipe, device: torch.device, before: Chosen | None) -> None:
+    """`before`: of a run that goes on. Raises UserError where the device has no such precision."""
     train = recipe.train
     if train.precision == "auto" and before is not None:
-        train.precision = before.get("train", {}).get("precision", "auto")
+        try:
+            train.precision = choose_precision(before.precision, device)
+        except UserError as error:
+            raise UserError(f"the run was begun in {before.precision}: {error}") from error
+    if train.precision == "auto" and train.deterministic and device.type == "cpu":
+        train.precision = "fp32"  # the choice would rest on a measurement, which differs from run to run
     train.precision = choose_precision(train.precision, device)
 
 
-def settle_size(recipe: Recipe, config: ThinkerConfig, device: torch.device, before: dict[str, Any] | None) -> None:
+def settle_size(recipe: Recipe, config: ThinkerConfig, device: torch.device, before: Chosen | None) -> None:
     """How many sequences at once, and whether blocks are compiled; what was chosen is said on stderr.
 
-    Raises UserError where not one sequence fits, or activations have no other memory to go to.
+    Raises UserError where not one sequence fits, activations have no other memory to go to, or a run that was begun
+    compiled cannot be here.
     """
-    train, then = recipe.train, (before or {}).get("train", {})
+    train = recipe.train
     if train.offload_activations and device.type != "cuda":
         raise UserError(
             f"train.offload_activations moves activations off a CUDA GPU; this run is on {device.type}. "
             "train.recompute_every=1 saves memory here"
         )
     if train.micro_batch_size == "auto":
-        train.micro_batch_size = then.get("micro_batch_size")
-        if train.micro_batch_size is None:
+        if before is not None:
+            train.micro_batch_size = before.micro_batch_size
+        else:
             free = free_memory(device)
             train.micro_batch_size = largest_micro_batch(recipe, config, device, free)
             print(f"{train.micro_batch_size} sequences at once fit into {free / 1e9:.1f} GB", file=sys.stderr)
     train.micro_batch_size = train.micro_batch_size or train.batch_size
     if train.compile == "auto":
-        train.compile = then.get("compile")
-        if train.compile is None:
+        if before is not None:
+            train.compile = before.compile
+            if train.compile and not can_compile(device):
+                raise UserError(
+                    "the run was begun with compiled blocks, and there is no C++ compiler here; install one, or go on "
+                    "with train.compile=false, though not to the same bit"
+                )
+        elif train.deterministic:
+            train.compile = False  # likewise
+        else:
             train.compile, reason = compiling_pays(recipe, config, device)
             print(f"{'compiling' if train.compile else 'not compiling'} the blocks: {reason}", file=sys.stderr)
 
@@ -58,7 +82,7 @@ def compiling_pays(recipe: Recipe, config: ThinkerConfig, device: torch.device) 
     """Whether what compiled steps save over the planned run is more than compiling takes, and the sum in words."""
     if device.type not in COMPILING:
         return False, f"not tried on {device.type}"
-    if device.type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+    if not can_compile(device):
         return False, "there is no C++ compiler"
     cost, shares = COMPILING[device.type]
     share = next(share for width, share in shares.items() if config.d_model >= width)
@@ -68,6 +92,11 @@ def compiling_pays(recipe: Recipe, config: ThinkerConfig, device: torch.device) 
     saved = share * planned
     words = f"it takes about {cost:.0f} s and would save about {saved:.0f} of {planned:.0f}"
     return saved > cost, words
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether a CPU's machine has the compiler that torch needs; a GPU's brings its own."""
+    return device.type != "cpu" or any(shutil.which(name) for name in ("g++", "clang++"))
 
 
 def planned_seconds(recipe: Recipe, config: ThinkerConfig, device: torch.device) -> float:

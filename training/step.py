@@ -18,14 +18,22 @@ from training.recipe import Recipe
 
 
 class TrainingStep:
-    """A model, its optimizers and the step that training repeats. The recipe's choices must be settled."""
+    """A model, its optimizers and the step that training repeats. The recipe's choices must be settled.
 
-    def __init__(self, thinker: Thinker, recipe: Recipe) -> None:
+    Attributes:
+        bad: how many steps had a loss or gradient that is not finite (in fp16 a loss: gradients overflow by design).
+            Such a step changes nothing, and after more than train.skip_bad_steps of them none does any more, so that
+            the weights are still those of before when the host comes to know. Counted on the device.
+        guarded: whether that is looked at.
+    """
+
+    def __init__(self, thinker: Thinker, recipe: Recipe, guarded: bool = True) -> None:
         self.train, self.thinker, self.device = recipe.train, thinker.train(), thinker.device
         self.thinker.activation_dtype = DTYPES[self.train.precision]
         rates = fill_rates(recipe.optimizer, thinker.config, recipe.train.batch_size)
         self.optimizers = Optimizers(self.thinker, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
+        self.guarded, self.bad = guarded, torch.zeros((), dtype=torch.int64, device=self.device)
         if self.train.recompute_every:
             recompute(self.thinker, self.train.recompute_every)
         if self.train.compile:
@@ -47,13 +55,17 @@ class TrainingStep:
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.thinker.parameters(), train.grad_clip or float("inf"))
-        # fp16 alone asks the device: where one gradient is not finite, clipping has spoilt them all.
-        if not self.scaler.is_enabled() or bool(grad_norm.isfinite()):
-            for optimizer in self.optimizers.optimizers:
-                self.scaler.step(optimizer)
+        loss = total / max(batch.count, 1)
+        self.optimizers.step(self.skip(loss, grad_norm) if self.guarded else None)
         self.scaler.update()
         self.optimizers.zero_grad()
-        return total / max(batch.count, 1), grad_norm
+        return loss, grad_norm
+
+    def skip(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Count a bad step; whether this one must change nothing, still on the device."""
+        finite = loss.isfinite() & grad_norm.isfinite()
+        self.bad += ~(loss.isfinite() if self.scaler.is_enabled() else finite)
+        return ~finite | (self.bad > self.train.skip_bad_steps)
 
 
 def draw(config: ThinkerConfig, seed: int, device: torch.device) -> Thinker:

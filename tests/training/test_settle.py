@@ -9,6 +9,7 @@ from training import settle
 from training.recipe import check_recipe
 
 CPU = torch.device("cpu")
+BEFORE = settle.Chosen(precision="bf16", compile=False, micro_batch_size=2)
 WIDE = ThinkerConfig(vocab_size=100, d_model=384, n_layers=2, n_heads=4)
 NARROW = ThinkerConfig(vocab_size=100, d_model=64, n_layers=2, n_heads=4)
 
@@ -47,16 +48,16 @@ def test_the_shorter_limit_counts_and_steps_are_guessed_from_their_flops():
 
 def test_what_was_chosen_before_is_kept_and_what_is_written_is_obeyed(capsys):
     tree = recipe(compile="auto", micro_batch_size="auto", max_minutes=3000)
-    settle.settle_size(tree, WIDE, CPU, {"train": {"compile": False, "micro_batch_size": 2}})
+    settle.settle_size(tree, WIDE, CPU, BEFORE)
     assert (tree.train.compile, tree.train.micro_batch_size) == (False, 2)
     tree = recipe(compile=True, micro_batch_size=3)
-    settle.settle_size(tree, NARROW, CPU, {"train": {"compile": False, "micro_batch_size": 2}})
+    settle.settle_size(tree, NARROW, CPU, BEFORE)
     assert (tree.train.compile, tree.train.micro_batch_size) == (True, 3)
     tree = recipe(micro_batch_size=None)
     settle.settle_size(tree, NARROW, CPU, None)
     assert tree.train.micro_batch_size == 6
     tree = recipe(precision="auto")
-    settle.settle_precision(tree, CPU, {"train": {"precision": "bf16"}})
+    settle.settle_precision(tree, CPU, BEFORE)
     assert tree.train.precision == "bf16"
 
 
@@ -74,3 +75,25 @@ def test_a_micro_batch_that_fits_is_found_and_said(capsys, monkeypatch):
 def test_activations_can_leave_a_gpu_only():
     with pytest.raises(UserError, match="off a CUDA GPU"):
         settle.settle_size(recipe(offload_activations=True), NARROW, CPU, None)
+
+
+def test_a_machine_that_cannot_go_on_as_it_was_begun_is_told_why(monkeypatch):
+    monkeypatch.setattr(settle.shutil, "which", lambda name: None)
+    compiled = settle.Chosen(precision="fp32", compile=True, micro_batch_size=2)
+    with pytest.raises(UserError, match="begun with compiled blocks, and there is no C.. compiler here"):
+        settle.settle_size(recipe(compile="auto"), NARROW, CPU, compiled)
+    half = settle.Chosen(precision="fp16", compile=False, micro_batch_size=2)
+    with pytest.raises(UserError, match="begun in fp16: precision fp16 trains on a GPU only"):
+        settle.settle_precision(recipe(precision="auto"), CPU, half)
+
+
+def test_deterministic_training_measures_nothing(monkeypatch):
+    monkeypatch.setattr(settle, "compiling_pays", None)
+    monkeypatch.setattr(settle, "choose_precision", lambda name, device: {"fp32": "fp32"}[name])
+    tree = recipe(deterministic=True, precision="auto", compile="auto", max_minutes=None, max_steps=5)
+    settle.settle_precision(tree, CPU, None)
+    settle.settle_size(tree, WIDE, CPU, None)
+    assert (tree.train.precision, tree.train.compile) == ("fp32", False)
+    for change in ({"max_minutes": 1}, {"micro_batch_size": "auto"}):
+        with pytest.raises(UserError, match="train.deterministic needs"):
+            recipe(**{"deterministic": True, "max_minutes": None, "max_steps": 5, **change})

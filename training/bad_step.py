@@ -1,0 +1,82 @@
+"""A step whose loss or gradient is not finite: what it was made of, and where the numbers leave the finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.loader import Loader
+from data.tokenizer import Tokenizer
+from model import Thinker
+from storage.run_directory import RunDirectory
+
+TEXT_CHARS = 200  # of each sample, in a report
+
+
+def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
+    """Each sample of a step (from 0) alone, forward and backward without dropout, on the weights as they are.
+
+    Returns "samples": id, loss (nats a token) and gradient norm (None where not finite), and the text's beginning;
+    "first_not_finite": the first module whose output is not; "gradients_not_finite": names of parameters;
+    "largest_weight": [name, value].
+    """
+    plain, samples, found = _plain(thinker), [], {"module": None}
+    bad: set[str] = set()
+    for name, module in plain.named_modules():
+        module.register_forward_hook(_watch(found, name or "loss"))
+    for row, number in enumerate(loader.sample_ids(step)):
+        inputs, targets = (part.to(thinker.device) for part in loader.batch(step, slice(row, row + 1)))  # (1, T)
+        loss_sum, count = plain(inputs, targets=targets)
+        loss = loss_sum / max(int(count), 1)
+        loss.backward()
+        gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        if not math.isfinite(norm):
+            bad |= {name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())}
+        plain.zero_grad(set_to_none=True)
+        text = tokenizer.decode(inputs[0].tolist())[:TEXT_CHARS]
+        samples.append({"id": number, "loss": finite(loss), "grad_norm": finite(norm), "text": text})
+    largest = max(thinker.named_parameters(), key=lambda named: float(named[1].detach().abs().max()))
+    return {
+        "samples": samples,
+        "first_not_finite": found["module"],
+        "gradients_not_finite": sorted(bad),
+        "largest_weight": [largest[0], float(largest[1].detach().abs().max())],
+    }
+
+
+def write_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
+    """Keep a report in the run directory, under the step's number (from 1). Returns its path."""
+    path = run.path / f"bad-step-{step:08d}.json"
+    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def finite(value: Tensor | float) -> float | None:
+    """The number, or None for what JSON cannot hold."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _plain(thinker: Thinker) -> Thinker:
+    """The same weights in a model that is not compiled, for evaluation."""
+    with torch.device("meta"):
+        plain = Thinker(thinker.config)
+    plain.load_state_dict(thinker.state_dict(), assign=True)
+    if thinker.config.tie_embeddings:
+        plain.head.weight = plain.embedding.weight
+    plain.activation_dtype = thinker.activation_dtype
+    return plain.requires_grad_().eval()
+
+
+def _watch(found: dict[str, str | None], name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
+        if found["module"] is None and not all(bool(part.isfinite().all()) for part in tensors):
+            found["module"] = name
+
+    return hook

@@ -1,0 +1,89 @@
+"""Being stopped: signals, and a terminal or pipe that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+
+class Interrupt:
+    """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `number`; a second one ends the process at once.
+
+    A signal that was ignored when the process began (nohup, a shell's background job) stays ignored.
+    """
+
+    NUMBERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def status(self) -> int:
+        """The exit status that tells which signal it was, as shells do: 129, 130, 143."""
+        return 128 + (self.number or 0)
+
+    def __enter__(self) -> Interrupt:
+        ours = [number for number in self.NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._on_signal) for number in ours}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __bool__(self) -> bool:
+        return self.number is not None
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self.number = number
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)  # the system's own: it does not wait for Python's turn
+        print("\nfinishing this step and saving; once more leaves at once", file=sys.stderr)
+
+
+class Lasting:
+    """A text stream whose reader may go away: a closed terminal, or a `tee` that Ctrl-C ended with us.
+
+    From then on what is written is lost, and nothing else is.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As of any stream."""
+        with self._whatever_happens():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As of any stream."""
+        with self._whatever_happens():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextlib.contextmanager
+    def _whatever_happens(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Standard output and standard error that cannot end a training."""
+    with contextlib.redirect_stdout(Lasting(sys.stdout)), contextlib.redirect_stderr(Lasting(sys.stderr)):
+        yield
