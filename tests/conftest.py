@@ -44,6 +44,16 @@ def run_script(*arguments, cwd=ROOT, timeout=120, **environment):
     )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--prove", action="store_true", help="the long proofs in full: make prove")
+
+
+@pytest.fixture(scope="session")
+def prove(request):
+    """Whether proofs that take minutes run in full; a sample of each otherwise."""
+    return request.config.getoption("--prove")
+
+
 @pytest.fixture(scope="session")
 def script():
     return run_script
