@@ -48,6 +48,14 @@ def pytest_addoption(parser):
     parser.addoption("--prove", action="store_true", help="the long proofs in full: make prove")
 
 
+def pytest_collection_modifyitems(config, items):
+    """What is marked `prove` belongs to make prove alone."""
+    if not config.getoption("--prove"):
+        left_out = [item for item in items if item.get_closest_marker("prove")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session")
 def prove(request):
     """Whether proofs that take minutes run in full; a sample of each otherwise."""

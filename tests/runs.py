@@ -1,7 +1,6 @@
 """Real trainings for tests: start, kill, go on, and compare to the last bit."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -47,7 +46,7 @@ def steps(run):
 
 def debris(run):
     """What a process left among the checkpoints under hidden names."""
-    return [name for name in os.listdir(run / "checkpoints") if name.startswith(".")]
+    return [path.name for path in (run / "checkpoints").glob(".*")]
 
 
 EVERYWHERE_ELSE = ("elapsed_s", "tokens_per_second", "peak_memory_bytes", "data_wait")  # times, and what follows
