@@ -23,7 +23,7 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
 
     Returns "samples": id, loss (nats a token) and gradient norm (None where not finite), and the text's beginning;
     "first_not_finite": the first module whose output is not; "gradients_not_finite": names of parameters;
-    "largest_weight": [name, value].
+    "largest_weight": [name, size], None for a size that is not finite.
     """
     plain, samples, found = _plain(thinker), [], {"module": None}
     bad: set[str] = set()
@@ -34,6 +34,7 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
         loss_sum, count = plain(inputs, targets=targets)
         loss = loss_sum / max(int(count), 1)
         loss.backward()
+        loss = loss.detach()
         gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not math.isfinite(norm):
@@ -41,12 +42,13 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
         plain.zero_grad(set_to_none=True)
         text = tokenizer.decode(inputs[0].tolist())[:TEXT_CHARS]
         samples.append({"id": number, "loss": finite(loss), "grad_norm": finite(norm), "text": text})
-    largest = max(thinker.named_parameters(), key=lambda named: float(named[1].detach().abs().max()))
+    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in thinker.named_parameters()}
+    largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,
         "first_not_finite": found["module"],
         "gradients_not_finite": sorted(bad),
-        "largest_weight": [largest[0], float(largest[1].detach().abs().max())],
+        "largest_weight": [largest, finite(sizes[largest])],
     }
 
 
