@@ -413,45 +413,6 @@ def test_a_command_line_without_a_recipe():
     assert "recipe" in done.stderr
 
 
-FULL_DISK = """
-import subprocess, sys
-from pathlib import Path
-from storage import checkpoint
-mount, size, command = sys.argv[1], sys.argv[2], sys.argv[3:]
-subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount], check=True)
-done = subprocess.run(command, capture_output=True, text=True)
-folder = Path(mount) / "run" / "checkpoints"
-kept = []
-for found in checkpoint.list_checkpoints(folder):
-    checkpoint.verify(found)
-    kept.append(f"whole {found.name}")
-kept.append(f"debris {[path.name for path in folder.iterdir() if path.name.startswith('.')]}")
-print(done.returncode, done.stderr, kept, sep="\\n@@\\n")
-"""
-
-
-def test_a_full_disk(tiny, tmp_path):
-    """A small file system of its own, so that the disk is really full; the cache stays on the large one."""
-    alone = [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user"]
-    private = [*alone, "unshare", "--mount"]
-    if shutil.which("unshare") is None or subprocess.run([*private, "true"], capture_output=True).returncode:
-        pytest.skip("needs a mount namespace")
-    (tmp_path / "small").mkdir()
-    options = [f"run.dir={tmp_path / 'small' / 'run'}", "train.keep_last=100", "train.max_steps=1000",
-               "train.eval_every=null"]  # fmt: skip
-    done = subprocess.run(
-        [*private, sys.executable, "-c", FULL_DISK, tmp_path / "small", "2m", sys.executable, *tiny, *options],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    status, said, kept = done.stdout.split("\n@@\n")
-    assert int(status) == 1, said
-    assert said.splitlines()[-1].startswith("error: the disk is full")
-    assert "Traceback" not in said
-    assert "whole step-00000002" in kept
-    assert "debris []" in kept
-
-
 def test_scripts_start_from_any_folder(tmp_path):
     done = run_script(ROOT / "train.py", "--help", cwd=tmp_path)
     assert done.returncode == 0

@@ -138,7 +138,7 @@ def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(text_file, 
     for row, sample in enumerate(healthy["samples"]):
         inputs, targets = loader.batch(5, slice(row, row + 1))
         loss, count = thinker(inputs, targets=targets)
-        assert sample["loss"] == pytest.approx(float(loss / count))
+        assert sample["loss"] == pytest.approx((loss / count).item())
         assert sample["text"] == corpus.tokenizer.decode(inputs[0].tolist())
     with torch.no_grad():
         thinker.blocks[1].mlp.up_proj.weight[0, 0] = value
