@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from errors import UserError
+
+LARGEST = 1 << 24  # of any size: the shapes of a file from a stranger shall stay numbers that can be reckoned with
 
 
 @dataclass
@@ -33,12 +36,13 @@ class ThinkerConfig:
     attention: str = "full"  # every earlier position and itself
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len", "n_kv_heads", "head_dim", "d_ff"):
+            size = getattr(self, name)
+            if size is not None and not 1 <= size <= LARGEST:
+                raise UserError(f"model.{name} is {size}; it must be at least 1 and at most {LARGEST:,}")
         if self.n_kv_heads is None:
             self.n_kv_heads = self.n_heads
-        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+        if self.n_heads % self.n_kv_heads:
             divisors = [d for d in range(1, self.n_heads + 1) if self.n_heads % d == 0]
             raise UserError(
                 f"model.n_heads ({self.n_heads}) must be a multiple of model.n_kv_heads ({self.n_kv_heads}); "
@@ -55,13 +59,11 @@ class ThinkerConfig:
             raise UserError(f"the width of a head is {self.head_dim}; RoPE turns pairs, so it must be even")
         if self.d_ff is None:
             self.d_ff = -(-8 * self.d_model // (3 * 64)) * 64
-        if self.d_ff < 1:
-            raise UserError(f"model.d_ff is {self.d_ff}; it must be at least 1")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must lie in [0, 1)")
-        if self.rope_theta <= 0 or self.norm_eps <= 0:
-            raise UserError("model.rope_theta and model.norm_eps must be positive")
-        if self.head_init_std < 0 or (self.head_init_std and self.tie_embeddings):
+        if not (0 < self.rope_theta < math.inf and 0 < self.norm_eps < math.inf):
+            raise UserError("model.rope_theta and model.norm_eps must be positive numbers")
+        if not 0 <= self.head_init_std < math.inf or (self.head_init_std and self.tie_embeddings):
             raise UserError("model.head_init_std must be at least 0, and 0 where the head is tied to the embedding")
         if self.init not in ("fan_in", "normal"):
             raise UserError(f"model.init is {self.init!r}; possible: fan_in, normal")

@@ -130,8 +130,8 @@ class Trainer:
             resume.restore(folder, self.train_step, before)
             resume.say_what_differs(before, machine)
         state = before or RunState()
-        self.tracker = Tracker(recipe, self.run, state.wandb_id)
         self.run.cut_metrics(state.step, state.evaluated_at)
+        self.tracker = Tracker(recipe, self.run, state.wandb_id)
         state.wandb_id = self.tracker.run_id or state.wandb_id
         state.tokenizer, state.corpus = self.corpus.tokenizer.content_hash, self.corpus.sha256
         state.machine, state.chosen = machine, Chosen(**recipe.train.model_dump(include=set(Chosen.model_fields)))

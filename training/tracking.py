@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,35 @@ from errors import UserError
 from storage.run_directory import RunDirectory
 from training.recipe import Recipe
 
+BLOCK, HEAD = 32768, 7  # of an offline file: bytes of a block, and of the header of a part of a record
+
 
 class Tracker:
     """A run in wandb that goes on under the same id when the training is resumed; nothing at all when disabled.
 
-    What was sent cannot be taken back. So tracking.json in the run directory keeps the id, and how far the run had come
-    when it was last interrupted: steps that are made again, from an older checkpoint, are not sent again.
+    What was sent cannot be taken back, and what a killed process had not sent yet is lost to wandb. So a new process
+    first looks how far wandb has come, sends what metrics.jsonl holds beyond, and of what is made again only the rest.
     """
 
     def __init__(self, recipe: Recipe, run: RunDirectory, run_id: str | None) -> None:
-        """`run_id` is that of the earlier part of a resumed run, None for a new one. Before metrics.jsonl is cut.
+        """`run_id` is that of the earlier part of a resumed run, None for a new one. metrics.jsonl is cut already.
 
         Raises UserError where wandb is missing or cannot be reached.
         """
         self.run: Any = None
-        self.sent = (-1, False)  # step, and whether its evaluation too
-        section = recipe.tracking
+        self.sent = -1  # the last step that wandb has
+        section, path = recipe.tracking, run.path / "tracking.json"
         if section.wandb == "disabled":
             return
         try:
             import wandb
         except ImportError as error:
             raise UserError("tracking.wandb needs the package wandb: pip install wandb, or disabled") from error
-        known = self._read(run)
-        if known is not None and run_id in (None, known[0]):
-            run_id, self.sent = known
-            self.sent = max([self.sent, *map(_place, run.read_metrics())])
-        run_id = run_id or secrets.token_hex(4)
+        run_id = run_id or _read_id(path) or secrets.token_hex(4)
+        path.write_text(json.dumps({"wandb_id": run_id}) + "\n", encoding="utf-8")  # a checkpoint may be far off yet
+        if section.wandb == "offline":
+            files = run.path.glob(f"wandb/*-{run_id}/*.wandb")
+            self.sent = max((step for file in files for step in _steps(file)), default=-1)
         try:
             self.run = wandb.init(
                 project=section.project,
@@ -52,8 +54,10 @@ class Tracker:
             )
         except (wandb.Error, wandb.errors.CommError, wandb.errors.UsageError) as error:
             raise UserError(f"wandb cannot start: {error}; tracking.wandb=offline needs no account") from error
-
-        self._path(run).write_text(json.dumps({"wandb_id": run_id, "sent": self.sent}) + "\n", encoding="utf-8")
+        if section.wandb == "online" and self.run.resumed:
+            self.sent = self.run.starting_step - 1
+        for line in run.read_metrics():
+            self.log(line)
 
     @property
     def run_id(self) -> str | None:
@@ -61,8 +65,8 @@ class Tracker:
         return self.run.id if self.run else None
 
     def log(self, line: dict[str, Any]) -> None:
-        """Send one line of metrics.jsonl under its step."""
-        if self.run and _place(line) > self.sent:
+        """Send one line of metrics.jsonl under its step, unless wandb has that step."""
+        if self.run and line["step"] > self.sent:
             self.run.log({key: value for key, value in line.items() if key != "step"}, step=line["step"])
 
     def finish(self) -> None:
@@ -70,23 +74,42 @@ class Tracker:
         if self.run:
             self.run.finish()
 
-    @staticmethod
-    def _path(run: RunDirectory) -> Path:
-        return run.path / "tracking.json"
 
-    def _read(self, run: RunDirectory) -> tuple[str, tuple[int, bool]] | None:
-        """Id and place of the run that was tracked here before; None where there is none, or the file is damaged."""
+def _read_id(path: Path) -> str | None:
+    """The id under which this run was tracked before; None where it was not, or the file is no longer whole."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["wandb_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _steps(path: Path) -> Iterator[int]:
+    """The steps in a file that wandb wrote, up to where it was cut off."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for data in _records(path.read_bytes()):
+        record = Record()
         try:
-            known = json.loads(self._path(run).read_text(encoding="utf-8"))
-            step, evaluated = known["sent"]
-            return str(known["wandb_id"]), (int(step), bool(evaluated))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError, KeyError):
-            print(f"{self._path(run)} is damaged: steps that wandb has may be sent again", file=sys.stderr)
-            return None
+            record.ParseFromString(data)
+        except DecodeError:
+            return
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "".join(item.nested_key): item.value_json for item in record.history.item}
+            yield int(items.get("_step", record.history.step.num))
 
 
-def _place(line: dict[str, Any]) -> tuple[int, bool]:
-    """Where a line of metrics.jsonl stands among the others."""
-    return line["step"], "val_loss" in line
+def _records(data: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format, behind wandb's own 7 bytes: blocks, each record perhaps in parts."""
+    at, record = HEAD, b""
+    while at + HEAD <= len(data):
+        left = BLOCK - at % BLOCK
+        if left < HEAD:  # no header fits: padding
+            at += left
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + HEAD : at + HEAD + size]
+        at += HEAD + size
+        if kind in (1, 4) and at <= len(data):  # whole, or its last part
+            yield record
+            record = b""

@@ -1,7 +1,9 @@
 """A checkpoint is whole or not there; damage is found and named."""
 
 import errno
+import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -89,6 +91,109 @@ def test_damage_is_passed_over_and_named(run, capsys, name, damage):
     assert "step-00000002 instead" in said
 
 
+def sees(folder, path):
+    """Whether verify() finds damage, and names the file (or the one beside it that it belongs with)."""
+    try:
+        checkpoint.verify(folder)
+    except Damaged as error:
+        return str(path or folder) in str(error)
+    return False
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_byte_of_a_file_can_change_unseen(run, name):
+    """Every byte of the manifest with several masks; of the other files every byte, or 200 of them, with one."""
+    folder = run.checkpoints / "step-00000003"
+    path = folder / name
+    whole = path.read_bytes()
+    rng = random.Random(1)
+    places = range(len(whole)) if len(whole) < 5000 else sorted(rng.sample(range(len(whole)), 200))
+    for at in places:
+        for mask in (1, 0x20, 0x2A, 0x80) if name == "manifest.json" else (1 << rng.randrange(8),):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1 :])
+            assert sees(folder, None if name == "manifest.json" else path), (at, mask)
+    for length in {0, 1, len(whole) // 2, len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        assert sees(folder, path), length
+    path.write_bytes(whole + b"\n")
+    assert sees(folder, path)
+    path.unlink()
+    assert sees(folder, path)
+    path.symlink_to(run.path / "elsewhere")
+    (run.path / "elsewhere").write_bytes(whole)
+    assert name == "manifest.json" or sees(folder, path)
+    path.unlink()
+    path.write_bytes(whole)
+    checkpoint.verify(folder)
+
+
+def test_a_whole_checkpoint_under_another_steps_name_is_seen(run):
+    shutil.rmtree(run.checkpoints / "step-00000003")
+    shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / "step-00000003")
+    with pytest.raises(Damaged, match=r"step-00000003.state.json is of another step"):
+        checkpoint.verify(run.checkpoints / "step-00000003")
+
+
+def test_a_manifest_that_leaves_a_file_out_is_seen(run):
+    folder = run.checkpoints / "step-00000003"
+    for name in ("config.json", "model.safetensors", "state.json"):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest[name]
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+        with pytest.raises(Damaged, match="does not list config.json"):
+            checkpoint.verify(folder)
+
+
+@pytest.mark.parametrize("name", ["../state.json", "/etc/hostname", "a/b", "..", "", ".", "x" * 300, "a\0b"])
+def test_no_path_leaves_the_folder(run, name):
+    folder = run.checkpoints / "step-00000003"
+    manifest = json.loads((folder / "manifest.json").read_text()) | {name: [9, "0" * 64]}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    with pytest.raises(Damaged, match="manifest.json is not as it was written"):
+        checkpoint.verify(folder)
+
+
+def test_what_a_crash_left_is_tidied_and_what_it_had_replaced_put_back(run):
+    folder = run.checkpoints
+    for left in (".step-00000004.tmp", ".best-00000002.123.tmp", ".step-00000001.removed"):
+        (folder / left).mkdir()
+    (folder / "step-00000003").rename(folder / ".step-00000003.replaced")  # the crash came before the new one's rename
+    shutil.copytree(folder / "step-00000002", folder / ".step-00000002.replaced")  # and here after it
+    (folder / ".mine").mkdir()
+    checkpoint.clear(folder)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".mine", "step-00000001", "step-00000002", "step-00000003"]
+    checkpoint.verify(folder / "step-00000003")
+
+
+def test_a_pipe_or_a_folder_in_a_files_place_is_no_file(run):
+    """Reading a named pipe would wait for ever."""
+    for name in FILES:
+        path = run.checkpoints / "step-00000003" / name
+        whole = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        assert sees(path.parent, path)
+        path.unlink()
+        path.mkdir()
+        assert sees(path.parent, path)
+        path.rmdir()
+        path.write_bytes(whole)
+
+
+def test_a_configuration_that_asks_for_the_moon_takes_no_memory(run):
+    folder = run.checkpoints / "step-00000003"
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in (("n_layers", 10**9), ("vocab_size", 10**18), ("d_ff", 2**62), ("max_seq_len", 10**15)):
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        if key == "max_seq_len":
+            with pytest.raises(UserError, match="max_seq_len"):
+                checkpoint.load_thinker(folder)
+        else:
+            with pytest.raises(UserError):
+                checkpoint.load_thinker(folder)
+
+
 def test_nothing_whole_ends_in_one_error(run):
     for folder in run.checkpoints.iterdir():
         (folder / "model.safetensors").unlink()
@@ -132,7 +237,6 @@ def test_a_pickle_under_our_names_never_runs(run, tmp_path):
         (folder / name).write_bytes(evil)
         if name != "manifest.json":
             import hashlib
-            import json
 
             manifest = json.loads((folder / "manifest.json").read_text())
             manifest[name] = [len(evil), hashlib.sha256(evil).hexdigest()]

@@ -1,8 +1,11 @@
 """A real wandb, offline: what a training sends is what metrics.jsonl holds."""
 
 import json
+import signal
 
+import pytest
 from conftest import run_script
+from runs import last_step, metrics, start, wait_for
 
 
 def records(path):
@@ -59,3 +62,38 @@ def test_offline_losses_equal_metrics(tiny, tmp_path):
         for key in ("train_loss", "val_loss", "lr", "tokens"):
             if key in line:
                 assert sent[line["step"]][key] == line[key], (line["step"], key)
+
+
+@pytest.mark.parametrize("save_every", [4, 100], ids=["from a checkpoint", "from the beginning"])
+def test_after_a_kill_every_step_is_sent_once(tiny, tmp_path, save_every, monkeypatch):
+    """What the killed process had not put into its file comes with the next part; what it had is not sent again."""
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    run = tmp_path / "run"
+    options = ["tracking.wandb=offline", "train.max_steps=300", f"train.save_every={save_every}", "train.eval_every=50"]
+    process = start(*tiny, f"run.dir={run}", *options)
+    assert wait_for(lambda: last_step(run) >= 203, process)  # enough to fill a block of wandb's file
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = run_script(*tiny, f"run.dir={run}", *options)
+    assert done.returncode == 0, done.stderr
+    parts = sorted((run / "wandb").glob("offline-run-*"))
+    (first_id, first), (second_id, second) = map(read_offline, parts)
+    assert first_id == second_id
+    assert 0 < len(first) < 300
+    assert not first.keys() & second.keys()
+    sent = first | second
+    for line in metrics(run):
+        for key in ("train_loss", "val_loss", "lr", "tokens"):
+            if key in line:
+                assert sent[line["step"]][key] == line[key], (line["step"], key)
+
+
+def test_what_was_trained_while_wandb_was_off_is_sent_when_it_is_on(tiny, tmp_path, monkeypatch):
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    run = tmp_path / "run"
+    assert run_script(*tiny, f"run.dir={run}", "train.max_steps=4").returncode == 0
+    assert run_script(*tiny, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=6").returncode == 0
+    _, sent = read_offline(next((run / "wandb").glob("offline-run-*")))
+    assert set(sent) == set(range(1, 7))
