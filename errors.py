@@ -27,6 +27,7 @@ def nearest(word: str, words: Iterable[str], form: str = "{}") -> str:
     return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
+LONGEST = 1000  # characters of an error's line: a file from a stranger may hold a value without end
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -43,12 +44,10 @@ def run_command(main: Callable[[], int]) -> None:
     try:
         status = main()
         sys.stdout.flush()
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        status = 2
-    except Stopped as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        status = 1
+    except (UserError, Stopped) as error:
+        line = " ".join(str(error).split())
+        print(f"error: {line if len(line) <= LONGEST else line[:LONGEST] + ' ...'}", file=sys.stderr)
+        status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         if error.name is None or (Path(__file__).parent / error.name.split(".")[0]).exists():
             raise

@@ -92,7 +92,7 @@ class RunDirectory:
             return
         with self.metrics.open(encoding="utf-8", errors="replace") as file:
             for text in file:
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     line = json.loads(text) if text.endswith("\n") else None
                     if isinstance(line, dict) and isinstance(line.get("step"), int):
                         yield line
