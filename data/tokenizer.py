@@ -32,6 +32,10 @@ WORDS = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 
+# sha256 of the patterns of tiktoken's named encodings: GPT-2's, cl100k's, o200k's. A file may hold no other, since one
+# that matches nothing, or takes for ever, would do so in a library that cannot be stopped.
+NAMED_PATTERNS = ("bf51d578af571878", "f021c3d976978e62", "2d1b8dc11e89af71")
+
 
 class Tokenizer:
     """Token ids for text. Every id below `vocab_size` is a string of bytes, a special token or (a gap) nothing.
@@ -179,9 +183,15 @@ class Tokenizer:
             raise ValueError("an entry of tokens is neither base64 nor null")
         if _hash(content) != found_hash:
             raise ValueError("its content does not have the sha256 it states")
+        if content["pattern"] not in (ONE_CHARACTER, WORDS) and _digest(content["pattern"]) not in NAMED_PATTERNS:
+            raise ValueError("it cuts text by a pattern that this version does not know")
         del content["format"]
         tokens = [None if token is None else base64.b64decode(token, validate=True) for token in content.pop("tokens")]
         return cls(tokens=tokens, **content)
+
+
+def _digest(pattern: str) -> str:
+    return hashlib.sha256(pattern.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _hash(content: dict) -> str:

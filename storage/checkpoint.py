@@ -83,13 +83,13 @@ def write(folder: Path, files: Files) -> None:
         paths = [temporary / name for name in sorted(files)]
         _write_json(temporary / MANIFEST, {path.name: [path.stat().st_size, _sha256(path)] for path in paths})
         for path in (*paths, temporary / MANIFEST, temporary):
-            _flush(path)
+            flush(path)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)  # clear() puts it back, should this process end before the next line
         temporary.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -270,7 +270,7 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """fsync a file, or a folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from errors import FULL_DISK, UserError
-from storage.checkpoint import Damaged, list_checkpoints, verify
+from storage.checkpoint import Damaged, flush, list_checkpoints, verify
 
 
 class RunDirectory:
@@ -77,14 +77,17 @@ class RunDirectory:
 
     def write_config(self, tree: dict[str, Any]) -> None:
         """Write the resolved recipe, whole or not at all."""
-        temporary = self.config.with_suffix(".tmp")
-        temporary.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
-        temporary.replace(self.config)
+        _replace(self.config, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def flush_metrics(self) -> None:
+        """Have the disk hold every line, before it holds a checkpoint of the same step."""
+        if self.metrics.exists():
+            flush(self.metrics)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl; one that was cut off or spoilt by a crash is left out."""
@@ -107,9 +110,7 @@ class RunDirectory:
             for line in self.read_metrics()
             if line["step"] <= step and all(line["step"] <= end for key, end in last.items() if key in line)
         ]
-        temporary = self.metrics.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(self.metrics)
+        _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, None if there is none yet. One that is damaged is passed over, and said so.
@@ -133,3 +134,10 @@ class RunDirectory:
         if damaged:
             raise UserError(f"no checkpoint in {self.checkpoints} is whole; remove the folder to begin anew")
         return None
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)

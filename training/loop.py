@@ -325,6 +325,7 @@ class Trainer:
         if self.state != self.saved:
             tensors = resume.training_tensors(self.train_step)
             files = checkpoint.contents(self.thinker, self.state.model_dump(mode="json"), tensors)
+            self.run.flush_metrics()
             self.saver.save("step", self.state.step, files)
             self.saved = self.state.model_copy(deep=True)
 

@@ -23,14 +23,14 @@ def fill_rates(section: OptimizerSection, config: ThinkerConfig, batch_size: int
     """
     noise = min(1.0, batch_size / 16) ** 0.5
     if section.name == "muon":
-        embedding_lr = 0.3 * noise
-        if config.tie_embeddings:
-            embedding_lr = section.head_lr or 2.0 / config.d_model * noise
+        embedding_lr = (2.0 / config.d_model if config.tie_embeddings else 0.3) * noise
         rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": 0.05 * noise, "gain_lr": 0.01 * noise}
         rule["momentum"] = 0.95
     else:
         lr = section.lr or 1.0 / config.d_model * noise
         rule = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "gain_lr": lr}
+    if config.tie_embeddings:
+        del rule["head_lr"]  # there is no head of its own
     return section.model_copy(update={name: rate for name, rate in rule.items() if getattr(section, name) is None})
 
 

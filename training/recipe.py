@@ -180,6 +180,11 @@ class Recipe(Section):
             )
         if optimizer.name == "adamw" and optimizer.momentum is not None:
             raise ValueError("optimizer.momentum is read by muon only; with adamw write optimizer.momentum=null")
+        if self.model.tie_embeddings and optimizer.head_lr is not None:
+            raise ValueError(
+                "optimizer.head_lr is read by a head of its own only; with model.tie_embeddings=true write "
+                "optimizer.embedding_lr instead"
+            )
         if train.deterministic and train.max_minutes is not None:
             raise ValueError("train.deterministic needs train.max_minutes=null: no two runs take the same time")
         if train.deterministic and train.micro_batch_size == "auto":
@@ -219,6 +224,8 @@ def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
         raise UserError(f"there is no recipe {path}" + (f"; there are: {there}" if there else "")) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a recipe: {getattr(error, 'strerror', error)}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is no recipe: it is nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path} is no YAML{line}: {error.problem}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,17 +25,20 @@ from training.step import TrainingStep
 ONLY = {"optimizer": ("name",), "run": ("seed",), "train": ("batch_size",)}
 
 
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
 class RunState(BaseModel):
     """All that decides a run's future beside its tensors, as state.json holds it."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    step: int = Field(0, ge=0)  # steps done; with the seed it is the position in the data too
-    tokens: int = 0
+    step: Count = 0  # steps done; with the seed it is the position in the data too
+    tokens: Count = 0
     elapsed_s: float = 0.0  # of training
     best_val_loss: float | None = None
-    evaluated_at: int | None = None  # the step of the last evaluation
-    skipped: int = Field(0, ge=0)  # bad steps
+    evaluated_at: Count | None = None  # the step of the last evaluation
+    skipped: Count = 0  # bad steps
     pending: list[
         tuple[float, float | None]
     ] = []  # loss and gradient norm of steps that are in no line of metrics.jsonl yet
@@ -67,8 +70,9 @@ def refuse_changes(run: RunDirectory, before: RunState, recipe: Recipe, *section
     """Raise UserError, naming the key, where what decides the weights or the batches differs from before."""
     now = recipe.model_dump(mode="json")
     for section in sections:
+        fields = type(getattr(recipe, section)).model_fields
         for key, value in now[section].items():
-            then = before.recipe.get(section, {}).get(key)
+            then = before.recipe.get(section, {}).get(key, fields[key].default)  # a key that there was not then
             if key in ONLY.get(section, (key,)) and value != then and key != "cache_dir":
                 raise UserError(
                     f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {then!r}; "

@@ -267,3 +267,23 @@ def test_a_named_encoding_that_cannot_be_downloaded_is_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
     assert "r50k_base.tiktoken" in done.stderr
     assert "TIKTOKEN_CACHE_DIR" in done.stderr
+
+
+def test_every_pattern_of_tiktokens_is_known_and_a_strangers_is_refused(tmp_path, monkeypatch):
+    """A file's pattern runs in a library that panics where it matches nothing."""
+    import tiktoken_ext.openai_public as public
+
+    from data import tokenizer as module
+
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *a, **k: {})
+    monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", lambda *a, **k: {})
+    for name, make in public.ENCODING_CONSTRUCTORS.items():
+        assert module._digest(make()["pat_str"]) in module.NAMED_PATTERNS, name
+    path = make_tokenizer("byte", []).save(tmp_path)
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    for pattern in ("a*", "x", "(a+)+$", "", "\ud800"):
+        content["pattern"] = pattern
+        path.write_text(json.dumps({**content, "sha256": module._hash(content)}))
+        with pytest.raises(UserError, match="a pattern that this version does not know"):
+            Tokenizer.load(tmp_path)

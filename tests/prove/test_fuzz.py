@@ -27,7 +27,8 @@ NASTY = [None, True, -1, 0, 1, 2**31, 2**63, 10**30, -(10**18), 1e308, -0.0, flo
          "1e999", "NaN"]  # fmt: skip
 BYTES = [b"", b"\x00", b"\xff" * 8, b"{", b"}" * 9, b"[" * 5000, b'{"a":' * 3000, b"NaN", b"9" * 5000, b"-1", b"null",
          b'"\\ud800"', b"\xed\xa0\x80", b"1e999", b"&a [*a]", b"\r\n",
-         b"!!python/object/apply:os.system ['touch owned']", b"\xef\xbb\xbf", b"cposix\nsystem\n(S'touch owned'\ntR."]  # fmt: skip
+         b"\xef\xbb\xbf", b"!!python/object/apply:os.system ['touch owned']",
+         b"cposix\nsystem\n(S'touch owned'\ntR."]  # fmt: skip
 
 
 def mutate(data, rng):

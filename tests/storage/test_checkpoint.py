@@ -211,7 +211,7 @@ def test_a_failed_save_leaves_no_debris_and_the_old_one_whole(run, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = sorted(p.name for p in run.checkpoints.iterdir())
-    monkeypatch.setattr(checkpoint, "_flush", full)
+    monkeypatch.setattr(checkpoint, "flush", full)
     with pytest.raises(OSError, match="No space"):
         checkpoint.save(run.checkpoints / "step-00000003", make_thinker(), {"step": 3})
     assert sorted(p.name for p in run.checkpoints.iterdir()) == before

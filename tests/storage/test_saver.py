@@ -63,7 +63,7 @@ def test_the_old_one_goes_only_when_the_new_one_is_whole(tmp_path, background, m
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(checkpoint, "_flush", full)
+    monkeypatch.setattr(checkpoint, "flush", full)
     with pytest.raises(OSError, match="No space"):  # noqa: PT012 - in the background it is the next one that tells
         saver.save("step", 2, files(2))
         saver.wait()

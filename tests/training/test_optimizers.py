@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from errors import UserError
 from model import Thinker, ThinkerConfig
 from training.optimizers import Optimizers, fill_rates
-from training.recipe import OptimizerSection
+from training.recipe import OptimizerSection, check_recipe
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
 
@@ -63,8 +64,10 @@ def test_rates_that_are_given_stay():
     assert fill_rates(OptimizerSection(**given), config(), 16) == OptimizerSection(**given)
     adamw = fill_rates(OptimizerSection(name="adamw", lr=0.5, head_lr=0.3), config(), 16)
     assert (adamw.embedding_lr, adamw.head_lr) == (0.5, 0.3)
-    tied = fill_rates(OptimizerSection(head_lr=0.3), config(tie_embeddings=True), 16)
-    assert tied.embedding_lr == 0.3
+    tied = fill_rates(OptimizerSection(embedding_lr=0.3), config(tie_embeddings=True), 16)
+    assert (tied.embedding_lr, tied.head_lr) == (0.3, None)
+    with pytest.raises(UserError, match="head_lr is read by a head of its own only"):
+        check_recipe({"model": {"tie_embeddings": True}, "optimizer": {"head_lr": 0.3}, "train": {"max_steps": 1}})
 
 
 def test_an_embedding_that_is_also_the_head_moves_as_a_head_of_adamw():
