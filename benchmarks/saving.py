@@ -79,7 +79,8 @@ def bookkeeping(trainer: Trainer, rounds: int) -> dict[str, float]:
 def saves(trainer: Trainer, folder: Path, count: int) -> dict[str, float]:
     """Seconds of a save, of a copy of the state, and of what a background save adds to the step it starts in."""
     plain, begun, after, copies, written = [], [], [], [], []
-    foreground, background = (Saver(folder / name, 1, background=name == "b") for name in "fb")
+    foreground = Saver(folder / "f", 1)
+    background = Saver(folder / "b", 1, background=True, share=trainer.saver.share)
 
     def save(saver: Saver) -> None:
         tensors = resume.training_tensors(trainer.train_step)

@@ -20,13 +20,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from errors import UserError
@@ -37,6 +37,8 @@ ALWAYS = ("config.json", "model.safetensors", "state.json")  # in every checkpoi
 KINDS = "(?:step|best|bad)"
 JSON_BYTES = 1 << 24  # no JSON of ours is larger; a file from a stranger shall not fill the memory
 DTYPES = {torch.float32: "F32", torch.uint8: "U8"}  # of what is saved here, as safetensors calls them
+
+PIECE = 1 << 20  # bytes that are written and hashed at once
 
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or what JSON can hold
 
@@ -69,8 +71,11 @@ def copied(files: Files) -> Files:
     }
 
 
-def write(folder: Path, files: Files) -> None:
+def write(folder: Path, files: Files, rest: Callable[[float], None] = lambda seconds: None) -> None:
     """Write files so that `folder` appears whole or not at all; a folder of that name is replaced.
+
+    Args:
+        rest: called after every piece with the seconds it took; it may wait, so that others come to their turn.
 
     Raises OSError where the disk is full; nothing of the attempt stays.
     """
@@ -78,12 +83,9 @@ def write(folder: Path, files: Files) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        for name, file in files.items():
-            (_write_tensors if _holds_tensors(name) else _write_json)(temporary / name, file)
-        paths = [temporary / name for name in sorted(files)]
-        _write_json(temporary / MANIFEST, {path.name: [path.stat().st_size, _sha256(path)] for path in paths})
-        for path in (*paths, temporary / MANIFEST, temporary):
-            flush(path)
+        manifest = {name: _write(temporary / name, files[name], rest) for name in sorted(files)}
+        _write(temporary / MANIFEST, manifest, rest)
+        flush(temporary)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -248,18 +250,36 @@ def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_bytes(_json(value))
+def _write(path: Path, file: dict[str, Any], rest: Callable[[float], None]) -> list[int | str]:
+    """Write one file through to the disk. Returns its size and sha256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as out:
+        for piece in _safetensors(file) if _holds_tensors(path.name) else (_json(file),):
+            start = time.perf_counter()
+            out.write(piece)
+            digest.update(piece)
+            rest(time.perf_counter() - start)
+        out.flush()
+        os.fsync(out.fileno())
+        return [out.tell(), digest.hexdigest()]
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:  # written by Rust, which puts the errno into words
-        code = re.search(r"os error (\d+)", str(error))
-        if code is None:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+def _safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file in pieces: a header of names, types, shapes and places, and the numbers of one after another.
+
+    The library would write it in one go, in which no one else has a turn, and hashing would have to read it again.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        numbers = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for start in range(0, len(numbers), PIECE):
+            yield numbers[start : start + PIECE]
 
 
 def _sha256(path: Path) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,14 +16,17 @@ class Saver:
     Args:
         keep_last: how many step-N are kept; of another kind only the one that was written last is.
         keep_every: step-N whose N is a multiple of it are kept for ever.
-        background: save() copies the tensors and returns; one checkpoint at a time is written by a thread that takes
-            only what time training leaves to it.
+        background: save() copies the tensors and returns; a thread writes one checkpoint at a time.
+        share: of its time, what that thread may work while nobody waits for it. 1 where training leaves cores free.
     """
 
-    def __init__(self, folder: Path, keep_last: int, keep_every: int | None = None, background: bool = False) -> None:
-        self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
-        self._pool = ThreadPoolExecutor(1, "saver", _step_back) if background else None
+    def __init__(
+        self, folder: Path, keep_last: int, keep_every: int | None = None, background: bool = False, share: float = 1.0
+    ) -> None:
+        self.folder, self.keep_last, self.keep_every, self.share = folder, keep_last, keep_every, share
+        self._pool = ThreadPoolExecutor(1, "saver") if background else None
         self._writing: Future[None] | None = None
+        self._awaited = threading.Event()
 
     def save(self, kind: str, step: int, files: Files) -> None:
         """Write KIND-STEP. Raises OSError where that fails, or the checkpoint before it has failed meanwhile."""
@@ -34,28 +35,29 @@ class Saver:
         if self._pool is None:
             self._write(name, kind, files)
         else:
+            self._awaited.clear()
             self._writing = self._pool.submit(self._write, name, kind, checkpoint.copied(files))
 
     def wait(self) -> None:
         """Until what was begun is on the disk. Raises OSError where it failed."""
+        self._awaited.set()
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
         """End the thread, when it has finished its work."""
+        self._awaited.set()
         if self._pool is not None:
             self._pool.shutdown()
 
     def _write(self, name: str, kind: str, files: Files) -> None:
-        checkpoint.write(self.folder / name, files)
+        checkpoint.write(self.folder / name, files, self._rest if self._pool else lambda seconds: None)
         for folder in checkpoint.list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:
             kept = kind == "step" and self.keep_every and int(folder.name.split("-")[1]) % self.keep_every == 0
             if folder.name != name and not kept:
                 checkpoint.remove(folder)
 
-
-def _step_back() -> None:
-    """Let this thread run when others do not want to."""
-    if sys.platform == "linux":  # elsewhere it would slow the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    def _rest(self, worked: float) -> None:
+        if self.share < 1:
+            self._awaited.wait(worked * (1 / self.share - 1))

@@ -37,6 +37,8 @@ from training.settle import Chosen, settle_precision, settle_size
 from training.step import TrainingStep, draw
 from training.tracking import Tracker
 
+CPU_SHARE = 0.005  # of a core, for background saves where training has use for every core (docs/resuming.md)
+
 
 def prepare_data(recipe: Recipe) -> Corpus:
     """The recipe's corpus as tokens on disk."""
@@ -106,7 +108,10 @@ class Trainer:
         self.last: Evaluation | None = None
         self.unread: list[Tensor] = []  # (loss, gradient norm) of the last steps, still on the device
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # when the last line was: seconds, tokens, waited
-        self.saver = Saver(self.run.checkpoints, train.keep_last, train.keep_every, train.background_save)
+        self.saver = Saver(
+            self.run.checkpoints, train.keep_last, train.keep_every, train.background_save,
+            share=CPU_SHARE if self.device.type == "cpu" else 1.0,
+        )  # fmt: skip
         self.interrupt = Interrupt()
         self.finished = self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
         if not self.finished:
