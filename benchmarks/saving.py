@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"a step of training {step:.4f} s, {ratio:.4f} times a bare one")
     print(f"copying the state {result['copy_s']:.4f} s, writing it {result['foreground_save_s']:.4f} s")
     print(
-        f"a background save delays its step by {result['delay_s']:.4f} s, the step after by {result['after_s']:.4f} s"
+        f"a background save delays its step by {result['delay_s']:.4f} s (error {result['delay_error_s']:.4f}), "
+        f"the step after by {result['after_s']:.4f} s"
     )
     finish(result, arguments.out)
 
@@ -78,7 +79,7 @@ def bookkeeping(trainer: Trainer, rounds: int) -> dict[str, float]:
 
 def saves(trainer: Trainer, folder: Path, count: int) -> dict[str, float]:
     """Seconds of a save, of a copy of the state, and of what a background save adds to the step it starts in."""
-    plain, begun, after, copies, written = [], [], [], [], []
+    begun, after, copies, written = [], [], [], []
     foreground = Saver(folder / "f", 1)
     background = Saver(folder / "b", 1, background=True, share=trainer.saver.share)
 
@@ -95,21 +96,19 @@ def saves(trainer: Trainer, folder: Path, count: int) -> dict[str, float]:
         checkpoint.copied(checkpoint.contents(trainer.thinker, {}, resume.training_tensors(trainer.train_step)))
 
     for _ in trange(count, desc="saves"):
-        plain.append(timed(trainer, Trainer.advance))
-        copies.append(timed(trainer, copy))
-        begun.append(timed(trainer, save_and_advance))
-        after.append(timed(trainer, Trainer.advance))
+        before = timed(trainer, Trainer.advance)
+        beginning = timed(trainer, save_and_advance)
+        following = timed(trainer, Trainer.advance)
         background.wait()
-        plain.append(timed(trainer, Trainer.advance))
+        plain = (before + timed(trainer, Trainer.advance)) / 2  # of a step before and a step after
+        begun.append(beginning - plain)
+        after.append(following - plain)
+        copies.append(timed(trainer, copy))
         written.append(timed(trainer, lambda trainer: save(foreground)))
     background.close()
-    step = statistics.median(plain)
-    return {
-        "copy_s": statistics.median(copies),
-        "foreground_save_s": statistics.median(written),
-        "delay_s": statistics.median(begun) - step,
-        "after_s": statistics.median(after) - step,
-    }
+    found = {"copy_s": copies, "foreground_save_s": written, "delay_s": begun, "after_s": after}
+    error = 1.25 * statistics.stdev(begun) / len(begun) ** 0.5  # of a median
+    return {name: statistics.median(seconds) for name, seconds in found.items()} | {"delay_error_s": error}
 
 
 def timed(trainer: Trainer, action: Callable[[Trainer], None]) -> float:
