@@ -1,5 +1,6 @@
 # make demo   install, train the quickstart, sample three stories
 # make test   install, run all tests
+# make prove  the long proofs: kills, full disks, hostile files, compiled runs
 # make lint   what the tests do not see
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --disable-pip-version-check --quiet
@@ -11,6 +12,9 @@ demo: .venv/ready
 
 test: .venv/ready-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+prove: .venv/ready-dev
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --prove -n 2 --dist worksteal tests/prove
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
@@ -26,4 +30,4 @@ lint: .venv/ready-dev
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo test lint
+.PHONY: demo test prove lint

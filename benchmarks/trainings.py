@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tqdm import tqdm
 
 from errors import UserError
@@ -50,7 +51,7 @@ class Training:
             said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise UserError(f"{self.name}: {said[-1].removeprefix('error: ')}")
         run = RunDirectory(self.folder)
-        self.config = run.read_config() or {}
+        self.config = yaml.safe_load(run.config.read_text(encoding="utf-8"))
         lines = list(run.read_metrics())
         self.curve = [line for line in lines if "val_loss" in line]
         self.peak_memory = max(line.get("peak_memory_bytes", 0) for line in lines)

@@ -75,7 +75,9 @@ def test_model_needs_torch_alone():
 def test_sizes():
     lengths = {path: len(path.read_text().splitlines()) for path in FILES}
     assert sum(n for path, n in lengths.items() if room(path) == "model") <= 900
-    assert sum(lengths.values()) <= 8000
+    of_benchmarks = sum(n for path, n in lengths.items() if room(path) == "benchmarks")
+    assert of_benchmarks <= 2000  # they measure the toolkit, as tests do
+    assert sum(lengths.values()) - of_benchmarks <= 8000
     assert {path.name: n for path, n in lengths.items() if n > 400} == {}
 
 

@@ -228,6 +228,16 @@ def test_a_law_that_cannot_be():
         PowerLaw.fit([1, 2, 3], [3.0, 2.0, 1.0], 1.5)
 
 
+def test_what_exact_resume_costs(tiny, tmp_path):
+    done = run_script(BENCHMARK, "saving", *tiny[1:], "--rounds", "2", "--saves", "2", "--out", tmp_path / "line.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "line.json").read_text()) == result
+    assert result["foreground_save_s"] > result["copy_s"] > 0
+    assert result["bookkeeping"] > 0
+    assert {"delay_s", "delay_error_s", "after_s", "step_s", "parameters"} <= result.keys()
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [

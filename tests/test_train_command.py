@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import ROOT, TINY, run_script
 
-from storage import checkpoint
+from storage import checkpoint, load
 
 
 def metrics(run):
@@ -176,6 +176,38 @@ def test_what_a_killed_first_attempt_left_is_no_hindrance(tiny, tmp_path):
     assert [line["step"] for line in lines if "train_loss" in line] == list(range(1, 7))
     assert lines[-1]["val_loss"] > 1
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_the_best_of_a_run_that_was_killed_before_its_first_save_is_put_aside(tiny, tiny_run, tmp_path):
+    """With the tokenizer that it belongs to, although the run that begins anew has another."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    for folder in checkpoint.list_checkpoints(run / "checkpoints"):
+        shutil.rmtree(folder)
+    (best,) = checkpoint.list_checkpoints(run / "checkpoints", "best")
+    done = run_script(*tiny, f"run.dir={run}", "data.tokenizer=byte")
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 7))
+    kept, tokenizer = load(run / "checkpoints" / f"earlier-{best.name}")
+    assert kept.config.vocab_size == tokenizer.vocab_size == 300
+    assert load(run)[1].vocab_size == 257
+
+
+def test_a_key_that_is_newer_than_a_run_is_no_change(tiny, tiny_run, tmp_path):
+    """A run of an earlier version goes on where the new key has its default."""
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    folder = run / "checkpoints" / "step-00000040"
+    state = checkpoint.read_json(folder / "state.json")
+    del state["recipe"]["model"]["head_init_std"], state["recipe"]["data"]["streaming"]
+    files = {name: checkpoint.read_tensors(folder / f"{name}.safetensors") for name in ("model", "training")}
+    checkpoint.write(folder, {"config.json": checkpoint.read_json(folder / "config.json"), "state.json": state,
+                              **{f"{name}.safetensors": tensors for name, tensors in files.items()}})  # fmt: skip
+    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=41")
+    assert done.returncode == 0, done.stderr
+    refused = run_script(*tiny, f"run.dir={run}", "train.max_steps=42", "model.head_init_std=0.1")
+    assert refused.returncode == 2
+    assert "model.head_init_std is 0.1, but the run in" in refused.stderr
 
 
 def test_two_trainings_do_not_share_a_directory(tiny, tmp_path):

@@ -122,7 +122,7 @@ class Trainer:
         """Take up the checkpoint, if there is one. Returns where the run stands."""
         recipe, machine = self.recipe, resume.describe_machine(self.device)
         if folder is None or before is None:
-            resume.keep_best_of_a_lost_beginning(self.run, self.corpus.tokenizer)
+            resume.keep_best_of_a_lost_beginning(self.run)
         else:
             for newer in checkpoint.list_checkpoints(self.run.checkpoints):
                 if newer.name > folder.name:

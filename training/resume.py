@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from data.corpus import Corpus
-from data.tokenizer import Tokenizer
+from data.tokenizer import FILE_NAME
 from device import device_name
 from errors import UserError
 from storage import checkpoint
@@ -98,10 +99,11 @@ def say_what_differs(before: RunState, now: dict[str, str]) -> None:
             print(f"going on with {key} {value}, after {then}: not to the same bit any more", file=sys.stderr)
 
 
-def keep_best_of_a_lost_beginning(run: RunDirectory, tokenizer: Tokenizer) -> None:
-    """Put aside the best weights of a run that ended before its first save, and begins anew."""
+def keep_best_of_a_lost_beginning(run: RunDirectory) -> None:
+    """Put aside the best weights, with their tokenizer, of a run that ended before its first save and begins anew."""
     for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
-        tokenizer.save(folder)  # the run's own may become another
+        if (run.path / FILE_NAME).exists():
+            shutil.copy(run.path / FILE_NAME, folder)  # the run's may become another
         checkpoint.set_aside(folder, "earlier")
 
 
