@@ -106,9 +106,7 @@ class RunDirectory:
             return
         last = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
         kept = [
-            line
-            for line in self.read_metrics()
-            if line["step"] <= step and all(line["step"] <= end for key, end in last.items() if key in line)
+            line for line in self.read_metrics() if all(line["step"] <= end for key, end in last.items() if key in line)
         ]
         _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 

@@ -44,6 +44,19 @@ def test_a_run_leaves_what_is_promised(tiny_run):
     assert [name for name in names if name.startswith("best-")] == [f"best-{best:08d}"]
 
 
+def test_a_line_for_several_steps_holds_their_mean(tiny, tiny_run, tmp_path):
+    run = tmp_path / "run"
+    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=40", "train.log_every=7", "train.eval_every=null")
+    assert done.returncode == 0, done.stderr
+    each = {line["step"]: line for line in metrics(tiny_run) if "train_loss" in line}
+    lines = [line for line in metrics(run) if "train_loss" in line]
+    assert [line["step"] for line in lines] == [7, 14, 21, 28, 35]
+    for line in lines:
+        seven = [each[step]["train_loss"] for step in range(line["step"] - 6, line["step"] + 1)]
+        assert line["train_loss"] == pytest.approx(sum(seven) / 7, rel=1e-9)
+        assert (line["grad_norm"], line["lr"]) == (each[line["step"]]["grad_norm"], each[line["step"]]["lr"])
+
+
 def test_it_writes_the_end_to_standard_output_and_progress_to_standard_error(tiny, tmp_path):
     done = run_script(*tiny, f"run.dir={tmp_path / 'run'}")
     assert done.returncode == 0

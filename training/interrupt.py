@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from errors import FULL_DISK
+
 
 class Interrupt:
     """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `number`; a second one ends the process at once.
@@ -50,7 +52,7 @@ class Interrupt:
 class Lasting:
     """A text stream whose reader may go away: a closed terminal, or a `tee` that Ctrl-C ended with us.
 
-    From then on what is written is lost, and nothing else is.
+    What is written then is lost, and nothing else is. Likewise where it is a file on a full disk.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -75,6 +77,8 @@ class Lasting:
         try:
             yield
         except OSError as error:
+            if error.errno in FULL_DISK:
+                return  # a log on a full disk; there may be space again
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -103,6 +103,8 @@ class Trainer:
             check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], self.thinker.config.max_seq_len)
         self.run.create()
         self.run.lock()
+        if folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
+            raise UserError(f"another training has just been at work in {self.run.path}; run the same command again")
         self.state = self.begin(folder, before)
         self.saved = self.state.model_copy(deep=True) if folder else None
         self.last: Evaluation | None = None

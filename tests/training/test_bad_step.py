@@ -18,6 +18,7 @@ from training.bad_step import diagnose
 from training.loop import prepare_data
 from training.muon import Muon
 from training.recipe import check_recipe, load_recipe
+from training.resume import RunState, restore, training_tensors
 from training.step import TrainingStep, draw
 
 
@@ -112,6 +113,22 @@ def test_muon_leaves_everything_where_a_gpu_would_tell_it_to(seed, bad, decay):
         assert torch.equal(mine, theirs)
         for key, value in untold.state[theirs].items():
             assert torch.equal(told.state[mine][key], value), key
+
+
+def test_how_many_were_left_out_is_restored(tmp_path):
+    step = make_step(skip_bad_steps=3)
+    step(a_batch(0), 1.0)
+    before = copy_of(step)
+    checkpoint.save(tmp_path / "step-00000001", step.thinker, {}, training_tensors(step))
+    other = make_step(skip_bad_steps=3)
+    restore(tmp_path / "step-00000001", other, RunState(step=1, skipped=3))
+    assert same_bits(before, everything(other))
+    assert int(other.bad) == 3
+    hook = poison(other, math.nan, "norm.weight")
+    other(a_batch(1), 1.0)
+    hook.remove()
+    other(a_batch(2), 1.0)  # the fourth was one too many
+    assert same_bits(before, everything(other))
 
 
 def test_where_fp16_overflows_the_scale_falls_and_the_step_is_no_bad_one():
