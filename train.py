@@ -23,9 +23,11 @@ def main() -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
 
+    from training.interrupt import lasting_output
     from training.loop import Trainer
 
-    return Trainer(recipe).train()
+    with lasting_output():
+        return Trainer(recipe).train()
 
 
 if __name__ == "__main__":

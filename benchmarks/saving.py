@@ -80,6 +80,8 @@ def bookkeeping(trainer: Trainer, rounds: int) -> dict[str, float]:
 def saves(trainer: Trainer, folder: Path, count: int) -> dict[str, float]:
     """Seconds of a save, of a copy of the state, and of what a background save adds to the step it starts in."""
     begun, after, copies, written = [], [], [], []
+    for name in "fb":
+        (folder / name).mkdir()
     foreground = Saver(folder / "f", 1)
     background = Saver(folder / "b", 1, background=True, share=trainer.saver.share)
 

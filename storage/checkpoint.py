@@ -82,7 +82,7 @@ def write(folder: Path, files: Files, rest: Callable[[float], None] = lambda sec
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         manifest = {name: _write(temporary / name, files[name], rest) for name in sorted(files)}
         _write(temporary / MANIFEST, manifest, rest)
         flush(temporary)
@@ -115,18 +115,19 @@ def verify(folder: Path) -> None:
             raise Damaged(f"{folder / MANIFEST} is not as it was written")
     if (folder / MANIFEST).read_bytes() != _json(manifest):
         raise Damaged(f"{folder / MANIFEST} is not as it was written")
-    if missing := [name for name in ALWAYS if name not in manifest]:
+    needed = (*ALWAYS, "training.safetensors") if folder.name.startswith("step-") else ALWAYS
+    if missing := [name for name in needed if name not in manifest]:
         raise Damaged(f"{folder / MANIFEST} does not list {missing[0]}")
     for name, listed in manifest.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path} is missing, or no file of its own")
+            raise Damaged(f"{path} is missing, or a link instead of a file")
         try:
             found = [path.stat().st_size, _sha256(path)]
         except OSError as error:
             raise Damaged(f"{path} cannot be read: {error.strerror}") from error
         if found != listed:
-            raise Damaged(f"{path} is not as it was written")
+            raise Damaged(f"{path} is not as it was written: its size or sha256 is another")
     number = re.fullmatch(rf"{KINDS}-(\d+)", folder.name)
     if number and read_json(folder / "state.json").get("step") != int(number[1]):
         raise Damaged(f"{folder / 'state.json'} is of another step")
@@ -219,7 +220,8 @@ def clear(folder: Path) -> None:
 
 def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
     """The checkpoints step-N (or best-N) in a folder, oldest first, whole or not."""
-    found = [(int(m[1]), p) for p in folder.glob(f"{kind}-*") if (m := re.fullmatch(rf"{kind}-(\d+)", p.name))]
+    folders = [path for path in folder.glob(f"{kind}-*") if path.is_dir() and not path.is_symlink()]
+    found = [(int(m[1]), path) for path in folders if (m := re.fullmatch(rf"{kind}-(\d+)", path.name))]
     return [path for _, path in sorted(found)]
 
 
@@ -231,7 +233,7 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError as error:
         raise Damaged(f"{path} is missing") from error
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last where it goes while it is mapped
         raise Damaged(f"{path} is no whole safetensors file") from error
 
 
@@ -270,6 +272,7 @@ def _safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
     The library would write it in one go, in which no one else has a turn, and hashing would have to read it again.
     """
     header, end = {}, 0
+    tensors = dict(sorted(tensors.items()))  # the same bytes, in whatever order they came to be
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}

@@ -9,7 +9,7 @@ import torch
 from data.tokenizer import FILE_NAME, Tokenizer
 from errors import UserError
 from model import Thinker
-from storage.checkpoint import list_checkpoints, load_thinker, verify
+from storage.checkpoint import Damaged, list_checkpoints, load_thinker, verify
 from storage.run_directory import RunDirectory
 
 
@@ -28,6 +28,8 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
             )
         verify(path)
         return path
+    if (path / "model.safetensors").is_file() and (path / "config.json").is_file() and (path / "state.json").is_file():
+        raise UserError(f"{path} is a checkpoint without its manifest.json, so that nothing tells whether it is whole")
     run = RunDirectory(path)
     if not run.checkpoints.is_dir():
         inside = RunDirectory(path.parent).checkpoints == path
@@ -60,8 +62,14 @@ def load(
 
     Raises UserError where `path` is neither, or nothing in it is whole.
     """
-    folder = find_checkpoint(path, checkpoint)
-    thinker = load_thinker(folder, device)
+    while True:
+        folder = find_checkpoint(path, checkpoint)
+        try:
+            thinker = load_thinker(folder, device)
+            break
+        except Damaged:
+            if folder.exists():
+                raise  # or a training at work has removed it meanwhile, and made a newer one
     for place in (folder, folder.parent.parent):
         if (place / FILE_NAME).is_file():
             tokenizer = Tokenizer.load(place)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from errors import FULL_DISK, UserError
+from errors import FULL_DISK, Stopped, UserError
 from storage.checkpoint import Damaged, flush, list_checkpoints, verify
 
 
@@ -48,7 +48,7 @@ class RunDirectory:
             return
         path = self.path / ".lock"
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             if error.errno in FULL_DISK:
                 raise
@@ -75,12 +75,24 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
+    def check(self) -> None:
+        """Raise Stopped where the folder that this process has locked is gone, or another is in its place."""
+        if self._lock is None:
+            return
+        try:
+            there = os.stat(self.path / ".lock")
+        except OSError as error:
+            raise Stopped(f"{self.path} was removed or moved away while the training was at work in it") from error
+        if not os.path.samestat(there, os.fstat(self._lock)):
+            raise Stopped(f"{self.path} was replaced by another folder while the training was at work in it")
+
     def write_config(self, tree: dict[str, Any]) -> None:
         """Write the resolved recipe, whole or not at all."""
-        _replace(self.config, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        replace_file(self.config, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
     def log(self, line: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl."""
+        """Append one line to metrics.jsonl. Raises Stopped where the folder is gone."""
+        self.check()
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -97,18 +109,21 @@ class RunDirectory:
             for text in file:
                 with contextlib.suppress(ValueError, RecursionError):
                     line = json.loads(text) if text.endswith("\n") else None
-                    if isinstance(line, dict) and isinstance(line.get("step"), int):
+                    numbers = isinstance(line, dict) and all(isinstance(value, int | float) for value in line.values())
+                    if numbers and isinstance(line.get("step"), int):
                         yield line
 
     def cut_metrics(self, step: int, evaluated_at: int | None) -> None:
         """Keep what was logged up to `step`, and of evaluations up to `evaluated_at`: the run goes on from there."""
+        if self.metrics.is_symlink():
+            self.metrics.unlink()  # it could lead anywhere
         if not self.metrics.exists():
             return
         last = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
         kept = [
             line for line in self.read_metrics() if all(line["step"] <= end for key, end in last.items() if key in line)
         ]
-        _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, None if there is none yet. One that is damaged is passed over, and said so.
@@ -130,12 +145,20 @@ class RunDirectory:
                 print(f"using {folder} instead", file=sys.stderr)
             return folder
         if damaged:
-            raise UserError(f"no checkpoint in {self.checkpoints} is whole; remove the folder to begin anew")
+            best = ", ".join(path.name for path in list_checkpoints(self.checkpoints, "best"))
+            hint = f"; there is {best} to sample from (--checkpoint best)" if best else ""
+            raise UserError(
+                f"no checkpoint in {self.checkpoints} is whole{hint}; to train anew choose another run.dir, or move "
+                "that folder away"
+            )
         return None
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a link in its place is replaced, not followed."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
     flush(temporary)
     temporary.replace(path)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from model import Thinker
-from storage.run_directory import RunDirectory
+from storage.run_directory import RunDirectory, replace_file
 
 TEXT_CHARS = 200  # of each sample, in a report
 
@@ -22,8 +22,8 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
     """Each sample of a step (from 0) alone, forward and backward without dropout, on the weights as they are.
 
     Returns "samples": id, loss (nats a token) and gradient norm (None where not finite), and the text's beginning;
-    "first_not_finite": the first module whose output is not; "gradients_not_finite": names of parameters;
-    "largest_weight": [name, size], None for a size that is not finite.
+    "first_not_finite": the first module whose output is not; "gradients_not_finite": parameters whose gradient's norm
+    is not; "largest_weight": [name, size], None for a size that is not finite.
     """
     plain, samples, found = _plain(thinker), [], {"module": None}
     bad: set[str] = set()
@@ -38,7 +38,7 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
         gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not math.isfinite(norm):
-            bad |= {name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())}
+            bad |= {name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())}
         plain.zero_grad(set_to_none=True)
         text = tokenizer.decode(inputs[0].tolist())[:TEXT_CHARS]
         samples.append({"id": number, "loss": finite(loss), "grad_norm": finite(norm), "text": text})
@@ -55,7 +55,7 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
 def write_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
     """Keep a report in the run directory, under the step's number (from 1). Returns its path."""
     path = run.path / f"bad-step-{step:08d}.json"
-    path.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return str(path)
 
 

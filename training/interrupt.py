@@ -49,6 +49,13 @@ class Interrupt:
         print("\nfinishing this step and saving; once more leaves at once", file=sys.stderr)
 
 
+def was_compiling(error: RuntimeError) -> bool:
+    """Whether it says that compiling failed: Ctrl-C in a terminal reaches the compiler, too."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return isinstance(error, BackendCompilerFailed)
+
+
 class Lasting:
     """A text stream whose reader may go away: a closed terminal, or a `tee` that Ctrl-C ended with us.
 
@@ -89,5 +96,8 @@ class Lasting:
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     """Standard output and standard error that cannot end a training."""
-    with contextlib.redirect_stdout(Lasting(sys.stdout)), contextlib.redirect_stderr(Lasting(sys.stderr)):
+    with contextlib.ExitStack() as stack:
+        streams = [stream or stack.enter_context(open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr)]
+        stack.enter_context(contextlib.redirect_stdout(Lasting(streams[0])))
+        stack.enter_context(contextlib.redirect_stderr(Lasting(streams[1])))
         yield

@@ -26,11 +26,11 @@ from storage.run_directory import RunDirectory
 from storage.saver import Saver
 from training import resume
 from training.bad_step import diagnose, finite, write_report
-from training.interrupt import Interrupt, lasting_output
+from training.interrupt import Interrupt, was_compiling
 from training.meter import MemoryMeter, flops_per_token, peak_flops
 from training.optimizers import fill_rates
-from training.picture import draw_loss
 from training.recipe import Recipe
+from training.report import report
 from training.resume import RunState
 from training.schedule import lr_factor
 from training.settle import Chosen, settle_precision, settle_size
@@ -82,7 +82,7 @@ class Trainer:
         recipe.optimizer = fill_rates(recipe.optimizer, config, train.batch_size)
         if before is not None:
             resume.refuse_changes(self.run, before, recipe, "model")
-            resume.refuse_another_corpus(self.run, before, self.corpus)
+            resume.refuse_another_corpus(self.run, before, self.corpus, recipe.data.path or recipe.data.source)
         tune(self.device)
         settle_size(recipe, config, self.device, chosen)
         aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
@@ -108,6 +108,7 @@ class Trainer:
         self.state = self.begin(folder, before)
         self.saved = self.state.model_copy(deep=True) if folder else None
         self.last: Evaluation | None = None
+        self.step_begun = False
         self.unread: list[Tensor] = []  # (loss, gradient norm) of the last steps, still on the device
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # when the last line was: seconds, tokens, waited
         self.saver = Saver(
@@ -135,7 +136,8 @@ class Trainer:
                     "be fewer"
                 )
             resume.restore(folder, self.train_step, before)
-            resume.say_what_differs(before, machine)
+            resume.say_what_differs(before, machine, recipe)
+            before.best_val_loss = resume.best_so_far(self.run, before, recipe)
         state = before or RunState()
         self.run.cut_metrics(state.step, state.evaluated_at)
         self.tracker = Tracker(recipe, self.run, state.wandb_id)
@@ -151,11 +153,11 @@ class Trainer:
             print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
             self.tracker.finish()
             self.run.unlock()
-            self.report()
+            report(self.run, self.state)
             return 0
         if self.state.step:
             print(f"going on from step {self.state.step} in {self.run.path}", file=sys.stderr)
-        with lasting_output(), self.interrupt:
+        with self.interrupt:
             self.bar = tqdm(
                 total=1.0,
                 initial=self.progress(),
@@ -169,30 +171,37 @@ class Trainer:
                 self.bar.close()
                 self.batches.close()
                 self.saver.close()
-                self.tracker.finish()
+                self.tracker.finish(whole=not self.evaluation_was_left())
                 self.run.unlock()
             if self.interrupt:
                 print(f"saved step {self.state.step} in {self.run.path}; the same command goes on from there",
                       file=sys.stderr)  # fmt: skip
                 return self.interrupt.status
-            self.report()
+            report(self.run, self.state)
         return 0
 
     def until_the_end(self) -> None:
         """Every step, with what is due after it; then the last evaluation and the last checkpoint."""
         train = self.recipe.train
-        if self.is_due(train.eval_every):  # the run was stopped in the midst of it
-            self.evaluate()
-        while self.progress() < 1 and not self.interrupt:
-            self.advance()
-            if self.is_due(train.eval_every):
+        try:
+            if self.is_due(train.eval_every):  # the run was stopped in the midst of it
                 self.evaluate()
-            if self.is_due(train.save_every):
-                self.save()
-            if train.sample_every and self.state.step % train.sample_every == 0:
-                self.bar.write(f"step {self.state.step}: {self.sample()}", file=sys.stderr)
-        if not self.interrupt:
-            self.evaluate()
+            while self.progress() < 1 and not self.interrupt:
+                self.random = resume.random_states(self.device)
+                self.advance()
+                if self.is_due(train.eval_every):
+                    self.evaluate()
+                if self.is_due(train.save_every):
+                    self.save()
+                if train.sample_every and self.state.step % train.sample_every == 0:
+                    self.bar.write(f"step {self.state.step}: {self.sample()}", file=sys.stderr)
+            if not self.interrupt:
+                self.evaluate()
+        except RuntimeError as error:
+            if not (self.interrupt and was_compiling(error)):
+                raise
+            if self.step_begun:  # it has drawn random numbers, and will again
+                resume.set_random_states(self.random, self.device)
         self.save()
         self.bar.update(self.progress() - self.bar.n)
 
@@ -201,7 +210,9 @@ class Trainer:
         state, started = self.state, time.perf_counter()
         factor = self.lr_factor()
         batch = self.batches.batch(state.step)
+        self.step_begun = True
         loss, grad_norm = self.train_step(batch, factor)
+        self.step_begun = False
         self.unread.append(torch.stack((loss, grad_norm)))
         state.step += 1
         state.tokens += batch.count
@@ -222,7 +233,9 @@ class Trainer:
         self.unread.clear()
         for step, (loss, grad_norm) in enumerate(rows, self.state.step - len(rows)):
             if math.isfinite(loss) and (math.isfinite(grad_norm) or self.train_step.scaler.is_enabled()):
-                self.state.pending.append((loss, finite(grad_norm)))
+                self.state.pending_steps += 1
+                self.state.pending_losses += loss
+                self.state.pending_norm = finite(grad_norm)
             else:
                 self.leave_out(step, loss, grad_norm)
 
@@ -240,23 +253,30 @@ class Trainer:
         report |= diagnose(self.thinker, self.loader, self.corpus.tokenizer, step)
         path = write_report(self.run, number, report)
         self.saver.save("bad", number, checkpoint.contents(self.thinker, {"step": number}))
-        again = f"the same command goes on from step {self.saved.step}" if self.saved else "nothing was saved yet"
+        name, size = report["largest_weight"]
         raise Stopped(
-            f"{found}; no weight was changed. {path} names the samples and says more, bad-{number:08d} holds the "
-            f"weights. Lower optimizer.lr, or leave such steps out with train.skip_bad_steps={allowed + 1}; {again}"
+            f"{found}; it changed no weight. {path} names its samples, {self.run.checkpoints}/bad-{number:08d} holds "
+            f"the weights of before; the largest is {size:g}, in {name}. Lower optimizer.lr, or, against rare bad "
+            f"samples, leave such steps out with train.skip_bad_steps={allowed + 1}; {self.would_go_on()}"
         )
+
+    def would_go_on(self) -> str:
+        """From where a stopped run would."""
+        if self.saved is None:
+            return "training would begin anew"
+        return f"training would go on from step {self.saved.step}, or, that checkpoint removed, from the one before"
 
     def log_steps(self, factor: float) -> None:
         """A line of metrics for the steps since the last one."""
         state, now = self.state, (self.state.elapsed_s, self.state.tokens, self.batches.waited)
         seconds, tokens, waited = (max(new - old, 1e-9) for new, old in zip(now, self.logged))
         self.logged = now
-        if not state.pending:
+        if not state.pending_steps:
             return  # all of them were left out
-        losses, norms = zip(*state.pending)
-        state.pending = []
-        line = {"train_loss": math.fsum(losses) / len(losses), "lr": self.train_step.optimizers.lr * factor}
-        line |= {"grad_norm": norms[-1]} if norms[-1] is not None else {}
+        mean, norm = state.pending_losses / state.pending_steps, state.pending_norm
+        state.pending_steps, state.pending_losses, state.pending_norm = 0, 0.0, None
+        line = {"train_loss": mean, "lr": self.train_step.optimizers.lr * factor}
+        line |= {"grad_norm": norm} if norm is not None else {}
         line |= {"skipped_steps": state.skipped} if state.skipped else {}
         self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds))
         val = f", validation {self.last.loss:.3f}" if self.last else ""
@@ -267,6 +287,11 @@ class Trainer:
     def is_due(self, every: int | None) -> bool:
         """Whether what happens every so many steps happens after this one. At the run's end all does."""
         return bool(every and self.state.step and self.state.step % every == 0 and self.progress() < 1)
+
+    def evaluation_was_left(self) -> bool:
+        """Whether a signal ended the evaluation that belongs to this step."""
+        due = self.is_due(self.recipe.train.eval_every) or self.progress() >= 1
+        return bool(self.interrupt) and due and self.state.evaluated_at != self.state.step
 
     def lr_factor(self) -> float:
         """What the next step's learning rates are of their peaks."""
@@ -332,6 +357,7 @@ class Trainer:
         if self.state != self.saved:
             tensors = resume.training_tensors(self.train_step)
             files = checkpoint.contents(self.thinker, self.state.model_dump(mode="json"), tensors)
+            self.run.check()
             self.run.flush_metrics()
             self.saver.save("step", self.state.step, files)
             self.saved = self.state.model_copy(deep=True)
@@ -342,22 +368,3 @@ class Trainer:
         prompt, seed = self.recipe.train.sample_prompt, self.state.step
         completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
         return " ".join((prompt + completion[0].text).split())
-
-    def report(self) -> None:
-        """Say how the run ended, and draw it."""
-        lines, state = list(self.run.read_metrics()), self.state
-        picture = self.run.path / "loss.png"
-        draw_loss(
-            lines, picture, f"{self.run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes"
-        )
-        val = next(line for line in reversed(lines) if "val_loss" in line)
-        floor = val.get("entropy_floor")
-        print(f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of training")
-        print(f"validation loss {val['val_loss']:.4f} nats a token, {val['val_bits_per_byte']:.4f} bits a byte")
-        if floor is not None:
-            above = val["val_loss"] / floor - 1
-            print(f"entropy of the corpus {floor:.4f} nats a token: the model is {above:.1%} above the best possible")
-        print(f"loss curve {picture}")
-        python = Path(sys.executable)
-        python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-        print(f"sample from it: {python} generate.py {self.run.path}")

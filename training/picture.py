@@ -51,4 +51,5 @@ def draw_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
         axes.minorticks_off()
     axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
     axes.legend(frameon=False)
+    path.unlink(missing_ok=True)  # a link in its place is not followed
     figure.savefig(path)

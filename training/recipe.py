@@ -12,7 +12,7 @@ from errors import UserError, nearest
 from model import ThinkerConfig
 
 Positive = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, le=1e38)]  # what fp32 can hold
 Share = Annotated[float, Field(ge=0, le=1)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from pathlib import Path
@@ -40,9 +41,9 @@ class RunState(BaseModel):
     best_val_loss: float | None = None
     evaluated_at: Count | None = None  # the step of the last evaluation
     skipped: Count = 0  # bad steps
-    pending: list[
-        tuple[float, float | None]
-    ] = []  # loss and gradient norm of steps that are in no line of metrics.jsonl yet
+    pending_steps: Count = 0  # steps that are in no line of metrics.jsonl yet,
+    pending_losses: float = 0.0  # the sum of their losses,
+    pending_norm: float | None = None  # and the last one's gradient norm
     wandb_id: str | None = None
     scaler: dict[str, float | int] = {}
     tokenizer: str = ""  # content hash
@@ -81,22 +82,49 @@ def refuse_changes(run: RunDirectory, before: RunState, recipe: Recipe, *section
                 )
 
 
-def refuse_another_corpus(run: RunDirectory, before: RunState, corpus: Corpus) -> None:
+def refuse_another_corpus(run: RunDirectory, before: RunState, corpus: Corpus, source: str) -> None:
     """Raise UserError where ids would mean other words than the weights know, or the batches would be others."""
     changed = "tokenizer" if before.tokenizer != corpus.tokenizer.content_hash else "tokens"
     if changed == "tokenizer" or before.corpus != corpus.sha256:
         raise UserError(
-            f"the text has changed, and with it the {changed}, since the run in {run.path} was begun; "
+            f"the text of {source} has changed, and with it the {changed}, since the run in {run.path} was begun; "
             "put it back, or choose another run.dir"
         )
 
 
-def say_what_differs(before: RunState, now: dict[str, str]) -> None:
-    """On stderr, why the numbers will not be those of the machine before to the last bit."""
-    for key, value in now.items():
+def say_what_differs(before: RunState, machine: dict[str, str], recipe: Recipe) -> None:
+    """On stderr: keys that have changed, and why the numbers will not be those of before to the last bit."""
+    now = recipe.model_dump(mode="json", exclude={"run"})
+    changes = [
+        f"{section}.{key} {before.recipe[section][key]} -> {value}"
+        for section, keys in now.items()
+        for key, value in keys.items()
+        if key in before.recipe.get(section, {}) and before.recipe[section][key] != value
+    ]
+    if changes:
+        print(f"changed since it was saved: {', '.join(changes)}", file=sys.stderr)
+    for key, value in machine.items():
         then = before.machine.get(key)
         if then != value:
-            print(f"going on with {key} {value}, after {then}: not to the same bit any more", file=sys.stderr)
+            print(
+                f"{key} was {then} and is {value} now: what follows differs slightly from a run that was never stopped",
+                file=sys.stderr,
+            )
+
+
+def best_so_far(run: RunDirectory, before: RunState, recipe: Recipe) -> float | None:
+    """The loss to beat: of the weights that are kept as the best, though the run goes on from before they were made.
+
+    None where it was measured on another part of the validation set.
+    """
+    if before.recipe.get("train", {}).get("eval_windows") != recipe.train.eval_windows:
+        return None
+    losses = [before.best_val_loss]
+    for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
+        with contextlib.suppress(Damaged):
+            checkpoint.verify(folder)
+            losses.append(checkpoint.read_json(folder / "state.json").get("val_loss"))
+    return min((loss for loss in losses if isinstance(loss, float)), default=None)
 
 
 def keep_best_of_a_lost_beginning(run: RunDirectory) -> None:
@@ -127,16 +155,21 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     if begun:
         step.optimizers.load_tensors(tensors)
     try:
-        torch.set_rng_state(tensors["random.cpu"])
-        if "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"], step.device)
-        if "random.mps" in tensors:
-            torch.mps.set_rng_state(tensors["random.mps"])
+        set_random_states(tensors, step.device)
         if state.scaler:
             step.scaler.load_state_dict(state.scaler)
     except (RuntimeError, KeyError) as error:
         raise Damaged(f"{folder} holds no random state or loss scale: {error}") from error
     step.bad.fill_(state.skipped)
+
+
+def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """The inverse of random_states(). Raises RuntimeError for tensors that are none."""
+    torch.set_rng_state(states["random.cpu"])
+    if "random.cuda" in states:
+        torch.cuda.set_rng_state(states["random.cuda"], device)
+    if "random.mps" in states:
+        torch.mps.set_rng_state(states["random.mps"])
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

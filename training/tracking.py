@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from storage.run_directory import RunDirectory
+from storage.run_directory import RunDirectory, replace_file
 from training.recipe import Recipe
 
 BLOCK, HEAD = 32768, 7  # of an offline file: bytes of a block, and of the header of a part of a record
@@ -29,6 +29,7 @@ class Tracker:
         """
         self.run: Any = None
         self.sent = -1  # the last step that wandb has
+        self.held: dict[str, Any] = {}  # of the step that may get another line; wandb takes a step once
         section, path = recipe.tracking, run.path / "tracking.json"
         if section.wandb == "disabled":
             return
@@ -37,7 +38,7 @@ class Tracker:
         except ImportError as error:
             raise UserError("tracking.wandb needs the package wandb: pip install wandb, or disabled") from error
         run_id = run_id or _read_id(path) or secrets.token_hex(4)
-        path.write_text(json.dumps({"wandb_id": run_id}) + "\n", encoding="utf-8")  # a checkpoint may be far off yet
+        replace_file(path, json.dumps({"wandb_id": run_id}) + "\n")  # a checkpoint may be far off yet
         if section.wandb == "offline":
             files = run.path.glob(f"wandb/*-{run_id}/*.wandb")
             self.sent = max((step for file in files for step in _steps(file)), default=-1)
@@ -67,12 +68,21 @@ class Tracker:
     def log(self, line: dict[str, Any]) -> None:
         """Send one line of metrics.jsonl under its step, unless wandb has that step."""
         if self.run and line["step"] > self.sent:
-            self.run.log({key: value for key, value in line.items() if key != "step"}, step=line["step"])
+            if line["step"] != self.held.get("step"):
+                self._send()
+            self.held |= line
 
-    def finish(self) -> None:
-        """Send what is still on its way and end."""
+    def finish(self, whole: bool = True) -> None:
+        """Send what is still on its way and end; the last step only if it is whole, not one whose evaluation is due."""
         if self.run:
+            if whole:
+                self._send()
             self.run.finish()
+
+    def _send(self) -> None:
+        if self.held:
+            self.run.log({key: value for key, value in self.held.items() if key != "step"}, step=self.held["step"])
+        self.held = {}
 
 
 def _read_id(path: Path) -> str | None:

@@ -110,7 +110,7 @@ def stage(tmp_path_factory, text_file):
     from data.ahead import Batch
 
     step(Batch(tokens, tokens, 18), 1.0)
-    state = RunState(step=1, recipe=recipe.model_dump(mode="json"), pending=[(1.5, None)], scaler={"scale": 2.0})
+    state = RunState(step=1, recipe=recipe.model_dump(mode="json"), pending_losses=1.5, scaler={"scale": 2.0})
     folder = run.checkpoints / "step-00000001"
     checkpoint.save(folder, step.thinker, state.model_dump(mode="json"), training_tensors(step))
     (run.path / "recipe.yaml").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())

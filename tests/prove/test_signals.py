@@ -142,3 +142,31 @@ def test_a_dead_trainings_lock_is_taken_over_and_a_live_ones_owner_named(tiny, t
     process.wait()
     assert (run / ".lock").exists()
     assert run_script(*tiny, f"run.dir={run}", "train.max_steps=4").returncode == 0
+
+
+@pytest.mark.prove
+def test_ctrl_c_while_compiling_saves(tiny, tmp_path):
+    """A terminal sends it to the compiler, too; the evaluation compiles a second time in the midst of the run."""
+    run = tmp_path / "run"
+    options = ["train.compile=true", "train.eval_every=3", "train.save_every=null", "train.max_steps=20",
+               "model.dropout=0.1"]  # fmt: skip
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    command = [sys.executable, *map(str, tiny), f"run.dir={run}", *options]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+    def compiling():
+        names = subprocess.run(["ps", "-o", "comm=", "-g", str(process.pid)], capture_output=True, text=True).stdout
+        return last_step(run) >= 3 and "cc1plus" in names
+
+    assert wait_for(compiling, process)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, said
+    assert steps(run) == [last_step(run)]
+    whole = tmp_path / "whole"
+    for each in (run, whole):
+        done = run_script(*tiny, f"run.dir={each}", *options)
+        assert done.returncode == 0, done.stderr
+    assert_same(whole, run, 20)

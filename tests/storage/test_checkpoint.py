@@ -39,8 +39,8 @@ def run(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_round_trip_is_exact(tmp_path, tied):
     thinker = make_thinker(tie_embeddings=tied)
-    checkpoint.save(tmp_path / "step-00000001", thinker, {"step": 1})
-    again, tokenizer = load(tmp_path / "step-00000001")
+    checkpoint.save(tmp_path / "best-00000001", thinker, {"step": 1})
+    again, tokenizer = load(tmp_path / "best-00000001")
     assert tokenizer is None
     assert again.config == thinker.config
     for (name, a), b in zip(thinker.named_parameters(), again.parameters()):

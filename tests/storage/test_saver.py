@@ -17,6 +17,7 @@ def files(value, size=8):
         "config.json": {"a": 1},
         "model.safetensors": {"w": torch.full((size,), float(value))},
         "state.json": {"step": value},
+        "training.safetensors": {"m": torch.full((size,), -float(value))},
     }
 
 

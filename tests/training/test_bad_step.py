@@ -183,13 +183,13 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(tiny, tmp_path):
     assert "Traceback" not in done.stderr
     said = done.stderr.splitlines()[-1]
     assert said.startswith("error: step 2: the loss is nan")
-    assert "nothing was saved yet" in said
+    assert "training would begin anew" in said
     report = json.loads((run / "bad-step-00000002.json").read_text())
     assert report["loss"] is None
     # The weights are those after step 1, although steps 3 and 4 were made before anybody looked.
     stopped = run_script(*tiny, f"run.dir={saving}", *WILD, "train.save_every=1")
     assert stopped.returncode == 1
-    assert "the same command goes on from step 1" in stopped.stderr.splitlines()[-1]
+    assert "training would go on from step 1" in stopped.stderr.splitlines()[-1]
     name = "model.safetensors"
     weights = [run / "checkpoints" / "bad-00000002" / name, saving / "checkpoints" / "step-00000001" / name]
     assert weights[0].read_bytes() == weights[1].read_bytes()
