@@ -64,3 +64,27 @@ def test_cached_logits_equal_uncached_ones(make_thinker):
     cache = thinker.new_cache(3, 40)
     pieces = [thinker(chunk, cache=cache) for chunk in tokens.split([7, 1, 20, 12], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, rtol=0, atol=1e-4)
+
+
+def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
+    from data.ahead import Batch
+    from model import ThinkerConfig
+    from training.recipe import check_recipe
+    from training.step import TrainingStep, draw
+
+    config = ThinkerConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)
+    train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
+    step = TrainingStep(draw(config, 1, torch.device("cuda")), check_recipe({"train": {**train, "skip_bad_steps": 1}}))
+    tokens = torch.randint(50, (4, 17))
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 64)
+    step(batch, 1.0)
+    everything = {**step.thinker.state_dict(), **step.optimizers.tensors()}
+    before = {name: tensor.clone() for name, tensor in everything.items()}
+    hook = step.thinker.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    torch.cuda.set_sync_debug_mode("error")
+    step(batch, 1.0)
+    torch.cuda.set_sync_debug_mode("default")
+    hook.remove()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in everything.items())
+    step(batch, 1.0)
+    assert not torch.equal(step.thinker.head.weight, before["head.weight"])
