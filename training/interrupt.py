@@ -59,7 +59,7 @@ def was_compiling(error: RuntimeError) -> bool:
 class Lasting:
     """A text stream whose reader may go away: a closed terminal, or a `tee` that Ctrl-C ended with us.
 
-    What is written then is lost, and nothing else is. Likewise where it is a file on a full disk.
+    From then on what is written is lost, and nothing else is. Likewise where it is a file on a full disk.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -84,9 +84,7 @@ class Lasting:
         try:
             yield
         except OSError as error:
-            if error.errno in FULL_DISK:
-                return  # a log on a full disk; there may be space again
-            if error.errno not in (errno.EPIPE, errno.EIO):
+            if error.errno not in (errno.EPIPE, errno.EIO, *FULL_DISK):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())

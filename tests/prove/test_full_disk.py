@@ -52,7 +52,7 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(tiny, tmp_path, prove):
     whole = tmp_path / "whole"
     assert run_script(*tiny, f"run.dir={whole}", *options).returncode == 0
     made = []
-    for size in range(900, 4500, 300) if prove else (1500, 2600):
+    for size in range(900, 4500, 300) if prove else (2600,):
         for background in ("false", "true")[: 2 if prove else 1]:
             place = tmp_path / f"{size}-{background}"
             (place / "small").mkdir(parents=True)
@@ -67,5 +67,5 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(tiny, tmp_path, prove):
             if background == "false":
                 assert_same(whole, place / "copy", 20)
             shutil.rmtree(place)
-    assert min(made) < max(made)  # the end did come at different places
+    assert not prove or min(made) < max(made)  # the end did come at different places
     print(f"checkpoints there when the disk was full: {made}")
