@@ -102,6 +102,7 @@ def test_a_closed_terminal_saves(tiny, tmp_path):
     assert steps(run) == [last_step(run)]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_reader_that_the_same_signal_ended_takes_nothing_along(tiny, tmp_path, number):
     """`train.py 2>&1 | tee log` and Ctrl-C, which ends tee first."""
