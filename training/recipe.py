@@ -226,6 +226,8 @@ def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
         raise UserError(f"{path} cannot be read as a recipe: {getattr(error, 'strerror', error)}") from error
     except RecursionError as error:
         raise UserError(f"{path} is no recipe: it is nested too deeply") from error
+    except ValueError as error:  # a date or number that cannot be
+        raise UserError(f"{path} is no recipe: {error}") from error
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path} is no YAML{line}: {error.problem}") from error
@@ -248,7 +250,7 @@ def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
             raise UserError(f"{path}: {section} must hold keys, not {tree[section]!r}")
         try:
             tree[section][key] = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             tree[section][key] = text
     recipe = check_recipe(tree)
     if recipe.run.dir is None:
