@@ -37,7 +37,6 @@ ALWAYS = ("config.json", "model.safetensors", "state.json")  # in every checkpoi
 KINDS = "(?:step|best|bad)"
 JSON_BYTES = 1 << 24  # no JSON of ours is larger; a file from a stranger shall not fill the memory
 DTYPES = {torch.float32: "F32", torch.uint8: "U8"}  # of what is saved here, as safetensors calls them
-
 PIECE = 1 << 18  # bytes that are written and hashed at once
 
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or what JSON can hold

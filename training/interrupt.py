@@ -46,7 +46,8 @@ class Interrupt:
         self.number = number
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)  # the system's own: it does not wait for Python's turn
-        print("\nfinishing this step and saving; once more leaves at once", file=sys.stderr)
+        with contextlib.suppress(OSError):  # past Python's stream, in whose midst the signal may have come
+            os.write(sys.stderr.fileno(), b"\nfinishing this step and saving; once more leaves at once\n")
 
 
 def was_compiling(error: RuntimeError) -> bool:

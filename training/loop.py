@@ -244,16 +244,16 @@ class Trainer:
         number, allowed = step + 1, self.recipe.train.skip_bad_steps
         self.state.skipped += 1
         found = f"step {number}: the loss is {loss:g}, the gradient's norm {grad_norm:g}"
-        report = {"step": number, "loss": finite(loss), "grad_norm": finite(grad_norm)}
-        report["sample_ids"] = self.loader.sample_ids(step)
+        notes = {"step": number, "loss": finite(loss), "grad_norm": finite(grad_norm)}
+        notes["sample_ids"] = self.loader.sample_ids(step)
         if self.state.skipped <= allowed:
-            path = write_report(self.run, number, report)
+            path = write_report(self.run, number, notes)
             self.bar.write(f"{found}: left out, {self.state.skipped} of {allowed} ({path})", file=sys.stderr)
             return
-        report |= diagnose(self.thinker, self.loader, self.corpus.tokenizer, step)
-        path = write_report(self.run, number, report)
+        notes |= diagnose(self.thinker, self.loader, self.corpus.tokenizer, step)
+        path = write_report(self.run, number, notes)
         self.saver.save("bad", number, checkpoint.contents(self.thinker, {"step": number}))
-        name, size = report["largest_weight"]
+        name, size = notes["largest_weight"]
         raise Stopped(
             f"{found}; it changed no weight. {path} names its samples, {self.run.checkpoints}/bad-{number:08d} holds "
             f"the weights of before; the largest is {size:g}, in {name}. Lower optimizer.lr, or, against rare bad "
@@ -338,7 +338,8 @@ class Trainer:
             return
         if not math.isfinite(found.loss):
             raise Stopped(
-                f"step {state.step}: the validation loss is {found.loss}; {self.run.checkpoints} is as it was"
+                f"step {state.step}: the validation loss is {found.loss}; nothing was saved. Lower optimizer.lr; "
+                + self.would_go_on()
             )
         self.last, state.evaluated_at = found, state.step
         line = {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
