@@ -254,10 +254,11 @@ class Trainer:
         path = write_report(self.run, number, notes)
         self.saver.save("bad", number, checkpoint.contents(self.thinker, {"step": number}))
         name, size = notes["largest_weight"]
+        largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
         raise Stopped(
             f"{found}; it changed no weight. {path} names its samples, {self.run.checkpoints}/bad-{number:08d} holds "
-            f"the weights of before; the largest is {size:g}, in {name}. Lower optimizer.lr, or, against rare bad "
-            f"samples, leave such steps out with train.skip_bad_steps={allowed + 1}; {self.would_go_on()}"
+            f"the weights of before; {largest}. Lower optimizer.lr, or, against rare bad samples, leave such "
+            f"steps out with train.skip_bad_steps={allowed + 1}; {self.would_go_on()}"
         )
 
     def would_go_on(self) -> str:

@@ -208,6 +208,14 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(tiny, tmp_path):
     assert report["largest_weight"][1] > 1e37
 
 
+def test_weights_that_are_not_finite_themselves_are_reported_too(tiny, tmp_path):
+    """A finite gradient and a rate at which the weights overflow."""
+    done = run_script(*tiny, f"run.dir={tmp_path / 'run'}", *WILD, "optimizer.lr=1e38")
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the largest is not finite, in " in done.stderr.splitlines()[-1]
+
+
 def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(tiny, tmp_path):
     run = tmp_path / "run"
     options = [*WILD, "train.skip_bad_steps=3", "train.save_every=2", "train.max_steps=3"]
