@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.machine import finish
 from device import DTYPES, choose_device, choose_precision, tune
-from model.loss import head_loss
+from kernels.loss import head_loss
 from training.meter import MemoryMeter
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.blockwise import attend_blockwise
+from kernels.blockwise import attend_blockwise
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def attend(
 
     Many queries go through SDPA, without a (T, S) matrix of scores in memory; few on a CPU, as in decoding, through
     two batched products that read keys and values at the memory's speed. Training in bf16 on a CPU has its own way,
-    model/blockwise.py.
+    kernels/blockwise.py.
 
     Args:
         q: (B, H, T, D).

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
+from kernels.loss import head_loss
 from model.attention import Attention
 from model.cache import KVCache, LayerCache, Placement
 from model.config import ThinkerConfig
 from model.linear import Linear
-from model.loss import head_loss
 from model.norm import RMSNorm
 from model.rope import Rope
 

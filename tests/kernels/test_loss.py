@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import loss as module
-from model.loss import head_loss
+from kernels import loss as module
+from kernels.loss import head_loss
 
 
 @given(rows=st.integers(1, 40), vocab=st.integers(2, 50), chunk=st.integers(1, 400), seed=st.integers(0, 99))

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import Thinker, ThinkerConfig, blockwise
+from kernels import blockwise
+from kernels.blockwise import attend_blockwise
+from model import Thinker, ThinkerConfig
 from model.attend import attend, attention_weights, causal
-from model.blockwise import attend_blockwise
 
 
 def drawn(*shape, dtype=torch.float64):
