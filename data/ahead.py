@@ -17,6 +17,7 @@ class Batch(NamedTuple):
     inputs: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, -1 where nothing is to be learned
     count: int  # targets that are counted
+    documents: Tensor | None = None  # (B, T) int64, numbered, where they are isolated
 
 
 class Ahead:
@@ -50,6 +51,8 @@ class Ahead:
 
     def _make(self, step: int) -> Batch:
         inputs, targets = self.loader.batch(step)
+        documents, count = self.loader.windows.documents(inputs), int((targets >= 0).sum())
         if self.pinned:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return Batch(inputs, targets, int((targets >= 0).sum()))
+            documents = None if documents is None else documents.pin_memory()
+        return Batch(inputs, targets, count, documents)

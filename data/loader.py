@@ -59,9 +59,15 @@ class Windows:
     rest is padding. A document longer than seq_len is cut into consecutive windows of its own.
 
     Padding: the input is the boundary token, the target IGNORED (-1). Raises UserError for an unknown packing.
+
+    Args:
+        isolate: the model shall see the documents of a window apart: see documents().
+        given: the first so many tokens of a window are given; what they predict of each other is not counted.
     """
 
-    def __init__(self, tokens: TokenSet, seq_len: int, packing: Packing) -> None:
+    def __init__(
+        self, tokens: TokenSet, seq_len: int, packing: Packing, *, isolate: bool = False, given: int = 0
+    ) -> None:
         if packing not in get_args(Packing):
             raise UserError(f"data.packing={packing}: it must be {' or '.join(get_args(Packing))}")
         if seq_len < 1:
@@ -69,6 +75,7 @@ class Windows:
         self.tokens = tokens
         self.seq_len = seq_len
         self.packing = packing
+        self.isolate, self.given = isolate, given
         self.starts: list[np.ndarray] = []  # "documents" only: see _packed_starts
         if packing == "documents":
             self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
@@ -97,12 +104,17 @@ class Windows:
         targets = np.full(self.seq_len, IGNORED, np.int64)
         inputs[: end - start] = shard.tokens[start:end]
         targets[: end - start] = shard.tokens[start + 1 : end + 1]
+        targets[: max(0, self.given - 1)] = IGNORED
         return inputs, targets
 
     def batch(self, indices: list[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets), each (B, T) int64, of the windows asked for."""
         inputs, targets = zip(*(self[int(index)] for index in indices))
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
+
+    def documents(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Number the documents of each window where they are isolated, (B, T) -> (B, T). Padding is many short ones."""
+        return (inputs == int(self.tokens.shards[0].tokens[0])).cumsum(dim=1) if self.isolate else None
 
     @property
     def n_targets(self) -> int:
@@ -158,9 +170,14 @@ def entropy_floor(windows: Windows, limit: int | None = None) -> float | None:
     """-sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats a target.
 
     It is the least that the loss over exactly these windows can be on average, each document seen from its beginning.
-    None where the corpus does not know ln P, where a document was cut, and for contiguous packing, which cuts them.
+    None where the corpus does not know ln P, where a document was cut or begins given, and for contiguous packing,
+    which cuts them.
     """
-    if windows.packing != "documents" or any(shard.log_probs is None for shard in windows.tokens.shards):
+    if (
+        windows.packing != "documents"
+        or windows.given > 1
+        or any(shard.log_probs is None for shard in windows.tokens.shards)
+    ):
         return None
     nats, targets, count = 0.0, 0, _count(windows, limit)
     for shard, starts in zip(windows.tokens.shards, windows.starts):

@@ -50,9 +50,9 @@ class Evaluator:
             counted = targets[targets >= 0]
             count += counted.numel()
             n_bytes += int(self.byte_lengths[counted].sum())
-            loss, _ = thinker(
-                inputs.to(thinker.device, non_blocking=True), targets=targets.to(thinker.device, non_blocking=True)
-            )
+            given = (inputs, targets, self.windows.documents(inputs))
+            given = [x if x is None else x.to(thinker.device, non_blocking=True) for x in given]
+            loss, _ = thinker(given[0], targets=given[1], documents=given[2])
             nats += loss.to(nats.device, nats.dtype)
         thinker.train(was_training)
         total = nats.item()

@@ -39,7 +39,7 @@ class CompiledThinker:
         rope = self.thinker.rope(place.positions, place.end, self.thinker.dtype)
         if not tokens.is_cuda:
             return self._compiled(tokens, rope, place, cache)
-        given = [tokens, *rope, place.allowed, place.slots]
+        given = [tokens, *rope, place.sights[0].allowed, place.sights[0].slots]
         if self._graph is None or not self._graph.fits(given, cache):
             self._graph = _Graph(self._compiled, given, place, cache)
         return self._graph.replay(given)
@@ -55,7 +55,8 @@ class _Graph:
         self.given = [tensor.clone() for tensor in given]
         self.buffer = cache.layers[0].keys
         tokens, cos, sin, allowed, slots = self.given
-        place = dataclasses.replace(place, allowed=allowed, slots=slots)
+        sight = dataclasses.replace(place.sights[0], allowed=allowed, slots=slots)
+        place = dataclasses.replace(place, sights=[sight] * len(place.sights))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

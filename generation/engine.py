@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.patterns import Linear
 from data.tokenizer import Tokenizer
 from errors import UserError
 from generation.compiled import CompiledThinker
@@ -76,6 +77,7 @@ class Generator:
         self.config, self.tokenizer, self.use_cache = thinker.config, tokenizer, use_cache
         self.window, self.sinks, self.speculate = window, sinks, speculate
         longest = thinker.config.max_seq_len
+        self.endless = window is not None or (thinker.config.endless and use_cache)
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
         if window is not None and not 1 <= window <= longest - sinks:
@@ -90,6 +92,10 @@ class Generator:
         for name, given in {"window": window, "speculate": speculate, "compile": compile}.items():
             if given and not use_cache:
                 raise UserError(f"{name} works on the cache; it does not go without one")
+        if compile and not thinker.config.is_plain:
+            raise UserError("compile serves models with full attention, RoPE and plain scores; leave it out")
+        if speculate and any(isinstance(layer, Linear) for layer in thinker.config.patterns):
+            raise UserError("speculate takes back drafts that fail, and the sums of a linear layer forget nothing")
         if window is not None and (speculate or compile):
             raise UserError(f"a window does not go with {'speculate' if speculate else 'compile'}")
         self.thinker = for_decoding(thinker, dtype or thinker.dtype, int8)
@@ -148,9 +154,14 @@ class Generator:
         return tokens
 
     def check_length(self, tokens: list[int]) -> None:
-        """Raises UserError where a text is longer than the context, and no window says what to keep of it."""
-        if self.window is None:
-            hint = ", or say with --window how many of the newest tokens to remember" if self.use_cache else ""
+        """Raises UserError where a text is longer than the context, and nothing says what to keep of it."""
+        if len(tokens) < self.config.prefix:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens; the model reads its first {self.config.prefix} both ways"
+            )
+        if not self.endless:
+            can_roll = self.use_cache and self.config.is_plain
+            hint = ", or say with --window how many of the newest tokens to remember" if can_roll else ""
             check_length(tokens, self.config.max_seq_len, hint)
 
     def check_params(self, params: SamplingParams) -> None:
@@ -166,7 +177,7 @@ class Generator:
         self.check_params(params)
         completion.prompt_tokens = len(tokens)
         # The last token drawn is never fed, so a context of n positions leads to n + 1 tokens.
-        room = params.max_new_tokens if self.window else self.config.max_seq_len + 1 - len(tokens)
+        room = params.max_new_tokens if self.endless else self.config.max_seq_len + 1 - len(tokens)
         return Row(index, completion, params, tokens, min(params.max_new_tokens, room), self.tokenizer)
 
     @torch.no_grad()
@@ -222,7 +233,9 @@ class Generator:
         likeliest: list[dict[int, float]] = []
         begin = 0
         while len(logprobs) < len(ids):
-            end = len(ids) if self.window else min(begin + size, len(ids))  # tokens[begin:end] predict up to ids[end-1]
+            end = (
+                len(ids) if self.endless else min(begin + size, len(ids))
+            )  # tokens[begin:end] predict up to ids[end-1]
             cache = self.new_cache(self.thinker, 1, end - begin)
             for at in range(begin, end, PREFILL_CHUNK):
                 chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
@@ -274,7 +287,7 @@ class Generator:
         """An empty cache, rolling where there is a window."""
         if self.window is not None:
             return RollingKVCache(thinker, rows, self.window, self.sinks)
-        return thinker.new_cache(rows, capacity)
+        return thinker.new_cache(rows, capacity, slack=self.speculate)
 
     @torch.no_grad()
     def _advance(

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.attend import Sight
+from attention.patterns import Pattern, Places, first, window
+from attention.rope import rotate
 from errors import UserError
 from model import Thinker
-from model.attend import windowed
 from model.cache import KVCache, LayerCache, Placement
-from model.rope import rotate
 
 
 @dataclass
-class RollingPlacement(Placement):
+class RollingSight(Sight):
     """Adds what is written where, and from where the sinks are seen."""
 
     kept: Tensor | None = None  # which of the new positions are written; None: all
@@ -31,29 +32,29 @@ class RollingLayer(LayerCache):
     sinks: Tensor  # (B, K, sinks, D), the keys of the first positions, rotated by these
     tensors = ("keys", "values", "sinks")
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, place: RollingPlacement) -> tuple[Tensor, Tensor, Tensor]:
+    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: RollingSight) -> tuple[Tensor, Tensor, Tensor]:
         """As LayerCache.store; the queries may come back doubled in width, to see the sinks from nearer."""
         n = self.sinks.shape[2]
         keys, values = k, v
-        if k.shape[2] > 1 and not place.is_causal:
-            old = self.sinks[:, :, : place.held], self.keys[:, :, n : place.held]  # what the slots held before
+        if k.shape[2] > 1 and not sight.is_causal:
+            old = self.sinks[:, :, : sight.held], self.keys[:, :, n : sight.held]  # what the slots held before
             keys = torch.cat((*old, k), dim=2)  # (B, K, held + T, D)
-            values = torch.cat((self.values[:, :, : place.held], v), dim=2)
-        if place.kept is not None:
-            k, v = k[:, :, place.kept], v[:, :, place.kept]
-        self.write(k, v, place.slots)
-        if place.early is not None:
-            self.sinks.copy_(torch.where(place.early, self.keys[:, :, :n], self.sinks))
-        if q.shape[2] == 1 and not place.is_causal:
-            if place.turn is not None:
-                self.keys[:, :, :n] = rotate(self.sinks, place.turn)
-            return q, self.keys[:, :, : place.held], self.values[:, :, : place.held]
-        if place.turn is None:
+            values = torch.cat((self.values[:, :, : sight.held], v), dim=2)
+        if sight.kept is not None:
+            k, v = k[:, :, sight.kept], v[:, :, sight.kept]
+        self.write(k, v, sight.slots)
+        if sight.early is not None:
+            self.sinks.copy_(torch.where(sight.early, self.keys[:, :, :n], self.sinks))
+        if q.shape[2] == 1 and not sight.is_causal:
+            if sight.turn is not None:
+                self.keys[:, :, :n] = rotate(self.sinks, sight.turn)
+            return q, self.keys[:, :, : sight.held], self.values[:, :, : sight.held]
+        if sight.turn is None:
             return q, keys, values
         # A score is the product of q turned by its position and k turned by its own: to see the sinks from another
         # position, the query is turned once more. Beside it in the same row, each half meets its own kind of keys.
-        is_sink = place.is_sink[:, None]  # (S, 1)
-        return torch.cat((q, rotate(q, place.turn)), -1), torch.cat((keys * ~is_sink, keys * is_sink), -1), values
+        is_sink = sight.is_sink[:, None]  # (S, 1)
+        return torch.cat((q, rotate(q, sight.turn)), -1), torch.cat((keys * ~is_sink, keys * is_sink), -1), values
 
 
 class RollingKVCache(KVCache):
@@ -67,11 +68,16 @@ class RollingKVCache(KVCache):
     def __init__(self, thinker: Thinker, batch_size: int, window: int, sinks: int = 0) -> None:
         if window < 1 or sinks < 0:
             raise UserError(f"a window of {window} positions and {sinks} sinks: at least 1 and 0")
+        if not thinker.config.is_plain:
+            raise UserError(
+                "a window that is chosen when sampling goes with full attention and RoPE; this model has its own: "
+                f"model.attention={thinker.config.attention}, model.positions={thinker.config.positions}"
+            )
         self.window, self.sinks, self.rope = window, sinks, thinker.rope
         super().__init__(thinker.config, batch_size, sinks + window, thinker.device, thinker.dtype)
 
-    def _new_layer(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> RollingLayer:
-        layer = super()._new_layer(shape, device, dtype)
+    def _new_layer(self, pattern: Pattern) -> RollingLayer:
+        layer = super()._new_layer(pattern)
         return RollingLayer(layer.keys, layer.values, layer.keys[:, :, : self.sinks].clone())
 
     @property
@@ -79,7 +85,7 @@ class RollingKVCache(KVCache):
         """How many positions of the longest row are out of sight."""
         return max(0, max(self.lengths) - self.max_len)
 
-    def append(self, batch_size: int, length: int) -> RollingPlacement:
+    def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> Placement:
         """Say where `length` new positions stand; they always fit. Rows of unequal length take one at a time."""
         if batch_size != len(self.lengths):
             raise UserError(f"the cache has {len(self.lengths)} rows and was given a batch of {batch_size}")
@@ -90,33 +96,36 @@ class RollingKVCache(KVCache):
         self.lengths = [start + length for start in starts]
         end = max(self.lengths)
         steps = torch.arange(length, device=self.device)
-        first = torch.tensor(starts, device=self.device)  # (B,)
-        positions = steps + starts[0] if even else first[:, None] + steps  # (T,) or (B, T)
-        place = RollingPlacement(positions, end, held=min(end, self.max_len), slots=self._slot(positions))
+        begins = torch.tensor(starts, device=self.device)  # (B,)
+        positions = steps + starts[0] if even else begins[:, None] + steps  # (T,) or (B, T)
+        sight = RollingSight(held=min(end, self.max_len), slots=self._slot(positions))
+        done = Placement(positions, end, [sight] * len(self.layers))
         if min(starts) < self.sinks:
-            place.early = (first < self.sinks)[:, None, None, None]
+            sight.early = (begins < self.sinks)[:, None, None, None]
         # A query beyond position sinks + window − 1 sees the sinks from there: so many positions nearer.
         nearer = (positions - self.max_len + 1).clamp_min(0)  # (T,) or (B, T)
         has_rolled = self.sinks > 0 and end > self.max_len
         if length == 1:
             if not even:
-                place.allowed = (self._held_positions(first + 1, place.held) >= 0)[:, None, None]  # (B, 1, 1, S)
-            if has_rolled:
-                place.turn = self.rope(nearer, end, self.layers[0].keys.dtype)
-            return place
-        # Of the new ones, those that later ones will not overwrite.
-        place.kept = torch.nonzero((positions < self.sinks) | (positions >= end - self.window))[:, 0]
-        place.slots = place.slots[place.kept]
-        place.is_causal = starts[0] == 0 and end <= self.max_len
-        if not place.is_causal:
-            place.held = min(starts[0], self.max_len)
-            key_positions = torch.cat((self._held_positions(first[:1], place.held)[0], positions))  # (S,)
-            place.allowed = windowed(positions[:, None], key_positions, self.window, self.sinks)  # (T, S)
-            place.is_sink = key_positions < self.sinks
+                sight.allowed = (self._held_positions(begins + 1, sight.held) >= 0)[:, None, None]  # (B, 1, 1, S)
             if has_rolled:
                 cos, sin = self.rope(nearer, end, self.layers[0].keys.dtype)
-                place.turn = cos, -sin  # the queries, the other way
-        return place
+                sight.turn = cos / self.rope.magnitude, sin / self.rope.magnitude  # what is turned was scaled before
+            return done
+        # Of the new ones, those that later ones will not overwrite.
+        sight.kept = torch.nonzero((positions < self.sinks) | (positions >= end - self.window))[:, 0]
+        sight.slots = sight.slots[sight.kept]
+        sight.is_causal = starts[0] == 0 and end <= self.max_len
+        if not sight.is_causal:
+            sight.held = min(starts[0], self.max_len)
+            key_positions = torch.cat((self._held_positions(begins[:1], sight.held)[0], positions))  # (S,)
+            pattern = window(self.window) | first(self.sinks)
+            sight.allowed = pattern(None, Places(positions[:, None]), Places(key_positions))  # (T, S)
+            sight.is_sink = key_positions < self.sinks
+            if has_rolled:
+                cos, sin = self.rope(nearer, end, self.layers[0].keys.dtype)
+                sight.turn = cos / self.rope.magnitude, -sin / self.rope.magnitude  # the queries, the other way
+        return done
 
     def _slot(self, positions: Tensor) -> Tensor:
         ring = self.sinks + (positions - self.sinks) % self.window

@@ -48,7 +48,8 @@ def for_decoding(thinker: Thinker, dtype: torch.dtype = torch.float32, int8: boo
     gains = dict(thinker.named_parameters())
     for name, parameter in snapshot.named_parameters():
         if parameter.is_meta:
-            snapshot.get_submodule(name.removesuffix(".weight")).weight = _frozen(gains[name].to(dtype))
+            module, _, leaf = name.rpartition(".")
+            setattr(snapshot.get_submodule(module), leaf, _frozen(gains[name].to(dtype)))
     return snapshot.to(device).eval()
 
 

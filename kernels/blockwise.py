@@ -13,13 +13,18 @@ SCORES = 2**20  # elements of a block, over its heads
 
 
 @torch.compiler.disable  # traced, the unrolled blocks took two minutes to compile and were no faster
-def attend_blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v under the causal mask: q, k, v (B, H, T, D) -> (B, H, T, D).
+def attend_blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """softmax(scale · q kᵀ + bias) v under the causal mask: q, k, v (B, H, T, D) -> (B, H, T, D).
+
+    `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf where a query does not look; it looks at itself at least.
 
     SDPA multiplies head by head; batched, the products are large enough for the processor's bf16 units. In exchange
     half of the (B, H, T, T) probabilities are kept for the backward pass.
     """
-    return _BlockwiseAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale).view(q.shape)
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        bias = bias.expand(*q.shape[:2], -1, -1) if bias.dim() == 4 else bias  # (B, H, T, T), by strides
+    return _BlockwiseAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale, bias).view(q.shape)
 
 
 def _blocks(q: Tensor) -> list[tuple[slice, int, int]]:
@@ -31,12 +36,18 @@ def _blocks(q: Tensor) -> list[tuple[slice, int, int]]:
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> Tensor:
         y, kept = torch.empty_like(q), []  # (N, T, D)
         future = q.new_full((ROWS, ROWS), -torch.inf).triu(1)
         for n, t, end in _blocks(q):
             scores = torch.bmm(q[n, t:end], k[n, :end].transpose(1, 2)).mul_(scale)  # (heads, rows, end)
-            scores[:, :, t:] += future[: end - t, : end - t]
+            if bias is None:
+                scores[:, :, t:] += future[: end - t, : end - t]
+            elif bias.dim() == 2:
+                scores += bias[t:end, :end]
+            else:
+                row = torch.arange(len(q))[n]
+                scores += bias[row // bias.shape[1], row % bias.shape[1], t:end, :end]
             kept.append(scores.softmax(dim=-1))
             torch.bmm(kept[-1], v[n, :end], out=y[n, t:end])
         ctx.save_for_backward(q, k, v, *kept)
@@ -45,7 +56,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, *kept = ctx.saved_tensors
         q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for (n, t, end), p in zip(_blocks(q), kept):
@@ -55,4 +66,4 @@ class _BlockwiseAttention(torch.autograd.Function):
             scores_grad = torch._softmax_backward_data(p_grad, p, -1, p.dtype).mul_(ctx.scale)
             torch.bmm(scores_grad, k[n, :end], out=q_grad[n, t:end])
             k_grad[n, :end] += torch.bmm(scores_grad.transpose(1, 2), q[n, t:end])
-        return q_grad, k_grad, v_grad, None
+        return q_grad, k_grad, v_grad, None, None

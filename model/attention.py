@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from model.attend import attend, attention_weights, causal
-from model.cache import LayerCache, Placement
+from attention.attend import Sight, attend, attention_weights
+from attention.rope import rotate
+from model.cache import LayerCache
 from model.config import ThinkerConfig
 from model.linear import Linear
 from model.norm import RMSNorm
-from model.rope import rotate
 
 
 class Attention(nn.Module):
@@ -19,6 +19,7 @@ class Attention(nn.Module):
     def __init__(self, config: ThinkerConfig) -> None:
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        self.softcap = config.softcap
         self.q_proj = Linear(config.d_model, config.n_heads * config.head_dim)
         self.k_proj = Linear(config.d_model, config.n_kv_heads * config.head_dim)
         self.v_proj = Linear(config.d_model, config.n_kv_heads * config.head_dim)
@@ -28,10 +29,11 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
+        self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sink_logits else None
         self.register_module("qkv_proj", None)  # the three in one piece, to decode (generation/snapshot.py)
         self.register_module("qk_norm", None)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D), the first two normed and rotated."""
         if self.qkv_proj is not None:
             heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2K, T, D)
@@ -45,17 +47,19 @@ class Attention(nn.Module):
         return rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope), v
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], place: Placement, cache: LayerCache | None = None
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerCache | None = None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
-        q, k, v = self.project(x, rope)
-        if cache is not None:
-            q, k, v = cache.store(q, k, v, place)  # k, v: (B, K, S, D)
-        y = attend(q, k, v, place.allowed, place.is_causal, self.head_dim**-0.5)  # (B, H, T, D)
+        y = self.mix(*self.project(x, rope), sight, cache)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
-    def weights(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """The causal attention matrix of a whole sequence, by the reference: x (B, T, C) -> (B, H, T, T)."""
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: LayerCache | None) -> Tensor:
+        """Let the queries look at what the cache holds and at the new keys: q (B, H, T, D) -> (B, H, T, D)."""
+        if cache is not None:
+            q, k, v = cache.store(q, k, v, sight)  # k, v: (B, K, S, D)
+        return attend(q, k, v, sight, self.head_dim**-0.5, self.softcap, self.sinks)
+
+    def weights(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: Sight) -> Tensor:
+        """What each query takes of each key, by the reference: x (B, T, C) -> (B, H, T, T)."""
         q, k, _ = self.project(x, rope)
-        at = torch.arange(x.shape[1], device=x.device)
-        return attention_weights(q, k, causal(at[:, None], at))
+        return attention_weights(q, k, sight, self.head_dim**-0.5, self.softcap, self.sinks)

@@ -1,4 +1,4 @@
-"""The keys and values of the positions already seen, so that each new token costs one position's work."""
+"""What is remembered of the positions already seen, so that each new token costs one position's work."""
 
 from __future__ import annotations
 
@@ -7,26 +7,51 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attention.attend import Sight, look
+from attention.patterns import CAUSAL, NOWHERE, Linear, Pattern, Places
+from attention.positions import slopes
 from errors import UserError
-from model.attend import causal
+from kernels.linear_attention import LinearState
 from model.config import ThinkerConfig
 
 
 @dataclass
 class Placement:
-    """Where one forward pass stands: its positions, and what each of them may look at. The host knows all of it."""
+    """Where one forward pass stands: its positions, and what each layer sees from there. The host knows all of it."""
 
-    positions: Tensor  # (T,), or (B, T) where the rows of a cache have unequal lengths
+    positions: Tensor  # (T,), or (B, T) where rows differ
     end: int  # one past the last position
-    held: int = 0  # slots of the cache that attention reads
-    allowed: Tensor | None = None  # (T, S) or (B, 1, T, S); None: see is_causal, or everything
-    is_causal: bool = False
-    slots: Tensor | None = None  # where in the cache the new ones go, like positions
+    sights: list[Sight]  # of each layer; layers that see alike share one
 
-    @classmethod
-    def from_zero(cls, length: int, device: torch.device) -> Placement:
-        """A whole sequence at once, without a cache."""
-        return cls(torch.arange(length, device=device), length, is_causal=True)
+
+class Looking:
+    """What every look() of a model has in common."""
+
+    def __init__(self, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> None:
+        self.config, self.made_for, self.kernel, self.dtype = config, (dtype, device, kernel), kernel, dtype
+        self.slopes = slopes(config.n_heads, device) if config.positions == "alibi" else None
+        self.patterns = config.patterns
+        self.plain_scores = config.softcap is None and not config.sink_logits
+        self.known: tuple[int, dict[Pattern | Linear, Sight]] = 0, {}
+
+    def __call__(self, pattern: Pattern, query: Places, key: Places, aligned: bool = False) -> Sight:
+        """See attention.attend.look."""
+        return look(
+            pattern, query, key, self.config.n_heads, self.dtype, self.slopes, aligned, self.kernel, self.plain_scores
+        )
+
+    def whole(self, query: Places) -> Placement:
+        """A whole sequence at once, without a cache. What depends on its length alone is kept for the next one."""
+        T, sights = query.position.shape[-1], {}
+        if query.document is None and query.token is None:
+            if self.known[0] != T:
+                self.known = T, {}
+            sights = self.known[1]
+        for pattern in self.patterns:
+            if pattern not in sights:
+                linear = isinstance(pattern, Linear)
+                sights[pattern] = Sight(prepared=query.document) if linear else self(pattern, query, query, True)
+        return Placement(query.position, T, [sights[pattern] for pattern in self.patterns])
 
 
 @dataclass
@@ -36,13 +61,32 @@ class LayerCache:
     keys: Tensor
     values: Tensor
     tensors = ("keys", "values")  # what has a row for each of the batch
+    endless = False  # whether it has room for any number of positions
+    lost = ""  # why it cannot go back
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, place: Placement) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the new keys and values (B, K, T, D); returns the queries, and all up to now, (B, K, S, D) each."""
-        self.write(k, v, place.slots)
-        if place.is_causal:  # they are all there is
+    def can_rewind(self, written: int, back: int, slack: int) -> bool:
+        """Whether a row that was written so far can go `back` so many positions."""
+        return True
+
+    def look(self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor) -> Sight:
+        """What new positions, (T,) or (B, T), see, where the rows held `starts` before them."""
+        held = cache.max_len if cache.fixed else max(cache.lengths)
+        if max(starts) == 0 and not cache.fixed:
+            sight = cache.see(pattern, positions, positions, aligned=True)
+        elif positions.shape == (1,) and pattern == CAUSAL and cache.looking.slopes is None and not cache.fixed:
+            sight = Sight(held=held)  # the last position sees every key
+        else:
+            sight = cache.see(pattern, positions, torch.arange(held, device=positions.device))
+            sight.held = held
+        sight.slots = positions
+        return sight
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the new keys and values (B, K, T, D); returns the queries, and all to be seen, (B, K, S, D) each."""
+        self.write(k, v, sight.slots)
+        if sight.held is None:
             return q, k, v
-        return q, self.keys[:, :, : place.held], self.values[:, :, : place.held]
+        return q, self.keys[:, :, : sight.held], self.values[:, :, : sight.held]
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put keys and values (B, K, T, D) into these slots, (T,) or (B, T)."""
@@ -58,8 +102,88 @@ class LayerCache:
             self.values.index_copy_(2, slots, v)
 
 
+@dataclass
+class RingLayer(LayerCache):
+    """For a pattern of bounded reach: its first positions, then a ring of the newest, and a slot that nobody reads.
+
+    Keys are stored rotated by their absolute positions, and seen by these: the very numbers of the full pass.
+    """
+
+    first: int = 0
+    endless = True
+    lost = "its window has been overwritten"
+
+    def can_rewind(self, written: int, back: int, slack: int) -> bool:
+        """As LayerCache.can_rewind."""
+        return back <= slack or written <= self.size
+
+    @property
+    def size(self) -> int:
+        """Slots that are read."""
+        return self.keys.shape[2] - 1
+
+    def look(self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor) -> Sight:
+        """As LayerCache.look; what the ring holds follows from how far each row was ever written."""
+        ring, device = self.size - self.first, positions.device
+        slots = torch.where(positions < self.first, positions, self.first + (positions - self.first) % ring)
+        length = positions.shape[-1]
+        overwritten = (positions >= self.first) & (positions < positions[..., -1:] + 1 - ring)
+        slots = torch.where(overwritten, self.size, slots)
+        if max(starts) == 0:
+            sight = cache.see(pattern, positions, positions, aligned=True)
+        else:
+            written = cache.written if length == 1 else cache.written_before
+            sight = Sight(held=min(max(written), self.size))
+            newest = (
+                torch.tensor(written if positions.dim() == 2 else written[:1], device=device)[:, None] - 1
+            )  # (B, 1)
+            at = torch.arange(sight.held, device=device)
+            in_ring = newest - (newest - at) % ring
+            keys = torch.where(at < self.first, at, torch.where(in_ring < self.first, NOWHERE, in_ring))
+            keys = torch.where(keys > newest, NOWHERE, keys)  # (B or 1, held)
+            if length > 1:  # beside the new ones stand the old: of those, none that is being replaced
+                keys = torch.where(keys < positions[..., :1], keys, NOWHERE)
+                keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
+            held = sight.held
+            sight = cache.see(pattern, positions, keys if positions.dim() == 2 else keys[0])
+            sight.held = held
+        sight.slots = slots
+        return sight
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+        """As LayerCache.store; several new positions see the old ring and each other."""
+        if sight.held is None or k.shape[2] == 1:
+            return super().store(q, k, v, sight)
+        keys = torch.cat((self.keys[:, :, : sight.held], k), dim=2)  # (B, K, held + T, D)
+        values = torch.cat((self.values[:, :, : sight.held], v), dim=2)
+        self.write(k, v, sight.slots)
+        return q, keys, values
+
+
+@dataclass
+class LinearLayer:
+    """What a linear layer keeps: sums over all keys, whose size does not depend on how many there were."""
+
+    sums: Tensor  # (B, K, m, D + 1)
+    shift: Tensor  # (B, K, 1, 1)
+    tensors = ("sums", "shift")
+    endless = True
+    lost = "the sums of a linear layer forget nothing"
+
+    def look(self, cache: KVCache, pattern: Linear, starts: list[int], positions: Tensor) -> Sight:
+        """Everything, by the sums."""
+        return Sight()
+
+    def can_rewind(self, written: int, back: int, slack: int) -> bool:
+        """As LayerCache.can_rewind."""
+        return False
+
+
 class KVCache:
-    """Preallocated keys and values of every layer, with a length for each row.
+    """What each layer keeps of the positions so far, with a length for each row.
+
+    A layer that sees everything keeps `max_len` keys and values, preallocated; one of bounded reach a ring of them; a
+    linear one its state. Where none of the first kind is there, the cache has no end and its memory does not grow.
 
     The lengths live on the host as plain integers, so that no position has to be asked from the device. Rows of
     equal length (the usual case) need no mask to decode; rows of unequal length use one. What lies in slots that no
@@ -71,63 +195,110 @@ class KVCache:
     forgotten = 0  # positions out of sight: none, unless it rolls
 
     def __init__(
-        self, config: ThinkerConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype
+        self,
+        config: ThinkerConfig,
+        batch_size: int,
+        max_len: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        slack: int = 0,
     ) -> None:
+        """`slack`: how many positions rewind() may always take back, where keys have been overwritten."""
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows by {max_len} positions: both must be at least 1")
-        shape = (batch_size, config.n_kv_heads, max_len, config.head_dim)
-        self.layers = [self._new_layer(shape, torch.device(device), dtype) for _ in range(config.n_layers)]
-        self.max_len, self.device, self.fixed = max_len, torch.device(device), False
+        self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
+        self.looking, self.prefix = Looking(config, dtype, self.device), config.prefix
+        self.shape, self.dtype = (batch_size, config.n_kv_heads, max_len, config.head_dim), dtype
+        self.layers = [self._new_layer(pattern) for pattern in self.looking.patterns]
         self.lengths = [0] * batch_size
+        self.written = self.written_before = self.lengths  # how far each row was ever, in spite of rewind()
+        by_token = any(pattern.by_token for pattern in self.looking.patterns)
+        self.tokens = torch.zeros(batch_size, max_len, dtype=torch.int64, device=device) if by_token else None
 
-    def _new_layer(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> LayerCache:
-        B, K, max_len, D = shape
-        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        if device.type == "cpu" and dtype == torch.float32:
+    def _new_layer(self, pattern: Pattern | Linear) -> LayerCache | LinearLayer:
+        B, K, max_len, D = self.shape
+        if isinstance(pattern, Linear):
+            state = LinearState.empty(B, K, pattern.features, D, self.device)
+            return LinearLayer(state.sums, state.shift)
+        if pattern.reach is None or pattern.by_score:
+            return self._tensors(max_len)
+        size = max(1, pattern.reach + self.slack) + pattern.first
+        if size >= max_len:
+            return self._tensors(max_len)
+        both = self._tensors(size + 1)
+        return RingLayer(both.keys, both.values, pattern.first)
+
+    def _tensors(self, size: int) -> LayerCache:
+        B, K, _, D = self.shape
+        keys, values = (torch.zeros(B, K, size, D, device=self.device, dtype=self.dtype) for _ in range(2))
+        if self.device.type == "cpu" and self.dtype == torch.float32:
             # The same shape in another order: q·kᵀ over columns runs at the memory's speed, over rows at 3/4 of it;
             # where columns begin as cache lines do, a little faster still.
-            keys = torch.zeros(B, K, D, -(-max_len // 16) * 16).transpose(2, 3)[:, :, :max_len]
+            keys = torch.zeros(B, K, D, -(-size // 16) * 16).transpose(2, 3)[:, :, :size]
         return LayerCache(keys, values)
 
     @property
-    def nbytes(self) -> int:
-        """Memory of all keys and values."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+    def endless(self) -> bool:
+        """Whether any number of positions fits."""
+        return all(layer.endless for layer in self.layers)
 
-    def append(self, batch_size: int, length: int) -> Placement:
+    @property
+    def nbytes(self) -> int:
+        """Memory of all that is kept."""
+        return sum(getattr(layer, name).nbytes for layer in self.layers for name in layer.tensors)
+
+    def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> Placement:
         """Make room for `length` new positions in every row, and say where they stand.
 
         Raises UserError, with nothing changed, where they do not fit.
         """
         if batch_size != len(self.lengths):
             raise UserError(f"the cache has {len(self.lengths)} rows and was given a batch of {batch_size}")
-        if max(self.lengths) + length > self.max_len:
+        starts = self.lengths
+        if max(starts) + length > self.max_len and not self.endless:
             raise UserError(
-                f"the cache holds {self.max_len} positions, {max(self.lengths)} are taken: {length} more do not fit; "
+                f"the cache holds {self.max_len} positions, {max(starts)} are taken: {length} more do not fit; "
                 "make it longer with new_cache(max_len=...)"
             )
-        starts = self.lengths
+        if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
+            raise UserError(
+                f"the model sees the first {self.prefix} positions from before them: they must come together, as the "
+                f"cache's first chunk, not {length} positions after {min(starts)}"
+            )
         self.lengths = [start + length for start in starts]
-        end = max(self.lengths)
-        held = self.max_len if self.fixed else end
-        steps = torch.arange(length, device=self.device)
-        if min(starts) == max(starts):
-            positions = steps + starts[0]  # (T,)
-            if starts[0] == 0 and not self.fixed:
-                return Placement(positions, end, end, is_causal=True, slots=positions)
-            if length == 1 and not self.fixed:
-                return Placement(positions, end, end, slots=positions)  # the last position sees every key
-            allowed = causal(positions[:, None], torch.arange(held, device=self.device))  # (T, S)
-            return Placement(positions, end, held, allowed, slots=positions)
-        positions = torch.tensor(starts, device=self.device)[:, None] + steps  # (B, T)
-        allowed = causal(positions[:, None, :, None], torch.arange(held, device=self.device))  # (B, 1, T, S)
-        return Placement(positions, end, held, allowed, slots=positions)
+        self.written_before, self.written = self.written, [max(both) for both in zip(self.written, self.lengths)]
+        positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
+        if min(starts) < max(starts) or min(self.written) < max(self.written):
+            positions = positions + (torch.tensor(starts, device=self.device) - starts[0])[:, None]  # (B, T)
+        if self.tokens is not None:
+            rows = torch.arange(batch_size, device=self.device)[:, None]
+            self.tokens[rows, positions] = tokens
+        sights: dict[tuple[type, Pattern | Linear], Sight] = {}
+        for layer, pattern in zip(self.layers, self.looking.patterns):
+            if (type(layer), pattern) not in sights:
+                sights[type(layer), pattern] = layer.look(self, pattern, starts, positions)
+        every = [sights[type(layer), pattern] for layer, pattern in zip(self.layers, self.looking.patterns)]
+        return Placement(positions, max(self.lengths), every)
+
+    def see(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> Sight:
+        """What queries at some positions, (T,) or (B, T), see of keys at others."""
+        if self.tokens is None:
+            return self.looking(pattern, Places(queries), Places(keys), aligned)
+        rows = torch.arange(len(self.lengths), device=self.device)[:, None]
+        query, key = Places(queries, token=self.tokens[rows, queries]), Places(keys, token=self.tokens[rows, keys])
+        return self.looking(pattern, query, key, aligned)
 
     def rewind(self, lengths: list[int]) -> None:
-        """Forget, in each row, every position from its new length on: drafts that were refused, a turn undone."""
-        for new, old in zip(lengths, self.lengths, strict=True):
+        """Forget, in each row, every position from its new length on: drafts that were refused, a turn undone.
+
+        Raises UserError where what was there has been overwritten.
+        """
+        for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
             if not 0 <= new <= old:
                 raise UserError(f"cannot rewind a row of {old} positions to {new}")
+            for layer in self.layers:
+                if new < old and not layer.can_rewind(self.written[row], self.written[row] - new, self.slack):
+                    raise UserError(f"cannot rewind from {old} to {new}: {layer.lost}; see new_cache(slack=...)")
         self.lengths = list(lengths)
 
     def select(self, rows: list[int]) -> None:
@@ -137,7 +308,9 @@ class KVCache:
             for name in layer.tensors:
                 old = getattr(layer, name)
                 setattr(layer, name, _like(old, len(rows)).copy_(old.index_select(0, index)))
-        self.lengths = [self.lengths[row] for row in rows]
+        if self.tokens is not None:
+            self.tokens = self.tokens[index]
+        self.lengths, self.written = ([held[row] for row in rows] for held in (self.lengths, self.written))
 
     def extend(self, other: KVCache) -> None:
         """Add another cache's rows below these; both hold as many positions."""
@@ -145,7 +318,9 @@ class KVCache:
             for name in mine.tensors:
                 both = getattr(mine, name), getattr(its, name)
                 setattr(mine, name, torch.cat(both, out=_like(both[0], len(both[0]) + len(both[1]))))
-        self.lengths = self.lengths + other.lengths
+        if self.tokens is not None:
+            self.tokens = torch.cat((self.tokens, other.tokens))
+        self.lengths, self.written = self.lengths + other.lengths, self.written + other.written
 
 
 def _like(tensor: Tensor, rows: int) -> Tensor:

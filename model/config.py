@@ -6,8 +6,11 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from attention.patterns import Linear, Pattern, by_layer
+from attention.rope import RopeScaling
 from errors import UserError
 
+POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
 LARGEST = 1 << 24  # of any size: the shapes of a file from a stranger shall stay numbers that can be reckoned with
 
 
@@ -33,7 +36,12 @@ class ThinkerConfig:
     dropout: float = 0.0  # on the embedding and on what attention and MLP add to the residual stream
     init: str = "fan_in"  # how weights are drawn, see Thinker.initialise; "normal" is GPT-2's, for comparison
     head_init_std: float = 0.0  # the head is drawn with this deviation; 0: the first loss is exactly ln V
-    attention: str = "full"  # every earlier position and itself
+    attention: str | list = "full"  # a pattern for all layers, or a list, or letters: see attention/patterns.py
+    window: int | None = None  # keys that a layer L sees, where attention is letters such as "LLLG"
+    positions: str = "rope"  # or alibi, learned, sinusoidal, none
+    rope_scaling: dict | None = None  # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
+    softcap: float | None = None  # of attention's scores; None: none
+    sink_logits: bool = False  # a learned score of each head for looking nowhere
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len", "n_kv_heads", "head_dim", "d_ff"):
@@ -69,8 +77,41 @@ class ThinkerConfig:
             raise UserError(f"model.init is {self.init!r}; possible: fan_in, normal")
         if self.init == "normal" and self.head_init_std:
             raise UserError("model.head_init_std is read with model.init=fan_in only; leave it out")
-        if self.attention != "full":
-            raise UserError(f"model.attention is {self.attention!r}; possible: full")
+        if self.positions not in POSITIONS:
+            raise UserError(f"model.positions is {self.positions!r}; possible: {', '.join(POSITIONS)}")
+        if self.rope_scaling is not None:
+            if self.positions != "rope":
+                raise UserError("model.rope_scaling is read with model.positions=rope only; leave it out")
+            RopeScaling.from_dict(self.rope_scaling)
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise UserError(f"model.softcap is {self.softcap}; it must be a positive number, or null")
+        no_scores = any(isinstance(layer, Linear) for layer in self.patterns)
+        if no_scores and (self.softcap is not None or self.sink_logits or self.positions == "alibi"):
+            raise UserError("linear attention has no scores: model.softcap, sink_logits and alibi do not go with it")
+
+    @property
+    def patterns(self) -> list[Pattern | Linear]:
+        """Of each layer."""
+        return by_layer(self.attention, self.n_layers, self.window, self.n_heads)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer sees everything, by RoPE and plain scores: what LLaMA and Qwen3 are."""
+        plain_scores = self.softcap is None and not self.sink_logits
+        fixed_rope = self.positions == "rope" and (self.rope_scaling or {}).get("type") != "dynamic"
+        return plain_scores and fixed_rope and {pattern.text for pattern in self.patterns} == {"full"}
+
+    @property
+    def endless(self) -> bool:
+        """Whether texts of any length can be decoded: no layer keeps all keys, and positions have no end."""
+        bounded = all(layer.reach is not None for layer in self.patterns)
+        dynamic = (self.rope_scaling or {}).get("type") == "dynamic"
+        return bounded and self.positions in ("rope", "alibi", "none") and not dynamic
+
+    @property
+    def prefix(self) -> int:
+        """Positions that some layer sees from before them: they are given, and no loss is counted inside them."""
+        return max(layer.ahead for layer in self.patterns)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers and strings, for JSON."""
@@ -85,6 +126,7 @@ class ThinkerConfig:
                 raise UserError(f"the model's configuration has a key {name!r} that this version does not know")
             kinds = str(known[name]).split(" | ")  # e.g. "int | None"; JSON may write 10000.0 as 10000
             allowed = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "None": (type(None),)}
+            allowed |= {"list": (list,), "dict": (dict,)}
             fits = isinstance(value, tuple(t for kind in kinds for t in allowed[kind]))
             if not fits or (isinstance(value, bool) and "bool" not in kinds):
                 raise UserError(f"the model's configuration has {name} = {value!r}; it must be {known[name]}")

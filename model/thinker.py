@@ -6,14 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attention.attend import Sight
+from attention.patterns import Linear as LinearPattern
+from attention.patterns import Pattern, Places
+from attention.positions import sinusoids
+from attention.rope import Rope, RopeScaling
 from errors import UserError
 from kernels.loss import head_loss
 from model.attention import Attention
-from model.cache import KVCache, LayerCache, Placement
+from model.cache import KVCache, LayerCache, Looking, Placement
 from model.config import ThinkerConfig
 from model.linear import Linear
+from model.linear_attention import LinearAttention
 from model.norm import RMSNorm
-from model.rope import Rope
 
 
 class MLP(nn.Module):
@@ -38,19 +43,20 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ThinkerConfig) -> None:
+    def __init__(self, config: ThinkerConfig, pattern: Pattern | LinearPattern, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config)
+        linear = isinstance(pattern, LinearPattern)
+        self.attention = LinearAttention(config, pattern.features, layer) if linear else Attention(config)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], place: Placement, cache: LayerCache | None = None
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerCache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, place, cache))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, sight, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -69,8 +75,13 @@ class Thinker(nn.Module):
         self.activation_dtype: torch.dtype | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        self.rope = Rope(config.head_dim, config.rope_theta)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.kernel = "auto"  # of attention; one of attention.attend.KERNELS forces it
+        self.looking: Looking | None = None
+        scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
+        self.rope = Rope(config.head_dim, config.rope_theta, scaling) if config.positions == "rope" else None
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
+        self.blocks = nn.ModuleList(Block(config, pattern, layer) for layer, pattern in enumerate(config.patterns))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = Linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
@@ -87,7 +98,9 @@ class Thinker(nn.Module):
         | q, k, v, gate, up | normal, deviation 1/√(columns): outputs as large as inputs |
         | o, down | zero: every block begins as the identity |
         | head | normal, deviation `head_init_std`; 0: the first loss is exactly ln V; where tied, the embedding |
+        | learned positions | normal, deviation 0.02 |
         | gains of the norms | one |
+        | sinks | zero |
 
         With `init` "normal" every matrix is drawn with deviation 0.02 (Radford et al. 2019, GPT-2).
         """
@@ -96,8 +109,10 @@ class Thinker(nn.Module):
                 parameter.normal_(0, 0.02, generator=generator)
             elif name == "embedding.weight":
                 parameter.normal_(0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator)
+            elif name == "positions.weight":
+                parameter.normal_(0, 0.02, generator=generator)
             elif parameter.dim() == 1:
-                parameter.fill_(1)
+                parameter.fill_(0 if name.endswith("sinks") else 1)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
             elif name == "head.weight":
@@ -123,6 +138,7 @@ class Thinker(nn.Module):
         targets: Tensor | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
+        documents: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One pass, for training, prefill and decoding alike.
 
@@ -132,6 +148,8 @@ class Thinker(nn.Module):
             cache: take the T positions as the next ones of what it holds, and add them to it. For inference:
                 no gradient flows.
             last_only: compute the logits of the last position alone.
+            documents: (B, T) int64, a number for each document of a window, never decreasing. None sees across a
+                border, and positions count from each one's beginning: its logits are those it has alone.
 
         Returns: logits (B, T, V), or (B, 1, V) with last_only; with targets, (sum of losses in nats, fp32; number of
             targets counted).
@@ -143,19 +161,56 @@ class Thinker(nn.Module):
         given = tokens if embeddings is None else embeddings
         if given.dim() != (2 if embeddings is None else 3) or 0 in given.shape:
             raise UserError(f"tokens must be (B, T) and embeddings (B, T, C), not empty; got {tuple(given.shape)}")
+        if cache is not None and documents is not None:
+            raise UserError("a cache holds one document a row; give each its own")
         if cache is not None and torch.is_grad_enabled():
             with torch.no_grad():
                 return self(tokens, embeddings=embeddings, targets=targets, cache=cache, last_only=last_only)
-        B, T = given.shape[:2]
-        place = Placement.from_zero(T, given.device) if cache is None else cache.append(B, T)
-        x = self.embedding(tokens) if embeddings is None else embeddings  # (B, T, C)
-        x = self.trunk(x, self.rope(place.positions, place.end, self.dtype), place, cache, last_only)
-        return self.head(x) if targets is None else head_loss(x, self.head.weight, targets, self.head.cast)  # (B, T, V)
+        if cache is None:
+            place = self.place(given, tokens, documents)
+        else:
+            if self.rope is not None:
+                self.rope.refuse_growing(max(cache.lengths) + given.shape[1])
+            place = cache.append(*given.shape[:2], tokens)
+        x = self.embed(given, place)  # (B, T, C)
+        rope = None if self.rope is None else self.rope(place.positions, place.end, self.dtype)
+        x = self.trunk(x, rope, place, cache, last_only)
+        if targets is None:
+            return self.head(x)  # (B, T, V)
+        if self.config.prefix:  # a position that sees the next one has nothing to predict
+            targets = targets.masked_fill(place.positions < self.config.prefix - 1, -1)
+        return head_loss(x, self.head.weight, targets, self.head.cast)
+
+    def place(self, given: Tensor, tokens: Tensor | None, documents: Tensor | None) -> Placement:
+        """Where a whole sequence stands that comes without a cache."""
+        positions = torch.arange(given.shape[1], device=given.device)  # (T,)
+        if documents is not None:
+            begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # (B, T)
+            positions = positions - torch.where(begins, positions, 0).cummax(dim=1).values
+        made_for = self.dtype, given.device, self.kernel
+        if self.looking is None or self.looking.made_for != made_for:
+            self.looking = Looking(self.config, *made_for)
+        by_token = any(pattern.by_token for pattern in self.looking.patterns)
+        return self.looking.whole(Places(positions, documents, tokens if by_token else None))
+
+    def embed(self, given: Tensor, place: Placement) -> Tensor:
+        """What enters the first block: tokens (B, T) or their embeddings (B, T, C) -> (B, T, C), with positions."""
+        x = self.embedding(given) if given.dim() == 2 else given
+        if self.positions is not None:
+            if place.end > self.config.max_seq_len:
+                raise UserError(
+                    f"the model has learned {self.config.max_seq_len} positions (model.max_seq_len), and there are "
+                    f"{place.end} tokens"
+                )
+            x = x + self.positions(place.positions)
+        elif self.config.positions == "sinusoidal":
+            x = x + sinusoids(place.positions, x.shape[-1]).to(x.dtype)
+        return x
 
     def trunk(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor] | None,
         place: Placement,
         cache: KVCache | None = None,
         last_only: bool = False,
@@ -163,25 +218,30 @@ class Thinker(nn.Module):
         """What lies between embedding and head: x (B, T, C), rope 2 x (T, D) -> (B, T, C)."""
         x = self.dropout(x.to(self.dtype))
         layers = [None] * len(self.blocks) if cache is None else cache.layers
-        for block, layer in zip(self.blocks, layers):
-            x = block(x, rope, place, layer)  # (B, T, C)
+        for block, sight, layer in zip(self.blocks, place.sights, layers):
+            x = block(x, rope, sight, layer)  # (B, T, C)
         return self.norm(x[:, -1:] if last_only else x)
 
-    def new_cache(self, batch_size: int = 1, max_len: int | None = None) -> KVCache:
-        """An empty cache of this model's shape, device and precision for `max_len` positions, or config.max_seq_len."""
-        return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype)
+    def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
+        """An empty cache of this model's shape, device and precision for `max_len` positions, or config.max_seq_len.
+
+        `slack`: how many positions it can always be taken back (KVCache.rewind).
+        """
+        return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> Tensor:
         """Every attention matrix of one ordinary forward pass, (layers, B, H, T, T); rows are queries and sum to 1."""
         seen: list[Tensor] = []
         hooks = [
-            block.attention.register_forward_pre_hook(lambda module, args: seen.append(module.weights(*args[:2])))
+            block.attention.register_forward_pre_hook(lambda module, args: seen.append(module.weights(*args[:3])))
             for block in self.blocks
         ]
+        kernel, self.kernel = self.kernel, "reference"
         try:
             self(tokens)
         finally:
+            self.kernel = kernel
             for hook in hooks:
                 hook.remove()
         return torch.stack(seen)

@@ -10,13 +10,14 @@ ROOMS = {
     "errors": 0,
     "device": 0,
     "kernels": 0,
-    "model": 1,
+    "attention": 1,
+    "model": 2,
     "data": 1,
-    "storage": 2,
-    "generation": 2,
-    "evaluation": 3,
-    "training": 3,
-    "benchmarks": 4,
+    "storage": 3,
+    "generation": 3,
+    "evaluation": 4,
+    "training": 4,
+    "benchmarks": 5,
 }
 FILES = [
     path
@@ -43,13 +44,13 @@ def room(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path):
-    floor = ROOMS.get(room(path), 5)
+    floor = ROOMS.get(room(path), 6)
     for name in imported(path):
         other = name.split(".")[0]
         assert other == room(path) or ROOMS[other] <= floor, f"{path} imports {name}, which is above it"
-    below = {"kernels": set(), "model": {"errors", "kernels"}, "data": {"errors"}}.get(room(path))
-    if below is not None:
-        assert {name.split(".")[0] for name in imported(path)} <= {room(path), *below}
+    below = {"kernels": set(), "attention": {"kernels"}, "model": {"attention", "kernels"}, "data": set()}
+    if room(path) in below:
+        assert {name.split(".")[0] for name in imported(path)} <= {room(path), "errors", *below[room(path)]}
 
 
 def test_rooms_have_no_circles():
@@ -67,12 +68,13 @@ def test_rooms_have_no_circles():
 
 
 def test_model_needs_torch_alone():
-    allowed = {"torch", "kernels", "model", "errors", "__future__", "dataclasses", "typing", "math", "time"}
-    for path in [*(ROOT / "model").glob("*.py"), *(ROOT / "kernels").glob("*.py")]:
+    ours = {"kernels", "attention", "model"}
+    library = {"ast", "collections", "dataclasses", "inspect", "math", "re", "typing", "__future__"}
+    for path in [path for path in FILES if room(path) in ours]:
         tree = ast.parse(path.read_text())
         names = {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
         names |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        assert names <= allowed, path
+        assert names <= {"torch", "errors", *ours, *library}, path
 
 
 def test_sizes():
@@ -80,7 +82,7 @@ def test_sizes():
     assert sum(n for path, n in lengths.items() if room(path) == "model") <= 900
     of_benchmarks = sum(n for path, n in lengths.items() if room(path) == "benchmarks")
     assert of_benchmarks <= 2000  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks <= 8000
+    assert sum(lengths.values()) - of_benchmarks <= 9000
     assert {path.name: n for path, n in lengths.items() if n > 400} == {}
 
 

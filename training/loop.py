@@ -86,12 +86,15 @@ class Trainer:
         tune(self.device)
         settle_size(recipe, config, self.device, chosen)
         aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
+        seen = {"isolate": recipe.data.isolate_documents, "given": config.prefix}
         self.loader = Loader(
-            Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing), train.batch_size, recipe.run.seed
+            Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing, **seen),
+            train.batch_size,
+            recipe.run.seed,
         )
         self.batches = Ahead(self.loader, pinned=self.device.type == "cuda")
         self.evaluator = Evaluator(
-            Windows(self.corpus.val, recipe.data.seq_len, aligned),
+            Windows(self.corpus.val, recipe.data.seq_len, aligned, **seen),
             train.micro_batch_size,
             token_byte_lengths(self.corpus.tokenizer),
             train.eval_windows,

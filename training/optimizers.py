@@ -47,7 +47,9 @@ class Optimizers:
         muon = section.name == "muon"
         names: dict[str, list[str]] = {"matrices": [], "embedding": [], "head": [], "gains": []}
         for name, parameter in thinker.named_parameters():
-            kind = name.split(".")[0] if name.split(".")[0] in ("embedding", "head") else "matrices"
+            kind = {"embedding": "embedding", "positions": "embedding", "head": "head"}.get(
+                name.split(".")[0], "matrices"
+            )
             names["gains" if parameter.dim() == 1 else kind].append(name)
         parameters = dict(thinker.named_parameters())
         decay = {"matrices": section.weight_decay, "embedding": 0.0, "head": section.weight_decay, "gains": 0.0}

@@ -11,7 +11,7 @@ import torch
 
 from data.ahead import Batch
 from device import DTYPES, choose_device, tune
-from model import Thinker, ThinkerConfig
+from model import KVCache, Thinker, ThinkerConfig
 from training.dry_run import free_memory, predict_memory
 from training.loop import prepare_data
 from training.meter import MemoryMeter, flops_per_token, peak_flops
@@ -53,7 +53,7 @@ def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in thinker.parameters())
     flops = flops_per_token(thinker, recipe.data.seq_len)
     step_tokens = train.batch_size * recipe.data.seq_len
-    cache_bytes = 2 * config.n_layers * config.n_kv_heads * config.head_dim * config.max_seq_len
+    cache = KVCache(config, 1, config.max_seq_len, "meta", DTYPES[train.precision])
     plan: dict[str, Any] = {
         "device": str(device),
         "precision": train.precision,
@@ -63,7 +63,7 @@ def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
         "embedding_parameters": thinker.embedding.weight.numel(),
         **{f"{name}_bytes": value for name, value in asdict(memory).items()},
         "free_bytes": free_memory(device),
-        "cache_bytes": cache_bytes * DTYPES[train.precision].itemsize,
+        "cache_bytes": cache.nbytes,
         "flops_per_token": flops,
         "tokens_per_step": step_tokens,
         "optimal_tokens": OPTIMAL_TOKENS * parameters,

@@ -80,7 +80,12 @@ class ModelSection(Section):
     dropout: float = 0.0
     init: Literal["fan_in", "normal"] = "fan_in"  # normal: every matrix with deviation 0.02, as GPT-2
     head_init_std: float = 0.0  # above 0, copying is learned sooner, other things later: docs/experiments.md
-    attention: str = "full"
+    attention: str | list[str] = "full"  # a pattern for all layers, a list of them, or letters such as LLLG
+    window: Positive | None = None  # keys that layers L see
+    positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
+    rope_scaling: dict[str, Any] | None = None  # such as {type: yarn, factor: 4, original_max_seq_len: 256}
+    softcap: float | None = None  # of attention's scores; null: none
+    sink_logits: bool = False
 
 
 class DataSection(Section):
@@ -95,6 +100,7 @@ class DataSection(Section):
     tokenizer: str = "bpe:4096"
     seq_len: Annotated[int, Field(ge=2)] = 256
     packing: Literal["contiguous", "documents"] = "contiguous"
+    isolate_documents: bool = False  # no token sees across a document's border, and positions begin anew there
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     max_documents: Positive | None = None
     cache_dir: str = ".cache"
@@ -189,6 +195,10 @@ class Recipe(Section):
             raise ValueError("train.deterministic needs train.max_minutes=null: no two runs take the same time")
         if train.deterministic and train.micro_batch_size == "auto":
             raise ValueError("train.deterministic needs a train.micro_batch_size: what is free differs from run to run")
+        if self.data.isolate_documents and self.thinker_config(vocab_size=1).prefix:
+            raise ValueError(
+                "a prefix is given at the beginning of each window; it does not go with data.isolate_documents"
+            )
         max_seq_len = self.model.max_seq_len or self.data.seq_len
         if self.data.seq_len > max_seq_len:
             raise ValueError(

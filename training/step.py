@@ -47,9 +47,12 @@ class TrainingStep:
         total = torch.zeros((), device=self.device)
         with cast_once(self.thinker):
             for part in range(0, len(batch.inputs), size):
-                x, y = (whole[part : part + size].to(self.device, non_blocking=True) for whole in batch[:2])  # (b, T)
+                x, y, documents = (
+                    whole if whole is None else whole[part : part + size].to(self.device, non_blocking=True)  # (b, T)
+                    for whole in (batch.inputs, batch.targets, batch.documents)
+                )
                 with offload() if train.offload_activations else contextlib.nullcontext():
-                    loss_sum, _ = self.thinker(x, targets=y)
+                    loss_sum, _ = self.thinker(x, targets=y, documents=documents)
                 self.scaler.scale(loss_sum / max(batch.count, 1)).backward()
                 total += loss_sum.detach()
         for optimizer in self.optimizers.optimizers:

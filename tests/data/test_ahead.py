@@ -12,7 +12,10 @@ class Numbers:
     """A loader whose batch says its step."""
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.asked = seconds, []
+        self.seconds, self.asked, self.windows = seconds, [], self
+
+    def documents(self, inputs):
+        return inputs + 1
 
     def batch(self, step):
         self.asked.append(step)
@@ -30,6 +33,7 @@ def test_batches_are_those_of_the_loader_in_any_order():
         assert (batch.inputs == step).all()
         assert batch.targets.tolist() == [[step, step, -1], [-1, -1, step]]
         assert batch.count == 3
+        assert (batch.documents == step + 1).all()
     ahead.close()
     assert loader.asked[:3] == [0, 1, 2]  # each once
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.attend import Sight, attention_weights
+from attention.rope import rotate
 from errors import UserError
 from generation.rolling import RollingKVCache
 from generation.snapshot import for_decoding
-from model.attend import attention_weights, windowed
-from model.rope import rotate
 
 KV_HEADS = st.sampled_from([4, 2, 1])  # multi-head, grouped, multi-query
 
@@ -38,7 +38,7 @@ def in_a_window(thinker, tokens, window):
 
     def mix(attention, x):
         q, k, v = attention.project(x, rope)
-        weights = attention_weights(q, k, windowed(at[:, None], at, window))
+        weights = attention_weights(q, k, Sight((at <= at[:, None]) & (at[:, None] - at < window)))
         return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     return full_pass(thinker, tokens, mix)
@@ -226,7 +226,8 @@ def test_memory_does_not_grow_and_what_is_forgotten_is_counted(make_thinker):
     thinker = make_thinker()
     cache = RollingKVCache(thinker, 2, 6, 2)
     size = cache.nbytes
-    assert size == 2 * 2 * 2 * 2 * (6 + 2) * 8 * 4  # layers, keys and values, rows, key heads, slots, width, fp32
+    # Layers, rows, key heads, keys and values of every slot and the sinks' keys once more, width, fp32.
+    assert size == 2 * 2 * 2 * (2 * (6 + 2) + 2) * 8 * 4
     for tokens in draw_tokens(2, 90).split([3, 5, 1, 1, 20, 60], dim=1):
         thinker(tokens, cache=cache)
         assert cache.nbytes == size

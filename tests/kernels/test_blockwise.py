@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.attend import Sight, attend, attention_weights
 from kernels import blockwise
 from kernels.blockwise import attend_blockwise
 from model import Thinker, ThinkerConfig
-from model.attend import attend, attention_weights, causal
 
 
 def drawn(*shape, dtype=torch.float64):
@@ -28,7 +28,7 @@ def test_blocks_equal_the_reference(batch, heads, length, rows, scores, scale, s
         patch.setattr(blockwise, "ROWS", rows)
         patch.setattr(blockwise, "SCORES", scores)
         ours = attend_blockwise(q, k, v, scale)
-        known = ((q @ k.mT) * scale).masked_fill(~causal(at[:, None], at), -torch.inf).softmax(-1) @ v
+        known = ((q @ k.mT) * scale).masked_fill(at > at[:, None], -torch.inf).softmax(-1) @ v
         torch.testing.assert_close(ours, known)
         grad = torch.randn_like(ours)
         for mine, right in zip(torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(known, (q, k, v), grad)):
@@ -42,8 +42,8 @@ def test_training_in_bf16_is_as_near_as_its_precision(kv_heads, length):
     q = torch.randn(2, 4, length, 32).requires_grad_()
     k, v = (torch.randn(2, kv_heads, length, 32).requires_grad_() for _ in range(2))
     at = torch.arange(length)
-    right = attention_weights(q, k, causal(at[:, None], at)) @ v.repeat_interleave(4 // kv_heads, dim=1)
-    ours = attend(*(x.bfloat16() for x in (q, k, v)), is_causal=True)
+    right = attention_weights(q, k, Sight(at <= at[:, None])) @ v.repeat_interleave(4 // kv_heads, dim=1)
+    ours = attend(*(x.bfloat16() for x in (q, k, v)), Sight(is_causal=True, kernel="blockwise"))
     assert ours.dtype == torch.bfloat16
     grad = torch.randn_like(right)
     both = zip([ours, *torch.autograd.grad(ours, (q, k, v), grad.bfloat16())],

@@ -197,6 +197,6 @@ def test_a_fixed_cache_reads_every_slot_under_a_mask_whatever_it_holds(make_thin
     cache.rewind([2, 5])
     places.append(cache.append(2, 1))
     for place in places:
-        assert place.held == 12
-        assert place.allowed.shape[-1] == 12
-        assert not place.is_causal
+        assert place.sights[0].held == 12
+        assert place.sights[0].allowed.shape[-1] == 12
+        assert not place.sights[0].is_causal

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.attend import Sight
+from attention.rope import Rope, rotate
 from errors import UserError
 from model import Thinker, ThinkerConfig
-from model.rope import Rope, rotate
 
 
 @given(length=st.integers(2, 30), at=st.integers(0, 29), seed=st.integers(0, 9))
@@ -146,7 +147,7 @@ def test_initialisation(tied):
     with torch.no_grad():
         x = thinker.embedding(tokens)
         for block in thinker.blocks:  # every block begins as the identity
-            assert torch.equal(block(x, thinker.rope(torch.arange(30), 30, x.dtype), thinker_place(30)), x)
+            assert torch.equal(block(x, thinker.rope(torch.arange(30), 30, x.dtype), Sight(is_causal=True)), x)
         if not tied:
             loss, count = thinker(tokens, targets=tokens)
             assert (loss / count).item() == pytest.approx(math.log(500), rel=1e-6)
@@ -155,12 +156,6 @@ def test_initialisation(tied):
     twin = Thinker(thinker.config)
     twin.initialise(torch.Generator().manual_seed(7))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), twin.parameters()))
-
-
-def thinker_place(length):
-    from model.cache import Placement
-
-    return Placement.from_zero(length, torch.device("cpu"))
 
 
 def test_dropout_acts_in_training_only(make_thinker):
@@ -180,11 +175,13 @@ def test_attention_weights(make_thinker):
     assert (weights.triu(1) == 0).all()
     assert not thinker.blocks[0].attention._forward_pre_hooks
     first = thinker.blocks[0]
-    x, place = first.attention_norm(thinker.embedding(tokens)), thinker_place(11)
-    rope = thinker.rope(place.positions, 11, x.dtype)
+    x = first.attention_norm(thinker.embedding(tokens))
+    rope = thinker.rope(torch.arange(11), 11, x.dtype)
     v = first.attention.project(x, rope)[2].repeat_interleave(2, dim=1)  # (B, H, T, D)
     seen = (weights[0] @ v).transpose(1, 2).flatten(2) @ first.attention.o_proj.weight.T
-    torch.testing.assert_close(seen, first.attention(x, rope, place))  # they are the weights of the forward pass
+    torch.testing.assert_close(
+        seen, first.attention(x, rope, Sight(is_causal=True))
+    )  # they are the weights of the forward pass
 
 
 def test_weights_stay_fp32_while_activations_are_bf16(make_thinker):
@@ -206,7 +203,7 @@ def test_weights_stay_fp32_while_activations_are_bf16(make_thinker):
         ({"d_model": 12, "n_heads": 4}, "even"),
         ({"n_layers": 0}, "at least 1"),
         ({"dropout": 1.0}, "dropout"),
-        ({"attention": "fancy"}, "possible: full"),
+        ({"attention": "fancy"}, "there is no fancy"),
         ({"head_init_std": -0.1}, "at least 0"),
         ({"init": "zeros"}, "possible: fan_in, normal"),
         ({"init": "normal", "head_init_std": 0.1}, "leave it out"),

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.attend import Sight, attend, attention_weights
+from attention.rope import Rope, rotate
 from model import Thinker, ThinkerConfig
-from model.attend import attend, attention_weights, causal, windowed
-from model.rope import Rope, rotate
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())
 
@@ -22,7 +22,7 @@ def heads(rows):
 
 def triangle(length):
     at = torch.arange(length)
-    return causal(at[:, None], at)
+    return Sight(at <= at[:, None])
 
 
 def close(ours, known):
@@ -47,8 +47,8 @@ def test_three_tokens(name, scale):
     close(weights[0, 0], known["weights"])
     close((weights @ v)[0, 0], known["output"])
     stretched = x * math.sqrt(math.sqrt(2) * (scale or 1 / math.sqrt(2)))  # attend() scales by 1/√2 itself
-    close(attend(stretched, stretched, v, is_causal=True)[0, 0], known["output"])
-    close(attend(stretched, stretched, v, allowed=triangle(3))[0, 0], known["output"])
+    close(attend(stretched, stretched, v, Sight(is_causal=True))[0, 0], known["output"])
+    close(attend(stretched, stretched, v, triangle(3))[0, 0], known["output"])
     if "entropy_per_row" in known:
         rows = weights[0, 0]
         close(-torch.xlogy(rows, rows).sum(-1), known["entropy_per_row"])
@@ -112,11 +112,11 @@ def test_kernel_equals_reference(kv_heads, length, earlier, seed):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(2, 4, length, 8, generator=generator)
     k, v = torch.randn(2, 2, kv_heads, earlier + length, 8, generator=generator)
-    allowed = causal(torch.arange(earlier, earlier + length)[:, None], torch.arange(earlier + length))
-    reference = attention_weights(q, k, allowed) @ v.repeat_interleave(4 // kv_heads, dim=1)
-    torch.testing.assert_close(attend(q, k, v, allowed=allowed), reference, rtol=0, atol=1e-5)
+    sight = Sight(torch.arange(earlier + length) <= torch.arange(earlier, earlier + length)[:, None])
+    reference = attention_weights(q, k, sight) @ v.repeat_interleave(4 // kv_heads, dim=1)
+    torch.testing.assert_close(attend(q, k, v, sight), reference, rtol=0, atol=1e-5)
     if earlier == 0:
-        torch.testing.assert_close(attend(q, k, v, is_causal=True), reference, rtol=0, atol=1e-5)
+        torch.testing.assert_close(attend(q, k, v, Sight(is_causal=True)), reference, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["mqa", "gqa", "mha"])
@@ -149,13 +149,14 @@ def test_few_queries_equal_the_reference_and_the_kernel_under_grad(kv_heads, col
         if shape is not None:
             allowed = torch.rand(shape, generator=generator) < 0.5
             allowed[..., int(torch.randint(slots, (1,), generator=generator))] = True  # each looks somewhere
-        known = attention_weights(q, k, allowed, scale) @ v.repeat_interleave(4 // kv_heads, dim=1)
+        sight = Sight(allowed)
+        known = attention_weights(q, k, sight, scale) @ v.repeat_interleave(4 // kv_heads, dim=1)
         before = [x.clone() for x in (q, k, v)]
         with torch.no_grad():
-            few = attend(q, k, v, allowed, scale=scale)
+            few = attend(q, k, v, sight, scale)
         assert few.shape == (2, 4, length, 8)
         torch.testing.assert_close(few, known, rtol=0, atol=1e-5)
-        torch.testing.assert_close(attend(q, k, v, allowed, scale=scale), few, rtol=0, atol=1e-5)
+        torch.testing.assert_close(attend(q, k, v, sight, scale), few, rtol=0, atol=1e-5)
         assert all(torch.equal(*pair) for pair in zip((q, k, v), before, strict=True))
 
 
@@ -167,35 +168,8 @@ def test_a_scale_of_zero_looks_everywhere_alike():
 def test_gradients_flow_through_few_queries():
     q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     q.requires_grad_()
-    allowed = triangle(5)
-    (attend(q, k, v, allowed) ** 2).sum().backward()
+    (attend(q, k, v, triangle(5)) ** 2).sum().backward()
     ours, q.grad = q.grad, None
-    scores = (q @ k.transpose(-2, -1) / math.sqrt(8)).masked_fill(~allowed, -torch.inf)
+    scores = (q @ k.transpose(-2, -1) / math.sqrt(8)).masked_fill(~triangle(5).allowed, -torch.inf)
     ((scores.softmax(dim=-1) @ v) ** 2).sum().backward()
     torch.testing.assert_close(ours, q.grad)
-
-
-def test_a_window_counts_the_query_itself():
-    at = torch.arange(6)
-    assert windowed(at[:, None], at, 3).int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [0, 1, 1, 1, 0, 0],
-        [0, 0, 1, 1, 1, 0],
-        [0, 0, 0, 1, 1, 1],
-    ]
-    assert torch.equal(windowed(at[:, None], at, 1), torch.eye(6, dtype=torch.bool))
-    assert torch.equal(windowed(at[:, None], at, 6), triangle(6))
-
-
-def test_sinks_stay_in_sight_of_all_that_come_after():
-    at = torch.arange(6)
-    assert windowed(at[:, None], at, 2, sinks=2).int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 0, 1, 1, 0],
-        [1, 1, 0, 0, 1, 1],
-    ]

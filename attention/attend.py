@@ -1,0 +1,230 @@
+"""One call for all forms of attention: what is seen, the kernel that computes it, and the reference beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.patterns import CAUSAL, NOWHERE, Pattern, Places
+from errors import UserError
+from kernels.blockwise import attend_blockwise
+from kernels.few import attend_few
+from kernels.fold import fold_keys, fold_places, fold_queries, unfold
+
+KERNELS = ("auto", "sdpa", "blockwise", "fold", "flex", "varlen", "reference")
+
+
+@dataclass
+class Sight:
+    """What the queries of one pass see of the keys in one layer, ready for a kernel. Nothing given: all of them."""
+
+    allowed: Tensor | None = None  # (T, S), or broadcastable to (B, H, T, S): bool, or numbers that scores are added
+    is_causal: bool = False  # instead of `allowed`, for T == S at the same positions
+    kernel: str = "auto"
+    fold: tuple[int, int, int] | None = None  # queries of a block, keys before it, first keys of all
+    choose: Callable[[Tensor], Tensor] | None = None  # scores (B, H, T, S) -> allowed
+    prepared: Any = None  # what the kernels flex and varlen need
+    slots: Tensor | None = None  # where in the cache the new keys go, (T,) or (B, T)
+    held: int | None = None  # slots of the cache to be read; None: the new keys are all there are
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sight: Sight | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys that are in sight; without one over all, in both directions.
+
+    Many queries go through SDPA, without a (T, S) matrix of scores in memory; few on a CPU, as in decoding, through
+    kernels/few.py; training in bf16 on a CPU through kernels/blockwise.py; what has a bounded reach block by block.
+
+    Args:
+        q: (B, H, T, D).
+        k, v: (B, K, S, D), where K divides H; each key head serves H/K query heads.
+        scale: 1/√D unless given.
+        softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv:2408.00118): smooth, unlike clamping.
+        sinks: (H,), a further score of each head for a key without a value, so that it may look nowhere.
+
+    Returns: (B, H, T, D). A query that sees nothing gives 0.
+    """
+    sight = Sight() if sight is None else sight
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    allowed, length = sight.allowed, q.shape[2]
+    if sight.kernel == "flex":
+        return sight.prepared(q, k, v, scale, sinks)
+    if sight.kernel == "varlen":
+        return sight.prepared(q, k, v, scale)
+    if sight.fold is not None:
+        block, back, first = sight.fold
+        q, k, v = fold_queries(q, block), fold_keys(k, block, back, first), fold_keys(v, block, back, first)
+        allowed = allowed.repeat(len(q) // len(allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, first + back + block)
+    if softcap is not None or sinks is not None or sight.choose is not None or sight.kernel == "reference":
+        weights = attention_weights(q, k, replace(sight, allowed=allowed), scale, softcap, sinks)
+        y = weights.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    elif sight.kernel == "blockwise":
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
+        y = attend_blockwise(q, k, v, scale, allowed)
+    else:
+        y = _sdpa(q, k, v, allowed, sight.is_causal, scale)
+    return y if sight.fold is None else unfold(y, length)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    sight: Sight | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The reference: the matrix that attend() multiplies v with, its softmax in fp32 (float64 for float64).
+
+    Vaswani et al. 2017 (arXiv:1706.03762), equation 1. Returns (B, H, T, S): rows sum to 1; with sinks, to less.
+    """
+    sight = Sight() if sight is None else sight
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide)  # (B, H, S, D)
+    scores = q.to(wide) @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)  # (B, H, T, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    allowed = sight.allowed
+    if sight.choose is not None:
+        allowed = sight.choose(scores)
+    elif sight.is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if allowed is not None and allowed.dtype != torch.bool:
+        scores = scores + allowed
+    elif allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)  # (B, H, T, 1)
+        return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+    blind = (scores == -torch.inf).all(-1, keepdim=True)  # (B, H, T, 1)
+    return scores.softmax(dim=-1).masked_fill(blind, 0)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if q.device.type == "cpu":
+        if q.shape[2] <= 16 and not is_causal and q.dtype == torch.float32 and not torch.is_grad_enabled():
+            return attend_few(q, k, v, allowed, scale)
+        k = k.contiguous()  # SDPA's flash kernel takes rows only
+    elif grouped and q.is_cuda and q.shape[2] == 1 and (allowed is None or allowed.dim() == 2 or allowed.shape[1] == 1):
+        # One query: those of a key head stand where queries do, and no key is read twice.
+        B, H, _, D = q.shape
+        q = q.reshape(B, k.shape[1], -1, D)  # (B, K, H/K, D)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale).reshape(B, H, 1, -1)
+    elif grouped and q.is_cuda and allowed is not None:
+        # CUDA's kernels that take a mask do not take grouped keys: SDPA would fall to the slow math path.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, S, D)
+        grouped = False
+    if allowed is not None and allowed.dtype != torch.bool:
+        allowed = allowed.to(q.dtype)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=allowed, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def look(
+    pattern: Pattern,
+    query: Places,
+    key: Places,
+    n_heads: int,
+    dtype: torch.dtype = torch.float32,
+    slopes: Tensor | None = None,
+    aligned: bool = False,
+    kernel: str = "auto",
+    plain_scores: bool = True,
+) -> Sight:
+    """Choose the kernel for a pattern, and prepare what it needs.
+
+    Args:
+        query, key: positions (T,) or (B, T), and (S,) or (B, S), with documents and tokens where there are any.
+        n_heads: H, query heads.
+        dtype: of the activations.
+        slopes: (H,), what a score loses with each position of distance (ALiBi, Press et al. 2022, arXiv:2108.12409).
+        aligned: queries and keys are the same positions, in the same order.
+        kernel: one of KERNELS to force it; "reference" goes with everything.
+        plain_scores: attend() will be given neither softcap nor sinks.
+
+    Raises UserError where the kernel asked for cannot compute it.
+    """
+    bounded = aligned and pattern.reach is not None and not (pattern.first and query.document is not None)
+    windowed = (pattern.reach is not None and pattern.text == f"window({pattern.reach})") or pattern == CAUSAL
+    able = {
+        "reference": True,
+        "sdpa": plain_scores and not pattern.by_score,
+        "blockwise": aligned and plain_scores and not (pattern.by_score or pattern.ahead) and pattern.itself,
+        "fold": bounded and not pattern.by_score,
+        "flex": aligned and not pattern.by_score,
+        "varlen": aligned and plain_scores and windowed and slopes is None and query.document is not None,
+    }
+    if kernel == "auto":
+        kernel = _fastest(able, pattern, query, dtype, slopes)
+    elif not able.get(kernel, False):
+        known = "" if kernel in able else f"; there are: {', '.join(KERNELS)}"
+        raise UserError(f"the attention kernel {kernel!r} does not compute {pattern.text} here{known}")
+    if kernel == "flex":
+        from kernels.flex import Flex
+
+        return Sight(kernel=kernel, prepared=Flex(pattern, query, n_heads, slopes))
+    if kernel == "varlen":
+        from kernels.varlen import Varlen
+
+        return Sight(kernel=kernel, prepared=Varlen(query.document, pattern.reach))
+    if pattern.by_score:
+        head, query, key = _apart(pattern, query, key, n_heads if pattern.by_head else 1)
+        return Sight(kernel=kernel, choose=lambda scores: pattern(head, replace(query, scores=scores), key))
+    if pattern == CAUSAL and aligned and query.document is None and slopes is None:
+        return Sight(is_causal=True, kernel=kernel)
+    sight = Sight(kernel=kernel)
+    if kernel == "fold":
+        back = max(0, pattern.reach - 1)
+        sight.fold = block, back, first = min(256, max(64, 1 << back.bit_length())), back, pattern.first
+        folded = {
+            name: [x.flatten(0, -2) for x in fold_places(getattr(query, name), block, back, first, NOWHERE)]
+            for name in ("position", "document")
+            if getattr(query, name) is not None
+        }  # (blocks or B·blocks, block) and (..., first + back + block)
+        query, key = (Places(**{name: parts[side] for name, parts in folded.items()}) for side in (0, 1))
+    head, query, key = _apart(pattern, query, key, n_heads if pattern.by_head or slopes is not None else 1)
+    sight.allowed = pattern(head, query, key)
+    if slopes is not None:
+        bias = -slopes[:, None, None] * (query.position - key.position).abs()  # (B or 1, H, T, S)
+        sight.allowed = bias.masked_fill(~sight.allowed, -torch.inf)
+    elif kernel == "blockwise":
+        sight.allowed = torch.zeros_like(sight.allowed, dtype=dtype).masked_fill_(~sight.allowed, -torch.inf)
+    return sight
+
+
+def _fastest(able: dict[str, bool], pattern: Pattern, query: Places, dtype: torch.dtype, slopes: Tensor | None) -> str:
+    T, half = query.position.shape[-1], dtype in (torch.bfloat16, torch.float16)
+    if query.position.is_cuda:
+        if T >= 1024 and not (pattern == CAUSAL and query.document is None and slopes is None):
+            return next(name for name in ("varlen", "flex", "reference") if able[name] and (half or name != "varlen"))
+    elif able["blockwise"] and dtype == torch.bfloat16 and T <= 1024:
+        return "blockwise"
+    elif able["fold"] and 2 * (pattern.reach + pattern.first) + 128 < T:
+        return "fold"
+    return "sdpa" if able["sdpa"] else "reference"
+
+
+def _apart(pattern: Pattern, query: Places, key: Places, heads: int) -> tuple[Tensor, Places, Places]:
+    """Heads (H or 1, 1, 1); queries (..., T, 1) and keys (..., 1, S): ready to broadcast."""
+
+    def spread(places: Places, dim: int) -> Places:
+        given = {name: x for name, x in vars(places).items() if x is not None}
+        return Places(**{n: (x if x.dim() == 1 else x[:, None]).unsqueeze(dim) for n, x in given.items()})
+
+    device = query.position.device
+    head = torch.arange(heads, device=device)[:, None, None] if heads > 1 else torch.zeros((), dtype=int, device=device)
+    return head, spread(query, -1), spread(key, -2)

@@ -1,0 +1,45 @@
+"""A layer without scores: attention by sums over random features, whose state does not grow with the text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.attend import Sight
+from kernels.linear_attention import LinearState, linear_attention, random_features
+from model.attention import Attention
+from model.cache import LinearLayer
+from model.config import ThinkerConfig
+
+
+class LinearAttention(Attention):
+    """Choromanski et al. 2021 (arXiv:2009.14794) on the same projections, norms and rotations as any other layer.
+
+    The features are neither parameters nor saved: they follow from their number, the head's width and the layer's.
+    """
+
+    def __init__(self, config: ThinkerConfig, n_features: int, layer: int) -> None:
+        super().__init__(config)
+        self.n_features, self.layer = n_features, layer
+        self.features: Tensor | None = None
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: LinearLayer | None) -> Tensor:
+        """As Attention.mix, with a state for a cache; `sight` holds the documents that are kept apart, if they are."""
+        state = None if cache is None else LinearState(cache.sums, cache.shift)
+        y, state = linear_attention(q, k, v, self.draw(q.device), state, sight.prepared)
+        if cache is not None:
+            cache.sums, cache.shift = state.sums, state.shift
+        return y
+
+    def weights(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: Sight) -> Tensor:
+        """The matrix that the sums come to: what they make of values that are the unit vectors."""
+        q, k, v = self.project(x, rope)
+        unit = torch.eye(x.shape[1], device=x.device).expand(*v.shape[:2], -1, -1)  # (B, K, T, T)
+        return self.mix(q.float(), k.float(), unit, sight, None)
+
+    @torch.compiler.disable
+    def draw(self, device: torch.device) -> Tensor:
+        """The features (m, D), drawn when they are first needed."""
+        if self.features is None or self.features.device != device:
+            self.features = random_features(self.n_features, self.head_dim, self.layer).to(device)
+        return self.features
