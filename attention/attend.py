@@ -14,8 +14,11 @@ from attention.patterns import CAUSAL, NOWHERE, Pattern, Places
 from errors import UserError
 from kernels.blockwise import attend_blockwise
 from kernels.few import attend_few
+from kernels.flex import Flex
 from kernels.fold import fold_keys, fold_places, fold_queries, unfold
+from kernels.varlen import Varlen
 
+BLOCK = 64  # queries at least that are folded together
 KERNELS = ("auto", "sdpa", "blockwise", "fold", "flex", "varlen", "reference")
 
 
@@ -60,7 +63,7 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     allowed, length = sight.allowed, q.shape[2]
     if sight.kernel == "flex":
-        return sight.prepared(q, k, v, scale, sinks)
+        return sight.prepared(q, k, v, scale, softcap, sinks)
     if sight.kernel == "varlen":
         return sight.prepared(q, k, v, scale)
     if sight.fold is not None:
@@ -97,19 +100,19 @@ def attention_weights(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     allowed = sight.allowed
+    if sight.is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    elif allowed is not None and allowed.dtype != torch.bool:
+        scores, allowed = scores + allowed, None
     if sight.choose is not None:
         allowed = sight.choose(scores)
-    elif sight.is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if allowed is not None and allowed.dtype != torch.bool:
-        scores = scores + allowed
-    elif allowed is not None:
+    if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     if sinks is not None:
         column = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)  # (B, H, T, 1)
         return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
     blind = (scores == -torch.inf).all(-1, keepdim=True)  # (B, H, T, 1)
-    return scores.softmax(dim=-1).masked_fill(blind, 0)
+    return scores.masked_fill(blind, 0).softmax(dim=-1).masked_fill(blind, 0)  # the first for its gradient: no nan
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -174,35 +177,35 @@ def look(
         known = "" if kernel in able else f"; there are: {', '.join(KERNELS)}"
         raise UserError(f"the attention kernel {kernel!r} does not compute {pattern.text} here{known}")
     if kernel == "flex":
-        from kernels.flex import Flex
-
         return Sight(kernel=kernel, prepared=Flex(pattern, query, n_heads, slopes))
     if kernel == "varlen":
-        from kernels.varlen import Varlen
-
         return Sight(kernel=kernel, prepared=Varlen(query.document, pattern.reach))
-    if pattern.by_score:
-        head, query, key = _apart(pattern, query, key, n_heads if pattern.by_head else 1)
-        return Sight(kernel=kernel, choose=lambda scores: pattern(head, replace(query, scores=scores), key))
     if pattern == CAUSAL and aligned and query.document is None and slopes is None:
         return Sight(is_causal=True, kernel=kernel)
     sight = Sight(kernel=kernel)
     if kernel == "fold":
         back = max(0, pattern.reach - 1)
-        sight.fold = block, back, first = min(256, max(64, 1 << back.bit_length())), back, pattern.first
+        sight.fold = block, back, first = max(BLOCK, min(256, 1 << back.bit_length())), back, pattern.first
         folded = {
             name: [x.flatten(0, -2) for x in fold_places(getattr(query, name), block, back, first, NOWHERE)]
-            for name in ("position", "document")
+            for name in ("position", "document", "token")
             if getattr(query, name) is not None
         }  # (blocks or B·blocks, block) and (..., first + back + block)
         query, key = (Places(**{name: parts[side] for name, parts in folded.items()}) for side in (0, 1))
-    head, query, key = _apart(pattern, query, key, n_heads if pattern.by_head or slopes is not None else 1)
-    sight.allowed = pattern(head, query, key)
+    head, query, key = _apart(query, key, n_heads if pattern.by_head or slopes is not None else 1)
+    bias = None
     if slopes is not None:
-        bias = -slopes[:, None, None] * (query.position - key.position).abs()  # (B or 1, H, T, S)
+        bias = -slopes[:, None, None] * (query.position - key.position).abs()  # (H, T, S) or (B, H, T, S)
+    if pattern.by_score:
+        sight.allowed, sight.choose = bias, lambda scores: pattern(head, replace(query, scores=scores), key)
+        return sight
+    sight.allowed = pattern(head, query, key)  # (T, S), (H, T, S) or (B, 1 or H, T, S)
+    if bias is None and kernel == "blockwise":
+        bias = torch.zeros((), dtype=dtype)
+    if bias is not None:
         sight.allowed = bias.masked_fill(~sight.allowed, -torch.inf)
-    elif kernel == "blockwise":
-        sight.allowed = torch.zeros_like(sight.allowed, dtype=dtype).masked_fill_(~sight.allowed, -torch.inf)
+    if sight.allowed.dim() == 3:
+        sight.allowed = sight.allowed[None]
     return sight
 
 
@@ -218,7 +221,7 @@ def _fastest(able: dict[str, bool], pattern: Pattern, query: Places, dtype: torc
     return "sdpa" if able["sdpa"] else "reference"
 
 
-def _apart(pattern: Pattern, query: Places, key: Places, heads: int) -> tuple[Tensor, Places, Places]:
+def _apart(query: Places, key: Places, heads: int) -> tuple[Tensor, Places, Places]:
     """Heads (H or 1, 1, 1); queries (..., T, 1) and keys (..., 1, S): ready to broadcast."""
 
     def spread(places: Places, dim: int) -> Places:

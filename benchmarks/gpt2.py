@@ -91,7 +91,7 @@ class _Summed(nn.Module):
         super().__init__()
         self.model, self.device = model.train(), torch.device("cpu")
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, targets: Tensor, documents: None = None) -> tuple[Tensor, Tensor]:
         logits = self.model(input_ids=tokens, use_cache=False).logits  # (B, T, V)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
         return loss, (targets >= 0).sum()
