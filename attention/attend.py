@@ -29,6 +29,7 @@ class Sight:
     allowed: Tensor | None = None  # (T, S), or broadcastable to (B, H, T, S): bool, or numbers that scores are added
     is_causal: bool = False  # instead of `allowed`, for T == S at the same positions
     kernel: str = "auto"
+    blind: bool = False  # a query may see nothing at all
     fold: tuple[int, int, int] | None = None  # queries of a block, keys before it, first keys of all
     choose: Callable[[Tensor], Tensor] | None = None  # scores (B, H, T, S) -> allowed
     prepared: Any = None  # what the kernels flex and varlen need
@@ -61,7 +62,7 @@ def attend(
     """
     sight = Sight() if sight is None else sight
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    allowed, length = sight.allowed, q.shape[2]
+    length = q.shape[2]
     if sight.kernel == "flex":
         return sight.prepared(q, k, v, scale, softcap, sinks)
     if sight.kernel == "varlen":
@@ -69,15 +70,17 @@ def attend(
     if sight.fold is not None:
         block, back, first = sight.fold
         q, k, v = fold_queries(q, block), fold_keys(k, block, back, first), fold_keys(v, block, back, first)
-        allowed = allowed.repeat(len(q) // len(allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, first + back + block)
+        repeats = len(q) // len(sight.allowed)
+        allowed = sight.allowed.repeat(repeats, 1, 1, 1)  # (B·blocks, 1 or H, block, first + back + block)
+        sight = replace(sight, allowed=allowed)
     if softcap is not None or sinks is not None or sight.choose is not None or sight.kernel == "reference":
-        weights = attention_weights(q, k, replace(sight, allowed=allowed), scale, softcap, sinks)
+        weights = attention_weights(q, k, sight, scale, softcap, sinks)
         y = weights.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     elif sight.kernel == "blockwise":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
-        y = attend_blockwise(q, k, v, scale, allowed)
+        y = attend_blockwise(q, k, v, scale, sight.allowed)
     else:
-        y = _sdpa(q, k, v, allowed, sight.is_causal, scale)
+        y = _sdpa(q, k, v, sight, scale)
     return y if sight.fold is None else unfold(y, length)
 
 
@@ -115,10 +118,11 @@ def attention_weights(
     return scores.masked_fill(blind, 0).softmax(dim=-1).masked_fill(blind, 0)  # the first for its gradient: no nan
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
+    grouped, allowed = q.shape[1] != k.shape[1], sight.allowed
     if q.device.type == "cpu":
-        if q.shape[2] <= 16 and not is_causal and q.dtype == torch.float32 and not torch.is_grad_enabled():
+        plain = not (sight.is_causal or sight.blind or torch.is_grad_enabled())
+        if plain and q.shape[2] <= 16 and q.dtype == torch.float32:
             return attend_few(q, k, v, allowed, scale)
         k = k.contiguous()  # SDPA's flash kernel takes rows only
     elif grouped and q.is_cuda and q.shape[2] == 1 and (allowed is None or allowed.dim() == 2 or allowed.shape[1] == 1):
@@ -133,7 +137,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, is_causal: bo
     if allowed is not None and allowed.dtype != torch.bool:
         allowed = allowed.to(q.dtype)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=allowed, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        q, k, v, attn_mask=allowed, is_causal=sight.is_causal, scale=scale, enable_gqa=grouped
     )
 
 
@@ -182,7 +186,7 @@ def look(
         return Sight(kernel=kernel, prepared=Varlen(query.document, pattern.reach))
     if pattern == CAUSAL and aligned and query.document is None and slopes is None:
         return Sight(is_causal=True, kernel=kernel)
-    sight = Sight(kernel=kernel)
+    sight = Sight(kernel=kernel, blind=not pattern.itself)
     if kernel == "fold":
         back = max(0, pattern.reach - 1)
         sight.fold = block, back, first = max(BLOCK, min(256, 1 << back.bit_length())), back, pattern.first
