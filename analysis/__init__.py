@@ -1,0 +1,1 @@
+"""Pictures of what a model may do and what it does."""

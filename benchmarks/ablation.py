@@ -1,0 +1,117 @@
+"""What each form of attention and of positions buys: the same small model and tokens, several seeds, two corpora."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.machine import finish
+from benchmarks.trainings import Training, train_all
+from data.ahead import Batch
+from device import tune
+from errors import UserError
+from training.optimizers import fill_rates
+from training.recipe import load_recipe
+from training.step import TrainingStep, draw
+
+FORMS: dict[str, list[str]] = {
+    "full": [],
+    **{
+        pattern: [f"model.attention={pattern}"]
+        for pattern in (
+            "window(32)", "dilated(128, 4)", "window(16) | global(4)", "window(16) | token(0)", "block(32, 2)",
+            "strided(16)", "longformer(16, 4, 4)", "bigbird(16, 4, 16, 2)", "prefix(32)", "topk(16)",
+            "heads(window(16), full)", "linear(64)",
+        )
+    },
+    "LLLG, window 32": ["model.attention=LLLG", "model.window=32"],
+    **{f"positions: {kind}": [f"model.positions={kind}"] for kind in ("alibi", "learned", "sinusoidal", "none")},
+    "no QK-norm": ["model.qk_norm=false"],
+    "soft-cap 20": ["model.softcap=20"],
+    "sink logits": ["model.sink_logits=true"],
+    "isolated documents": ["data.isolate_documents=true"],
+}  # fmt: skip
+RECIPES = {"tales": ("tales-default.yaml", 80), "pydocs": ("pydocs-default.yaml", 100)}  # and optimizer steps
+ALWAYS = ["train.eval_every=null", "train.precision=bf16", "train.compile=false", "train.device=cpu"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="fewer, to try it")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, the cores shared out")
+    parser.add_argument("--rounds", type=int, default=5, help="of the timing, in which every form makes a step in turn")
+    parser.add_argument("--folder", type=Path, default=Path("runs/ablation"), help="what is there is not repeated")
+    parser.add_argument("--only", nargs="*", metavar="FORM", help="these forms; full is always there")
+    parser.add_argument("--out", type=Path, help="append the line of JSON there")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train every form, time a step of each beside the others, print a table a corpus and a line of JSON."""
+    for form in arguments.only or ():
+        if form not in FORMS:
+            raise UserError(f"there is no form {form!r}; there are: {'; '.join(FORMS)}")
+    forms = {name: keys for name, keys in FORMS.items() if not arguments.only or name in ("full", *arguments.only)}
+    trainings, rows = {}, []
+    for corpus, (recipe, steps) in RECIPES.items():
+        for name, keys in forms.items():
+            for seed in range(1, arguments.seeds + 1):
+                overrides = [*ALWAYS, *keys, f"run.seed={seed}", f"train.max_steps={arguments.steps or steps}"]
+                path = Path(__file__).parent / "recipes" / recipe
+                folder = arguments.folder / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
+                load_recipe(path, overrides)  # a mistake shows before the first hour of training
+                trainings[corpus, name, seed] = Training(f"{corpus}, {name}, {seed}", path, overrides, folder)
+    train_all(list(trainings.values()), arguments.jobs)
+    speeds = {corpus: time_forms(corpus, forms, arguments.rounds) for corpus in RECIPES}
+    for corpus in RECIPES:
+        seeds = range(1, arguments.seeds + 1)
+        losses = {name: [trainings[corpus, name, seed].loss for seed in seeds] for name in forms}
+        print(
+            f"{corpus}: nats a token over {len(seeds)} seeds, and against full with the same seed; tokens/s, of full's"
+        )
+        for name, values in losses.items():
+            against = [mine - full for mine, full in zip(values, losses["full"])]
+            row = {"corpus": corpus, "form": name, "losses": values, "mean": statistics.mean(values)}
+            row |= {"against_full": statistics.mean(against), "tokens": trainings[corpus, name, 1].final["tokens"]}
+            row["spread"] = statistics.stdev(against) if len(values) > 1 else 0.0
+            row |= speeds[corpus][name]
+            rows.append(row)
+            print(
+                f"{name:<26} {row['mean']:.4f}  {row['against_full']:+.4f} ± {row['spread']:.4f}"
+                f"  {row['tokens_per_second']:>8,.0f}  {row['of_full']:.2f}"
+            )
+    finish({"benchmark": "ablation", "rows": rows}, arguments.out)
+
+
+def time_forms(corpus: str, forms: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of a training step's tokens a second, and of its ratio to full's in the same round."""
+    device, steps = torch.device("cpu"), {}
+    tune(device)
+    for name, keys in forms.items():
+        recipe = load_recipe(Path(__file__).parent / "recipes" / RECIPES[corpus][0], [*ALWAYS, *keys])
+        recipe.train.micro_batch_size = recipe.train.batch_size
+        config = recipe.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
+        recipe.optimizer = fill_rates(recipe.optimizer, config, recipe.train.batch_size)
+        steps[name] = TrainingStep(draw(config, 1, device), recipe), recipe
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    for number in tqdm(range(rounds + 1), desc=f"timing on {corpus}"):
+        for name, (step, recipe) in steps.items():
+            shape = recipe.train.batch_size, recipe.data.seq_len
+            tokens = torch.randint(1, step.thinker.config.vocab_size, shape)
+            documents = (torch.rand(shape) < 1 / 200).cumsum(1) if recipe.data.isolate_documents else None
+            start = time.perf_counter()
+            float(step(Batch(tokens, tokens, tokens.numel(), documents), 1e-3)[0])
+            if number:  # the first one warms up
+                seconds[name].append(time.perf_counter() - start)
+    return {
+        name: {
+            "tokens_per_second": tokens.numel() / statistics.median(taken),
+            "of_full": statistics.median(full / mine for full, mine in zip(seconds["full"], taken)),
+        }
+        for name, taken in seconds.items()
+    }
