@@ -34,7 +34,7 @@ class Memory:
     peak: int  # the most that are alive at once, in any step but the first
 
 
-class _Alive(TorchDispatchMode):
+class Alive(TorchDispatchMode):
     """Counts the bytes of the tensors that are alive on a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ def predict_memory(recipe: Recipe, config: ThinkerConfig, micro_batch_size: int,
         recipe.train.precision = "bf16"  # as large, and without the loss scale, which asks for values
     rows = min(recipe.train.batch_size, 2 * micro_batch_size)  # more micro-batches do not take more at once
     seed = torch.get_rng_state()
-    with FakeTensorMode(), _Alive(device) as alive:
+    with FakeTensorMode(), Alive(device) as alive:
         with device:
             thinker = Thinker(config)
         weights = alive.now

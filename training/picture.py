@@ -8,14 +8,14 @@ from typing import Any
 BLUE, ORANGE, GREY = "#2f6db3", "#d9662b", "#777777"
 
 
-def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]:
-    """A matplotlib figure of so many inches, without a display, and its panels, which share the vertical axis."""
+def new_figure(width: float, height: float, columns: int = 1, share: bool = True) -> tuple[Any, list[Any]]:
+    """A matplotlib figure of so many inches, without a display, and its panels, which may share the vertical axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, columns, sharey=True, squeeze=False)[0])
+    panels = list(figure.subplots(1, columns, sharey=share, squeeze=False)[0])
     for axes in panels:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)

@@ -1,0 +1,204 @@
+"""Time and memory of every form of attention against the length: forward, training, decoding, and their exponents."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from attention.attend import KERNELS, attend, look
+from attention.patterns import CAUSAL, Linear, Pattern, Places, parse
+from benchmarks.machine import finish
+from device import DTYPES, tune
+from errors import UserError
+from kernels.linear_attention import linear_attention, random_features
+from model import Thinker, ThinkerConfig
+from training.dry_run import Alive
+from training.picture import new_figure
+
+FORMS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
+         "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "linear(64)")  # fmt: skip
+MEASURED = {"forward": "forward_s", "train": "train_s", "memory": "memory_bytes", "decode": "decode_s"}
+TOO_LONG = 20.0  # seconds of a pass beyond which longer ones are left out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--forms", nargs="*", default=list(FORMS), help="patterns as a recipe spells them")
+    parser.add_argument("--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="auto, and against it")
+    parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--png", type=Path, help="draw it on log axes")
+    parser.add_argument("--out", type=Path, help="append the line of JSON there")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure each form by each kernel at each length, one length after the other; print tables and a line of JSON."""
+    lengths = [int(text) for text in arguments.lengths.split(",") if text.isdecimal()]
+    if not lengths or sorted(lengths) != lengths:
+        raise UserError(f"--lengths {arguments.lengths} must be whole numbers that grow, such as 512,1024")
+    device, dtype = torch.device(arguments.device), DTYPES[arguments.precision]
+    tune(device)
+    rows: list[dict[str, Any]] = []
+    cases = [(text, kernel) for text in arguments.forms for kernel in arguments.kernels]
+    for text, kernel in tqdm(cases, desc="forms"):
+        pattern = parse(text)
+        if isinstance(pattern, Linear) and kernel != arguments.kernels[0]:
+            continue
+        seconds = 0.0
+        for length in lengths:
+            shape = 1, arguments.heads, length, arguments.head_dim
+            if seconds > TOO_LONG:
+                break
+            try:
+                row = measure(pattern, kernel, shape, device, dtype, arguments.repeats)
+            except UserError:
+                break  # this kernel does not compute this form
+            seconds = 4 * row["train_s"]  # at twice the length, at worst
+            if kernel == arguments.kernels[0]:
+                row["decode_s"] = decode_seconds(text, length, arguments, dtype, device)
+            rows.append({"form": text, "kernel": kernel, **row})
+    fits = [summarise(rows, text, kernel) for text, kernel in cases]
+    fits = [fit for fit in fits if fit]
+    print(f"{'':<33} exponents of T in                        at the longest: ms      MB   µs a token\n"
+          f"{'form':<26} {'kernel':<6} {'forward':>9} {'training':>9} {'memory':>9} {'decoding':>9} {'T':>6} "
+          f"{'forward':>9} {'training':>9} {'memory':>8} {'decoding':>9}")  # fmt: skip
+    for fit in fits:
+        shown = " ".join(
+            f"{fit[name + '_exponent']:9.2f}" if name + "_exponent" in fit else " " * 9 for name in MEASURED
+        )
+        last = [row for row in rows if (row["form"], row["kernel"]) == (fit["form"], fit["kernel"])][-1]
+        print(
+            f"{fit['form']:<26} {fit['kernel']:<6} {shown} {last['length']:>6} {1e3 * last['forward_s']:9.1f} "
+            f"{1e3 * last['train_s']:9.1f} {last['memory_bytes'] / 1e6:8.1f}"
+            + (f" {1e6 * last['decode_s']:9.0f}" if "decode_s" in last else "")
+        )
+    if arguments.png:
+        draw(rows, fits, arguments.png)
+    finish({"benchmark": "attention", "rows": rows, "fits": fits}, arguments.out)
+
+
+def measure(
+    pattern: Pattern | Linear,
+    kernel: str,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+) -> dict[str, Any]:
+    """Seconds of the forward pass and of forward and backward together, bytes of tensors at most, FLOPs needed."""
+    B, H, T, D = shape
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    if isinstance(pattern, Linear):
+        features = random_features(pattern.features, D, 0).to(device)
+
+        def forward() -> Tensor:
+            return linear_attention(q * 0.3, k * 0.3, v, features)[0]
+
+        seen = 2.0 * pattern.features  # a key adds to the sums, a query reads them: what 2m keys would cost
+    else:
+        places = Places(torch.arange(T, device=device))
+        sight = look(pattern, places, places, H, dtype, aligned=True, kernel=kernel)
+
+        def forward() -> Tensor:
+            return attend(q, k, v, sight)
+
+        seen = mean_keys(CAUSAL if pattern.by_score else pattern, T)  # all scores are needed to choose
+    grad = torch.randn_like(q)
+    with torch.no_grad():
+        forward_s = median_seconds(forward, repeats, device)
+    train_s = median_seconds(lambda: torch.autograd.grad(forward(), (q, k, v), grad), repeats, device)
+    with Alive(device) as alive:
+        torch.autograd.grad(forward(), (q, k, v), grad)
+    return {"length": T, "forward_s": forward_s, "train_s": train_s, "memory_bytes": alive.peak,
+            "forward_flops": 4 * B * H * D * T * seen}  # fmt: skip
+
+
+def mean_keys(pattern: Pattern, length: int) -> float:
+    """How many keys a query sees, on the mean over all queries (and heads, of the first two)."""
+    at, count = torch.arange(length), 0.0
+    for rows in at.split(512):
+        for head in range(2):
+            seen = pattern(torch.tensor(head), Places(rows[:, None], token=rows[:, None]), Places(at, token=at))
+            count += float(seen.sum())
+    return count / 2 / length
+
+
+def decode_seconds(
+    text: str, length: int, arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Median seconds of one more token after `length` of them, through one layer of that form."""
+    width = arguments.heads * arguments.head_dim
+    config = ThinkerConfig(
+        vocab_size=64, d_model=width, n_layers=1, n_heads=arguments.heads, attention=text, max_seq_len=length + 64
+    )
+    thinker = Thinker(config).to(device, dtype).eval()
+    cache = thinker.new_cache(1, length + 64)
+    with torch.no_grad():
+        for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
+            thinker(chunk, cache=cache, last_only=True)
+        token = torch.zeros(1, 1, dtype=torch.long, device=device)
+        return median_seconds(lambda: thinker(token, cache=cache), 40, device)
+
+
+def median_seconds(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Of some calls, after one that warms up."""
+    taken = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def summarise(rows: list[dict[str, Any]], form: str, kernel: str) -> dict[str, Any] | None:
+    """The exponent of T in each quantity, by least squares on log axes."""
+    mine = [row for row in rows if (row["form"], row["kernel"]) == (form, kernel)]
+    if len(mine) < 2:
+        return None
+    fit: dict[str, Any] = {"form": form, "kernel": kernel}
+    for name, key in (
+        ("forward", "forward_s"),
+        ("train", "train_s"),
+        ("memory", "memory_bytes"),
+        ("decode", "decode_s"),
+    ):
+        points = [(math.log(row["length"]), math.log(row[key])) for row in mine if key in row]
+        if points:
+            fit[f"{name}_exponent"] = statistics.linear_regression(*zip(*points)).slope
+    return fit
+
+
+def draw(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> None:
+    """Training time and decoding time against the length, a line for each form and kernel."""
+    figure, panels = new_figure(13, 5.5, columns=2, share=False)
+    for axes, key, scale, name, unit in zip(
+        panels, ("train_s", "decode_s"), (1e3, 1e6), ("train", "decode"), ("ms forward and backward", "µs a new token")
+    ):
+        for fit in fits:
+            points = [
+                (row["length"], scale * row[key])
+                for row in rows
+                if (row["form"], row["kernel"]) == (fit["form"], fit["kernel"]) and key in row
+            ]
+            if points:
+                label = f"{fit['form']}{'' if fit['kernel'] == 'auto' else ' by ' + fit['kernel']}"
+                axes.plot(*zip(*points), marker="o", markersize=3, label=f"{label}: T^{fit[f'{name}_exponent']:.2f}",
+                          linestyle="-" if fit["kernel"] == "auto" else "--")  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=unit)
+        axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path)
