@@ -36,7 +36,7 @@ FORMS: dict[str, list[str]] = {
     "sink logits": ["model.sink_logits=true"],
     "isolated documents": ["data.isolate_documents=true"],
 }  # fmt: skip
-RECIPES = {"tales": ("tales-default.yaml", 80), "pydocs": ("pydocs-default.yaml", 100)}  # and optimizer steps
+RECIPES = {"tales": ("tales-default.yaml", 16, 100), "pydocs": ("pydocs-default.yaml", 8, 120)}  # sequences, steps
 ALWAYS = ["train.eval_every=null", "train.precision=bf16", "train.compile=false", "train.device=cpu"]
 
 
@@ -58,10 +58,11 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"there is no form {form!r}; there are: {'; '.join(FORMS)}")
     forms = {name: keys for name, keys in FORMS.items() if not arguments.only or name in ("full", *arguments.only)}
     trainings, rows = {}, []
-    for corpus, (recipe, steps) in RECIPES.items():
+    for corpus, (recipe, batch_size, steps) in RECIPES.items():
         for name, keys in forms.items():
             for seed in range(1, arguments.seeds + 1):
                 overrides = [*ALWAYS, *keys, f"run.seed={seed}", f"train.max_steps={arguments.steps or steps}"]
+                overrides.append(f"train.batch_size={batch_size}")
                 path = Path(__file__).parent / "recipes" / recipe
                 folder = arguments.folder / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
                 load_recipe(path, overrides)  # a mistake shows before the first hour of training
@@ -93,7 +94,9 @@ def time_forms(corpus: str, forms: dict[str, list[str]], rounds: int) -> dict[st
     device, steps = torch.device("cpu"), {}
     tune(device)
     for name, keys in forms.items():
-        recipe = load_recipe(Path(__file__).parent / "recipes" / RECIPES[corpus][0], [*ALWAYS, *keys])
+        file, batch_size, _ = RECIPES[corpus]
+        overrides = [*ALWAYS, *keys, f"train.batch_size={batch_size}"]
+        recipe = load_recipe(Path(__file__).parent / "recipes" / file, overrides)
         recipe.train.micro_batch_size = recipe.train.batch_size
         config = recipe.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
         recipe.optimizer = fill_rates(recipe.optimizer, config, recipe.train.batch_size)
