@@ -19,7 +19,6 @@ GALLERY = (
     "strided(6) & window(20)", "longformer(4, 4, 2)", "bigbird(4, 2, 4, 2)", "prefix(8)", "topk(4)",
     "heads(window(4), dilated(16, 4), strided(5), full)", "linear(16)",
 )  # fmt: skip
-MOST_HEADS = 16  # that a picture still shows
 EVERY = 7  # one token of so many is what token() asks for
 # What a cell holds: nothing (later than its query), and an index into these.
 MEANINGS = "", "earlier, not seen", "later, and seen", "seen", "seen in a sum over features"
@@ -62,9 +61,9 @@ def make_picture(text: str, length: int, n_heads: int | None = None) -> Picture:
     linear = isinstance(pattern, Linear)
     shown, heads, notes = CAUSAL if linear else pattern, 1, []
     if shown.by_head:
-        heads = n_heads or (min(shown.heads, MOST_HEADS) if shown.heads > 1 else 4)
+        heads = n_heads or (min(shown.heads, 16) if shown.heads > 1 else 4)
     if shown.by_token:
-        notes += [f"every {EVERY}th token is one of these"]
+        notes += [f"every {EVERY}th token is one"]
     if shown.by_score:
         notes += ["an example: scores at random"]
     if linear:
@@ -91,13 +90,14 @@ def draw(pictures: list[Picture]) -> tuple[Any, list[Any]]:
 
     columns = min(5, len(pictures) + 1)
     rows, side = -(-(len(pictures) + 1) // columns), 2.4 if columns == 5 else 3
-    figure, (whole,) = new_figure(side * columns, (side + 0.75) * rows)
+    figure, (whole,) = new_figure(side * columns, (side + 0.7) * rows)
     whole.remove()
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, picture in zip(panels, pictures):
         draw_panel(axes, picture)
     for axes in panels[len(pictures) :]:
+        axes.set(aspect="equal")
         axes.axis("off")
     found = {int(cell) for picture in pictures for cell in picture.cells.unique()}
     shown = [cell for cell in (3, 2, 4, 1) if cell in found]
@@ -120,13 +120,14 @@ def draw_panel(axes: Any, picture: Picture) -> None:
         x, y = head % across * step, head // across * step
         axes.pcolormesh(
             range(x, x + length + 1), range(y, y + length + 1), cells, cmap=ListedColormap(COLORS), vmin=0,
-            vmax=len(COLORS) - 1, edgecolors="white", linewidth=12 / length / across**2,
+            vmax=len(COLORS) - 1, antialiased=False, edgecolors="white" if across * length <= 48 else "none",
+            linewidth=0.4,
         )  # fmt: skip
-        label = [f"head {head}"] * (heads > 1) + textwrap.wrap(picture.note, 18) * (head == 0)
-        axes.text(x + length, y, "\n".join(label), size=7.5, color=GREY, ha="right", va="top", linespacing=1.3)
+        label = [f"head {head}"] * (heads > 1) + textwrap.wrap(picture.note, 16) * (head == 0)
+        axes.text(x + length, y, "\n".join(label), size=7.5, color=GREY, ha="right", va="top")
     across, down = ((n - 1) * step + length for n in (across, -(-heads // across)))
     axes.set(aspect="equal", xlim=(0, across), ylim=(down, 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     title = "\n".join(textwrap.wrap(picture.title, 34, max_lines=4, placeholder=" ..."))
     axes.set_title(title, loc="left", size=8.5, family="monospace", weight="bold", parse_math=False)
-    axes.set_xlabel("\n".join(picture.facts), loc="left", size=8, color="#444444", linespacing=1.4)
+    axes.set_xlabel("\n".join(picture.facts), loc="left", size=8, color="#444444")

@@ -17,6 +17,7 @@ ROOMS = {
     "generation": 3,
     "evaluation": 4,
     "training": 4,
+    "analysis": 5,
     "benchmarks": 5,
 }
 FILES = [

@@ -234,3 +234,23 @@ def test_order_uses_every_window_equally_over_epochs(make_tokens):
     loader = Loader(windows, 3, seed=1)
     counts = Counter(i for step in range(len(windows)) for i in loader.sample_ids(step))
     assert set(counts.values()) == {3}
+
+
+@given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
+def test_documents_are_numbered_from_border_to_border(lengths, seq_len, shard_tokens, make_tokens):
+    tokens = make_tokens(lengths, shard_tokens=shard_tokens)
+    windows = Windows(tokens, seq_len, "contiguous", isolate=True)
+    assert Windows(tokens, seq_len, "contiguous").documents(torch.zeros(1, seq_len, dtype=torch.long)) is None
+    inputs, _ = windows.batch(range(len(windows)))
+    numbers = windows.documents(inputs)
+    assert numbers.shape == inputs.shape
+    same = numbers[:, 1:] == numbers[:, :-1]
+    assert torch.equal(same, inputs[:, 1:] != BOS)  # a new one wherever a boundary stands, and nowhere else
+
+
+def test_the_first_tokens_of_a_window_can_be_given(make_tokens):
+    tokens = make_tokens([40])
+    inputs, targets = Windows(tokens, 10, "contiguous")[1]
+    given_inputs, given_targets = Windows(tokens, 10, "contiguous", given=4)[1]
+    assert given_inputs.tolist() == inputs.tolist()
+    assert given_targets.tolist() == [-1, -1, -1, *targets[3:]]

@@ -66,3 +66,27 @@ def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, thinker):
     assert part.n_tokens < whole.n_tokens
     assert part.entropy_floor != whole.entropy_floor
     assert part.entropy_floor == pytest.approx(whole.entropy_floor, rel=0.3)
+
+
+def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, thinker):
+    windows = Windows(corpus.val, 500, "documents", isolate=True)
+    found = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(thinker)
+    thinker.eval()
+    with torch.no_grad():
+        parts = [thinker(document[None, :-1], targets=document[None, 1:]) for document in documents(corpus.val)]
+    thinker.train()
+    alone = sum(loss.item() for loss, _ in parts) / sum(count.item() for _, count in parts)
+    assert found.loss == pytest.approx(alone, rel=1e-6)
+    together = Evaluator(Windows(corpus.val, 500, "documents"), 3, token_byte_lengths(corpus.tokenizer))(thinker)
+    assert together.loss != found.loss
+    assert together.n_tokens == found.n_tokens
+
+
+def test_what_is_given_is_not_counted_and_has_no_floor(corpus, thinker):
+    lengths, limit = token_byte_lengths(corpus.tokenizer), 2
+    windows = Windows(corpus.val, 500, "documents", given=20)
+    evaluator = Evaluator(windows, 3, lengths, limit)
+    assert evaluator.floor is None
+    found = evaluator(thinker)
+    plain = Evaluator(Windows(corpus.val, 500, "documents"), 3, lengths, limit)(thinker)
+    assert found.n_tokens == plain.n_tokens - limit * 19  # the last of 20 predicts the first that is not given

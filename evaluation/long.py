@@ -1,0 +1,116 @@
+"""Loss by position, in texts longer than the model was trained on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.rope import Rope, RopeScaling
+from data.loader import Windows, in_order
+from data.shards import TokenSet
+from errors import UserError
+from model import Thinker, ThinkerConfig
+
+HEAD_ROWS = 256  # positions whose logits are held at once
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The positions from `start` to before `end`: mean loss and its standard error, in nats a token."""
+
+    start: int
+    end: int
+    loss: float
+    error: float  # windows are drawn, not tokens: those of one window are alike. NaN for a single window
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class LongLoss:
+    """The loss of every token of N windows: nats (N, T) float64, NaN where a window has no token any more."""
+
+    trained_length: int
+    nats: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """How many windows have a token at each position, (T,) int64."""
+        return (~self.nats.isnan()).sum(dim=0)
+
+    @property
+    def by_position(self) -> Tensor:
+        """The mean of each position over the windows, (T,); NaN where none has a token."""
+        return self.nats.nanmean(dim=0)
+
+    def segment(self, start: int, end: int) -> Segment:
+        """The mean over all tokens of these positions: a ratio of two sums over windows, whose error it has."""
+        part = self.nats[:, start:end]
+        counts, sums = (~part.isnan()).sum(dim=1), part.nansum(dim=1)  # (N,) each
+        n, windows = int(counts.sum()), int((counts > 0).sum())
+        mean = sums.sum() / n
+        variance = (sums - mean * counts).square().sum() * windows / (windows - 1) if windows > 1 else mean * math.nan
+        return Segment(start, end, mean.item(), variance.sqrt().item() / max(n, 1), n)
+
+    def segments(self) -> list[Segment]:
+        """Two halves of the trained length, then one length after the other; those without a token are left out."""
+        length, T = self.trained_length, self.nats.shape[1]
+        edges = sorted({0, length // 2, *range(length, T, length), T})
+        return [part for part in map(self.segment, edges[:-1], edges[1:]) if part.n_tokens]
+
+    def table(self) -> str:
+        """The segments, one a line."""
+        lines = [f"{'positions':>13}  {'nats a token':>12}  {'error':>6}  {'tokens':>8}"]
+        for part in self.segments():
+            place, mark = f"{part.start}-{part.end - 1}", "  beyond the training" * (part.start >= self.trained_length)
+            lines.append(f"{place:>13}  {part.loss:12.4f}  {part.error:6.4f}  {part.n_tokens:8,}{mark}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the segments, and the loss and the number of tokens at each position."""
+        means = {"by_position": self.by_position.tolist(), "counts": self.counts.tolist()}
+        return {"segments": [asdict(part) for part in self.segments()], **means}
+
+
+def long_windows(config: ThinkerConfig, tokens: TokenSet, factor: int) -> Windows:
+    """Windows of `factor` trained lengths that follow each other through `tokens`; of one where positions end there."""
+    times = 1 if config.positions == "learned" else factor
+    return Windows(tokens, times * config.max_seq_len, "contiguous", given=config.prefix)
+
+
+def stretch(thinker: Thinker, scaling: dict[str, Any]) -> None:
+    """Turn queries and keys by other angles from now on, such as {"type": "linear", "factor": 4}; weights stay.
+
+    Raises UserError where that is no scaling, or the model has no angles.
+    """
+    config = thinker.config
+    if thinker.rope is None:
+        raise UserError(f"the model knows places by {config.positions}; a scaling of RoPE needs model.positions=rope")
+    thinker.rope = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(scaling))
+
+
+def hidden_states(thinker: Thinker, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    """What the head would read, (B, T) -> (B, T, C): Thinker.forward up to the logits, which can be too large."""
+    place = thinker.place(tokens, tokens, documents)
+    rope = None if thinker.rope is None else thinker.rope(place.positions, place.end, thinker.dtype)
+    return thinker.trunk(thinker.embed(tokens, place), rope, place)
+
+
+@torch.no_grad()
+def loss_by_position(thinker: Thinker, windows: Windows, batch_size: int, limit: int | None = None) -> LongLoss:
+    """The loss of each token in the first `limit` windows; evaluation mode, and then the mode that was."""
+    was_training = thinker.training
+    thinker.eval()
+    nats = []
+    for inputs, targets in in_order(windows, batch_size, limit):
+        given = [x if x is None else x.to(thinker.device) for x in (inputs, windows.documents(inputs))]
+        rows = hidden_states(thinker, *given).flatten(0, 1).split(HEAD_ROWS)  # (n, C) each
+        losses = [F.cross_entropy(thinker.head(x).float(), y.to(x.device), ignore_index=-1, reduction="none").cpu()
+                  for x, y in zip(rows, targets.flatten().split(HEAD_ROWS))]  # fmt: skip
+        nats.append(torch.cat(losses).view(targets.shape).double().masked_fill(targets < 0, math.nan))
+    thinker.train(was_training)
+    return LongLoss(thinker.config.max_seq_len, torch.cat(nats))
