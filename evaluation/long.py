@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
 
 from attention.rope import Rope, RopeScaling
@@ -26,7 +27,7 @@ class Segment:
     start: int
     end: int
     loss: float
-    error: float  # windows are drawn, not tokens: those of one window are alike. NaN for a single window
+    error: float | None  # windows are drawn, not tokens: those of one window are alike. None for a single window
     n_tokens: int
 
 
@@ -52,44 +53,55 @@ class LongLoss:
         part = self.nats[:, start:end]
         counts, sums = (~part.isnan()).sum(dim=1), part.nansum(dim=1)  # (N,) each
         n, windows = int(counts.sum()), int((counts > 0).sum())
-        mean = sums.sum() / n
-        variance = (sums - mean * counts).square().sum() * windows / (windows - 1) if windows > 1 else mean * math.nan
-        return Segment(start, end, mean.item(), variance.sqrt().item() / max(n, 1), n)
+        mean = (sums.sum() / n).item()
+        spread = (sums - mean * counts).square().sum().item()
+        error = math.sqrt(spread * windows / (windows - 1)) / n if windows > 1 else None
+        return Segment(start, end, mean, error, n)
 
     def segments(self) -> list[Segment]:
         """Two halves of the trained length, then one length after the other; those without a token are left out."""
         length, T = self.trained_length, self.nats.shape[1]
         edges = sorted({0, length // 2, *range(length, T, length), T})
-        return [part for part in map(self.segment, edges[:-1], edges[1:]) if part.n_tokens]
+        return [self.segment(*ends) for ends in zip(edges, edges[1:]) if self.counts[slice(*ends)].any()]
 
     def table(self) -> str:
         """The segments, one a line."""
-        lines = [f"{'positions':>13}  {'nats a token':>12}  {'error':>6}  {'tokens':>8}"]
+        lines = [f"{'positions':>15}  {'nats a token':>12}  {'error':>6}  {'tokens':>8}"]
         for part in self.segments():
-            place, mark = f"{part.start}-{part.end - 1}", "  beyond the training" * (part.start >= self.trained_length)
-            lines.append(f"{place:>13}  {part.loss:12.4f}  {part.error:6.4f}  {part.n_tokens:8,}{mark}")
+            place, error = f"{part.start}-{part.end - 1}", "" if part.error is None else f"{part.error:.4f}"
+            beyond = "  beyond the training" * (part.start >= self.trained_length)
+            lines.append(f"{place:>15}  {part.loss:12.4f}  {error:>6}  {part.n_tokens:8,}{beyond}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the segments, and the loss and the number of tokens at each position."""
-        means = {"by_position": self.by_position.tolist(), "counts": self.counts.tolist()}
-        return {"segments": [asdict(part) for part in self.segments()], **means}
+        means = [loss if count else None for loss, count in zip(self.by_position.tolist(), self.counts.tolist())]
+        segments = [asdict(part) for part in self.segments()]
+        return {"segments": segments, "by_position": means, "counts": self.counts.tolist()}
 
 
 def long_windows(config: ThinkerConfig, tokens: TokenSet, factor: int) -> Windows:
-    """Windows of `factor` trained lengths that follow each other through `tokens`; of one where positions end there."""
+    """Windows of `factor` trained lengths that follow each other through `tokens`; of one where positions end there.
+
+    Documents are cut and lie side by side, also for a model that was trained on one at a time.
+    """
     times = 1 if config.positions == "learned" else factor
     return Windows(tokens, times * config.max_seq_len, "contiguous", given=config.prefix)
 
 
-def stretch(thinker: Thinker, scaling: dict[str, Any]) -> None:
+def stretch(thinker: Thinker, scaling: dict[str, Any] | str) -> None:
     """Turn queries and keys by other angles from now on, such as {"type": "linear", "factor": 4}; weights stay.
 
-    Raises UserError where that is no scaling, or the model has no angles.
+    `scaling` may be YAML. Raises UserError where it is no scaling, or the model has no angles.
     """
     config = thinker.config
     if thinker.rope is None:
-        raise UserError(f"the model knows places by {config.positions}; a scaling of RoPE needs model.positions=rope")
+        raise UserError(f"model.positions is {config.positions}: there is no RoPE to scale")
+    if isinstance(scaling, str):
+        try:
+            scaling = yaml.safe_load(scaling)
+        except yaml.YAMLError as error:
+            raise UserError(f"{scaling!r} is no table such as {{type: linear, factor: 4}}") from error
     thinker.rope = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(scaling))
 
 

@@ -1,27 +1,23 @@
 """The needle test on `tales`: a fact was said n tokens ago; does the model still use it?
 
-A needle is a story up to the place where a fact is said again: the town of `from Flint`, the `magic lantern`, any word
-that the grammar binds and repeats. Its sentences are the grammar's own, in the grammar's order and with its odds:
+A needle is a story of the grammar up to the place where a fact's word is said for the second time. Each comes back in
+the phrase that it came in, `from Flint`, `the magic lantern`, so the phrase tells which fact is meant. Stories go on
+for some 140 tokens after a fact; for longer distances the hero has encounters between the first paragraph and the
+second, as the grammar tells them (`go // meet kind`: some food is taken along, an animal gets it), as many as bring the
+farthest fact nearest to n: sentences that the model has read, but never so many of them.
 
-    <|bos|> opening home // when, and a plot's beginning
-    go // meet kind                                         an encounter: some food is taken along, an animal gets it
-    the plot's end, and how pleased they were // night      the story breaks off somewhere, before a fact's word
-
-Up to some 140 tokens it is word for word the beginning of a story that the grammar can tell. For more, the hero has one
-encounter after the other, no more than needed: again sentences that the model has read, but not so many. The distance
-is that between the first tokens of the word's two mentions, of which the second is left out; it lies within n/16 of n.
-The word is nowhere between or before them. Right is an answer if the model finds the word likelier than all others of
-the list that it was drawn from; those are out of it that begin another (`ball`, `balloon`), which is never likelier.
+The distance, from the first token of the word to that of its second mention, is within n/16 of n; the word is nowhere
+else before. Right is an answer if the model finds the word likelier than all others of its list in the grammar; out of
+that are words which begin another (`ball`, `balloon`), since they could never be the less likely ones.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from bisect import bisect
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from itertools import accumulate, islice
 from random import Random
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,109 +28,91 @@ from errors import UserError
 from evaluation.long import hidden_states
 from model import Thinker
 
+# What stands before a fact's word both times. The lists of words have the facts' names.
+MARKS = {"town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was"}
+MARKS |= {"pet": "the", "food": "some", "look": "very", "wild": "old"}
 GRAMMAR = tales._GRAMMAR  # told here in parts; tales.tell() tells whole stories
-TRIES = 100  # stories that are told for a needle, before the distance counts as one that stories do not have
-VALUES_AT_ONCE = 16  # values of several tokens that are read in one pass
+WORDS = {name: [item[""] for item in GRAMMAR.lists[name]] for name in MARKS}
+VALUES = {
+    name: [w for w in words if not any(o != w and o.startswith(w) for o in words)] for name, words in WORDS.items()
+}
+HEROES_AND_PETS = {item[""]: item for name in ("girl", "boy", "pet") for item in GRAMMAR.lists[name]}
+TRIES = 100  # stories told for each needle, at most
+VALUES_AT_ONCE = 16  # of several tokens each, in one pass
 
 
-@dataclass(frozen=True)
-class Needle:
-    """A text, to be continued by " " and its value: the likeliest of all `values`, if the fact is used."""
+class Needle(NamedTuple):
+    """A text, to be continued by " " and its value; the fact's name; tokens from the boundary on; the distance."""
 
     text: str
     value: str
-    values: tuple[str, ...]
-    tokens: list[int]  # of the text, from the boundary on
-    distance: int  # in tokens
-
-
-@dataclass(frozen=True)
-class NeedleScore:
-    """Shares of the needles of a distance; None, with the reason, where there is no figure."""
-
+    name: str
+    tokens: list[int]
     distance: int
-    n_examples: int
-    accuracy: float | None = None
-    error: float | None = None  # of the accuracy: √(p(1 − p)/n)
-    probability: float | None = None  # given to the right value among all, on average
-    chance: float | None = None  # the accuracy of a guess
-    reason: str = ""
 
 
-@dataclass
-class Telling:
-    """A story on its way: its text, the words that are bound, and every fact as it is said again for the first time."""
-
-    random: Random
-    text: str = ""
-    bound: dict[str, tales.Item] = field(default_factory=dict)
-    said: dict[str, tuple[int, str, tuple[tales.Item, ...]]] = field(default_factory=dict)  # once as yet: where, how
-    facts: list[tuple[int, int, str, tuple[str, ...]]] = field(default_factory=list)  # where, again, value, values
-
-    def say(self, ops: Iterable[tales._Op]) -> Telling:
-        """Go on as tales.tell() does. Returns itself."""
-        for op in ops:
-            match op:
-                case tales._Text(text):
-                    self.text += text
-                case tales._Call(rule):
-                    self.say(rule.alternatives[bisect(rule.cumulative, self.random.random())])
-                case tales._Draw(name, _, form, items):
-                    self.bound[name] = self.random.choice(items)
-                    self.said[name] = len(self.text), form, items
-                    self.text += self.bound[name][form]
-                case tales._Recall(name, form):
-                    word = self.bound[name][form]
-                    if name in self.said and self.said[name][1] == form:
-                        first, _, items = self.said.pop(name)
-                        self.facts.append((first, len(self.text), word, tuple(item[form] for item in items)))
-                    self.text += word
-        return self
+def say(ops: Iterable[tales._Op], random: Random, bound: dict[str, tales.Item]) -> str:
+    """Text of the grammar, as tales.tell() draws it where all alternatives have the same weight."""
+    text = ""
+    for op in ops:
+        match op:
+            case tales._Text(plain):
+                text += plain
+            case tales._Call(rule):
+                text += say(random.choice(rule.alternatives), random, bound)
+            case tales._Draw(name, _, form, items):
+                bound[name] = random.choice(items)
+                text += bound[name][form]
+            case tales._Recall(name, form):
+                text += bound[name][form]
+    return text
 
 
-def tell(tokenizer: Tokenizer, distance: int, random: Random) -> Telling:
-    """A story with as many encounters as its farthest fact needs to be said again after `distance` tokens."""
-    plot = random.choice([name for name in GRAMMAR.rules if f"{name}_end" in GRAMMAR.rules])
-    parts = f"<opening> <home>\n\n<when> <{plot}> ", "<go>\n\n<meet> <kind> ", f"<{plot}_end> <pleased>\n\n<night>"
-    head, encounter, tail = (tuple(GRAMMAR._read_text(part, 0)) for part in parts)
-    story, reach = Telling(random).say(head), 0
-    while reach < distance * 15 / 16:
-        story.say(encounter)
-        copies = {name: type(held)(held) for name, held in vars(story).items() if name in ("bound", "said", "facts")}
-        whole = replace(story, **copies).say(tail)
-        first, again, *_ = max(whole.facts, key=lambda fact: fact[1] - fact[0])
-        reach = len(tokenizer.encode(whole.text[first:again]))
-    return whole
+def needles_of(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list[Needle]:
+    """Every fact of a text that comes back in the phrase it came in, and nowhere before, at whatever distance."""
+    tokens, needles = tokenizer.encode(text), []
+    number = {at: n for n, at in enumerate(accumulate((len(tokenizer.token_bytes(i)) for i in tokens), initial=0))}
+    words = [(found.start() - 1, found.group()) for found in re.finditer(r"[\w-]+", text)]  # each with its space
+    for name in [name for name in MARKS if facts.get(name) in VALUES[name]]:
+        places = [at for at, word in words if word == facts[name]][:2]
+        marked = all(text[:at].lower().endswith(MARKS[name]) and at in number for at in places)
+        if marked and len(places) == 2:
+            first, again = (number[at] for at in places)
+            before = [tokenizer.bos_id, *tokens[:again]]
+            needles.append(Needle(text[: places[1]], facts[name], name, before, again - first))
+    return needles
 
 
-def needles_of(story: Telling, tokenizer: Tokenizer, distance: int) -> Iterator[Needle]:
-    """The facts of a story that come back after about so many tokens."""
-    for first, again, value, items in story.facts:
-        text = story.text[: again - 1]
-        near = abs(len(found := tokenizer.encode(text[max(first - 1, 0) :])) - distance) <= distance / 16
-        spaced = story.text[first - 1 : first] == story.text[again - 1] == " "  # equal tokens both times
-        values = tuple(one for one in items if not any(other != one and other.startswith(one) for other in items))
-        once = len(re.findall(rf"\b{re.escape(value)}\b", text)) == 1
-        if near and spaced and once and value in values:
-            yield Needle(text, value, values, [tokenizer.bos_id, *tokenizer.encode(text)], len(found))
+def tell(tokenizer: Tokenizer, distance: int, random: Random) -> list[Needle]:
+    """A story's needles at about this distance."""
+    story = tales.tell(random.getrandbits(64), 0)
+    facts = {choice.name: choice.value for choice in story.choices if choice.kind == "fact"}
+    needles = needles_of(story.text, facts, tokenizer)
+    missing = distance - max(needle.distance for needle in needles)
+    bound, encounters = {name: HEROES_AND_PETS[facts[name]] for name in ("hero", "pet")}, ""
+    while missing > 0:
+        more = say(GRAMMAR._read_text("\n\n<go>\n\n<meet> <kind>", 0), random, bound)
+        length = len(tokenizer.encode(more))
+        if length >= 2 * missing:
+            break  # it would lead further away
+        encounters, missing = encounters + more, missing - length
+    if encounters:
+        needles = needles_of(story.text.replace("\n\n", encounters + "\n\n", 1), facts, tokenizer)
+    return [needle for needle in needles if abs(needle.distance - distance) <= distance / 16]
 
 
 def make_needles(tokenizer: Tokenizer, distance: int, n_examples: int, seed: int) -> list[Needle]:
     """So many needles, each of a story of its own, the same for a seed; fewer where few stories have that distance."""
-    random, made = Random(f"{seed}:{distance}"), []
-    for _ in range(TRIES * n_examples):
-        if found := list(needles_of(tell(tokenizer, distance, random), tokenizer, distance)):
-            made.append(random.choice(found))
-        if len(made) == n_examples:
-            break
-    return made
+    random = Random(f"{seed}:{distance}")
+    stories = (tell(tokenizer, distance, random) for _ in range(TRIES * n_examples))
+    return [random.choice(needles) for needles in islice(filter(None, stories), n_examples)]
 
 
 @torch.no_grad()
 def log_probs(thinker: Thinker, context: list[int], values: list[list[int]]) -> Tensor:
     """ln P of the tokens of each of A values after a context, (A,) in float64.
 
-    Values of one token share one pass. All but the last token of a longer one is read behind the context.
+    Values of one token share one pass; of longer ones all but the last token is read behind the context.
     """
     heads = sorted({tuple(value[:-1]) for value in values})
     longest = max(map(len, heads))
@@ -150,19 +128,33 @@ def log_probs(thinker: Thinker, context: list[int], values: list[list[int]]) -> 
     return found
 
 
-def score(thinker: Thinker, tokenizer: Tokenizer, needles: list[Needle], distance: int) -> NeedleScore:
-    """What a model, in the mode that it is in, makes of the needles of a distance."""
+def needle_test(
+    thinker: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0
+) -> dict[str, Any]:
+    """A distance's accuracy with its error √(p(1 − p)/n), the mean probability of the right value among all, and chance.
+
+    "unreachable" says instead why there are none: the model's positions end, or no story has such a distance.
+    """
+    needles, rows = make_needles(tokenizer, distance, n_examples, seed), []
     if not needles:
-        return NeedleScore(distance, 0, reason="no story says anything again at that distance")
-    right, given, chance = [], [], 0.0
+        return {"distance": distance, "unreachable": "no story says a fact again at that distance"}
     for needle in needles:
         try:
-            nats = log_probs(thinker, needle.tokens, [tokenizer.encode(f" {value}") for value in needle.values])
-        except UserError as error:  # positions that were learned have an end
-            return NeedleScore(distance, 0, reason=str(error))
-        place = needle.values.index(needle.value)
-        right.append(int(nats.argmax()) == place)
-        given.append(nats.softmax(dim=0)[place].item())
-        chance += 1 / len(needle.values) / len(needles)
-    n, accuracy = len(right), sum(right) / len(right)
-    return NeedleScore(distance, n, accuracy, math.sqrt(accuracy * (1 - accuracy) / n), sum(given) / n, chance)
+            nats = log_probs(thinker, needle.tokens, [tokenizer.encode(f" {value}") for value in VALUES[needle.name]])
+        except UserError as error:
+            return {"distance": distance, "unreachable": str(error)}
+        right = VALUES[needle.name].index(needle.value)
+        rows.append([nats.argmax() == right, nats.softmax(dim=0)[right], 1 / len(nats)])
+    accuracy, probability, chance = torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
+    figures = {"accuracy": accuracy, "error": (accuracy * (1 - accuracy) / len(rows)) ** 0.5}
+    figures |= {"probability": probability, "chance": chance}
+    return {"distance": distance, "n_examples": len(rows), **figures}
+
+
+def table(figures: list[dict[str, Any]]) -> str:
+    """What needle_test found, one distance a line."""
+    lines = [f"{'distance':>15}  {'accuracy':>12}  {'error':>6}  {'probability':>11}  {'chance':>6}"]
+    for one in figures:
+        line = "{accuracy:12.3f}  {error:6.3f}  {probability:11.3f}  {chance:6.3f}"
+        lines.append(f"{one['distance']:>15}  " + (one.get("unreachable") or line.format(**one)))
+    return "\n".join(lines)

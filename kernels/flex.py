@@ -16,13 +16,13 @@ LIMIT = 256  # programs compiled of one function; after torch's own limit of 8 i
 
 
 @cache
-def _compiled(function: Callable, specialise: bool) -> Callable:
+def _compiled(function: Callable) -> Callable:
     """For the whole process, as torch's own caches; at first use, since the compiler alone imports for seconds.
 
     Each pattern is compiled by itself, and once more for all lengths when a second one comes. `specialise`: its numbers
     become constants of the program.
     """
-    settings = {"recompile_limit": LIMIT, "specialize_int": specialise, "specialize_float": specialise}
+    settings = {"recompile_limit": LIMIT, "specialize_float": True}
     return torch._dynamo.config.patch(settings)(torch.compile(function, fullgraph=True))
 
 
@@ -39,6 +39,8 @@ class Flex:
     """
 
     def __init__(self, pattern: Any, query: Any, n_heads: int, slopes: Tensor | None) -> None:
+        fixed = torch.nn.Module()
+        fixed.pattern = pattern
         position, document, token, kind = query.position, query.document, query.token, type(query)
         rows = [len(x) for x in (position, document, token) if x is not None and x.dim() == 2]
 
@@ -47,7 +49,7 @@ class Flex:
             return kind(*known)
 
         def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return pattern(h.long(), place(b, q), place(b, k))  # the kernel counts heads in 32 bits; hashes need 64
+            return fixed.pattern(h.long(), place(b, q), place(b, k))  # the kernel counts heads in 32 bits; hashes need 64
 
         def distance(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (place(b, q).position - place(b, k).position).abs()
@@ -55,7 +57,7 @@ class Flex:
         self.slopes, self.distance = slopes, distance
         T, heads, on_gpu = position.shape[-1], n_heads if pattern.by_head else None, position.is_cuda
         create = (
-            _compiled(create_block_mask, False) if on_gpu else create_block_mask
+            _compiled(create_block_mask) if on_gpu else create_block_mask
         )  # compiled: without a T · T matrix
         self.blocks = create(allowed, rows[0] if rows else None, heads, T, T, position.device)
 
@@ -72,7 +74,7 @@ class Flex:
 
         if width < NARROWEST:
             q, k, v = (F.pad(x, (0, NARROWEST - width)) for x in (q, k, v))
-        attend = _compiled(flex_attention, True) if q.is_cuda else flex_attention
+        attend = _compiled(flex_attention) if q.is_cuda else flex_attention
         score_mod = None if slopes is None and softcap is None else score
         grouped, aux = q.shape[1] != k.shape[1], AuxRequest(lse=sinks is not None)
         y, aux = attend(q, k, v, score_mod, self.blocks, scale, enable_gqa=grouped, return_aux=aux)

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + eps) · weight over the last dimension: (..., width) -> (..., width), in x's dtype."""
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, eps)
+    return _normalise(x, eps)[0] * weight.to(x.dtype)
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) in x's dtype, and 1 / rms(x) in fp32, (..., 1)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
     scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)
@@ -20,7 +27,7 @@ def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, scale
 
 
-class NormFunction(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     """torch has no fused kernel on a CPU, and every pass over the activations counts: this makes fewer of them.
 
     Forward and backward took 2.1 ms where F.rms_norm took 3.7 (4096 x 256, bf16, two cores).
@@ -28,7 +35,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, scale = normalise(x, eps)
+        y, scale = _normalise(x, eps)
         ctx.save_for_backward(y, weight, scale)
         return y * weight.to(x.dtype)
 

@@ -82,8 +82,8 @@ def test_sizes():
     lengths = {path: len(path.read_text().splitlines()) for path in FILES}
     assert sum(n for path, n in lengths.items() if room(path) == "model") <= 900
     of_benchmarks = sum(n for path, n in lengths.items() if room(path) == "benchmarks")
-    assert of_benchmarks <= 2000  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks <= 9000
+    assert of_benchmarks <= 2300  # they measure the toolkit, as tests do
+    assert sum(lengths.values()) - of_benchmarks <= 9500
     assert {path.name: n for path, n in lengths.items() if n > 400} == {}
 
 

@@ -11,6 +11,8 @@ from conftest import ROOT, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.patterns import NAMES
+from benchmarks.ablation import ALWAYS, FORMS, RECIPES
 from benchmarks.scaling import PowerLaw
 from benchmarks.trainings import Training, train_all
 from errors import UserError
@@ -259,3 +261,42 @@ def test_mistakes_about_trainings(command, says, tmp_path):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert says in done.stderr
+
+
+def test_attention_by_form_kernel_and_length(tmp_path):
+    done = run_script(
+        BENCHMARK, "attention", "--forms", "full", "window(16)", "topk(4)", "linear(8)", "--kernels", "auto", "fold",
+        "--lengths", "64,128,512", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--png", "a.png", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = {(row["form"], row["kernel"], row["length"]): row for row in result["rows"]}
+    cases = [
+        ("full", "auto"),
+        ("window(16)", "auto"),
+        ("window(16)", "fold"),
+        ("topk(4)", "auto"),
+        ("linear(8)", "auto"),
+    ]
+    assert [(fit["form"], fit["kernel"]) for fit in result["fits"]] == cases
+    assert len(rows) == 3 * len(cases)
+    assert rows["full", "auto", 512]["forward_flops"] == 4 * 2 * 8 * 512 * 513 / 2
+    assert rows["window(16)", "auto", 64]["forward_flops"] == 4 * 2 * 8 * (64 * 16 - 15 * 16 / 2)
+    assert rows["topk(4)", "auto", 64]["forward_flops"] == rows["full", "auto", 64]["forward_flops"]
+    assert result["fits"][1]["memory_exponent"] < result["fits"][3]["memory_exponent"]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    wrong = run_script(BENCHMARK, "attention", "--lengths", "64,32")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+
+
+def test_every_form_of_the_ablation_is_a_recipe(tmp_path):
+    for file, batch_size, _ in RECIPES.values():
+        for keys in FORMS.values():
+            recipe = load_recipe(ROOT / "benchmarks" / "recipes" / file, [*ALWAYS, *keys])
+            assert recipe.thinker_config(vocab_size=100).patterns
+            assert recipe.train.batch_size >= batch_size
+    spoken = " ".join(key for keys in FORMS.values() for key in keys)
+    assert {name for name in NAMES if name != "full" and name not in spoken} == {"random"}  # which bigbird has
+    wrong = run_script(BENCHMARK, "ablation", "--only", "linear(65)")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "there is no form 'linear(65)'; there are: full; window(32)" in wrong.stderr
