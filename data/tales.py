@@ -54,11 +54,15 @@ class Story:
     log_prob: float
 
 
-class _Text(NamedTuple):
+class Text(NamedTuple):
+    """Words as they stand."""
+
     text: str
 
 
-class _Draw(NamedTuple):
+class Draw(NamedTuple):
+    """A word drawn from a list, kept under a name."""
+
     name: str  # "" where nothing is bound
     source: str
     form: str
@@ -67,38 +71,42 @@ class _Draw(NamedTuple):
     log_prob: float
 
 
-class _Recall(NamedTuple):
+class Recall(NamedTuple):
+    """A word that was drawn before."""
+
     name: str
     form: str
 
 
-class _Call(NamedTuple):
-    rule: _Rule
+class Call(NamedTuple):
+    """What a rule comes to."""
+
+    rule: Rule
 
 
-_Op = _Text | _Draw | _Recall | _Call
+Op = Text | Draw | Recall | Call
 
 
-class _Rule:
+class Rule:
     """Weighted alternatives, each a tuple of the four constructs."""
 
     def __init__(self, name: str, weights: list[int]) -> None:
         self.name = name
-        self.alternatives: list[tuple[_Op, ...]] = []
+        self.alternatives: list[tuple[Op, ...]] = []
         total = sum(weights)
         self.cumulative = [weight / total for weight in accumulate(weights)][:-1]  # empty: there is nothing to choose
         self.choices = [Choice("plot", name, str(n), math.log(weight / total)) for n, weight in enumerate(weights)]
 
 
-class _Grammar:
+class Grammar:
     """The grammar file, read and checked; a mistake in it is ours, and an AssertionError says where it is."""
 
     def __init__(self, source: str) -> None:
         self.lists: dict[str, tuple[Item, ...]] = {}
-        self.rules: dict[str, _Rule] = {}
+        self.rules: dict[str, Rule] = {}
         self.articles: dict[str, str] = {}
         self.reached: set[str] = set()  # the rules and lists that some story can use
-        unread: list[tuple[_Rule, int, str]] = []  # alternatives, which may name rules that come later in the file
+        unread: list[tuple[Rule, int, str]] = []  # alternatives, which may name rules that come later in the file
         line = 0
         for block in re.split(r"\n(?=\S)", "\n" + re.sub(r"(?m)^#.*|[ \t]+$", "", source)):
             head, _, body = block.partition("\n")
@@ -111,14 +119,14 @@ class _Grammar:
                 assert name not in self.rules, f"line {line}: rule {name} is there twice"
                 before, *parts = re.split(r"(?m)^ +(\d+)\|", body)
                 assert not before.strip(), f"line {line}: rule {name} needs `weight| text`"
-                self.rules[name] = _Rule(name, [int(weight) for weight in parts[::2]])
+                self.rules[name] = Rule(name, [int(weight) for weight in parts[::2]])
                 for text in parts[1::2]:
                     unread.append((self.rules[name], line, " ".join(text.split()).replace(" // ", "\n\n")))
             else:
                 assert not block.strip(), f"line {line}: neither list, rule nor article: {head}"
             line += block.count("\n") + 1
         for rule, line, text in unread:
-            rule.alternatives.append(tuple(self._read_text(text, line)))
+            rule.alternatives.append(tuple(self.read_text(text, line)))
         self.story = self.rules["story"]
         self._check(self.story, frozenset(), ())
         unused = (self.rules.keys() | self.lists.keys()) - self.reached
@@ -144,17 +152,18 @@ class _Grammar:
             item |= {f".{form}": pronoun, f".{_capital(form)}": _capital(pronoun)}
         return item
 
-    def _read_text(self, text: str, line: int) -> Iterator[_Op]:
+    def read_text(self, text: str, line: int) -> Iterator[Op]:
+        """The constructs of one line of the grammar."""
         assert not re.search(r"[{}<>|]", SLOT.sub("", text)), f"line {line}: cannot read {text}"
         end = 0
         for match in SLOT.finditer(text):
             if match.start() > end:
-                yield _Text(text[end : match.start()])
+                yield Text(text[end : match.start()])
             end = match.end()
             article, name, pronoun, source, rule = match.groups()
             if rule:
                 assert rule in self.rules, f"line {line}: there is no rule {rule}"
-                yield _Call(self.rules[rule])
+                yield Call(self.rules[rule])
                 continue
             form = article or (f".{pronoun}" if pronoun else "^" if (name or source)[0].isupper() else "")
             name, source = (part and part[0].lower() + part[1:] for part in (name, source))
@@ -162,13 +171,13 @@ class _Grammar:
                 assert source in self.lists, f"line {line}: there is no list {source}"
                 assert not pronoun, f"line {line}: {name} must be bound before it has a pronoun"
                 items = self.lists[source]
-                yield _Draw(name, source, form, items, {item[form]: item for item in items}, -math.log(len(items)))
+                yield Draw(name, source, form, items, {item[form]: item for item in items}, -math.log(len(items)))
             else:
-                yield _Recall(name, form)
+                yield Recall(name, form)
         if end < len(text):
-            yield _Text(text[end:])
+            yield Text(text[end:])
 
-    def _check(self, rule: _Rule, bound: frozenset[str], callers: tuple[str, ...]) -> frozenset[str]:
+    def _check(self, rule: Rule, bound: frozenset[str], callers: tuple[str, ...]) -> frozenset[str]:
         """The names that are bound after the rule whatever its alternative, given those bound before it."""
         assert rule.name not in callers, f"rule {rule.name} calls itself"
         self.reached.add(rule.name)
@@ -176,13 +185,13 @@ class _Grammar:
         for ops in rule.alternatives:
             names = bound
             for op in ops:
-                if isinstance(op, _Call):
+                if isinstance(op, Call):
                     names = self._check(op.rule, names, (*callers, rule.name))
-                elif isinstance(op, _Draw):
+                elif isinstance(op, Draw):
                     assert op.name not in names, f"rule {rule.name}: {op.name} is bound already"
                     self.reached.add(op.source)
                     names = names | {op.name} if op.name else names
-                elif isinstance(op, _Recall):
+                elif isinstance(op, Recall):
                     assert op.name in names, f"rule {rule.name}: nothing is bound to {op.name}"
             after.append(names)
         return frozenset.intersection(*after)
@@ -193,7 +202,7 @@ def _capital(word: str) -> str:
 
 
 _SOURCE = (Path(__file__).parent / "tales.grammar").read_bytes()
-_GRAMMAR = _Grammar(_SOURCE.decode("ascii"))
+GRAMMAR = Grammar(_SOURCE.decode("ascii"))
 GRAMMAR_HASH = hashlib.sha256(_SOURCE).hexdigest()
 
 _RECALL = "recall"  # the kind of an event that is no choice: a bound word is said again
@@ -207,19 +216,19 @@ def tell(seed: int, index: int) -> Story:
     events: list[Choice] = []
     bound: dict[str, Item] = {}
 
-    def walk(rule: _Rule) -> None:
+    def walk(rule: Rule) -> None:
         number = 0
         if rule.cumulative:
             number = bisect(rule.cumulative, uniform())
             events.append(rule.choices[number])
         for op in rule.alternatives[number]:
             kind = type(op)
-            if kind is _Text:
+            if kind is Text:
                 pieces.append(op.text)
-            elif kind is _Recall:
+            elif kind is Recall:
                 pieces.append(bound[op.name][op.form])
                 events.append(Choice(_RECALL, op.name, op.form, 0.0))
-            elif kind is _Draw:
+            elif kind is Draw:
                 item = op.items[int(uniform() * len(op.items))]
                 pieces.append(item[op.form])
                 bound[op.name] = item
@@ -227,7 +236,7 @@ def tell(seed: int, index: int) -> Story:
             else:
                 walk(op.rule)
 
-    walk(_GRAMMAR.story)
+    walk(GRAMMAR.story)
     return _story("".join(pieces), events)
 
 
@@ -235,7 +244,7 @@ def derivations(text: str) -> Iterator[Story]:
     """Every way in which the grammar can tell exactly this text, by depth-first search with an explicit stack."""
     # A state: position in the text, operations, the next of them, the caller's (operations, next, caller), bindings,
     # events. Bindings are copied when they change and events are linked backwards, so states can share them.
-    stack: list[tuple] = [(0, (_Call(_GRAMMAR.story),), 0, None, {}, None)]
+    stack: list[tuple] = [(0, (Call(GRAMMAR.story),), 0, None, {}, None)]
     while stack:
         position, ops, step, caller, bound, events = stack.pop()
         while True:
@@ -249,17 +258,17 @@ def derivations(text: str) -> Iterator[Story]:
             op = ops[step]
             step += 1
             kind = type(op)
-            if kind is _Text:
+            if kind is Text:
                 if not text.startswith(op.text, position):
                     break
                 position += len(op.text)
-            elif kind is _Recall:
+            elif kind is Recall:
                 surface = bound[op.name][op.form]
                 if not text.startswith(surface, position):
                     break
                 position += len(surface)
                 events = (Choice(_RECALL, op.name, op.form, 0.0), events)
-            elif kind is _Draw:
+            elif kind is Draw:
                 match = DRAWN.match(text, position)
                 item = op.by_surface.get(match.group()) if match else None
                 if item is None:
@@ -273,7 +282,7 @@ def derivations(text: str) -> Iterator[Story]:
                 if rule.cumulative:
                     for alternative, choice in zip(rule.alternatives, rule.choices):
                         first = alternative[0]
-                        if type(first) is not _Text or text.startswith(first.text, position):
+                        if type(first) is not Text or text.startswith(first.text, position):
                             stack.append((position, alternative, 0, caller, bound, (choice, events)))
                     break
                 ops, step = rule.alternatives[0], 0
@@ -319,63 +328,63 @@ def entropy_by_kind(story: Story) -> dict[str, float]:
 def entropy() -> float:
     """The exact entropy of the grammar in nats a story: the mean of the negative log-probability over all stories."""
 
-    def of_op(op: _Op) -> float:
-        return of(op.rule) if isinstance(op, _Call) else -op.log_prob if isinstance(op, _Draw) else 0.0
+    def of_op(op: Op) -> float:
+        return of(op.rule) if isinstance(op, Call) else -op.log_prob if isinstance(op, Draw) else 0.0
 
-    def of(rule: _Rule) -> float:
+    def of(rule: Rule) -> float:
         return sum(
             math.exp(choice.log_prob) * (sum(map(of_op, ops)) - choice.log_prob)
             for choice, ops in zip(rule.choices, rule.alternatives)
         )
 
-    return of(_GRAMMAR.story)
+    return of(GRAMMAR.story)
 
 
 @cache
 def count_stories() -> int:
     """The number of different stories: exact, as each has one derivation."""
 
-    def of_op(op: _Op) -> int:
-        return of(op.rule) if isinstance(op, _Call) else len(op.items) if isinstance(op, _Draw) else 1
+    def of_op(op: Op) -> int:
+        return of(op.rule) if isinstance(op, Call) else len(op.items) if isinstance(op, Draw) else 1
 
-    def of(rule: _Rule) -> int:
+    def of(rule: Rule) -> int:
         return sum(math.prod(map(of_op, ops)) for ops in rule.alternatives)
 
-    return of(_GRAMMAR.story)
+    return of(GRAMMAR.story)
 
 
 @cache
 def length_bounds() -> tuple[int, int]:
     """The least and the greatest number of words, split at white space, that a story can have."""
 
-    def of(rule: _Rule) -> tuple[int, int]:
+    def of(rule: Rule) -> tuple[int, int]:
         bounds = []
         for ops in rule.alternatives:
             words = len(_skeleton(ops).split())  # in which a rule counts as one word
-            inner = [of(op.rule) for op in ops if isinstance(op, _Call)]
+            inner = [of(op.rule) for op in ops if isinstance(op, Call)]
             bounds.append([words + sum(pair[end] - 1 for pair in inner) for end in (0, 1)])
         return min(least for least, _ in bounds), max(greatest for _, greatest in bounds)
 
-    return of(_GRAMMAR.story)
+    return of(GRAMMAR.story)
 
 
 @cache
 def vocabulary() -> set[str]:
     """All lower-cased words and numbers that stories are made of."""
     words = set()
-    for rule in _GRAMMAR.rules.values():
+    for rule in GRAMMAR.rules.values():
         for ops in rule.alternatives:
             words.update(word for word in WORD.findall(_skeleton(ops).lower()) if "_" not in word)
             for op in ops:
-                if isinstance(op, _Draw):
+                if isinstance(op, Draw):
                     words.update(word for surface in op.by_surface for word in surface.lower().split())
-    for items in _GRAMMAR.lists.values():
+    for items in GRAMMAR.lists.values():
         words.update(form.lower() for item in items for key, form in item.items() if key.startswith("."))
     return words
 
 
-def _skeleton(ops: tuple[_Op, ...]) -> str:
+def _skeleton(ops: tuple[Op, ...]) -> str:
     """The alternative's text with _ for every slot and every rule."""
     return "".join(
-        op.text if isinstance(op, _Text) else "a _" if getattr(op, "form", None) in ("a", "A") else "_" for op in ops
+        op.text if isinstance(op, Text) else "a _" if getattr(op, "form", None) in ("a", "A") else "_" for op in ops
     )

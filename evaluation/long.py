@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class LongLoss:
         """Two halves of the trained length, then one length after the other; those without a token are left out."""
         length, T = self.trained_length, self.nats.shape[1]
         edges = sorted({0, length // 2, *range(length, T, length), T})
-        return [self.segment(*ends) for ends in zip(edges, edges[1:]) if self.counts[slice(*ends)].any()]
+        return [self.segment(*ends) for ends in pairwise(edges) if self.counts[slice(*ends)].any()]
 
     def table(self) -> str:
         """The segments, one a line."""
@@ -83,7 +84,7 @@ class LongLoss:
 def long_windows(config: ThinkerConfig, tokens: TokenSet, factor: int) -> Windows:
     """Windows of `factor` trained lengths that follow each other through `tokens`; of one where positions end there.
 
-    Documents are cut and lie side by side, also for a model that was trained on one at a time.
+    Documents are cut, and lie side by side, even if the training began each window with one: that costs some loss.
     """
     times = 1 if config.positions == "learned" else factor
     return Windows(tokens, times * config.max_seq_len, "contiguous", given=config.prefix)

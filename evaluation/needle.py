@@ -31,7 +31,7 @@ from model import Thinker
 # What stands before a fact's word both times. The lists of words have the facts' names.
 MARKS = {"town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was"}
 MARKS |= {"pet": "the", "food": "some", "look": "very", "wild": "old"}
-GRAMMAR = tales._GRAMMAR  # told here in parts; tales.tell() tells whole stories
+GRAMMAR = tales.GRAMMAR  # told here in parts; tales.tell() tells whole stories
 WORDS = {name: [item[""] for item in GRAMMAR.lists[name]] for name in MARKS}
 VALUES = {
     name: [w for w in words if not any(o != w and o.startswith(w) for o in words)] for name, words in WORDS.items()
@@ -51,19 +51,19 @@ class Needle(NamedTuple):
     distance: int
 
 
-def say(ops: Iterable[tales._Op], random: Random, bound: dict[str, tales.Item]) -> str:
+def say(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]) -> str:
     """Text of the grammar, as tales.tell() draws it where all alternatives have the same weight."""
     text = ""
     for op in ops:
         match op:
-            case tales._Text(plain):
+            case tales.Text(plain):
                 text += plain
-            case tales._Call(rule):
+            case tales.Call(rule):
                 text += say(random.choice(rule.alternatives), random, bound)
-            case tales._Draw(name, _, form, items):
+            case tales.Draw(name, _, form, items):
                 bound[name] = random.choice(items)
                 text += bound[name][form]
-            case tales._Recall(name, form):
+            case tales.Recall(name, form):
                 text += bound[name][form]
     return text
 
@@ -88,10 +88,10 @@ def tell(tokenizer: Tokenizer, distance: int, random: Random) -> list[Needle]:
     story = tales.tell(random.getrandbits(64), 0)
     facts = {choice.name: choice.value for choice in story.choices if choice.kind == "fact"}
     needles = needles_of(story.text, facts, tokenizer)
-    missing = distance - max(needle.distance for needle in needles)
+    missing = distance - max((needle.distance for needle in needles), default=distance)
     bound, encounters = {name: HEROES_AND_PETS[facts[name]] for name in ("hero", "pet")}, ""
     while missing > 0:
-        more = say(GRAMMAR._read_text("\n\n<go>\n\n<meet> <kind>", 0), random, bound)
+        more = say(GRAMMAR.read_text("\n\n<go>\n\n<meet> <kind>", 0), random, bound)
         length = len(tokenizer.encode(more))
         if length >= 2 * missing:
             break  # it would lead further away
@@ -116,24 +116,22 @@ def log_probs(thinker: Thinker, context: list[int], values: list[list[int]]) -> 
     """
     heads = sorted({tuple(value[:-1]) for value in values})
     longest = max(map(len, heads))
-    found = torch.zeros(len(values), dtype=torch.float64)
+    known: dict[tuple[int, ...], Tensor] = {}
     for start in range(0, len(heads), VALUES_AT_ONCE):
         part = heads[start : start + VALUES_AT_ONCE]
         rows = [[*context, *head, *[0] * (longest - len(head))] for head in part]  # nobody sees what follows
         hidden = hidden_states(thinker, torch.tensor(rows, device=thinker.device))[:, len(context) - 1 :]
-        known = thinker.head(hidden).float().log_softmax(dim=-1).cpu().double()  # (R, longest + 1, V)
-        for place, value in enumerate(values):
-            if tuple(value[:-1]) in part:
-                found[place] = known[part.index(tuple(value[:-1])), torch.arange(len(value)), value].sum()
-    return found
+        known |= zip(part, thinker.head(hidden).float().log_softmax(dim=-1).cpu())  # (longest + 1, V) each
+    sums = [known[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values]
+    return torch.stack(sums)
 
 
 def needle_test(
     thinker: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0
 ) -> dict[str, Any]:
-    """A distance's accuracy with its error √(p(1 − p)/n), the mean probability of the right value among all, and chance.
+    """The accuracy at a distance, its error √(p(1 − p)/n), the mean probability of the right value, and chance.
 
-    "unreachable" says instead why there are none: the model's positions end, or no story has such a distance.
+    Or, as "unreachable", why there are none: the model's positions end, or no story has such a distance.
     """
     needles, rows = make_needles(tokenizer, distance, n_examples, seed), []
     if not needles:

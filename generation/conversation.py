@@ -70,7 +70,7 @@ class Conversation:
         """Feed what the cache does not hold yet; returns the logits after the last token, (1, 1, V)."""
         generator, cache = self.generator, self._cache
         known = min(known, len(tokens) - 1)  # one at least is fed, for its logits
-        if cache is not None and cache.forgotten and known != cache.lengths[0]:
+        if cache is not None and not cache.can_rewind([known]):
             cache = None
         if cache is None:
             capacity = generator.config.max_seq_len + generator.speculate

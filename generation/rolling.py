@@ -139,8 +139,12 @@ class RollingKVCache(KVCache):
         in_ring = torch.where(in_ring >= self.sinks, in_ring, -1)
         return torch.where(slots < self.sinks, torch.where(slots <= newest, slots, -1), in_ring)
 
+    def can_rewind(self, lengths: list[int]) -> bool:
+        """Only while nothing was forgotten: what was there is overwritten."""
+        return not self.forgotten or list(lengths) == self.lengths
+
     def rewind(self, lengths: list[int]) -> None:
-        """Possible while nothing was forgotten. Raises UserError afterwards: what was there is overwritten."""
-        if self.forgotten and list(lengths) != self.lengths:
+        """As KVCache.rewind. Raises UserError where it cannot."""
+        if not self.can_rewind(lengths):
             raise UserError("a rolling cache that has forgotten positions cannot go back")
         super().rewind(lengths)

@@ -111,7 +111,7 @@ class RingLayer(LayerCache):
 
     first: int = 0
     endless = True
-    lost = "its window has been overwritten"
+    lost = "its window has been overwritten; new_cache(slack=...) keeps more"
 
     def can_rewind(self, written: int, back: int, slack: int) -> bool:
         """As LayerCache.can_rewind."""
@@ -296,10 +296,18 @@ class KVCache:
         for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
             if not 0 <= new <= old:
                 raise UserError(f"cannot rewind a row of {old} positions to {new}")
-            for layer in self.layers:
-                if new < old and not layer.can_rewind(self.written[row], self.written[row] - new, self.slack):
-                    raise UserError(f"cannot rewind from {old} to {new}: {layer.lost}; see new_cache(slack=...)")
+            lost = next((layer.lost for layer in self.layers if not self._keeps(layer, row, new)), None)
+            if lost is not None:
+                raise UserError(f"cannot rewind from {old} to {new}: {lost}")
         self.lengths = list(lengths)
+
+    def can_rewind(self, lengths: list[int]) -> bool:
+        """Whether nothing of what rewind() would need has been overwritten."""
+        return all(self._keeps(layer, row, new) for layer in self.layers for row, new in enumerate(lengths))
+
+    def _keeps(self, layer: LayerCache | LinearLayer, row: int, length: int) -> bool:
+        written = self.written[row]
+        return length == self.lengths[row] or layer.can_rewind(written, written - length, self.slack)
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows only, in this order; a finished row leaves its batch so, and a prompt is shared by many."""

@@ -71,6 +71,7 @@ def draw(loss: Any, needles: list[dict[str, Any]], path: Path) -> None:
     if points := [(one["distance"], one["accuracy"], one["error"]) for one in needles if "accuracy" in one]:
         panels[1].errorbar(*zip(*points), color=ORANGE, marker="o", markersize=3)
         panels[1].set_xscale("log", base=2)
+        panels[1].set_xticks([n for n, *_ in points], [str(n) for n, *_ in points])
         panels[1].set(xlabel="tokens since the fact", ylabel="accuracy of the needles", ylim=(-0.03, 1.03))
     for axes in panels:
         axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")

@@ -197,7 +197,7 @@ SAID_AFTER_SPEECH = re.compile(r"(?:it|he|she|the|his|her|said|called|a very|[a-
 
 
 def test_pronouns_belong_to_the_hero(stories):
-    girls = {item[""] for item in tales._GRAMMAR.lists["girl"]}
+    girls = {item[""] for item in tales.GRAMMAR.lists["girl"]}
     for story in stories[:500]:
         first = story.text.split("\n\n")[0]
         name = next(choice.value for choice in story.choices if choice.name == "hero")
@@ -219,4 +219,4 @@ def test_pronouns_belong_to_the_hero(stories):
 )
 def test_a_mistake_in_the_grammar_is_found_when_it_is_read(grammar, complaint):
     with pytest.raises(AssertionError, match=complaint):
-        tales._Grammar(grammar)
+        tales.Grammar(grammar)

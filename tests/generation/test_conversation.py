@@ -110,3 +110,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(thinker):
         list(conversation.say("b" * 60, PARAMS))
     assert conversation.tokens == before
     list(conversation.say("c", PARAMS))
+
+
+@pytest.mark.parametrize("attention", ["window(10) | global(2)", "linear(8)", "strided(4)"])
+def test_turns_and_undo_in_models_that_forget_and_that_cannot(make_thinker, attention):
+    thinker = make_thinker(vocab_size=264, max_seq_len=96, attention=attention)
+    test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(thinker, {})
+    test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(thinker, {})

@@ -170,7 +170,9 @@ def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(make_t
     cache = thinker.new_cache(1, 60, slack=2)
     thinker(torch.zeros(1, 30, dtype=torch.long), cache=cache)
     cache.rewind([28])
-    with pytest.raises(UserError, match=r"its window has been overwritten; see new_cache\(slack=...\)"):
+    assert cache.can_rewind([28])
+    assert not cache.can_rewind([27])
+    with pytest.raises(UserError, match=r"its window has been overwritten; new_cache\(slack=...\)"):
         cache.rewind([27])
     assert cache.lengths == [28]
     linear = make_thinker(attention="linear(8)")

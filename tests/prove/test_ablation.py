@@ -5,11 +5,13 @@ import json
 import pytest
 from conftest import ROOT, run_script
 
+BENCHMARK = ROOT / "scripts" / "benchmark.py"
+
 
 @pytest.mark.prove
 def test_two_forms_for_two_steps(tmp_path):
     done = run_script(
-        ROOT / "scripts" / "benchmark.py", "ablation", "--seeds", "2", "--steps", "2", "--rounds", "1", "--folder", "runs",
+        BENCHMARK, "ablation", "--seeds", "2", "--steps", "2", "--rounds", "1", "--folder", "runs",
         "--only", "linear(64)", "--out", "out.jsonl", cwd=tmp_path, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -27,7 +29,7 @@ def test_two_forms_for_two_steps(tmp_path):
 @pytest.mark.prove
 def test_lengths_beyond_the_training(tmp_path):
     done = run_script(
-        ROOT / "scripts" / "benchmark.py", "extrapolation", "--seeds", "1", "--steps", "2", "--windows", "1", "--folder",
+        BENCHMARK, "extrapolation", "--seeds", "1", "--steps", "2", "--windows", "1", "--folder",
         "runs", "--out", "out.jsonl", cwd=tmp_path, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,166 @@
+"""The needles are what they say they are, and are scored as whole passes would score them."""
+
+import re
+
+import pytest
+import torch
+
+from data import tales
+from data.corpus import prepare
+from evaluation import needle
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("c")
+    return {spec: prepare(source="tales", max_documents=3000, tokenizer=spec, cache_dir=cache, progress=False)
+            for spec in ("bpe:2500", "byte")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bpe(corpora):
+    return corpora["bpe:2500"].tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte(corpora):
+    return corpora["byte"].tokenizer
+
+
+def pattern(ops):
+    """A regular expression of what these constructs can say; a word said again is any word."""
+    parts = []
+    for op in ops:
+        match op:
+            case tales.Text(text):
+                parts.append(re.escape(text))
+            case tales.Call(rule):
+                parts.append("(?:" + "|".join(map(pattern, rule.alternatives)) + ")")
+            case tales.Draw():
+                parts.append("(?:" + "|".join(sorted(map(re.escape, op.by_surface), reverse=True)) + ")")
+            case _:
+                parts.append(r"[\w-]+")
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("spec", ["bpe", "byte"])
+@pytest.mark.parametrize("distance", [16, 32, 128, 300, 1000])
+def test_a_needle_is_what_it_says(request, monkeypatch, spec, distance):
+    tokenizer, told, tell = request.getfixturevalue(spec), {}, tales.tell
+
+    def remember(seed, index):
+        story = tell(seed, index)
+        told[story.text.split("\n\n")[0]] = story
+        return story
+
+    monkeypatch.setattr(tales, "tell", remember)
+    needles = needle.make_needles(tokenizer, distance, 12, seed=1)
+    if spec == "byte" and distance <= 32:
+        assert len(needles) < 3  # no story comes back to anything within a dozen letters
+    else:
+        assert len(needles) == 12
+    encounter = re.compile(pattern(needle.GRAMMAR.read_text("\n\n<go>\n\n<meet> <kind>", 0)))
+    for text, value, name, tokens, found in needles:
+        assert tokens == [tokenizer.bos_id, *tokenizer.encode(text)]
+        (first,) = re.finditer(rf"\b{needle.MARKS[name]}( {value})\b", text, re.IGNORECASE)
+        assert found == len(tokenizer.encode(text)) - len(tokenizer.encode(text[: first.start(1)]))
+        assert abs(found - distance) <= distance / 16
+        assert len(re.findall(rf"\b{value}\b", text)) == 1
+        assert text.endswith(needle.MARKS[name])
+
+        opening = text.split("\n\n")[0]
+        story = told[opening]
+        assert tales.parse(story.text) == story
+        assert ("fact", name, value) in [choice[:3] for choice in story.choices]
+        at, encounters = len(opening), 0
+        while not story.text[len(opening) :].startswith(text[at:]):
+            at, encounters = encounter.match(text, at).end(), encounters + 1
+        assert (story.text[len(opening) :] + "\n").startswith(text[at:] + f" {value}")
+        assert (encounters > 0) or story.text.startswith(text)
+        if spec == "bpe":
+            assert encounters == 0 or distance >= 128
+            assert encounters <= distance // 30
+
+
+def test_the_same_seed_gives_the_same_needles(bpe):
+    needles = needle.make_needles(bpe, 64, 5, seed=1)
+    assert needles == needle.make_needles(bpe, 64, 5, seed=1)
+    assert needles != needle.make_needles(bpe, 64, 5, seed=2)
+    assert len({one.text for one in needles}) == 5
+
+
+def test_values_are_the_grammars_and_none_begins_another():
+    for name, values in needle.VALUES.items():
+        words = [item[""] for item in needle.GRAMMAR.lists[name]]
+        assert set(values) <= set(words)
+        assert len(values) >= len(words) - 3
+        left_out = set(words) - set(values)
+        assert all(any(word.startswith(short) for word in values) for short in left_out)
+        assert not [(a, b) for a in values for b in values if a != b and a.startswith(b)]
+
+
+def direct(thinker, tokenizer, one):
+    """ln P of every value in its place, each by a pass of its own."""
+    sums = []
+    for value in needle.VALUES[one.name]:
+        ids = tokenizer.encode(f" {value}")
+        with torch.no_grad():
+            known = thinker(torch.tensor([[*one.tokens, *ids]]))[0].double().log_softmax(dim=-1)
+        sums.append(sum(known[len(one.tokens) - 1 + k, i].item() for k, i in enumerate(ids)))
+    return sums
+
+
+@pytest.mark.parametrize(("spec", "form"), [("bpe", {}), ("byte", {}), ("byte", {"attention": "window(70)"})])
+def test_scores_are_those_of_whole_passes(request, make_thinker, spec, form):
+    tokenizer = request.getfixturevalue(spec)
+    thinker = make_thinker(vocab_size=tokenizer.vocab_size, max_seq_len=64, n_layers=1, **form)
+    distance = 64 if spec == "bpe" else 160
+    right, given = [], []
+    for one in needle.make_needles(tokenizer, distance, 4, seed=0):
+        expected = direct(thinker, tokenizer, one)
+        ids = [tokenizer.encode(f" {value}") for value in needle.VALUES[one.name]]
+        assert needle.log_probs(thinker, one.tokens, ids).tolist() == pytest.approx(expected, abs=2e-4)
+        best = needle.VALUES[one.name][max(range(len(expected)), key=expected.__getitem__)]
+        right.append(best == one.value)
+        place = needle.VALUES[one.name].index(one.value)
+        given.append(torch.tensor(expected).softmax(dim=0)[place].item())
+    found = needle.needle_test(thinker, tokenizer, distance, n_examples=4)
+    assert found["n_examples"] == 4
+    assert found["accuracy"] == sum(right) / 4
+    assert found["probability"] == pytest.approx(sum(given) / 4, rel=1e-3)
+
+
+def test_a_likelier_word_is_found_and_errors_are_binomial(make_thinker, bpe):
+    """A head that prefers the words of half the needles, whatever the context."""
+    thinker = make_thinker(vocab_size=bpe.vocab_size, max_seq_len=512, tie_embeddings=False)
+    needles = needle.make_needles(bpe, 32, 8, seed=0)
+    favourites = {one.name: one.value for one in needles}
+    expected = sum(favourites[one.name] == one.value for one in needles) / 8
+    single = {bpe.encode(f" {value}")[-1] for value in favourites.values()}
+    with torch.no_grad():
+        thinker.norm.weight.fill_(0)
+        thinker.norm.weight[0] = 1
+        thinker.head.weight.fill_(0)
+    thinker.norm.register_forward_hook(lambda module, given, x: x.abs())
+    with torch.no_grad():
+        thinker.head.weight[sorted(single), 0] = 50.0
+    assert all(len(bpe.encode(f" {value}")) == 1 for value in favourites.values())
+    found = needle.needle_test(thinker, bpe, 32, n_examples=8)
+    assert found["accuracy"] == expected
+    assert 0 < expected < 1
+    assert found["error"] == pytest.approx((expected * (1 - expected) / 8) ** 0.5)
+    assert 1 / 160 < found["chance"] < 1 / 20
+
+
+def test_what_cannot_be_reached_says_why(make_thinker, bpe, byte):
+    thinker = make_thinker(vocab_size=bpe.vocab_size, max_seq_len=200, positions="learned")
+    assert needle.needle_test(thinker, bpe, 32, n_examples=2)["n_examples"] == 2
+    far = needle.needle_test(thinker, bpe, 256, n_examples=2)
+    assert "200 positions" in far["unreachable"]
+    near = needle.needle_test(make_thinker(vocab_size=257), byte, 8, n_examples=2)
+    assert "no story" in near["unreachable"]
+    lines = needle.table([far, near]).splitlines()
+    assert len(lines) == 3
+    assert "200 positions" in lines[1]

@@ -1,0 +1,126 @@
+"""scripts/eval.py as a user runs it."""
+
+import importlib.util
+import json
+import shutil
+
+import pytest
+import yaml
+from conftest import ROOT
+
+import storage
+from errors import UserError
+from evaluation import needle
+
+EVAL = ROOT / "scripts" / "eval.py"
+YARN = "{type: yarn, factor: 4, original_max_seq_len: 32}"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Runs main() in this process, which spares the time to import torch."""
+    spec = importlib.util.spec_from_file_location("eval_command", EVAL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["eval.py", *map(str, arguments)])
+        return module.main()
+
+    return run
+
+
+def test_tables_and_picture(script, tiny_run, tmp_path):
+    done = script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
+    assert done.returncode == 0, done.stderr
+    assert "trained length  32\n" in done.stdout
+    assert "no needles" in done.stdout
+    assert done.stdout.count("beyond the training") == 3
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json(command, tiny_run, capsys):
+    found = []
+    for extra in [], ["--rope-scaling", YARN]:
+        assert command(tiny_run, "--long", "--factor", 3, "--device", "cpu", "--json", *extra) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    plain, scaled = found
+    assert (plain["source"], plain["window"], plain["needle"]) == ("text", 96, None)
+    assert plain["tokens"] == sum(plain["long"]["counts"]) == sum(s["n_tokens"] for s in plain["long"]["segments"])
+    assert len(plain["long"]["by_position"]) == 96
+    assert scaled["rope_scaling"] == YARN
+    assert scaled["long"]["counts"] == plain["long"]["counts"]
+    assert scaled["long"]["by_position"] != plain["long"]["by_position"]
+
+
+@pytest.mark.parametrize(("source", "extra"), [("text", ["--path", ROOT / "README.md"]), ("tales", [])])
+def test_another_source_in_the_models_own_tokens(command, tiny_run, tmp_path, capsys, monkeypatch, source, extra):
+    monkeypatch.setattr(needle, "TRIES", 1)
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["data"] |= {"max_documents": 200, "cache_dir": str(tmp_path / "cache")}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    picture = tmp_path / "a.png"
+    given = ["--source", source, *extra, "--factor", 2, "--windows", 2, "--png", picture, "--device", "cpu"]
+    assert command(run, "--long", *given) == 0
+    shown = capsys.readouterr().out
+    assert f"source  {source}\n" in shown
+    assert ("accuracy" in shown) == (source == "tales")
+    assert picture.stat().st_size > 10_000
+
+
+def test_learned_positions_say_where_they_end(command, tiny_run, make_thinker, capsys, monkeypatch):
+    thinker, tokenizer = storage.load(tiny_run)
+    learned = make_thinker(vocab_size=thinker.config.vocab_size, max_seq_len=32, positions="learned")
+    monkeypatch.setattr(storage, "load", lambda *_: (learned, tokenizer))
+    assert command(tiny_run, "--long", "--windows", 2, "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "the model has learned 32 positions" in shown
+    assert "beyond the training" not in shown
+    with pytest.raises(UserError, match="RoPE"):
+        command(tiny_run, "--long", "--rope-scaling", YARN, "--device", "cpu")
+
+
+def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
+    done = script(EVAL, tiny_run)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "--long" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--long", "--factor", "0"], "at least 1"),
+        (["--long", "--windows", "none"], "invalid int"),
+        (["--long", "--source", "text"], "--path"),
+        (["--long", "--path", "README.md"], "--source text"),
+        (["--long", "--source", "text", "--path", "nowhere.txt"], "nowhere.txt"),
+        (["--long", "--rope-scaling", "{type: yarn"], "no table"),
+        (["--long", "--rope-scaling", "{type: jarn}"], "did you mean yarn"),
+        (["--long", "--checkpoint", "step-7"], "no checkpoint step-7"),
+        (["--long", "--device", "tpu"], "tpu"),
+        (["--long", "--windows", "1", "--png", "nowhere/a.png"], "nowhere/a.png"),
+    ],
+)
+def test_mistakes(command, tiny_run, arguments, message):
+    with pytest.raises(UserError, match=message):
+        command(tiny_run, *arguments)
+
+
+def test_a_checkpoint_outside_its_run_and_a_corpus_that_changed(command, tiny_run, tmp_path):
+    (checkpoint,) = sorted((tiny_run / "checkpoints").glob("step-*"))[-1:]
+    alone = shutil.copytree(checkpoint, tmp_path / "a" / "b" / "alone")
+    with pytest.raises(UserError, match="no tokenizer"):
+        command(alone, "--long", "--device", "cpu")
+    shutil.copy(tiny_run / "thinker-tokenizer.json", tmp_path / "a")
+    with pytest.raises(UserError, match="no run directory"):
+        command(alone, "--long", "--device", "cpu")
+    tree = yaml.safe_load((tiny_run / "config.yaml").read_text())
+    tree["data"] |= {"source": "tales", "path": None, "max_documents": 50, "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match="give --source"):
+        command(alone, "--long", "--device", "cpu")
