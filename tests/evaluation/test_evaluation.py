@@ -22,6 +22,7 @@ def thinker(corpus):
     torch.manual_seed(0)
     thinker = Thinker(ThinkerConfig(vocab_size=600, d_model=16, n_layers=1, n_heads=2, max_seq_len=600))
     torch.nn.init.normal_(thinker.head.weight, std=0.3)
+    torch.nn.init.normal_(thinker.blocks[0].attention.o_proj.weight, std=0.5)  # a fresh one is blind to all before
     return thinker.train()
 
 
@@ -78,7 +79,7 @@ def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, thinker):
     alone = sum(loss.item() for loss, _ in parts) / sum(count.item() for _, count in parts)
     assert found.loss == pytest.approx(alone, rel=1e-6)
     together = Evaluator(Windows(corpus.val, 500, "documents"), 3, token_byte_lengths(corpus.tokenizer))(thinker)
-    assert together.loss != found.loss
+    assert abs(together.loss - alone) > 1e-4
     assert together.n_tokens == found.n_tokens
 
 
