@@ -88,3 +88,145 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     assert all(torch.equal(tensor, before[name]) for name, tensor in everything.items())
     step(batch, 1.0)
     assert not torch.equal(step.thinker.head.weight, before["head.weight"])
+
+
+def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
+    """A pattern, places, slopes, softcap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
+    from attention.patterns import Places, parse
+    from attention.positions import slopes
+
+    generator = torch.Generator().manual_seed(0)
+    position, document, token = torch.arange(T), None, None
+    if "documents" in features:
+        begins = torch.rand(B, T, generator=generator) < 5 / T
+        begins[:, 0] = True
+        document = begins.cumsum(1)
+        position = position - torch.where(begins, position, 0).cummax(1).values
+    if "token" in text:
+        token = torch.randint(200, (B, T), generator=generator)
+    places = Places(*(x if x is None else x.cuda() for x in (position, document, token)))
+    shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, D)] + [(H,)] * ("sinks" in features)
+    leaves = [torch.randn(s, generator=generator).to("cuda", dtype).float().requires_grad_() for s in shapes]
+    alibi, softcap = slopes(H, "cuda") if "alibi" in features else None, 1.5 if "softcap" in features else None
+    return parse(text), places, alibi, softcap, leaves
+
+
+def values_and_gradients(kernel, dtype, pattern, places, alibi, softcap, leaves):
+    from attention.attend import attend, look
+
+    q, k, v, *sinks = leaves
+    plain = softcap is None and not sinks
+    sight = look(pattern, places, places, q.shape[1], dtype, alibi, True, kernel, plain)
+    y = attend(*(x.to(dtype) for x in (q, k, v)), sight, None, softcap, *sinks)
+    weight = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    return sight.kernel, [y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)]
+
+
+def assert_near(ours, known, tolerance):
+    for mine, right in zip(ours, known, strict=True):
+        assert (mine - right).norm() <= tolerance * right.norm() + 1e-6
+
+
+@pytest.fixture
+def _exact_fp32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+FLEX = [
+    ("window(100)", "", 64),
+    ("window(100)", "alibi documents", 64),
+    ("longformer(50, 4, 3)", "softcap sinks", 64),
+    ("bigbird(50, 3, 64, 2, 1)", "", 16),
+    ("heads(window(60), strided(33))", "documents", 64),
+    ("block(64, 2)", "sinks", 8),
+    ("prefix(300)", "softcap", 36),
+    ("token(3)", "sinks alibi", 64),  # some queries see nothing
+    ("full", "documents alibi softcap sinks", 128),
+]
+
+
+@pytest.mark.parametrize(("text", "features", "width"), FLEX)
+@pytest.mark.usefixtures("_exact_fp32")
+def test_flex_equals_the_reference(text, features, width):
+    # The kernel counts heads in 32 bits, and the random blocks' hash would overflow them from the eleventh on.
+    given = seen_and_drawn(text, features, torch.float32, H=12, K=4, D=width)
+    _, known = values_and_gradients("reference", torch.float32, *given)
+    assert_near(values_and_gradients("flex", torch.float32, *given)[1], known, 1e-4)
+    given = seen_and_drawn(text, features, torch.bfloat16, H=12, K=4, D=width)
+    _, known = values_and_gradients("reference", torch.float32, *given)
+    chosen, ours = values_and_gradients("auto", torch.bfloat16, *given)
+    assert chosen == "flex"
+    assert_near(ours, known, 0.02)
+
+
+@pytest.mark.usefixtures("_exact_fp32")
+def test_flex_takes_further_lengths_and_patterns_without_end():
+    for text, T in [("window(9)", 128), ("window(9)", 200), *((f"window({w})", 1024) for w in range(9, 18))]:
+        given = seen_and_drawn(text, "", torch.float32, T=T)
+        _, known = values_and_gradients("reference", torch.float32, *given)
+        assert_near(values_and_gradients("flex", torch.float32, *given)[1], known, 1e-4)
+
+
+def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
+    from attention.attend import attend, look
+    from attention.patterns import Places, parse
+
+    places = Places(torch.arange(2**15, device="cuda"))
+    q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sight = look(parse("longformer(256, 4, 4)"), places, places, 2, q.dtype, None, True)
+    assert sight.kernel == "flex"
+    assert torch.isfinite(attend(q, q, q, sight)).all()
+    assert torch.cuda.max_memory_allocated() - before < 3 * 2**30  # positions' differences alone would be 8 GiB
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 64), (6, 2, 36), (4, 1, 128)])
+@pytest.mark.parametrize("text", ["full", "window(1)", "window(100)", "window(5000)"])
+def test_varlen_equals_the_reference(text, heads, kv_heads, width, dtype):
+    given = seen_and_drawn(text, "documents", dtype, H=heads, K=kv_heads, D=width)
+    _, known = values_and_gradients("reference", torch.float32, *given)
+    chosen, ours = values_and_gradients("auto", dtype, *given)
+    assert chosen == "varlen"
+    assert_near(ours, known, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("attention", "isolated", "kernel"),
+    [("window(256)", False, "flex"), ("window(256)", True, "varlen"), ("bigbird(64, 2, 64, 2)", True, "flex")],
+)
+def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, isolated, kernel):
+    from data.ahead import Batch
+    from model import ThinkerConfig
+    from training.recipe import check_recipe
+    from training.step import TrainingStep, draw
+
+    shape = {"vocab_size": 50, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_init_std": 0.2}
+    config = ThinkerConfig(**shape, max_seq_len=2048, attention=attention)
+    found = {}
+    for name in ("reference", "plain", "compiled"):
+        settled = {"precision": "bf16", "compile": name == "compiled", "micro_batch_size": 2, "batch_size": 2}
+        step = TrainingStep(draw(config, 1, torch.device("cuda")), check_recipe({"train": {**settled, "max_steps": 9}}))
+        step.thinker.kernel = "reference" if name == "reference" else "auto"
+        generator, used = torch.Generator().manual_seed(0), set()
+        place = step.thinker.place
+
+        def placed(*given, place=place, used=used):
+            placement = place(*given)
+            used.update(sight.kernel for sight in placement.sights)
+            return placement
+
+        step.thinker.place = placed
+        for number in range(3):
+            tokens = torch.randint(50, (2, 2049), generator=generator)
+            documents = (torch.rand(2, 2048, generator=generator) < (number + 1) / 400).cumsum(1) if isolated else None
+            batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 4096, documents)
+            found.setdefault(name, []).append([float(x) for x in step(batch, 1.0)])
+        assert used == {"reference" if name == "reference" else kernel}
+    for name in ("plain", "compiled"):
+        for mine, right in zip(found[name], found["reference"], strict=True):
+            assert mine == pytest.approx(right, rel=0.02)  # loss, and the gradient's norm

@@ -30,6 +30,9 @@ PATTERNS = [
 FEATURES = ["", "alibi", "softcap", "sinks", "documents", "alibi softcap sinks documents"]
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
 @pytest.fixture(autouse=True)
 def _traced_no_more_than_needed(monkeypatch):
     """Uncompiled, torch would trace every call all the same."""

@@ -1,6 +1,7 @@
 """What leads to the variable-length kernel: borders, shapes, windows. The kernel itself runs in tests/test_cuda.py."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, wind
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     left, right = window_size
     y = []
-    for start, end in zip(cu_seq_q[:-1], cu_seq_q[1:]):
+    for start, end in itertools.pairwise(cu_seq_q):
         q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))  # (H, length, D)
         ahead = torch.arange(end - start) - torch.arange(end - start)[:, None]
         seen = (ahead <= right) & ((-ahead <= left) | (left == -1))
