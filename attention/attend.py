@@ -217,7 +217,8 @@ def _fastest(able: dict[str, bool], pattern: Pattern, query: Places, dtype: torc
     T, half = query.position.shape[-1], dtype in (torch.bfloat16, torch.float16)
     if query.position.is_cuda:
         if T >= 1024 and not (pattern == CAUSAL and query.document is None and slopes is None):
-            return next(name for name in ("varlen", "flex", "reference") if able[name] and (half or name != "varlen"))
+            flash = half and torch.cuda.get_device_capability(query.position.device) >= (8, 0)
+            return next(name for name in ("varlen", "flex", "reference") if able[name] and (flash or name != "varlen"))
     elif able["blockwise"] and dtype == torch.bfloat16 and T <= 1024:
         return "blockwise"
     elif able["fold"] and 2 * (pattern.reach + pattern.first) + 128 < T:

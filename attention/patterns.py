@@ -10,6 +10,8 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -197,7 +199,7 @@ def heads(*patterns: Pattern) -> Pattern:
     def allow(head: Tensor, query: Places, key: Places) -> Tensor:
         turn = head % len(patterns)
         seen = [(turn == i) & pattern.allow(head, query, key) for i, pattern in enumerate(patterns)]
-        return torch.stack(torch.broadcast_tensors(*seen)).any(0)
+        return reduce(or_, seen)
 
     reaches = [pattern.reach for pattern in patterns]
     return Pattern(

@@ -37,7 +37,7 @@ class Flex:
             return kind(*[x if x is None else x[i] if x.dim() == 1 else x[b, i] for x in known])
 
         def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return fixed.pattern(h.long(), place(b, i), place(b, j))  # h has 32 bits in the kernel, and hashes need 64
+            return fixed.pattern(h, place(b, i), place(b, j))
 
         def distance(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (place(b, i).position - place(b, j).position).abs()
@@ -49,7 +49,7 @@ class Flex:
         tables = (*_table((left > 0) & ~whole), *_table(whole))
         self.blocks = BlockMask.from_kv_blocks(*tables, BLOCK, allowed, seq_lengths=(T, T))
 
-    @torch.compiler.disable  # a compiled block breaks off here: this is compiled by itself, once for all layers
+    @torch.compiler.disable  # a compiled block breaks off here; this is compiled by itself, for all layers
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:

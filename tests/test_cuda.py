@@ -151,7 +151,7 @@ FLEX = [
 @pytest.mark.parametrize(("text", "features", "width"), FLEX)
 @pytest.mark.usefixtures("_exact_fp32")
 def test_flex_equals_the_reference(text, features, width):
-    # The kernel counts heads in 32 bits, and the random blocks' hash would overflow them from the eleventh on.
+    # Twelve heads: the kernel counts them in 32 bits, which the random blocks' hash overflows from the eleventh on.
     given = seen_and_drawn(text, features, torch.float32, H=12, K=4, D=width)
     _, known = values_and_gradients("reference", torch.float32, *given)
     assert_near(values_and_gradients("flex", torch.float32, *given)[1], known, 1e-4)

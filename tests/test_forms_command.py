@@ -1,4 +1,4 @@
-"""Forms of attention from the recipe to the text, by the real commands."""
+"""Forms of attention from the recipe to the text: trained by the real command, gone on with, sampled from."""
 
 import json
 
@@ -7,10 +7,12 @@ import torch
 import yaml
 from conftest import ROOT, run_script
 
+from errors import UserError
 from generation import Generator, SamplingParams
 from storage import load
+from training.recipe import load_recipe
 
-GENERATE = ROOT / "generate.py"
+PROMPT = "Line 7: the cat number 7 sat"
 FORMS = {
     "ring": ["model.attention=window(8) | global(2)", "model.positions=alibi"],
     "mixed": ["model.attention=[linear(16), 'heads(window(4), strided(3))']", "data.isolate_documents=true"],
@@ -21,15 +23,21 @@ FORMS = {
 
 @pytest.fixture(scope="module", params=FORMS)
 def trained(request, tiny, tmp_path_factory):
-    """A run of each form, stopped half-way and gone on with."""
+    """A run of each form; the mixed one was stopped half-way and gone on with."""
     folder = tmp_path_factory.mktemp("forms") / request.param
-    for steps in (4, 8):
+    for steps in (4, 8) if request.param == "mixed" else (8,):
         done = run_script(*tiny, *FORMS[request.param], f"run.dir={folder}", f"train.max_steps={steps}")
         assert done.returncode == 0, done.stderr
     return request.param, folder
 
 
-def test_a_form_trains_resumes_and_generates(trained):
+def said(folder, **options):
+    thinker, tokenizer = load(folder)
+    params = SamplingParams(max_new_tokens=14, temperature=0)
+    return Generator(thinker, tokenizer, **options).generate([PROMPT, PROMPT[:20]], params)
+
+
+def test_a_form_trains_and_is_sampled_from(trained):
     name, folder = trained
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["train_loss"] for line in lines if "train_loss" in line]
@@ -39,64 +47,52 @@ def test_a_form_trains_resumes_and_generates(trained):
     assert model["attention"] == {"ring": "window(8) | global(2)", "letters": "LG", "prefix": "prefix(5)"}.get(
         name, ["linear(16)", "heads(window(4), strided(3))"]
     )
-    prompt = ["--prompt", "Line 7: the cat number"]
-    texts = [
-        run_script(GENERATE, folder, *prompt, "--max-new-tokens", "12", "--greedy", *more)
-        for more in ([], ["--no-cache"])
-    ]
-    assert [text.returncode for text in texts] == [0, 0], texts[0].stderr + texts[1].stderr
-    assert texts[0].stdout == texts[1].stdout
+    cached, uncached = said(folder), said(folder, use_cache=False)
+    assert [one.token_ids for one in cached] == [one.token_ids for one in uncached]
+    if name == "ring":
+        done = run_script(ROOT / "generate.py", folder, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "14")
+        assert done.stdout.split() == (PROMPT + cached[0].text).split()
 
 
 def test_a_text_without_end_where_memory_is_bounded(trained):
-    """The ring decodes ten times its context; the others end where theirs does, or say so."""
+    """The ring decodes ten times its context; the others end where theirs does."""
     name, folder = trained
     thinker, tokenizer = load(folder)
-    completion = Generator(thinker, tokenizer).generate(["Line 7: the cat"], SamplingParams(max_new_tokens=320))[0]
+    completion = Generator(thinker, tokenizer).generate([PROMPT], SamplingParams(max_new_tokens=320))[0]
     ended = completion.finish_reason == "stop"
+    assert thinker.config.endless == (name == "ring")
     if name == "ring":
-        assert thinker.config.endless
         assert ended or len(completion.token_ids) == 320
-        tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("Line 7: the cat"), *completion.token_ids]])
+        tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT), *completion.token_ids]])
         with torch.no_grad():
             logprobs = thinker(tokens[:, :-1])[0, -len(completion.token_ids) :].log_softmax(-1)
         known = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), known, rtol=0, atol=1e-4)
     else:
-        assert not thinker.config.endless
         assert ended or completion.prompt_tokens + len(completion.token_ids) == 33
 
 
-def test_speculation_changes_no_text_in_a_ring_and_is_refused_by_sums(trained):
+def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
     name, folder = trained
-    arguments = [GENERATE, folder, "--prompt", "Line 7: the cat number 7 sat", "--max-new-tokens", "14", "--greedy"]
-    plain, drafted = run_script(*arguments), run_script(*arguments, "--speculate", "4")
     if name == "mixed":
-        assert drafted.returncode == 2
-        assert "the sums of a linear layer forget nothing" in drafted.stderr
+        with pytest.raises(UserError, match="the sums of a linear layer forget nothing"):
+            said(folder, speculate=4)
     else:
-        assert plain.stdout == drafted.stdout
+        assert [one.token_ids for one in said(folder, speculate=4)] == [one.token_ids for one in said(folder)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--window", "8"], "this model has its own"),
-        (["--compile"], "full attention, RoPE and plain scores"),
-    ],
-)
-def test_what_a_form_cannot_is_refused(trained, flags, says):
-    done = run_script(GENERATE, trained[1], "--prompt", "Line 7: the cat", "--seed", "1", *flags)
-    assert done.returncode == 2
-    assert says in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-
-
-def test_a_prompt_shorter_than_the_prefix_is_refused(trained):
-    done = run_script(GENERATE, trained[1], "--prompt", "", "--max-new-tokens", "2")
-    assert done.returncode == (2 if trained[0] == "prefix" else 0)
-    if trained[0] == "prefix":
-        assert "the prompt has 1 tokens; the model reads its first 5 both ways" in done.stderr
+def test_what_a_form_cannot_is_refused(trained):
+    name, folder = trained
+    with pytest.raises(UserError, match="this model has its own"):
+        said(folder, window=8)
+    with pytest.raises(UserError, match="full attention, RoPE and plain scores"):
+        said(folder, compile=True)
+    thinker, tokenizer = load(folder)
+    if name == "prefix":
+        with pytest.raises(UserError, match="the prompt has 1 tokens; the model reads its first 5 both ways"):
+            Generator(thinker, tokenizer).generate([""])
+    else:
+        assert Generator(thinker, tokenizer).generate([""])[0].prompt_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -111,9 +107,8 @@ def test_a_prompt_shorter_than_the_prefix_is_refused(trained):
         (["model.attention=[window(4), linear(8), full]"], "list of 1 to 2"),
     ],
 )
-def test_mistakes_in_a_recipe_are_one_line(tiny, tmp_path, overrides, says):
-    done = run_script(*tiny, *overrides, f"run.dir={tmp_path / 'run'}")
-    assert done.returncode == 2, done.stderr
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "run").exists()
+def test_mistakes_in_a_recipe_are_one_line(overrides, says):
+    with pytest.raises(UserError) as caught:
+        load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", ["model.n_layers=2", "model.n_heads=2", *overrides])
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -9,6 +9,7 @@ from attention.patterns import Places, parse
 from attention.positions import slopes
 from kernels import flex
 from kernels.flex import Flex
+from model import Thinker, ThinkerConfig
 
 PATTERNS = [
     "full",
@@ -131,6 +132,16 @@ def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypat
         assert torch.equal(named(blocks.full_q_num_blocks, blocks.full_q_indices), whole.mT)
 
 
+def test_random_blocks_are_the_same_where_heads_are_counted_in_32_bits():
+    """As the kernel counts them; the hash overflows 32 bits from the eleventh on, and keeps those that it needs."""
+    pattern, places, *_ = situation("random(16, 3, 7)", H=16)
+    mask = Flex(pattern, places, 16, None).blocks.mask_mod
+    b, h, at = torch.tensor(0), torch.arange(16)[:, None, None], torch.arange(150)
+    seen = mask(b, h, at[:, None], at)
+    assert torch.equal(mask(b.int(), h.int(), at[:, None].int(), at.int()), seen)
+    assert torch.equal(seen[12], pattern(torch.tensor(12), Places(at[:, None]), Places(at)))
+
+
 def named(number, indices):
     """(..., rows), (..., rows, columns) -> (..., rows, columns) bool."""
     first = torch.arange(indices.shape[-1]) < number[..., None]
@@ -165,11 +176,14 @@ def test_a_compiled_program_serves_every_length_and_keeps_the_patterns_numbers(m
     torch._dynamo.reset()
 
 
-def test_a_compiled_block_calls_it():
-    from model import Thinker, ThinkerConfig
-
+def test_a_compiled_block_leaves_it_to_its_own_program():
     shape = {"vocab_size": 31, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
-    thinker = Thinker(ThinkerConfig(**shape, attention="bigbird(3, 2, 16, 2)")).eval()
+    thinker, programs = Thinker(ThinkerConfig(**shape, attention="bigbird(3, 2, 16, 2)")).eval(), []
+
+    def backend(program, _):
+        programs.append(program)
+        return program
+
     with torch.no_grad():
         for parameter in thinker.parameters():
             parameter.normal_(0, 0.2)
@@ -178,5 +192,8 @@ def test_a_compiled_block_calls_it():
         known = thinker(tokens)
         thinker.kernel = "flex"
         for block in thinker.blocks:
-            block.compile(backend="eager")
+            block.compile(backend=backend)
         torch.testing.assert_close(thinker(tokens), known)
+    names = {str(node.target) for program in programs for node in program.graph.nodes}
+    assert programs
+    assert not any("flex" in name for name in names)
