@@ -86,7 +86,7 @@ def test_model_needs_torch_alone():
         tree = ast.parse(path.read_text())
         names = {alias.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
         names |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        assert names <= {"torch", "errors", *ours, *library}, path
+        assert names <= {"torch", "errors", "typing", *ours, *library}, path
 
 
 def test_sizes():
