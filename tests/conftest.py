@@ -62,6 +62,13 @@ def prove(request):
     return request.config.getoption("--prove")
 
 
+@pytest.fixture(autouse=True)
+def denormals():
+    """A test that trains or evaluates in this process sets them to zero; the next one shall find them again."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture(scope="session")
 def script():
     return run_script
