@@ -184,21 +184,30 @@ def summarise(rows: list[dict[str, Any]], form: str, kernel: str) -> dict[str, A
 
 
 def draw(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> None:
-    """Training time and decoding time against the length, a line for each form and kernel."""
-    figure, panels = new_figure(13, 5.5, columns=2, share=False)
-    for axes, key, scale, name, unit in zip(
-        panels, ("train_s", "decode_s"), (1e3, 1e6), ("train", "decode"), ("ms forward and backward", "µs a new token")
+    """Training and decoding time against the length: a color for each form, dashed where a kernel was forced."""
+    figure, panels = new_figure(13, 6, columns=2, share=False)
+    forms = list(dict.fromkeys(fit["form"] for fit in fits))
+    lengths = sorted({row["length"] for row in rows})
+    for axes, name, scale, unit in zip(
+        panels, ("train", "decode"), (1e3, 1e6), ("ms forward and backward", "µs a token")
     ):
+        lines = []
         for fit in fits:
-            points = [
-                (row["length"], scale * row[key])
-                for row in rows
-                if (row["form"], row["kernel"]) == (fit["form"], fit["kernel"]) and key in row
-            ]
-            if points:
-                label = f"{fit['form']}{'' if fit['kernel'] == 'auto' else ' by ' + fit['kernel']}"
-                axes.plot(*zip(*points), marker="o", markersize=3, label=f"{label}: T^{fit[f'{name}_exponent']:.2f}",
-                          linestyle="-" if fit["kernel"] == "auto" else "--")  # fmt: skip
+            mine = [row for row in rows if (row["form"], row["kernel"]) == (fit["form"], fit["kernel"])]
+            points = [(row["length"], scale * row[MEASURED[name]]) for row in mine if MEASURED[name] in row]
+            if not points:
+                continue
+            forced = fit["kernel"] != "auto"
+            (line,) = axes.plot(*zip(*points), marker="o", markersize=3, color=f"C{forms.index(fit['form'])}",
+                                linestyle="--" if forced else "-", alpha=0.5 if forced else 1)  # fmt: skip
+            if not forced:
+                lines.append((points[-1][1], line, f"{fit['form']}: T^{fit[f'{name}_exponent']:.2f}"))
+        lines.sort(key=lambda one: -one[0])  # as they lie above each other at the right
         axes.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=unit)
-        axes.legend(frameon=False, fontsize=7)
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.minorticks_off()
+        axes.legend([line for _, line, _ in lines], [label for _, _, label in lines], frameon=False, fontsize=8)
+    others = sorted({fit["kernel"] for fit in fits} - {"auto"})
+    panels[0].set_title(f"training{': dashed by ' + ', '.join(others) if others else ''}", loc="left")
+    panels[1].set_title("decoding, one layer", loc="left")
     figure.savefig(path)
