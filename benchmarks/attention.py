@@ -205,6 +205,10 @@ def draw(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> 
         lines.sort(key=lambda one: -one[0])  # as they lie above each other at the right
         axes.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=unit)
         axes.set_xticks(lengths, [str(length) for length in lengths])
+        lowest, highest = axes.get_ylim()
+        ticks = [one * 10**power for power in range(-3, 7) for one in (1, 2, 5)]
+        axes.set_yticks([tick for tick in ticks if lowest < tick < highest])
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.legend([line for _, line, _ in lines], [label for _, _, label in lines], frameon=False, fontsize=8)
     others = sorted({fit["kernel"] for fit in fits} - {"auto"})
