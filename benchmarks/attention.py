@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
         pattern = parse(text)
         if isinstance(pattern, Linear) and kernel != arguments.kernels[0]:
             continue
-        seconds = 0.0
+        seconds, mine = 0.0, []
         for length in lengths:
             shape = 1, arguments.heads, length, arguments.head_dim
             if seconds > TOO_LONG:
@@ -67,9 +67,11 @@ def run(arguments: argparse.Namespace) -> None:
             except UserError:
                 break  # this kernel does not compute this form
             seconds = 4 * row["train_s"]  # at twice the length, at worst
-            if kernel == arguments.kernels[0]:
-                row["decode_s"] = decode_seconds(text, length, arguments, dtype, device)
-            rows.append({"form": text, "kernel": kernel, **row})
+            mine.append({"form": text, "kernel": kernel, **row})
+        if kernel == arguments.kernels[0]:
+            taken = decode_seconds(text, [row["length"] for row in mine], arguments, dtype, device)
+            mine = [{**row, "decode_s": seconds} for row, seconds in zip(mine, taken)]
+        rows += mine
     fits = [summarise(rows, text, kernel) for text, kernel in cases]
     fits = [fit for fit in fits if fit]
     print(f"{'':<33} exponents of T in                        at the longest: ms      MB   µs a token\n"
@@ -137,20 +139,30 @@ def mean_keys(pattern: Pattern, length: int) -> float:
 
 
 def decode_seconds(
-    text: str, length: int, arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device
-) -> float:
-    """Median seconds of one more token after `length` of them, through one layer of that form."""
+    text: str, lengths: list[int], arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device
+) -> list[float]:
+    """Median seconds of one more token after each length, through one layer of that form, the lengths in turn."""
     width = arguments.heads * arguments.head_dim
     config = ThinkerConfig(
-        vocab_size=64, d_model=width, n_layers=1, n_heads=arguments.heads, attention=text, max_seq_len=length + 64
+        vocab_size=64,
+        d_model=width,
+        n_layers=1,
+        n_heads=arguments.heads,
+        attention=text,
+        max_seq_len=max(lengths) + 256,
     )
     thinker = Thinker(config).to(device, dtype).eval()
-    cache = thinker.new_cache(1, length + 64)
+    taken: list[list[float]] = [[] for _ in lengths]
     with torch.no_grad():
-        for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
-            thinker(chunk, cache=cache, last_only=True)
+        caches = [thinker.new_cache(1, length + 256) for length in lengths]
+        for cache, length in zip(caches, lengths):
+            for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
+                thinker(chunk, cache=cache, last_only=True)
         token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        return median_seconds(lambda: thinker(token, cache=cache), 40, device)
+        for _ in range(10):
+            for cache, mine in zip(caches, taken):
+                mine.append(median_seconds(lambda cache=cache: thinker(token, cache=cache), 20, device))
+    return [statistics.median(mine) for mine in taken]
 
 
 def median_seconds(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
