@@ -6,6 +6,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -16,6 +17,7 @@ from data.ahead import Batch
 from device import tune
 from errors import UserError
 from training.optimizers import fill_rates
+from training.picture import BLUE, GREY, new_figure
 from training.recipe import load_recipe
 from training.step import TrainingStep, draw
 
@@ -48,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of the timing, in which every form makes a step in turn")
     parser.add_argument("--folder", type=Path, default=Path("runs/ablation"), help="what is there is not repeated")
     parser.add_argument("--only", nargs="*", metavar="FORM", help="these forms; full is always there")
+    parser.add_argument("--png", type=Path, help="draw the losses against full's, with the speeds")
     parser.add_argument("--out", type=Path, help="append the line of JSON there")
 
 
@@ -86,6 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{name:<26} {row['mean']:.4f}  {row['against_full']:+.4f} ± {row['spread']:.4f}"
                 f"  {row['tokens_per_second']:>8,.0f}  {row['of_full']:.2f}"
             )
+    if arguments.png:
+        draw_picture(rows, arguments.png)
     finish({"benchmark": "ablation", "rows": rows}, arguments.out)
 
 
@@ -118,3 +123,21 @@ def time_forms(corpus: str, forms: dict[str, list[str]], rounds: int) -> dict[st
         }
         for name, taken in seconds.items()
     }
+
+
+def draw_picture(rows: list[dict[str, Any]], path: Path) -> None:
+    """Every form's loss against full's, its spread over the seeds, and its speed: a panel a corpus."""
+    corpora, forms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("corpus", "form"))
+    figure, panels = new_figure(11, 1.2 + 0.27 * len(forms), columns=len(corpora))
+    for axes, corpus in zip(panels, corpora):
+        for height, row in enumerate(row for row in rows if row["corpus"] == corpus):
+            color = GREY if row["form"].startswith("prefix") else BLUE  # it predicts fewer tokens: no comparison
+            axes.errorbar(row["against_full"], height, xerr=row["spread"], color=color, marker="o", markersize=4)
+            axes.annotate(f"{row['of_full']:.2f}", (1.02, height), xycoords=("axes fraction", "data"), va="center")
+        axes.axvline(0, color=GREY, linewidth=1)
+        axes.set_yticks(range(len(forms)), forms)
+        axes.set_ylim(len(forms) - 0.5, -1)
+        axes.set_xlabel("nats a token above full, and the deviation over seeds")
+        axes.set_title(corpus, loc="left")
+        axes.annotate("tokens/s, full = 1", (1.02, -0.75), xycoords=("axes fraction", "data"), ha="center", fontsize=8)
+    figure.savefig(path)

@@ -12,7 +12,7 @@ BENCHMARK = ROOT / "scripts" / "benchmark.py"
 def test_two_forms_for_two_steps(tmp_path):
     done = run_script(
         BENCHMARK, "ablation", "--seeds", "2", "--steps", "2", "--rounds", "1", "--folder", "runs",
-        "--only", "linear(64)", "--out", "out.jsonl", cwd=tmp_path, timeout=600,
+        "--only", "linear(64)", "--out", "out.jsonl", "--png", "a.png", cwd=tmp_path, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out.jsonl").read_text())["rows"]
@@ -24,16 +24,20 @@ def test_two_forms_for_two_steps(tmp_path):
         assert full["of_full"] == 1
         assert linear["against_full"] == pytest.approx(linear["mean"] - full["mean"])
         assert len(set(full["losses"])) == 2
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.prove
 def test_lengths_beyond_the_training(tmp_path):
     done = run_script(
         BENCHMARK, "extrapolation", "--seeds", "1", "--steps", "2", "--windows", "1", "--folder",
-        "runs", "--out", "out.jsonl", cwd=tmp_path, timeout=600,
+        "runs", "--out", "out.jsonl", "--png", "a.png", cwd=tmp_path, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out.jsonl").read_text())["rows"]
     assert [row["name"] for row in rows[:5]] == ["rope", "alibi", "learned", "sinusoidal", "none"]
     assert len(rows) == 9
     assert all(list(row["means"]) == ["1", "2", "4"] for row in rows)
+    for row in rows:  # the longest windows are those of the table's last column: its positions are the curve's end
+        assert sum(row["curve"][-8:]) / 8 == pytest.approx(row["means"]["4"])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
