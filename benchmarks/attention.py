@@ -28,6 +28,7 @@ FORMS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "
          "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "linear(64)")  # fmt: skip
 MEASURED = {"forward": "forward_s", "train": "train_s", "memory": "memory_bytes", "decode": "decode_s"}
 TOO_LONG = 20.0  # seconds of a pass beyond which longer ones are left out
+LEAST = 0.5  # seconds that calls are repeated for, however short they are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="at least so many of each")
     parser.add_argument("--png", type=Path, help="draw it on log axes")
     parser.add_argument("--out", type=Path, help="append the line of JSON there")
 
@@ -74,19 +75,20 @@ def run(arguments: argparse.Namespace) -> None:
         rows += mine
     fits = [summarise(rows, text, kernel) for text, kernel in cases]
     fits = [fit for fit in fits if fit]
-    print(f"{'':<33} exponents of T in                        at the longest: ms      MB   µs a token\n"
-          f"{'form':<26} {'kernel':<6} {'forward':>9} {'training':>9} {'memory':>9} {'decoding':>9} {'T':>6} "
-          f"{'forward':>9} {'training':>9} {'memory':>8} {'decoding':>9}")  # fmt: skip
+    print(
+        f"{'':<33} exponents of T in                        at the longest:  GFLOP        ms        ms       MB        µs"
+        f"\n{'form':<26} {'kernel':<6} {'forward':>9} {'training':>9} {'memory':>9} {'decoding':>9} {'T':>6} "
+        f"{'forward':>9} {'forward':>9} {'training':>9} {'memory':>8} {'a token':>9}"
+    )
     for fit in fits:
         shown = " ".join(
             f"{fit[name + '_exponent']:9.2f}" if name + "_exponent" in fit else " " * 9 for name in MEASURED
         )
         last = [row for row in rows if (row["form"], row["kernel"]) == (fit["form"], fit["kernel"])][-1]
-        print(
-            f"{fit['form']:<26} {fit['kernel']:<6} {shown} {last['length']:>6} {1e3 * last['forward_s']:9.1f} "
-            f"{1e3 * last['train_s']:9.1f} {last['memory_bytes'] / 1e6:8.1f}"
-            + (f" {1e6 * last['decode_s']:9.0f}" if "decode_s" in last else "")
-        )
+        took = f"{1e3 * last['forward_s']:9.1f} {1e3 * last['train_s']:9.1f} {last['memory_bytes'] / 1e6:8.1f}"
+        took += f" {1e6 * last['decode_s']:9.0f}" if "decode_s" in last else ""
+        flops = last["forward_flops"] / 1e9
+        print(f"{fit['form']:<26} {fit['kernel']:<6} {shown} {last['length']:>6} {flops:9.2f} {took}")
     if arguments.png:
         draw(rows, fits, arguments.png)
     finish({"benchmark": "attention", "rows": rows, "fits": fits}, arguments.out)
@@ -161,14 +163,14 @@ def decode_seconds(
         token = torch.zeros(1, 1, dtype=torch.long, device=device)
         for _ in range(10):
             for cache, mine in zip(caches, taken):
-                mine.append(median_seconds(lambda cache=cache: thinker(token, cache=cache), 20, device))
+                mine.append(median_seconds(lambda cache=cache: thinker(token, cache=cache), 20, device, 0))
     return [statistics.median(mine) for mine in taken]
 
 
-def median_seconds(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Of some calls, after one that warms up."""
-    taken = []
-    for _ in range(repeats + 1):
+def median_seconds(call: Callable[[], Any], repeats: int, device: torch.device, least: float = LEAST) -> float:
+    """Of at least so many calls and `least` seconds, after one that warms up."""
+    taken: list[float] = []
+    while len(taken) <= repeats or sum(taken) < least:
         start = time.perf_counter()
         call()
         if device.type == "cuda":
