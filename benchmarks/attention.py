@@ -75,9 +75,9 @@ def run(arguments: argparse.Namespace) -> None:
         rows += mine
     fits = [summarise(rows, text, kernel) for text, kernel in cases]
     fits = [fit for fit in fits if fit]
+    print(f"{'':<33} exponents of T in {'at the longest:':>38} {'GFLOP':>7} {'ms':>9} {'ms':>9} {'MB':>8} {'µs':>9}")
     print(
-        f"{'':<33} exponents of T in                        at the longest:  GFLOP        ms        ms       MB        µs"
-        f"\n{'form':<26} {'kernel':<6} {'forward':>9} {'training':>9} {'memory':>9} {'decoding':>9} {'T':>6} "
+        f"{'form':<26} {'kernel':<6} {'forward':>9} {'training':>9} {'memory':>9} {'decoding':>9} {'T':>6} "
         f"{'forward':>9} {'forward':>9} {'training':>9} {'memory':>8} {'a token':>9}"
     )
     for fit in fits:
