@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,7 @@ class Picture:
 def sees(pattern: Pattern, length: int, n_heads: int) -> Tensor:
     """True where a query sees a key, (H, T, T), with tokens and scores of ours for patterns that ask for them."""
     at, head = torch.arange(length), torch.arange(n_heads)[:, None, None]
-    ids = [int(i) for each in re.findall(r"token\((.*?)\)", pattern.text) for i in each.split(",")] or [-1]
+    ids = pattern.tokens or (-1,)
     token = torch.tensor([ids[t // EVERY % len(ids)] if t % EVERY == EVERY // 2 else -1 for t in range(length)])
     scores = torch.randn(1, n_heads, length, length, generator=torch.Generator().manual_seed(0))
     seen = pattern(head, Places(at[:, None], token=token[:, None], scores=scores), Places(at, token=token))
@@ -50,7 +49,7 @@ def kept(pattern: Pattern | Linear) -> str:
     """What a cache keeps of all keys and values (model/cache.py)."""
     if isinstance(pattern, Linear):
         return f"a state of {pattern.features} sums"
-    if pattern.reach is None or pattern.by_score:
+    if not pattern.in_ring:
         return "all"
     return (f"the first {pattern.first} and a " if pattern.first else "a ") + f"ring of {max(1, pattern.reach)}"
 
@@ -82,6 +81,13 @@ def as_text(picture: Picture) -> str:
         lines += [f"head {head}"] if len(picture.cells) > 1 else []
         lines += ["".join(MARKS[cell] for cell in row).rstrip() for row in rows]
     return "\n".join([*lines, "; ".join(picture.facts), ""])
+
+
+def key(pictures: list[Picture]) -> str:
+    """What the characters of these pictures mean, in a line."""
+    found = {int(cell) for picture in pictures for cell in picture.cells.unique()}
+    meanings = [f"{MARKS[cell].strip()} {MEANINGS[cell]}" for cell in (3, 2, 4, 1) if cell in found]
+    return f"rows: queries, columns: keys; {', '.join(meanings)}\n"
 
 
 def draw(pictures: list[Picture]) -> tuple[Any, list[Any]]:

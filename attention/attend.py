@@ -207,7 +207,11 @@ def look(
     if bias is None and kernel == "blockwise":
         bias = torch.zeros((), dtype=dtype)
     if bias is not None:
-        sight.allowed = bias.masked_fill(~sight.allowed, -torch.inf)
+        bias = bias.masked_fill(~sight.allowed, -torch.inf)
+        if slopes is not None and not pattern.itself:
+            # Far keys alone would be told apart by large numbers, of which 16 bits keep too little.
+            bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0)
+        sight.allowed = bias
     if sight.allowed.dim() == 3:
         sight.allowed = sight.allowed[None]
     return sight

@@ -22,6 +22,7 @@ from errors import UserError, nearest
 NOWHERE = 1 << 40  # the position of a slot that holds no key yet: after every query
 LARGEST = 1 << 24  # of any number in a pattern
 LONGEST = 1000  # characters of a pattern's text
+MOST = {"random": 256, "bigbird": 256, "linear": 1 << 16}  # of blocks looked at, one after the other; of features
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Pattern:
     ahead: int = 0  # the first so many positions are seen from before, too
     itself: bool = True  # every query sees itself at least
     by_head: bool = False
-    by_token: bool = False
+    tokens: tuple[int, ...] = ()  # the ids it asks for
     by_score: bool = False
     heads: int = 1  # that the model must have, or a part would be unused
 
@@ -57,6 +58,16 @@ class Pattern:
         """True where the query sees the key: in its own document, if those are told apart."""
         seen = self.allow(head, query, key)
         return seen if query.document is None else seen & (query.document == key.document)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it must know the tokens' ids."""
+        return bool(self.tokens)
+
+    @property
+    def in_ring(self) -> bool:
+        """Whether a ring of the newest keys, beside the first ones, is all that decoding needs."""
+        return self.reach is not None and not (self.by_token or self.by_score)
 
     def __or__(self, other: Pattern) -> Pattern:
         reach = None if None in (self.reach, other.reach) else max(self.reach, other.reach)
@@ -70,10 +81,10 @@ class Pattern:
 
     def _join(self, other: Pattern, sign: str, *facts: Any) -> Pattern:
         allow, reach, ahead, itself = facts
-        either = (getattr(self, by) or getattr(other, by) for by in ("by_head", "by_token", "by_score"))
+        asks = self.by_head or other.by_head, self.tokens + other.tokens, self.by_score or other.by_score
         text = f"({self.text} {sign} {other.text})"
         first, heads = max(self.first, other.first), max(self.heads, other.heads)
-        return Pattern(text, allow, reach, first, ahead, itself, *either, heads)
+        return Pattern(text, allow, reach, first, ahead, itself, *asks, heads)
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Linear:
 
     text: str
     features: int
-    reach, first, ahead, heads, by_token = 0, 0, 0, 1, False  # as a pattern's
+    reach, first, ahead, heads, tokens, by_token, in_ring = 0, 0, 0, 1, (), False, True  # as a pattern's
 
 
 def full() -> Pattern:
@@ -130,7 +141,7 @@ def token(*ids: int) -> Pattern:
         is_global = sum((query.token == i) | (key.token == i) for i in ids) > 0
         return is_global & (key.position <= query.position)
 
-    return Pattern(f"token({', '.join(map(str, ids))})", allow, itself=False, by_token=True)
+    return Pattern(f"token({', '.join(map(str, ids))})", allow, itself=False, tokens=ids)
 
 
 def block(b: int, n: int = 1) -> Pattern:
@@ -210,7 +221,7 @@ def heads(*patterns: Pattern) -> Pattern:
         max(pattern.ahead for pattern in patterns),
         all(pattern.itself for pattern in patterns),
         True,
-        any(pattern.by_token for pattern in patterns),
+        sum((pattern.tokens for pattern in patterns), ()),
         any(pattern.by_score for pattern in patterns),
         max(len(patterns), *(pattern.heads for pattern in patterns)),
     )
@@ -242,6 +253,8 @@ def parse(text: str) -> Pattern | Linear:
     """The pattern that a text spells. Raises UserError that names what is wrong with it."""
     if len(text) > LONGEST:
         raise UserError(f"model.attention has a pattern of {len(text):,} characters; {LONGEST:,} must do")
+    if not text.isascii() or "_" in text:  # Python's parser would take them for other letters
+        raise UserError(f"model.attention {text!r} cannot be read; write it as window(64) | global(4)")
     try:
         return _read(ast.parse(re.sub(r"\bglobal\b", "global_", text.strip()), mode="eval").body)
     except UserError as error:
@@ -258,28 +271,41 @@ def _read(node: ast.expr) -> Pattern | Linear:
         return left | right if isinstance(node.op, ast.BitOr) else left & right
     called = node.func if isinstance(node, ast.Call) and not node.keywords else node
     if not isinstance(called, ast.Name):
-        raise UserError(f"{ast.unparse(node)} is no pattern; write it as window(64) | global(4)")
-    name = called.id.removesuffix("_")  # `global` alone is a word of Python's
+        raise UserError(f"{_shown(node)} is no pattern; write it as window(64) | global(4)")
+    name = called.id.removesuffix("_")  # `global` alone is a word of Python's: see parse
+    if name not in NAMES and name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
+        raise UserError(f"{name} are no layers: the letters are L (a window of model.window) and G (full), as in LLLG")
     if name not in NAMES:
         raise UserError(f"there is no {name}{nearest(name, NAMES) or '; there are: ' + ', '.join(NAMES)}")
     make, given = NAMES[name], node.args if isinstance(node, ast.Call) else []
     least = 0 if make in (token, random, bigbird) else 1
     values = [_read(each) if make is heads else _number(each, least) for each in given]
+    counted = {"random": 1, "bigbird": 3, "linear": 0}.get(name)
+    if counted is not None and len(values) > counted and values[counted] > MOST[name]:
+        raise UserError(f"{_shown(node)} has {values[counted]:,}, and at most {MOST[name]:,} serve")
     signature = inspect.signature(make)
     try:
         signature.bind(*values)
     except TypeError:
-        raise UserError(f"{name} takes ({', '.join(signature.parameters)}), and {len(values)} are given") from None
+        takes = [str(one).split(":")[0] + f"={one.default}" * (one.default is not one.empty)
+                 for one in signature.parameters.values()]  # fmt: skip
+        raise UserError(f"{name} takes ({', '.join(takes)}), and {len(values)} are given") from None
     if not values and make in (heads, token):
         raise UserError(f"{name} needs at least one")
     if any(isinstance(value, Linear) for value in values):
         raise UserError("linear attention serves whole layers, not single heads")
+    if make is heads and any("heads(" in value.text for value in values):
+        raise UserError("heads stands within heads; name each head's pattern once, as in heads(full, window(8), full)")
     return make(*values)
+
+
+def _shown(node: ast.expr) -> str:
+    return ast.unparse(node).replace("global_", "global")
 
 
 def _number(node: ast.expr, least: int) -> int:
     if not isinstance(node, ast.Constant) or type(node.value) is not int or not least <= node.value <= LARGEST:
-        raise UserError(f"{ast.unparse(node)} must be a whole number from {least} to {LARGEST:,}")
+        raise UserError(f"{_shown(node)} must be a whole number from {least} to {LARGEST:,}")
     return node.value
 
 
@@ -293,14 +319,20 @@ def by_layer(
     letters = isinstance(attention, str) and set(attention) <= {"L", "G"} and attention != ""
     if letters and "L" in attention and window_of_l is None:
         raise UserError(f"model.attention {attention!r} needs model.window, how many keys a layer L sees")
+    texts = [attention] if isinstance(attention, str) and not letters else list(attention)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"model.attention is {attention!r}; it must be a pattern, a list of them, or letters as in LLLG"
+        )
+    if any(text.count("(") != text.count(")") for text in texts) and len(texts) > 1:
+        raise UserError(f"model.attention {attention!r}: in a list, quote what holds a comma: ['dilated(64, 2)', full]")
+    if len(texts) > n_layers:
+        raise UserError(f"model.attention {attention!r} names {len(texts)} layers, and model.n_layers is {n_layers}")
+    if letters:
+        texts = [f"window({window_of_l})" if letter == "L" else "full" for letter in texts]
+    patterns = [parse(text) for text in texts]
     if window_of_l is not None and not (letters and "L" in attention):
         raise UserError("model.window is read where model.attention has layers L, as in LLLG; write window(64) instead")
-    if letters:
-        attention = [f"window({window_of_l})" if letter == "L" else "full" for letter in attention]
-    texts = [attention] if isinstance(attention, str) else attention
-    if not texts or len(texts) > n_layers or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"model.attention is {attention!r}; it must be a pattern, or a list of 1 to {n_layers} of them")
-    patterns = [parse(text) for text in texts]
     if max(pattern.heads for pattern in patterns) > n_heads:
         raise UserError(f"model.attention {attention!r} names patterns for more heads than the model's {n_heads}")
     return [patterns[layer % len(patterns)] for layer in range(n_layers)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from errors import UserError, nearest
 
 TYPES = ("linear", "dynamic", "yarn", "llama3")
+LONGEST_TABLE = 1 << 14  # positions; a longer one is made for a longer pass alone
 SMALLEST, LARGEST = 1e-9, 1e9  # of any number of a scaling: far beyond use, and nothing overflows
 
 
@@ -131,19 +132,24 @@ class Rope(nn.Module):
         # How much slower the slowest pair turns in a pass of this length.
         stretch = 1.0 if end <= self.longest else self.scaling.factor * (end / self.longest - 1) + 1
         held = len(self.table[0]) if self.table is not None and self.stretch == stretch else 0
-        if held < end or self.table[0].device != positions.device:
-            self.table, self.stretch = self._tables(max(end, 2 * held), stretch, positions.device), stretch
-        cos, sin = (table[positions].to(dtype) for table in self.table)
+        if end > max(held, LONGEST_TABLE, positions.shape[-1]):  # a text without end shall have no table without end
+            cos, sin = self._turn(positions, stretch)
+        else:
+            if held < end or self.table[0].device != positions.device:
+                every = torch.arange(max(end, 2 * held), device=positions.device)
+                self.table, self.stretch = self._turn(every, stretch), stretch
+            cos, sin = (table[positions] for table in self.table)
+        cos, sin = cos.to(dtype), sin.to(dtype)
         if positions.dim() == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D)
         return cos, sin
 
     def refuse_growing(self, end: int) -> None:
-        """Raise UserError where a cache of `end` positions would hold keys turned for a shorter text."""
+        """Raise UserError where `end` positions, in a cache or of several documents, would need several angles each."""
         if end > self.longest:
             raise UserError(
                 "model.rope_scaling of type dynamic turns every key anew at every length beyond original_max_seq_len "
-                f"({self.longest}), so a cache cannot grow to {end} positions; use yarn or linear"
+                f"({self.longest}): no cache, and no window of isolated documents, goes on to {end}; use yarn or linear"
             )
 
     def _frequencies(self, stretch: float) -> Tensor:
@@ -164,11 +170,14 @@ class Rope(nn.Module):
             kept = ((turns - low) / (high - low)).clamp(0, 1)
         return plain * (kept + (1 - kept) / scaling.factor)
 
-    def _tables(self, length: int, stretch: float, device: torch.device) -> tuple[Tensor, Tensor]:
-        # On the host and in float64: the angle of a far position would lose its fraction in fp32.
-        angles = torch.outer(torch.arange(length, dtype=torch.float64), self._frequencies(stretch))  # (length, D/2)
+    def _turn(self, positions: Tensor, stretch: float) -> tuple[Tensor, Tensor]:
+        """cos twice; −sin, sin: of positions (...) -> (..., D) each."""
+        device = positions.device
+        where = torch.device("cpu") if device.type == "mps" else device  # which has no float64
+        # In fp32 the angle of a far position would lose its fraction.
+        angles = positions.to(where, torch.float64)[..., None] * self._frequencies(stretch).to(where)  # (..., D/2)
         cos, sin = (self.magnitude * angles.cos()).float(), (self.magnitude * angles.sin()).float()
-        return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)  # (length, D)
+        return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:

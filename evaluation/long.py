@@ -81,13 +81,14 @@ class LongLoss:
         return {"segments": segments, "by_position": means, "counts": self.counts.tolist()}
 
 
-def long_windows(config: ThinkerConfig, tokens: TokenSet, factor: int) -> Windows:
-    """Windows of `factor` trained lengths that follow each other through `tokens`; of one where positions end there.
+def long_windows(config: ThinkerConfig, tokens: TokenSet, length: int) -> Windows:
+    """Windows of `length` that follow each other through `tokens`; shorter where positions or the tokens end.
 
     Documents are cut, and lie side by side, even if the training began each window with one: that costs some loss.
     """
-    times = 1 if config.positions == "learned" else factor
-    return Windows(tokens, times * config.max_seq_len, "contiguous", given=config.prefix)
+    longest = max(shard.n_tokens - 1 for shard in tokens.shards)
+    length = min(length, longest, config.max_seq_len if config.positions == "learned" else length)
+    return Windows(tokens, length, "contiguous", given=config.prefix)
 
 
 def stretch(thinker: Thinker, scaling: dict[str, Any] | str) -> None:
@@ -114,8 +115,13 @@ def hidden_states(thinker: Thinker, tokens: Tensor, documents: Tensor | None = N
 
 
 @torch.no_grad()
-def loss_by_position(thinker: Thinker, windows: Windows, batch_size: int, limit: int | None = None) -> LongLoss:
-    """The loss of each token in the first `limit` windows; evaluation mode, and then the mode that was."""
+def loss_by_position(
+    thinker: Thinker, windows: Windows, batch_size: int, limit: int | None = None, trained_length: int | None = None
+) -> LongLoss:
+    """The loss of each token in the first `limit` windows; evaluation mode, and then the mode that was.
+
+    `trained_length`: that of the training's windows; config.max_seq_len unless given.
+    """
     was_training = thinker.training
     thinker.eval()
     nats = []
@@ -126,4 +132,4 @@ def loss_by_position(thinker: Thinker, windows: Windows, batch_size: int, limit:
                   for x, y in zip(rows, targets.flatten().split(HEAD_ROWS))]  # fmt: skip
         nats.append(torch.cat(losses).view(targets.shape).double().masked_fill(targets < 0, math.nan))
     thinker.train(was_training)
-    return LongLoss(thinker.config.max_seq_len, torch.cat(nats))
+    return LongLoss(trained_length or thinker.config.max_seq_len, torch.cat(nats))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from data.loader import Windows, entropy_floor, in_order
+from errors import UserError
 from model import Thinker
 
 
@@ -55,5 +56,7 @@ class Evaluator:
             loss, _ = thinker(given[0], targets=given[1], documents=given[2])
             nats += loss.to(nats.device, nats.dtype)
         thinker.train(was_training)
+        if not count:
+            raise UserError("nothing in the validation set is to be predicted; its texts are shorter than the prefix")
         total = nats.item()
         return Evaluation(total / count, total / math.log(2) / max(n_bytes, 1), self.floor, count)

@@ -136,6 +136,9 @@ def needle_test(
     needles, rows = make_needles(tokenizer, distance, n_examples, seed), []
     if not needles:
         return {"distance": distance, "unreachable": "no story says a fact again at that distance"}
+    if min(len(needle.tokens) for needle in needles) < thinker.config.prefix:
+        reason = f"the model reads its first {thinker.config.prefix} tokens both ways, and would see what it is asked"
+        return {"distance": distance, "unreachable": reason}
     for needle in needles:
         try:
             nats = log_probs(thinker, needle.tokens, [tokenizer.encode(f" {value}") for value in VALUES[needle.name]])

@@ -70,10 +70,12 @@ class Conversation:
         """Feed what the cache does not hold yet; returns the logits after the last token, (1, 1, V)."""
         generator, cache = self.generator, self._cache
         known = min(known, len(tokens) - 1)  # one at least is fed, for its logits
+        if known < generator.config.prefix:
+            known = 0  # what is read both ways is read at once
         if cache is not None and not cache.can_rewind([known]):
             cache = None
         if cache is None:
-            capacity = generator.config.max_seq_len + generator.speculate
+            capacity = generator.config.max_seq_len + generator.speculate + 1  # a ring is smaller than that
             cache, known = generator.new_cache(generator.thinker, 1, capacity), 0
         cache.rewind([known])
         self._cache = cache

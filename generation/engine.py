@@ -19,7 +19,7 @@ from generation.row import Completion, Drawn, Row, choose, top_logprobs
 from generation.sampler import SamplingParams
 from generation.snapshot import for_decoding
 from generation.speculative import DraftModel, PromptLookup, check_draft_model
-from model import KVCache, Thinker
+from model import KVCache, Thinker, ThinkerConfig
 
 PREFILL_CHUNK = 512  # positions a pass: what a long prompt needs in memory does not grow with it
 
@@ -77,6 +77,8 @@ class Generator:
         self.config, self.tokenizer, self.use_cache = thinker.config, tokenizer, use_cache
         self.window, self.sinks, self.speculate = window, sinks, speculate
         longest = thinker.config.max_seq_len
+        self.longest = thinker.config.longest if use_cache else longest  # positions of a text, if not endless
+        self.can_roll = use_cache and thinker.config.is_plain
         self.endless = window is not None or (thinker.config.endless and use_cache)
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
@@ -96,13 +98,18 @@ class Generator:
             raise UserError("compile serves models with full attention, RoPE and plain scores; leave it out")
         if speculate and any(isinstance(layer, Linear) for layer in thinker.config.patterns):
             raise UserError("speculate takes back drafts that fail, and the sums of a linear layer forget nothing")
+        if window is not None and not thinker.config.is_plain:
+            raise UserError(
+                "a window that is chosen when sampling goes with full attention and RoPE; leave it out: this model has "
+                f"its own, model.attention={thinker.config.attention}, model.positions={thinker.config.positions}"
+            )
         if window is not None and (speculate or compile):
             raise UserError(f"a window does not go with {'speculate' if speculate else 'compile'}")
         self.thinker = for_decoding(thinker, dtype or thinker.dtype, int8)
         self.step = CompiledThinker(self.thinker) if compile else self.thinker
         self.draft = None
         if draft is not None:
-            check_draft_model(thinker, draft)
+            check_draft_model(thinker, draft, self.endless)
             self.draft = for_decoding(draft, dtype or thinker.dtype, int8)
 
     def generate(
@@ -155,14 +162,8 @@ class Generator:
 
     def check_length(self, tokens: list[int]) -> None:
         """Raises UserError where a text is longer than the context, and nothing says what to keep of it."""
-        if len(tokens) < self.config.prefix:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens; the model reads its first {self.config.prefix} both ways"
-            )
-        if not self.endless:
-            can_roll = self.use_cache and self.config.is_plain
-            hint = ", or say with --window how many of the newest tokens to remember" if can_roll else ""
-            check_length(tokens, self.config.max_seq_len, hint)
+        hint = ", or say with --window how many of the newest tokens to remember" if self.can_roll else ""
+        check_length(tokens, self.config, math.inf if self.endless else self.longest, hint)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raises UserError where the logit bias names a token that is none."""
@@ -177,14 +178,19 @@ class Generator:
         self.check_params(params)
         completion.prompt_tokens = len(tokens)
         # The last token drawn is never fed, so a context of n positions leads to n + 1 tokens.
-        room = params.max_new_tokens if self.endless else self.config.max_seq_len + 1 - len(tokens)
+        room = params.max_new_tokens if self.endless else self.longest + 1 - len(tokens)
         return Row(index, completion, params, tokens, min(params.max_new_tokens, room), self.tokenizer)
+
+    @property
+    def chunk(self) -> int:
+        """Positions of a pass over a prompt; a prefix comes in one."""
+        return max(PREFILL_CHUNK, self.config.prefix)
 
     @torch.no_grad()
     def feed(self, thinker: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
         """Add tokens, equally many for each row, to a cache; returns the logits after the last, (B, V)."""
-        for begin in range(0, len(tokens[0]), PREFILL_CHUNK):
-            chunk = torch.tensor([row[begin : begin + PREFILL_CHUNK] for row in tokens], device=thinker.device)
+        for begin in range(0, len(tokens[0]), self.chunk):
+            chunk = torch.tensor([row[begin : begin + self.chunk] for row in tokens], device=thinker.device)
             logits = thinker(chunk, cache=cache, last_only=True)[:, 0]  # (B, V)
         return logits
 
@@ -224,30 +230,34 @@ class Generator:
         """The log-probability of every token of a text, by the passes that generation makes.
 
         A text longer than the context is read in windows that overlap by half, and each token counted once: it sees
-        half a context at least. A rolling cache needs no windows.
+        half a context at least. A rolling cache needs no windows. What a model reads both ways it does not predict:
+        no token inside its prefix is counted. Raises UserError where there is no other.
         """
         ids = self.tokenizer.encode(text)
         tokens = [self.tokenizer.bos_id, *ids]
-        size = self.config.max_seq_len
+        size, given = self.longest, max(0, self.config.prefix - 1)  # of ids, not predicted
+        if given and len(ids) <= given:
+            raise UserError(
+                f"the text has {len(tokens)} tokens; the model reads the first {given + 1} of any both ways"
+            )
         logprobs: list[float] = []
         likeliest: list[dict[int, float]] = []
         begin = 0
-        while len(logprobs) < len(ids):
-            end = (
-                len(ids) if self.endless else min(begin + size, len(ids))
-            )  # tokens[begin:end] predict up to ids[end-1]
+        while given + len(logprobs) < len(ids):
+            end = len(ids) if self.endless else min(begin + size, len(ids))
             cache = self.new_cache(self.thinker, 1, end - begin)
-            for at in range(begin, end, PREFILL_CHUNK):
-                chunk = tokens[at : min(at + PREFILL_CHUNK, end)]
+            for at in range(begin, end, self.chunk):  # tokens[begin:end] predict up to ids[end - 1]
+                chunk = tokens[at : min(at + self.chunk, end)]
                 logits = self.thinker(torch.tensor([chunk], device=self.thinker.device), cache=cache)[0]
                 logits = logits[:, : self.tokenizer.vocab_size].float()  # the ids above stand for nothing
-                known = logits.log_softmax(dim=-1)[max(0, len(logprobs) - at) :]  # (T, V), those not yet counted
-                targets = torch.tensor(ids[len(logprobs) : at + len(chunk)], device=known.device)
+                counted = given + len(logprobs)
+                known = logits.log_softmax(dim=-1)[max(0, counted - at) :]  # (T, V), those not yet counted
+                targets = torch.tensor(ids[counted : at + len(chunk)], device=known.device)
                 if len(targets):
                     logprobs += known.gather(1, targets[:, None])[:, 0].tolist()
                     likeliest += [top_logprobs(row, top) for row in known] if top else []
-            begin = max(0, end - size // 2)
-        return Score(ids, logprobs, likeliest, len(self.tokenizer.decode_bytes(ids)))
+            begin = max(0, end - max(size // 2, given))
+        return Score(ids[given:], logprobs, likeliest, len(self.tokenizer.decode_bytes(ids[given:])))
 
     @torch.no_grad()
     def _choose(self, rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[Drawn]]:
@@ -298,6 +308,8 @@ class Generator:
             return [[] for _ in rows], self._uncached(rows)
         cache.rewind([len(row.tokens) - 1 for row in rows])  # drafts that were not drawn
         drafts = [[] for _ in rows] if drafter is None else drafter.propose(rows)
+        room = math.inf if self.endless else self.longest - max(len(row.tokens) for row in rows)  # of the longest text
+        drafts = [draft[: max(0, min(room, len(draft)))] for draft in drafts]
         width = max(map(len, drafts))
         batch = [[row.tokens[-1], *draft] + [0] * (width - len(draft)) for row, draft in zip(rows, drafts)]
         step = self.thinker if width else self.step
@@ -311,8 +323,12 @@ class Generator:
         return torch.cat(passes)[:, None]  # (B, 1, V)
 
 
-def check_length(tokens: list[int], longest: int, hint: str = "") -> None:
-    """Raises UserError where there are more tokens than `longest`."""
+def check_length(tokens: list[int], config: ThinkerConfig, longest: float, hint: str = "") -> None:
+    """Raises UserError where a prompt has more tokens than `longest`, or fewer than the model reads both ways."""
+    if len(tokens) < config.prefix:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens; the model reads its first {config.prefix} both ways, so give as many"
+        )
     if len(tokens) > longest:
         raise UserError(
             f"the prompt has {len(tokens)} tokens and the model's context is {longest}; "

@@ -69,10 +69,7 @@ class RollingKVCache(KVCache):
         if window < 1 or sinks < 0:
             raise UserError(f"a window of {window} positions and {sinks} sinks: at least 1 and 0")
         if not thinker.config.is_plain:
-            raise UserError(
-                "a window that is chosen when sampling goes with full attention and RoPE; this model has its own: "
-                f"model.attention={thinker.config.attention}, model.positions={thinker.config.positions}"
-            )
+            raise UserError("a rolling cache goes with full attention and RoPE; other forms have caches of their own")
         self.window, self.sinks, self.rope = window, sinks, thinker.rope
         super().__init__(thinker.config, batch_size, sinks + window, thinker.device, thinker.dtype)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from attention.patterns import Linear
 from errors import UserError
 from generation.row import Row, draw_each
 from model import KVCache, Thinker
@@ -75,7 +76,9 @@ class DraftModel:
     def propose(self, rows: list[Row]) -> list[list[int]]:
         """For each row `length` tokens, fewer near its limit."""
         drafts: list[list[int]] = [[] for _ in rows]
-        longest = min(self.length, max(row.limit - 1 for row in rows))
+        config = self.thinker.config
+        room = self.length if config.endless else config.longest - max(len(row.tokens) for row in rows)
+        longest = min(self.length, room, max(row.limit - 1 for row in rows))
         if longest < 1:
             return drafts
         if self.cache is None:
@@ -102,15 +105,19 @@ class DraftModel:
             self.cache.select(kept)
 
 
-def check_draft_model(thinker: Thinker, draft: Thinker) -> None:
-    """Raises UserError where a draft model cannot propose for a thinker."""
+def check_draft_model(thinker: Thinker, draft: Thinker, endless: bool) -> None:
+    """Raises UserError where a draft model cannot propose for a thinker, whose texts may have no end."""
     if draft.config.vocab_size != thinker.config.vocab_size:
         raise UserError(
             f"the draft model has {draft.config.vocab_size} token ids and the model {thinker.config.vocab_size}; "
             "both must share one tokenizer"
         )
-    if draft.config.max_seq_len < thinker.config.max_seq_len:
+    if any(isinstance(layer, Linear) for layer in draft.config.patterns):
+        raise UserError("a draft model takes back what it proposed, and the sums of a linear layer forget nothing")
+    if draft.config.prefix > thinker.config.prefix:
+        raise UserError(f"the draft model reads its first {draft.config.prefix} tokens both ways, more than the model")
+    if not draft.config.endless and (endless or draft.config.longest < thinker.config.longest):
         raise UserError(
-            f"the draft model's context is {draft.config.max_seq_len} tokens, shorter than the model's "
-            f"{thinker.config.max_seq_len}"
+            f"the draft model's context is {draft.config.longest} tokens, shorter than the model's "
+            f"{'texts, which have no end' if endless else thinker.config.longest}"
         )

@@ -58,11 +58,13 @@ def print_samples(
     say("\n")
     for completion in completions if show_logprobs else []:
         note_logprobs(generator, completion.token_ids, completion.logprobs, completion.top_logprobs)
-    note_summary(generator, completions, seconds, first)
+    note_summary(generator, completions, params.max_new_tokens, seconds, first)
 
 
-def note_summary(generator: Generator, completions: list[Completion], seconds: float, first: float | None) -> None:
-    """How many tokens, how fast, what was drafted and what was forgotten."""
+def note_summary(
+    generator: Generator, completions: list[Completion], asked: int, seconds: float, first: float | None
+) -> None:
+    """How many tokens, of those asked for, how fast, what was drafted and what was forgotten."""
     made = sum(len(completion.token_ids) for completion in completions)
     text = f"{made} tokens, {made / seconds:.0f} a second"
     if first is not None:
@@ -71,6 +73,9 @@ def note_summary(generator: Generator, completions: list[Completion], seconds: f
     if generator.speculate:
         text += f"; {sum(completion.accepted for completion in completions)} of {drafted} drafted tokens were right"
     note(text)
+    if any(one.finish_reason == "length" and len(one.token_ids) < asked for one in completions):
+        goes_on = "; --window says how much of it to remember, and goes on" if generator.can_roll else ""
+        note(f"the text ends where the model's context does, at {generator.longest} tokens{goes_on}")
     longest = max(completions, key=lambda completion: completion.forgotten)
     if longest.forgotten:
         end = generator.sinks + longest.forgotten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Looking:
         self.config, self.made_for, self.kernel, self.dtype = config, (dtype, device, kernel), kernel, dtype
         self.slopes = slopes(config.n_heads, device) if config.positions == "alibi" else None
         self.patterns = config.patterns
+        self.by_token = any(pattern.by_token for pattern in self.patterns)
         self.plain_scores = config.softcap is None and not config.sink_logits
         self.known: tuple[int, dict[Pattern | Linear, Sight]] = 0, {}
 
@@ -134,9 +135,8 @@ class RingLayer(LayerCache):
         else:
             written = cache.written if length == 1 else cache.written_before
             sight = Sight(held=min(max(written), self.size))
-            newest = (
-                torch.tensor(written if positions.dim() == 2 else written[:1], device=device)[:, None] - 1
-            )  # (B, 1)
+            ends = torch.tensor(written if positions.dim() == 2 else written[:1], device=device)
+            newest = ends[:, None] - 1  # (B or 1, 1)
             at = torch.arange(sight.held, device=device)
             in_ring = newest - (newest - at) % ring
             keys = torch.where(at < self.first, at, torch.where(in_ring < self.first, NOWHERE, in_ring))
@@ -144,9 +144,7 @@ class RingLayer(LayerCache):
             if length > 1:  # beside the new ones stand the old: of those, none that is being replaced
                 keys = torch.where(keys < positions[..., :1], keys, NOWHERE)
                 keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
-            held = sight.held
-            sight = cache.see(pattern, positions, keys if positions.dim() == 2 else keys[0])
-            sight.held = held
+            sight = replace(cache.see(pattern, positions, keys if positions.dim() == 2 else keys[0]), held=sight.held)
         sight.slots = slots
         return sight
 
@@ -212,18 +210,15 @@ class KVCache:
         self.layers = [self._new_layer(pattern) for pattern in self.looking.patterns]
         self.lengths = [0] * batch_size
         self.written = self.written_before = self.lengths  # how far each row was ever, in spite of rewind()
-        by_token = any(pattern.by_token for pattern in self.looking.patterns)
-        self.tokens = torch.zeros(batch_size, max_len, dtype=torch.int64, device=device) if by_token else None
+        self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if self.looking.by_token else None
 
     def _new_layer(self, pattern: Pattern | Linear) -> LayerCache | LinearLayer:
         B, K, max_len, D = self.shape
         if isinstance(pattern, Linear):
             state = LinearState.empty(B, K, pattern.features, D, self.device)
             return LinearLayer(state.sums, state.shift)
-        if pattern.reach is None or pattern.by_score:
-            return self._tensors(max_len)
-        size = max(1, pattern.reach + self.slack) + pattern.first
-        if size >= max_len:
+        size = max(1, (pattern.reach or 0) + self.slack) + pattern.first
+        if size >= max_len or not pattern.in_ring:
             return self._tensors(max_len)
         both = self._tensors(size + 1)
         return RingLayer(both.keys, both.values, pattern.first)
@@ -271,8 +266,7 @@ class KVCache:
         if min(starts) < max(starts) or min(self.written) < max(self.written):
             positions = positions + (torch.tensor(starts, device=self.device) - starts[0])[:, None]  # (B, T)
         if self.tokens is not None:
-            rows = torch.arange(batch_size, device=self.device)[:, None]
-            self.tokens[rows, positions] = tokens
+            self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
         sights: dict[tuple[type, Pattern | Linear], Sight] = {}
         for layer, pattern in zip(self.layers, self.looking.patterns):
             if (type(layer), pattern) not in sights:

@@ -83,8 +83,13 @@ class ThinkerConfig:
             if self.positions != "rope":
                 raise UserError("model.rope_scaling is read with model.positions=rope only; leave it out")
             RopeScaling.from_dict(self.rope_scaling)
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise UserError(f"model.softcap is {self.softcap}; it must be a positive number, or null")
+        if self.softcap is not None and not 1e-9 <= self.softcap <= 1e9:
+            raise UserError(f"model.softcap is {self.softcap}; it must be a number from 1e-9 to 1e9, or null")
+        unknown = [token for layer in self.patterns for token in layer.tokens if token >= self.vocab_size]
+        if unknown and self.vocab_size > 1:  # a recipe is checked before its tokenizer is known
+            raise UserError(
+                f"model.attention names the token {unknown[0]}; the vocabulary ends at {self.vocab_size - 1}"
+            )
         no_scores = any(isinstance(layer, Linear) for layer in self.patterns)
         if no_scores and (self.softcap is not None or self.sink_logits or self.positions == "alibi"):
             raise UserError("linear attention has no scores: model.softcap, sink_logits and alibi do not go with it")
@@ -104,9 +109,14 @@ class ThinkerConfig:
     @property
     def endless(self) -> bool:
         """Whether texts of any length can be decoded: no layer keeps all keys, and positions have no end."""
-        bounded = all(layer.reach is not None for layer in self.patterns)
-        dynamic = (self.rope_scaling or {}).get("type") == "dynamic"
-        return bounded and self.positions in ("rope", "alibi", "none") and not dynamic
+        bounded = all(layer.in_ring and layer.reach + layer.first <= self.max_seq_len for layer in self.patterns)
+        return bounded and self.positions in ("rope", "alibi", "none") and self.longest == self.max_seq_len
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest text that is decoded with a cache, if not `endless`."""
+        scaling = self.rope_scaling or {}  # of type dynamic, what a cache holds was turned for a shorter text
+        return min(self.max_seq_len, scaling["original_max_seq_len"] if scaling.get("type") == "dynamic" else LARGEST)
 
     @property
     def prefix(self) -> int:

@@ -148,8 +148,8 @@ class Thinker(nn.Module):
             cache: take the T positions as the next ones of what it holds, and add them to it. For inference:
                 no gradient flows.
             last_only: compute the logits of the last position alone.
-            documents: (B, T) int64, a number for each document of a window, never decreasing. None sees across a
-                border, and positions count from each one's beginning: its logits are those it has alone.
+            documents: (B, T) int64, a number for each document of a window, another one than its neighbours'. None
+                sees across a border, and positions count from each one's beginning: its logits are those it has alone.
 
         Returns: logits (B, T, V), or (B, 1, V) with last_only; with targets, (sum of losses in nats, fp32; number of
             targets counted).
@@ -161,17 +161,11 @@ class Thinker(nn.Module):
         given = tokens if embeddings is None else embeddings
         if given.dim() != (2 if embeddings is None else 3) or 0 in given.shape:
             raise UserError(f"tokens must be (B, T) and embeddings (B, T, C), not empty; got {tuple(given.shape)}")
-        if cache is not None and documents is not None:
-            raise UserError("a cache holds one document a row; give each its own")
         if cache is not None and torch.is_grad_enabled():
             with torch.no_grad():
-                return self(tokens, embeddings=embeddings, targets=targets, cache=cache, last_only=last_only)
-        if cache is None:
-            place = self.place(given, tokens, documents)
-        else:
-            if self.rope is not None:
-                self.rope.refuse_growing(max(cache.lengths) + given.shape[1])
-            place = cache.append(*given.shape[:2], tokens)
+                options = {"targets": targets, "cache": cache, "last_only": last_only, "documents": documents}
+                return self(tokens, embeddings=embeddings, **options)
+        place = self.place(given, tokens, documents, cache)
         x = self.embed(given, place)  # (B, T, C)
         rope = None if self.rope is None else self.rope(place.positions, place.end, self.dtype)
         x = self.trunk(x, rope, place, cache, last_only)
@@ -181,27 +175,40 @@ class Thinker(nn.Module):
             targets = targets.masked_fill(place.positions < self.config.prefix - 1, -1)
         return head_loss(x, self.head.weight, targets, self.head.cast)
 
-    def place(self, given: Tensor, tokens: Tensor | None, documents: Tensor | None) -> Placement:
-        """Where a whole sequence stands that comes without a cache."""
+    def place(
+        self, given: Tensor, tokens: Tensor | None, documents: Tensor | None = None, cache: KVCache | None = None
+    ) -> Placement:
+        """Where the positions of a pass stand: a whole sequence's, or the next ones of a cache, with room made there.
+
+        Raises UserError, with nothing changed, where the model or the cache has no such positions.
+        """
+        if documents is not None and (cache is not None or documents.shape != given.shape[:2]):
+            raise UserError(f"a cache holds one document a row; without one documents are {tuple(given.shape[:2])}")
+        if tokens is None and any(pattern.by_token for pattern in self.config.patterns):
+            raise UserError("model.attention asks for tokens by their ids; embeddings have none")
+        end = given.shape[1] + (0 if cache is None else max(cache.lengths))
+        if self.positions is not None and end > (learned := len(self.positions.weight)):
+            raise UserError(
+                f"the model has learned {learned} positions (model.max_seq_len), and there are {end} tokens"
+            )
+        if self.rope is not None and not (cache is None and documents is None):
+            self.rope.refuse_growing(end)
+        if cache is not None:
+            return cache.append(*given.shape[:2], tokens)
         positions = torch.arange(given.shape[1], device=given.device)  # (T,)
         if documents is not None:
             begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # (B, T)
             positions = positions - torch.where(begins, positions, 0).cummax(dim=1).values
+            documents = begins.cumsum(dim=1)  # from 1 on, whatever numbers they were given
         made_for = self.dtype, given.device, self.kernel
         if self.looking is None or self.looking.made_for != made_for:
             self.looking = Looking(self.config, *made_for)
-        by_token = any(pattern.by_token for pattern in self.looking.patterns)
-        return self.looking.whole(Places(positions, documents, tokens if by_token else None))
+        return self.looking.whole(Places(positions, documents, tokens if self.looking.by_token else None))
 
     def embed(self, given: Tensor, place: Placement) -> Tensor:
         """What enters the first block: tokens (B, T) or their embeddings (B, T, C) -> (B, T, C), with positions."""
         x = self.embedding(given) if given.dim() == 2 else given
         if self.positions is not None:
-            if place.end > self.config.max_seq_len:
-                raise UserError(
-                    f"the model has learned {self.config.max_seq_len} positions (model.max_seq_len), and there are "
-                    f"{place.end} tokens"
-                )
             x = x + self.positions(place.positions)
         elif self.config.positions == "sinusoidal":
             x = x + sinusoids(place.positions, x.shape[-1]).to(x.dtype)

@@ -38,13 +38,16 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def validation_split(folder: Path, source: str | None, path: str | None) -> tuple[str, Any]:
-    """The source's name and its validation tokens, as the run of a checkpoint splits them, or would split another."""
+def validation_split(folder: Path, source: str | None, path: str | None) -> tuple[str, int, Any]:
+    """The source's name, the length of the training's windows, and the validation tokens.
+
+    As the run of a checkpoint splits its text, or would split another.
+    """
     from data.tokenizer import FILE_NAME, Tokenizer
     from training.loop import prepare_data
     from training.recipe import load_recipe
 
-    run = folder.parent.parent
+    run = folder.resolve().parent.parent
     if not (run / "config.yaml").is_file():
         raise UserError(f"{folder} lies in no run directory, whose config.yaml says how its text was split")
     given = {"source": source, "path": path, "tokenizer": str(run / FILE_NAME)}
@@ -54,7 +57,7 @@ def validation_split(folder: Path, source: str | None, path: str | None) -> tupl
     corpus = prepare_data(recipe)
     if corpus.tokenizer.content_hash != Tokenizer.load(run).content_hash:
         raise UserError(f"the text of data.source={recipe.data.source} is not that of the training; give --source")
-    return recipe.data.source, corpus.val
+    return recipe.data.source, recipe.data.seq_len, corpus.val
 
 
 def draw(loss: Any, needles: list[dict[str, Any]], path: Path) -> None:
@@ -72,6 +75,8 @@ def draw(loss: Any, needles: list[dict[str, Any]], path: Path) -> None:
         panels[1].errorbar(*zip(*points), color=ORANGE, marker="o", markersize=3)
         panels[1].set_xscale("log", base=2)
         panels[1].set_xticks([n for n, *_ in points], [str(n) for n, *_ in points])
+        chance = [one["chance"] for one in needles if "accuracy" in one]
+        panels[1].plot([n for n, *_ in points], chance, color=GREY, linestyle=":", label="chance")
         panels[1].set(xlabel="tokens since the fact", ylabel="accuracy of the needles", ylim=(-0.03, 1.03))
     for axes in panels:
         axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")
@@ -96,25 +101,32 @@ def main() -> int:
     thinker, tokenizer = load(folder, device)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer beside it, without which there is nothing to read")
-    if arguments.rope_scaling:
+    if arguments.rope_scaling is not None:
         long.stretch(thinker, arguments.rope_scaling)
-    source, tokens = validation_split(folder, arguments.source, arguments.path)
-    windows = long.long_windows(thinker.config, tokens, arguments.factor)
-    loss = long.loss_by_position(thinker, windows, max(1, 4096 // windows.seq_len), arguments.windows)
-    longest, needles = arguments.factor * loss.trained_length, []
+    source, length, tokens = validation_split(folder, arguments.source, arguments.path)
+    longest, needles = arguments.factor * length, []
+    windows = long.long_windows(thinker.config, tokens, longest)
+    loss = long.loss_by_position(thinker, windows, max(1, 4096 // windows.seq_len), arguments.windows, length)
     if source == "tales":
-        distances = [2**n for n in range(4, longest.bit_length()) if 2**n <= longest]
+        farthest = min(longest, 1 << 14)  # longer stories take minutes
+        distances = [2**n for n in range(4, farthest.bit_length()) if 2**n <= farthest]
         needles = [needle.needle_test(thinker, tokenizer, distance) for distance in distances]
     if arguments.png:
         draw(loss, needles, arguments.png)
     about = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
-    about |= {"source": source, "window": windows.seq_len, "windows": len(loss.nats), "tokens": int(loss.counts.sum())}
+    about |= {
+        "source": source,
+        "window_length": windows.seq_len,
+        "windows": len(loss.nats),
+        "tokens": int(loss.counts.sum()),
+    }
     if arguments.json:
         print(json.dumps(about | {"long": loss.to_dict(), "needle": needles or None}))
         return 0
     print("\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in about.items() if value is not None))
     if windows.seq_len < longest:
-        print(f"the model has learned {windows.seq_len} positions; longer texts cannot be read")
+        learned = thinker.config.positions == "learned"
+        print(f"no longer texts: {'more positions are not learned' if learned else 'the validation split is as short'}")
     print(f"\n{loss.table()}\n")
     print(needle.table(needles) if needles else "no needles: they are of the corpus tales (--source tales)")
     return 0

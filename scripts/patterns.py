@@ -34,12 +34,12 @@ def main() -> int:
         number = getattr(arguments, name)
         if number is not None and not 1 <= number <= most:
             raise UserError(f"--{name} is {number}; it must be from 1 to {most}")
-    from analysis.patterns_picture import GALLERY, as_text, draw, make_picture
+    from analysis.patterns_picture import GALLERY, as_text, draw, key, make_picture
 
     pictures = [make_picture(text, arguments.length, arguments.heads) for text in arguments.patterns or GALLERY]
     if arguments.png is None:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a block shows a question mark
-        print("\n".join(as_text(picture) for picture in pictures), end="")
+        print("\n".join([*map(as_text, pictures), key(pictures)]), end="")
         return 0
     figure, _ = draw(pictures)
     try:

@@ -70,7 +70,7 @@ def load(
         except Damaged:
             if folder.exists():
                 raise  # or a training at work has removed it meanwhile, and made a newer one
-    for place in (folder, folder.parent.parent):
+    for place in (folder, folder.resolve().parent.parent):
         if (place / FILE_NAME).is_file():
             tokenizer = Tokenizer.load(place)
             if tokenizer.vocab_size > thinker.config.vocab_size:

@@ -47,7 +47,7 @@ def test_json(command, tiny_run, capsys):
         assert command(tiny_run, "--long", "--factor", 3, "--device", "cpu", "--json", *extra) == 0
         found.append(json.loads(capsys.readouterr().out))
     plain, scaled = found
-    assert (plain["source"], plain["window"], plain["needle"]) == ("text", 96, None)
+    assert (plain["source"], plain["window_length"], plain["needle"]) == ("text", 96, None)
     assert plain["tokens"] == sum(plain["long"]["counts"]) == sum(s["n_tokens"] for s in plain["long"]["segments"])
     assert len(plain["long"]["by_position"]) == 96
     assert scaled["rope_scaling"] == YARN

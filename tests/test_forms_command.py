@@ -104,7 +104,16 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.rope_scaling={type: yarns, factor: 2}"], "did you mean yarn?"),
         (["model.attention=3"], "model.attention is 3; it must be text"),
         (["model.positions=alibis"], "model.positions is 'alibis'; it must be"),
-        (["model.attention=[window(4), linear(8), full]"], "list of 1 to 2"),
+        (["model.attention=[window(4), linear(8), full]"], "names 3 layers, and model.n_layers is 2"),
+        (["model.attention=LLLG", "model.window=4"], "names 4 layers, and model.n_layers is 2"),
+        (["model.attention=LX", "model.window=4"], "LX are no layers: the letters are L"),
+        (["model.attention=lg", "model.window=4"], "lg are no layers: the letters are L"),
+        (["model.attention=[dilated(64, 2), full]"], "in a list, quote what holds a comma"),
+        (["model.attention=prefix(600)"], "leaves none of data.seq_len"),
+        (
+            ["data.isolate_documents=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],
+            "data.isolate_documents puts several texts into one",
+        ),
     ],
 )
 def test_mistakes_in_a_recipe_are_one_line(overrides, says):

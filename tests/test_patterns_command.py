@@ -45,17 +45,21 @@ linear(9) (a sum over features)
 ░░░░░░░░░░░░
 3.5 keys a query, 12.5 at length 24; cache: a state of 9 sums
 """
+KEY = "rows: queries, columns: keys; ██ seen, ▓▓ later, and seen, ░░ seen in a sum over features, · earlier, not seen\n"
 
 
 def test_text_from_another_folder(tmp_path):
     done = run_script(PATTERNS, "window(3)", "prefix(3)  | global(1)", "linear(9)", "--length", "6", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{WINDOW}\n{PREFIX}\n{LINEAR}", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{WINDOW}\n{PREFIX}\n{LINEAR}\n{KEY}", "")
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["windw(3)"], "there is no windw; did you mean window?"),
+        (["LLLG"], "LLLG are no layers: the letters are L (a window of model.window) and G (full)"),
+        (["random(1, 16777216)"], "random(1, 16777216) has 16,777,216, and at most 256 serve"),
+        (["linear(16777216)"], "linear(16777216) has 16,777,216, and at most 65,536 serve"),
         (["--length", "0"], "--length is 0; it must be from 1 to 128"),
         (["--heads", "two"], "invalid int value: 'two'"),
     ],

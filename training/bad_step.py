@@ -30,8 +30,12 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
     for name, module in plain.named_modules():
         module.register_forward_hook(_watch(found, name or "loss"))
     for row, number in enumerate(loader.sample_ids(step)):
-        inputs, targets = (part.to(thinker.device) for part in loader.batch(step, slice(row, row + 1)))  # (1, T)
-        loss_sum, count = plain(inputs, targets=targets)
+        inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
+        parts = [
+            part if part is None else part.to(thinker.device) for part in (targets, loader.windows.documents(inputs))
+        ]
+        inputs = inputs.to(thinker.device)
+        loss_sum, count = plain(inputs, targets=parts[0], documents=parts[1])
         loss = loss_sum / max(int(count), 1)
         loss.backward()
         loss = loss.detach()

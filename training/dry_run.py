@@ -81,11 +81,12 @@ def predict_memory(recipe: Recipe, config: ThinkerConfig, micro_batch_size: int,
         step = TrainingStep(thinker, recipe, guarded=False)  # there are no values to look at
         alive.now = weights  # its counters are no part of the plan
         tokens = torch.zeros(rows, recipe.data.seq_len, dtype=torch.int64, device=device)
-        batch = Batch(tokens, tokens, tokens.numel())
+        documents = tokens if recipe.data.isolate_documents else None
+        batch = Batch(tokens, tokens, tokens.numel(), documents)
         step(batch, 1.0)  # the first makes the optimizers' state
         persistent = alive.now
         part = tokens[:micro_batch_size]
-        loss = step.thinker(part, targets=part)
+        loss = step.thinker(part, targets=part, documents=None if documents is None else part)
         activations = alive.now - persistent
         del loss
         alive.peak = alive.now

@@ -103,7 +103,7 @@ class Trainer:
         self.thinker = draw(config, recipe.run.seed, self.device)
         self.train_step = TrainingStep(self.thinker, recipe)
         if train.sample_every:
-            check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], self.thinker.config.max_seq_len)
+            check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], config, config.longest)
         self.run.create()
         self.run.lock()
         if folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
@@ -156,7 +156,7 @@ class Trainer:
             print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
             self.tracker.finish()
             self.run.unlock()
-            report(self.run, self.state)
+            report(self.run, self.state, self.thinker.config.prefix)
             return 0
         if self.state.step:
             print(f"going on from step {self.state.step} in {self.run.path}", file=sys.stderr)
@@ -180,7 +180,7 @@ class Trainer:
                 print(f"saved step {self.state.step} in {self.run.path}; the same command goes on from there",
                       file=sys.stderr)  # fmt: skip
                 return self.interrupt.status
-            report(self.run, self.state)
+            report(self.run, self.state, self.thinker.config.prefix)
         return 0
 
     def until_the_end(self) -> None:

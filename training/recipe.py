@@ -205,7 +205,17 @@ class Recipe(Section):
                 f"data.seq_len ({self.data.seq_len}) is longer than model.max_seq_len ({max_seq_len}); "
                 "raise the second or lower the first"
             )
-        self.thinker_config(vocab_size=1)  # refuses what does not fit together
+        config = self.thinker_config(vocab_size=1)  # refuses what does not fit together
+        if config.prefix > self.data.seq_len:
+            raise ValueError(
+                f"model.attention reads {config.prefix} tokens both ways, which leaves none of data.seq_len "
+                f"({self.data.seq_len}) to predict; shorten the prefix"
+            )
+        if self.data.isolate_documents and config.longest < self.data.seq_len:
+            raise ValueError(
+                "model.rope_scaling of type dynamic turns by a window's length; data.isolate_documents puts several "
+                "texts into one"
+            )
         return self
 
     def thinker_config(self, vocab_size: int) -> ThinkerConfig:

@@ -10,8 +10,8 @@ from training.picture import draw_loss
 from training.resume import RunState
 
 
-def report(run: RunDirectory, state: RunState) -> None:
-    """Say how the run ended, and draw it."""
+def report(run: RunDirectory, state: RunState, prefix: int = 0) -> None:
+    """Say how the run ended, and draw it; `prefix`: how many tokens a prompt must have."""
     lines = list(run.read_metrics())
     val = next((line for line in reversed(lines) if "val_loss" in line), None)
     if val is None:
@@ -30,4 +30,5 @@ def report(run: RunDirectory, state: RunState) -> None:
     print(f"loss curve {picture}")
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    print(f"sample from it: {python} generate.py {run.path}")
+    prompt = f' --prompt "at least {prefix} tokens of text"' if prefix else ""  # the boundary token is one
+    print(f"sample from it: {python} generate.py {run.path}{prompt}")

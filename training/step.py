@@ -37,6 +37,8 @@ class TrainingStep:
         if self.train.recompute_every:
             recompute(self.thinker, self.train.recompute_every)
         if self.train.compile:
+            # A program for each kind of layer; beyond this limit, of 8 unless raised, torch would go on without any.
+            torch._dynamo.config.recompile_limit = 256
             for block in self.thinker.blocks:
                 block.compile()  # in place: names of parameters stay as they are
 

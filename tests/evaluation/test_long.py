@@ -48,7 +48,7 @@ def by_hand(thinker, windows, n):
 )  # fmt: skip
 def test_every_position_by_hand(make_thinker, corpus, form):
     thinker = make_thinker(vocab_size=257, max_seq_len=16, **form)
-    windows = long_windows(thinker.config, corpus.val, 4)
+    windows = long_windows(thinker.config, corpus.val, 64)
     assert windows.seq_len == 64
     n = len(windows)  # the last of them is not full
     found = loss_by_position(thinker, windows, 3)
@@ -74,7 +74,7 @@ def test_documents_that_are_isolated(make_thinker, tmp_path):
 
 
 def test_segments_and_their_errors(thinker, corpus):
-    windows = long_windows(thinker.config, corpus.val, 4)
+    windows = long_windows(thinker.config, corpus.val, 64)
     thinker.train()
     found = loss_by_position(thinker, windows, 2, limit=5)
     assert thinker.training
@@ -89,7 +89,7 @@ def test_segments_and_their_errors(thinker, corpus):
 
 
 def test_the_error_of_windows_that_are_not_full(thinker, corpus):
-    windows = long_windows(thinker.config, corpus.val, 4)
+    windows = long_windows(thinker.config, corpus.val, 64)
     found = loss_by_position(thinker, windows, 8)
     part = found.segment(0, 64)
     rows = [[x for x in row if x is not None] for row in by_hand(thinker, windows, len(windows))]
@@ -101,14 +101,14 @@ def test_the_error_of_windows_that_are_not_full(thinker, corpus):
 
 def test_learned_positions_end_at_the_trained_length(make_thinker, corpus):
     thinker = make_thinker(vocab_size=257, max_seq_len=16, positions="learned")
-    windows = long_windows(thinker.config, corpus.val, 4)
+    windows = long_windows(thinker.config, corpus.val, 64)
     assert windows.seq_len == 16
     assert len(loss_by_position(thinker, windows, 4, limit=4).segments()) == 2
 
 
 @pytest.mark.parametrize("given", [YARN, "{type: yarn, factor: 4.0, original_max_seq_len: 16}"])
 def test_stretched_as_if_made_so(thinker, corpus, given):
-    windows = long_windows(thinker.config, corpus.val, 4)
+    windows = long_windows(thinker.config, corpus.val, 64)
     before = loss_by_position(thinker, windows, 4, limit=4).nats
     made = Thinker(ThinkerConfig(**{**thinker.config.to_dict(), "rope_scaling": YARN})).eval()
     made.load_state_dict(thinker.state_dict())

@@ -299,6 +299,59 @@ def test_learned_positions_end(make_thinker):
     thinker = make_thinker(positions="learned", max_seq_len=8)
     with pytest.raises(UserError, match="learned 8 positions"):
         thinker(torch.zeros(1, 9, dtype=torch.long))
+    cache = thinker.new_cache(1, 20)
+    thinker(torch.zeros(1, 6, dtype=torch.long), cache=cache)
+    with pytest.raises(UserError, match="learned 8 positions"):
+        thinker(torch.zeros(1, 3, dtype=torch.long), cache=cache)
+    assert cache.lengths == [6]
+
+
+def test_tokens_that_are_asked_for_do_not_come_as_embeddings(make_thinker):
+    thinker = make_thinker(attention="token(5) | window(3)")
+    x = thinker.embedding(torch.arange(9)[None])
+    for options in ({}, {"cache": thinker.new_cache()}):
+        with pytest.raises(UserError, match="embeddings have none"):
+            thinker(embeddings=x, **options)
+
+
+@pytest.mark.parametrize("attention", ["linear(8)", "window(4) | global(2)"])
+def test_documents_may_have_any_numbers(make_thinker, attention):
+    thinker, tokens = make_thinker(attention=attention), torch.arange(9)[None]
+    plain = thinker(tokens, documents=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
+    odd = thinker(tokens, documents=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
+    assert torch.equal(plain, odd)
+    with pytest.raises(UserError, match=r"documents are \(1, 9\)"):
+        thinker(tokens, documents=torch.zeros(1, 8, dtype=int))
+
+
+def test_angles_that_depend_on_the_length_do_not_go_with_several_documents(make_thinker):
+    thinker = make_thinker(rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_seq_len": 8})
+    thinker(torch.zeros(1, 8, dtype=int), documents=torch.zeros(1, 8, dtype=int))
+    with pytest.raises(UserError, match="isolated documents"):
+        thinker(torch.zeros(1, 9, dtype=int), documents=torch.zeros(1, 9, dtype=int))
+
+
+def test_a_text_without_end_has_no_table_of_angles_without_end(make_thinker, monkeypatch):
+    monkeypatch.setattr("attention.rope.LONGEST_TABLE", 32)
+    thinker, tokens = make_thinker(attention="window(8)"), torch.arange(120)[None] % 61
+    whole = make_thinker(attention="window(8)")(tokens)  # a model with a table of its own
+    cache, logits = thinker.new_cache(1, 10), []
+    for chunk in tokens.split([20, 5, *[1] * 45, 50], dim=1):
+        logits.append(thinker(chunk, cache=cache))
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-4, atol=1e-4)
+    assert len(thinker.rope.table[0]) <= 50
+
+
+def test_far_keys_alone_are_told_apart_in_16_bits(make_thinker):
+    """What is subtracted for a distance of 400 would be rounded to whole numbers."""
+    thinker = make_thinker(attention="global(4)", positions="alibi", max_seq_len=512)
+    tokens = torch.arange(400)[None] % 61
+    thinker.activation_dtype = torch.bfloat16
+    with torch.no_grad():
+        logits = thinker(tokens).float()
+        thinker.kernel = "reference"
+        exact = thinker(tokens).float()
+    assert (logits - exact).abs().mean() < 0.25 * 0.045  # which it was before
 
 
 @pytest.mark.parametrize(
@@ -314,14 +367,24 @@ def test_learned_positions_end(make_thinker):
         ({"attention": ""}, "cannot be read"),
         ({"attention": "(" * 5000}, "5,000 characters"),
         ({"attention": "(" * 500 + "full" + ")" * 490}, "cannot be read"),
-        ({"attention": "__import__('os')"}, "there is no __import_"),
+        ({"attention": "__import__('os')"}, "cannot be read"),
         ({"attention": "linear(8) | window(4)"}, "no pattern that could be joined"),
         ({"attention": "heads(linear(8))"}, "whole layers"),
         ({"attention": "heads()"}, "at least one"),
         ({"attention": "heads(full, full, full, full, full)"}, "more heads than the model's 4"),
-        ({"attention": []}, "list of 1 to 2"),
-        ({"attention": ["full"] * 3}, "list of 1 to 2"),
-        ({"attention": ["full", 3]}, "list of 1 to 2"),
+        ({"attention": []}, "a list of them"),
+        ({"attention": ["full"] * 3}, "names 3 layers, and model.n_layers is 2"),
+        ({"attention": ["full", 3]}, "a list of them"),
+        ({"attention": "global_(4)"}, "cannot be read"),
+        ({"attention": "\uff57indow(4)"}, "cannot be read"),
+        ({"attention": "global(4, 5)"}, r"global takes \(g\), and 2 are given"),
+        ({"attention": "random(4)"}, r"random takes \(b, r, seed=0\), and 1 are given"),
+        ({"attention": "global(0.5)"}, "0.5 must be a whole number"),
+        ({"attention": "(window(8)) and (global(2))"}, r"window\(8\) and global\(2\) is no pattern"),
+        ({"attention": "heads(heads(full, window(2)), window(3))"}, "heads stands within heads"),
+        ({"attention": "heads(full, heads(full, window(2)) | window(3))"}, "heads stands within heads"),
+        ({"attention": "window(4) | token(3, 61)"}, "names the token 61; the vocabulary ends at 60"),
+        ({"attention": "bigbird(4, 2, 4, 300)"}, "at most 256"),
         ({"attention": "LG"}, "needs model.window"),
         ({"attention": "full", "window": 4}, "model.window is read where"),
         ({"attention": "linear(8)", "softcap": 2.0}, "no scores"),
@@ -329,7 +392,8 @@ def test_learned_positions_end(make_thinker):
         ({"positions": "rop"}, "possible: rope, alibi"),
         ({"positions": "none", "rope_scaling": {"type": "linear", "factor": 2}}, "rope only"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "model.rope_scaling.factor"),
-        ({"softcap": 0.0}, "positive"),
+        ({"softcap": 0.0}, "from 1e-9 to 1e9"),
+        ({"softcap": 1e39}, "from 1e-9 to 1e9"),
     ],
 )
 def test_what_does_not_go_together_is_refused(wrong, says):

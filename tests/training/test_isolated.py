@@ -1,9 +1,14 @@
-"""A training step keeps a window's documents apart where its batch numbers them."""
+"""A training step keeps a window's documents apart where its batch numbers them; so do its memory and its diagnosis."""
 
+import pytest
 import torch
 from conftest import ROOT
 
 from data.ahead import Batch
+from data.corpus import prepare
+from data.loader import Loader, Windows
+from training.bad_step import diagnose
+from training.dry_run import predict_memory
 from training.recipe import load_recipe
 from training.step import TrainingStep, draw
 
@@ -24,3 +29,29 @@ def test_a_step_learns_from_each_document_alone():
     loss, _ = TrainingStep(thinker, recipe)(Batch(x, y, 24, documents), 0.0)
     torch.testing.assert_close(loss, alone)
     assert abs(loss - together) > 1e-3
+
+
+def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
+    corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
+    recipe = load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "data.isolate_documents=true"])
+    thinker = draw(recipe.thinker_config(vocab_size=257), 1, torch.device("cpu"))
+    for parameter in thinker.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    loader = Loader(Windows(corpus.train, 1024, "contiguous", isolate=True), 2, seed=1)
+    samples = diagnose(thinker, loader, corpus.tokenizer, 0)["samples"]
+    inputs, targets = loader.batch(0)
+    documents = loader.windows.documents(inputs)
+    assert documents.max() > 1
+    loss, _ = TrainingStep(thinker, recipe)(Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0)
+    assert sum(sample["loss"] for sample in samples) / 2 == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_memory_is_predicted_with_the_masks_of_documents():
+    """A mask for each row, where one served all."""
+    recipe = load_recipe(
+        ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "model.positions=alibi", "data.seq_len=512"]
+    )
+    config, cpu = recipe.thinker_config(vocab_size=61), torch.device("cpu")
+    plain = predict_memory(recipe, config, 2, cpu).peak
+    recipe.data.isolate_documents = True
+    assert predict_memory(recipe, config, 2, cpu).peak > plain + 2 * 2 * 512 * 512
