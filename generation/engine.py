@@ -18,7 +18,7 @@ from generation.rolling import RollingKVCache
 from generation.row import Completion, Drawn, Row, choose, top_logprobs
 from generation.sampler import SamplingParams
 from generation.snapshot import for_decoding
-from generation.speculative import DraftModel, PromptLookup, check_draft_model
+from generation.speculative import DraftModel, PromptLookup, check_draft_model, room
 from model import KVCache, Thinker, ThinkerConfig
 
 PREFILL_CHUNK = 512  # positions a pass: what a long prompt needs in memory does not grow with it
@@ -178,8 +178,8 @@ class Generator:
         self.check_params(params)
         completion.prompt_tokens = len(tokens)
         # The last token drawn is never fed, so a context of n positions leads to n + 1 tokens.
-        room = params.max_new_tokens if self.endless else self.longest + 1 - len(tokens)
-        return Row(index, completion, params, tokens, min(params.max_new_tokens, room), self.tokenizer)
+        fit = params.max_new_tokens if self.endless else self.longest + 1 - len(tokens)
+        return Row(index, completion, params, tokens, min(params.max_new_tokens, fit), self.tokenizer)
 
     @property
     def chunk(self) -> int:
@@ -308,8 +308,8 @@ class Generator:
             return [[] for _ in rows], self._uncached(rows)
         cache.rewind([len(row.tokens) - 1 for row in rows])  # drafts that were not drawn
         drafts = [[] for _ in rows] if drafter is None else drafter.propose(rows)
-        room = math.inf if self.endless else self.longest - max(len(row.tokens) for row in rows)  # of the longest text
-        drafts = [draft[: max(0, min(room, len(draft)))] for draft in drafts]
+        most = room(self.config, rows)
+        drafts = [draft[: max(0, min(most, len(draft)))] for draft in drafts]
         width = max(map(len, drafts))
         batch = [[row.tokens[-1], *draft] + [0] * (width - len(draft)) for row, draft in zip(rows, drafts)]
         step = self.thinker if width else self.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from attention.patterns import Linear
 from errors import UserError
 from generation.row import Row, draw_each
-from model import KVCache, Thinker
+from model import KVCache, Thinker, ThinkerConfig
 
 NGRAMS = (4, 3, 2, 1)  # tokens at the end of the text that must have stood together before, the longest match first
 
@@ -76,9 +77,7 @@ class DraftModel:
     def propose(self, rows: list[Row]) -> list[list[int]]:
         """For each row `length` tokens, fewer near its limit."""
         drafts: list[list[int]] = [[] for _ in rows]
-        config = self.thinker.config
-        room = self.length if config.endless else config.longest - max(len(row.tokens) for row in rows)
-        longest = min(self.length, room, max(row.limit - 1 for row in rows))
+        longest = min(self.length, room(self.thinker.config, rows), max(row.limit - 1 for row in rows))
         if longest < 1:
             return drafts
         if self.cache is None:
@@ -103,6 +102,12 @@ class DraftModel:
         """Keep these rows only."""
         if self.cache is not None:
             self.cache.select(kept)
+
+
+def room(config: ThinkerConfig, rows: list[Row]) -> float:
+    """How many drafts may follow the longest text, whose width all are padded to: any number, unless positions end."""
+    ends = config.positions == "learned" or config.longest < config.max_seq_len
+    return config.longest - max(len(row.tokens) for row in rows) if ends else math.inf
 
 
 def check_draft_model(thinker: Thinker, draft: Thinker, endless: bool) -> None:

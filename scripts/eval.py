@@ -125,8 +125,9 @@ def main() -> int:
         return 0
     print("\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in about.items() if value is not None))
     if windows.seq_len < longest:
-        learned = thinker.config.positions == "learned"
-        print(f"no longer texts: {'more positions are not learned' if learned else 'the validation split is as short'}")
+        learned = thinker.config.positions == "learned" and windows.seq_len == thinker.config.max_seq_len
+        reason = f"the model has learned {windows.seq_len} positions" if learned else "the validation split is as short"
+        print(f"{reason}; longer texts cannot be read")
     print(f"\n{loss.table()}\n")
     print(needle.table(needles) if needles else "no needles: they are of the corpus tales (--source tales)")
     return 0

@@ -55,6 +55,20 @@ def test_json(command, tiny_run, capsys):
     assert scaled["long"]["by_position"] != plain["long"]["by_position"]
 
 
+def test_the_trained_length_is_that_of_the_data_and_windows_end_with_the_text(command, tiny_run, tmp_path, capsys):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["data"]["seq_len"] = 16
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert command(run, "--long", "--factor", 10**13, "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "trained length  16\n" in shown
+    assert "  16-31  " in shown
+    assert "the validation split is as short; longer texts cannot be read" in shown
+    with pytest.raises(UserError, match="it must be a table such as"):
+        command(run, "--long", "--rope-scaling", "", "--device", "cpu")
+
+
 @pytest.mark.parametrize(("source", "extra"), [("text", ["--path", ROOT / "README.md"]), ("tales", [])])
 def test_another_source_in_the_models_own_tokens(command, tiny_run, tmp_path, capsys, monkeypatch, source, extra):
     monkeypatch.setattr(needle, "TRIES", 1)

@@ -166,6 +166,6 @@ def test_what_cannot_be_reached_says_why(make_thinker, bpe, byte):
     assert "200 positions" in lines[1]
 
 
-def test_a_prefix_that_would_see_the_answer(make_thinker, byte):
-    found = needle.needle_test(make_thinker(vocab_size=byte.vocab_size, attention="prefix(4000)"), byte, 32, 2)
+def test_a_prefix_that_would_see_the_answer(make_thinker, bpe):
+    found = needle.needle_test(make_thinker(vocab_size=bpe.vocab_size, attention="prefix(999)"), bpe, 32, 2)
     assert "both ways" in found["unreachable"]
