@@ -1,4 +1,7 @@
-"""Trained at one length, read at 1, 2 and 4 times of it: every kind of positions, and RoPE stretched afterwards."""
+"""Trained at one length, read at 1, 2 and 4 times of it: every kind of positions, and RoPE stretched afterwards.
+
+The same tokens are predicted each time, the last of the longest windows; what differs is how much is seen before them.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,6 @@ TIMES = (1, 2, 4)
 KINDS = ("rope", "alibi", "learned", "sinusoidal", "none")
 SCALINGS = ("linear", "dynamic", "yarn", "llama3")  # of the model with rope, without further training
 
-PARTS = 8  # points of a curve for each trained length
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, the cores shared out")
     parser.add_argument("--windows", type=int, default=64, help="of the longest length; shorter ones cut the same text")
     parser.add_argument("--folder", type=Path, default=Path("runs/extrapolation"), help="what is there is not repeated")
-    parser.add_argument("--png", type=Path, help="draw the loss by position")
+    parser.add_argument("--png", type=Path, help="draw the loss by length")
     parser.add_argument("--out", type=Path, help="append the line of JSON there")
 
 
@@ -58,10 +59,11 @@ def run(arguments: argparse.Namespace) -> None:
     tune(choose_device("cpu"))
     rows: list[dict[str, Any]] = []
     cases = [(kind, None) for kind in KINDS] + [("rope", scaling) for scaling in SCALINGS]
-    print(f"trained at {length}; nats a token of the last {length} in windows of {[n * length for n in TIMES]}")
+    print(
+        f"trained at {length}; nats a token of the same {length} at the end of windows of {[n * length for n in TIMES]}"
+    )
     for kind, scaling in tqdm(cases, desc="reading"):
         losses: dict[int, list[float]] = {n: [] for n in TIMES}
-        curves = []
         for seed in range(1, arguments.seeds + 1):
             thinker, _ = load(trainings[kind, seed].folder)
             if scaling is not None:
@@ -70,13 +72,11 @@ def run(arguments: argparse.Namespace) -> None:
             for n in TIMES:
                 windows = Windows(tokens, n * length, "contiguous")
                 found = loss_by_position(thinker, windows, 4, arguments.windows * max(TIMES) // n)
-                losses[n].append(found.segment((n - 1) * length, n * length).loss)
-            part = length // PARTS
-            curves.append([found.segment(at, at + part).loss for at in range(0, max(TIMES) * length, part)])
+                every = max(TIMES) // n  # of so many windows the last ends where one of the longest does
+                losses[n].append(found.nats[every - 1 :: every, -length:].nanmean().item())
         name = kind if scaling is None else f"{kind}, {scaling} x{max(TIMES)}"
         row = {"name": name, "losses": losses, "means": {n: statistics.mean(values) for n, values in losses.items()}}
         row["spread"] = {n: statistics.stdev(v) if len(v) > 1 else 0.0 for n, v in losses.items()}
-        row["curve"] = [statistics.mean(values) for values in zip(*curves)]  # by position, in the longest windows
         rows.append(row)
         tqdm.write(f"{name:<20}" + "".join(f"  {row['means'][n]:.3f} ± {row['spread'][n]:.3f}" for n in TIMES))
     if arguments.png:
@@ -85,19 +85,22 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def draw(rows: list[dict[str, Any]], length: int, path: Path) -> None:
-    """Loss by position in the longest windows: kinds of positions, and beside them RoPE as it was scaled afterwards."""
-    figure, panels = new_figure(12, 4.6, columns=2)
-    part = length // PARTS
+    """Loss by the length of windows: kinds of positions, and beside them RoPE as it was scaled afterwards."""
+    figure, panels = new_figure(10, 4.4, columns=2)
+    lengths = [n * length for n in TIMES]
     for axes, kinds in zip(panels, (KINDS, ("rope", *(f"rope, {scaling} x{max(TIMES)}" for scaling in SCALINGS)))):
         for number, kind in enumerate(kinds):
-            curve = next(row["curve"] for row in rows if row["name"] == kind)
-            at = [part * (i + 0.5) for i in range(len(curve))]
-            axes.plot(
-                at, curve, marker="o", markersize=3, color=f"C{number if kind in KINDS else number + 4}", label=kind
-            )
+            row = next(row for row in rows if row["name"] == kind)
+            values = ([row[name][n] for n in TIMES] for name in ("means", "spread"))
+            color = f"C{number if kind in KINDS else number + 4}"
+            axes.errorbar(lengths, *values, color=color, marker="o", markersize=4, capsize=3, label=kind)
         axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")
-        axes.set(xlabel="position", ylabel="loss (nats a token)")
-        axes.legend(frameon=False, fontsize=8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(one) for one in lengths])
+        axes.margins(y=0.22)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+        axes.set(xlabel=f"length of windows, the last {length} tokens of which are predicted")
+    panels[0].set_ylabel("loss (nats a token)")
     panels[0].set_title("kinds of positions", loc="left")
     panels[1].set_title("RoPE scaled after the training", loc="left")
     figure.savefig(path)
