@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.machine import finish
 from device import DTYPES, tune
 from errors import UserError
 from kernels.linear_attention import linear_attention, random_features
-from model import Thinker, ThinkerConfig
+from model import KVCache, Thinker, ThinkerConfig
 from training.dry_run import Alive
 from training.picture import new_figure
 
@@ -28,7 +29,8 @@ FORMS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "
          "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "linear(64)")  # fmt: skip
 MEASURED = {"forward": "forward_s", "train": "train_s", "memory": "memory_bytes", "decode": "decode_s"}
 TOO_LONG = 20.0  # seconds of a pass beyond which longer ones are left out
-LEAST = 0.5  # seconds that calls are repeated for, however short they are
+LEAST = 0.1  # seconds that a call is repeated for in each round, however short it is
+TOKENS = 20  # decoded in a round
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=5, help="at least so many of each")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds, in which every length has its turn")
     parser.add_argument("--png", type=Path, help="draw it on log axes")
     parser.add_argument("--out", type=Path, help="append the line of JSON there")
 
@@ -58,20 +60,25 @@ def run(arguments: argparse.Namespace) -> None:
         pattern = parse(text)
         if isinstance(pattern, Linear) and kernel != arguments.kernels[0]:
             continue
-        seconds, mine = 0.0, []
+        subjects = []
         for length in lengths:
-            shape = 1, arguments.heads, length, arguments.head_dim
-            if seconds > TOO_LONG:
-                break
             try:
-                row = measure(pattern, kernel, shape, device, dtype, arguments.repeats)
+                subjects.append(
+                    Subject(pattern, kernel, (1, arguments.heads, length, arguments.head_dim), device, dtype)
+                )
             except UserError:
                 break  # this kernel does not compute this form
-            seconds = 4 * row["train_s"]  # at twice the length, at worst
-            mine.append({"form": text, "kernel": kernel, **row})
+            if 4 * in_turn([subjects[-1].train], 1, device)[0] > TOO_LONG:
+                break  # the next length would take that, at worst
+        calls = [call for subject in subjects for call in (subject.forward, subject.train)]
+        taken = in_turn(calls, arguments.repeats, device, LEAST)
+        mine = [
+            {"form": text, "kernel": kernel, **subject.facts, "forward_s": forward_s, "train_s": train_s}
+            for subject, forward_s, train_s in zip(subjects, taken[::2], taken[1::2])
+        ]
         if kernel == arguments.kernels[0]:
-            taken = decode_seconds(text, [row["length"] for row in mine], arguments, dtype, device)
-            mine = [{**row, "decode_s": seconds} for row, seconds in zip(mine, taken)]
+            decoding = decode_seconds(text, [row["length"] for row in mine], arguments, dtype, device)
+            mine = [{**row, "decode_s": seconds} for row, seconds in zip(mine, decoding)]
         rows += mine
     fits = [summarise(rows, text, kernel) for text, kernel in cases]
     fits = [fit for fit in fits if fit]
@@ -94,40 +101,44 @@ def run(arguments: argparse.Namespace) -> None:
     finish({"benchmark": "attention", "rows": rows, "fits": fits}, arguments.out)
 
 
-def measure(
-    pattern: Pattern | Linear,
-    kernel: str,
-    shape: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    repeats: int,
-) -> dict[str, Any]:
-    """Seconds of the forward pass and of forward and backward together, bytes of tensors at most, FLOPs needed."""
-    B, H, T, D = shape
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    if isinstance(pattern, Linear):
-        features = random_features(pattern.features, D, 0).to(device)
+class Subject:
+    """One form by one kernel at one length; `facts`: bytes of its tensors at most, FLOPs that are needed.
 
-        def forward() -> Tensor:
-            return linear_attention(q * 0.3, k * 0.3, v, features)[0]
+    Raises UserError where the kernel does not compute it.
+    """
 
-        seen = 2.0 * pattern.features  # a key adds to the sums, a query reads them: what 2m keys would cost
-    else:
-        places = Places(torch.arange(T, device=device))
-        sight = look(pattern, places, places, H, dtype, aligned=True, kernel=kernel)
+    def __init__(
+        self, pattern: Pattern | Linear, kernel: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        (B, H, T, D), self.pattern = shape, pattern
+        self.qkv = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+        self.grad = torch.randn(shape, device=device, dtype=dtype)
+        if isinstance(pattern, Linear):
+            self.features = random_features(pattern.features, D, 0).to(device)
+            seen = 2.0 * pattern.features  # a key adds to the sums, a query reads them: what 2m keys would cost
+        else:
+            places = Places(torch.arange(T, device=device))
+            self.sight = look(pattern, places, places, H, dtype, aligned=True, kernel=kernel)
+            seen = mean_keys(CAUSAL if pattern.by_score else pattern, T)  # all scores are needed to choose
+        with Alive(device) as alive:
+            self.train()
+        self.facts = {"length": T, "memory_bytes": alive.peak, "forward_flops": 4 * B * H * D * T * seen}
 
-        def forward() -> Tensor:
-            return attend(q, k, v, sight)
+    def attend(self) -> Tensor:
+        """The output (B, H, T, D)."""
+        q, k, v = self.qkv
+        if isinstance(self.pattern, Linear):
+            return linear_attention(q * 0.3, k * 0.3, v, self.features)[0]
+        return attend(q, k, v, self.sight)
 
-        seen = mean_keys(CAUSAL if pattern.by_score else pattern, T)  # all scores are needed to choose
-    grad = torch.randn_like(q)
-    with torch.no_grad():
-        forward_s = median_seconds(forward, repeats, device)
-    train_s = median_seconds(lambda: torch.autograd.grad(forward(), (q, k, v), grad), repeats, device)
-    with Alive(device) as alive:
-        torch.autograd.grad(forward(), (q, k, v), grad)
-    return {"length": T, "forward_s": forward_s, "train_s": train_s, "memory_bytes": alive.peak,
-            "forward_flops": 4 * B * H * D * T * seen}  # fmt: skip
+    @torch.no_grad()
+    def forward(self) -> None:
+        """The forward pass alone."""
+        self.attend()
+
+    def train(self) -> None:
+        """Forward and backward."""
+        torch.autograd.grad(self.attend(), self.qkv, self.grad)
 
 
 def mean_keys(pattern: Pattern, length: int) -> float:
@@ -154,29 +165,38 @@ def decode_seconds(
         max_seq_len=max(lengths) + 256,
     )
     thinker = Thinker(config).to(device, dtype).eval()
-    taken: list[list[float]] = [[] for _ in lengths]
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+
+    def decode(cache: KVCache) -> None:
+        for _ in range(TOKENS):
+            thinker(token, cache=cache)
+
     with torch.no_grad():
         caches = [thinker.new_cache(1, length + 256) for length in lengths]
         for cache, length in zip(caches, lengths):
             for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
                 thinker(chunk, cache=cache, last_only=True)
-        token = torch.zeros(1, 1, dtype=torch.long, device=device)
-        for _ in range(10):
-            for cache, mine in zip(caches, taken):
-                mine.append(median_seconds(lambda cache=cache: thinker(token, cache=cache), 20, device, 0))
+        return [seconds / TOKENS for seconds in in_turn([partial(decode, cache) for cache in caches], 10, device)]
+
+
+def in_turn(calls: list[Callable[[], Any]], rounds: int, device: torch.device, least: float = 0.0) -> list[float]:
+    """Seconds of each call: medians over rounds, in which each has its turn for `least` seconds, after one more round.
+
+    So a slow moment of the machine strikes all lengths, and does not bend the exponent.
+    """
+    taken: list[list[float]] = [[] for _ in calls]
+    for number in range(rounds + 1):
+        for call, mine in zip(calls, taken):
+            once: list[float] = []
+            while not once or sum(once) < least:
+                start = time.perf_counter()
+                call()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                once.append(time.perf_counter() - start)
+            if number:  # the first round warms up
+                mine.append(statistics.median(once))
     return [statistics.median(mine) for mine in taken]
-
-
-def median_seconds(call: Callable[[], Any], repeats: int, device: torch.device, least: float = LEAST) -> float:
-    """Of at least so many calls and `least` seconds, after one that warms up."""
-    taken: list[float] = []
-    while len(taken) <= repeats or sum(taken) < least:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
 
 
 def summarise(rows: list[dict[str, Any]], form: str, kernel: str) -> dict[str, Any] | None:
