@@ -135,6 +135,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, S, D)
         grouped = False
     if allowed is not None and allowed.dtype != torch.bool:
+        if sight.blind and q.dtype != allowed.dtype:
+            # Far keys alone are told apart by large numbers, of which 16 bits keep too little.
+            allowed = allowed - allowed.amax(-1, keepdim=True).nan_to_num(neginf=0)
         allowed = allowed.to(q.dtype)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=allowed, is_causal=sight.is_causal, scale=scale, enable_gqa=grouped
@@ -207,11 +210,7 @@ def look(
     if bias is None and kernel == "blockwise":
         bias = torch.zeros((), dtype=dtype)
     if bias is not None:
-        bias = bias.masked_fill(~sight.allowed, -torch.inf)
-        if slopes is not None and not pattern.itself:
-            # Far keys alone would be told apart by large numbers, of which 16 bits keep too little.
-            bias = bias - bias.amax(-1, keepdim=True).nan_to_num(neginf=0)
-        sight.allowed = bias
+        sight.allowed = bias.masked_fill(~sight.allowed, -torch.inf)
     if sight.allowed.dim() == 3:
         sight.allowed = sight.allowed[None]
     return sight
