@@ -22,7 +22,7 @@ from errors import UserError, nearest
 NOWHERE = 1 << 40  # the position of a slot that holds no key yet: after every query
 LARGEST = 1 << 24  # of any number in a pattern
 LONGEST = 1000  # characters of a pattern's text
-MOST = {"random": 256, "bigbird": 256, "linear": 1 << 16}  # of blocks looked at, one after the other; of features
+MOST = {"random": (1, 256), "bigbird": (3, 256), "linear": (0, 1 << 16)}  # of which number: blocks seen, features
 
 
 @dataclass
@@ -280,9 +280,9 @@ def _read(node: ast.expr) -> Pattern | Linear:
     make, given = NAMES[name], node.args if isinstance(node, ast.Call) else []
     least = 0 if make in (token, random, bigbird) else 1
     values = [_read(each) if make is heads else _number(each, least) for each in given]
-    counted = {"random": 1, "bigbird": 3, "linear": 0}.get(name)
-    if counted is not None and len(values) > counted and values[counted] > MOST[name]:
-        raise UserError(f"{_shown(node)} has {values[counted]:,}, and at most {MOST[name]:,} serve")
+    which, most = MOST.get(name, (0, LARGEST))
+    if make is not heads and len(values) > which and values[which] > most:
+        raise UserError(f"{_shown(node)} has {values[which]:,}, and at most {most:,} serve")
     signature = inspect.signature(make)
     try:
         signature.bind(*values)

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure each form by each kernel at each length, one length after the other; print tables and a line of JSON."""
+    """Measure each form by each kernel at each length, the lengths in turn; print tables and a line of JSON."""
     lengths = [int(text) for text in arguments.lengths.split(",") if text.isdecimal()]
     if not lengths or sorted(lengths) != lengths:
         raise UserError(f"--lengths {arguments.lengths} must be whole numbers that grow, such as 512,1024")

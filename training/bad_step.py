@@ -31,11 +31,9 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
         module.register_forward_hook(_watch(found, name or "loss"))
     for row, number in enumerate(loader.sample_ids(step)):
         inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
-        parts = [
-            part if part is None else part.to(thinker.device) for part in (targets, loader.windows.documents(inputs))
-        ]
-        inputs = inputs.to(thinker.device)
-        loss_sum, count = plain(inputs, targets=parts[0], documents=parts[1])
+        given = (inputs, targets, loader.windows.documents(inputs))
+        given = [x if x is None else x.to(thinker.device) for x in given]
+        loss_sum, count = plain(given[0], targets=given[1], documents=given[2])
         loss = loss_sum / max(int(count), 1)
         loss.backward()
         loss = loss.detach()
