@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from attention.looking import Placement
 from model import KVCache, Thinker
-from model.cache import Placement
 
 
 class CompiledThinker:

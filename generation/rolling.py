@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from attention.attend import Sight
+from attention.looking import Placement
 from attention.patterns import Pattern, Places, first, window
 from attention.rope import rotate
 from errors import UserError
 from model import Thinker
-from model.cache import KVCache, LayerCache, Placement
+from model.cache import KVCache, LayerCache
 
 
 @dataclass

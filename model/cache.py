@@ -7,52 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attention.attend import Sight, look
+from attention.attend import Sight
+from attention.looking import Looking, Placement
 from attention.patterns import CAUSAL, NOWHERE, Linear, Pattern, Places
-from attention.positions import slopes
 from errors import UserError
 from kernels.linear_attention import LinearState
 from model.config import ThinkerConfig
 
 
-@dataclass
-class Placement:
-    """Where one forward pass stands: its positions, and what each layer sees from there. The host knows all of it."""
-
-    positions: Tensor  # (T,), or (B, T) where rows differ
-    end: int  # one past the last position
-    sights: list[Sight]  # of each layer; layers that see alike share one
-
-
-class Looking:
-    """What every look() of a model has in common."""
-
-    def __init__(self, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> None:
-        self.config, self.made_for, self.kernel, self.dtype = config, (dtype, device, kernel), kernel, dtype
-        self.slopes = slopes(config.n_heads, device) if config.positions == "alibi" else None
-        self.patterns = config.patterns
-        self.by_token = any(pattern.by_token for pattern in self.patterns)
-        self.plain_scores = config.softcap is None and not config.sink_logits
-        self.known: tuple[int, dict[Pattern | Linear, Sight]] = 0, {}
-
-    def __call__(self, pattern: Pattern, query: Places, key: Places, aligned: bool = False) -> Sight:
-        """See attention.attend.look."""
-        return look(
-            pattern, query, key, self.config.n_heads, self.dtype, self.slopes, aligned, self.kernel, self.plain_scores
-        )
-
-    def whole(self, query: Places) -> Placement:
-        """A whole sequence at once, without a cache. What depends on its length alone is kept for the next one."""
-        T, sights = query.position.shape[-1], {}
-        if query.document is None and query.token is None:
-            if self.known[0] != T:
-                self.known = T, {}
-            sights = self.known[1]
-        for pattern in self.patterns:
-            if pattern not in sights:
-                linear = isinstance(pattern, Linear)
-                sights[pattern] = Sight(prepared=query.document) if linear else self(pattern, query, query, True)
-        return Placement(query.position, T, [sights[pattern] for pattern in self.patterns])
+def looking(config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> Looking:
+    """How this model's layers look."""
+    plain_scores = config.softcap is None and not config.sink_logits
+    alibi = config.positions == "alibi"
+    return Looking(config.patterns, config.n_heads, dtype, device, kernel, alibi=alibi, plain_scores=plain_scores)
 
 
 @dataclass
@@ -205,7 +172,7 @@ class KVCache:
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows by {max_len} positions: both must be at least 1")
         self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
-        self.looking, self.prefix = Looking(config, dtype, self.device), config.prefix
+        self.looking, self.prefix = looking(config, dtype, self.device), config.prefix
         self.shape, self.dtype = (batch_size, config.n_kv_heads, max_len, config.head_dim), dtype
         self.layers = [self._new_layer(pattern) for pattern in self.looking.patterns]
         self.lengths = [0] * batch_size

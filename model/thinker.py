@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.attend import Sight
+from attention.looking import Looking, Placement
 from attention.patterns import Linear as LinearPattern
 from attention.patterns import Pattern, Places
 from attention.positions import sinusoids
@@ -14,7 +15,7 @@ from attention.rope import Rope, RopeScaling
 from errors import UserError
 from kernels.loss import head_loss
 from model.attention import Attention
-from model.cache import KVCache, LayerCache, Looking, Placement
+from model.cache import KVCache, LayerCache, looking
 from model.config import ThinkerConfig
 from model.linear import Linear
 from model.linear_attention import LinearAttention
@@ -202,7 +203,7 @@ class Thinker(nn.Module):
             documents = begins.cumsum(dim=1)  # from 1 on, whatever numbers they were given
         made_for = self.dtype, given.device, self.kernel
         if self.looking is None or self.looking.made_for != made_for:
-            self.looking = Looking(self.config, *made_for)
+            self.looking = looking(self.config, *made_for)
         return self.looking.whole(Places(positions, documents, tokens if self.looking.by_token else None))
 
     def embed(self, given: Tensor, place: Placement) -> Tensor:
