@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from benchmarks.machine import finish, read_bandwidth
 from benchmarks.peers import as_transformers
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from device import DTYPES, choose_device
 from errors import UserError
 from generation import Generator, SamplingParams

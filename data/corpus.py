@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data.make_tokenizer import check_spec, load_tokenizer, make_tokenizer
 from data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenSet
 from data.sources import Document, Source, open_source
-from data.tokenizer import Tokenizer, check_spec, make_tokenizer
+from data.tokenizer import Tokenizer
 from errors import FULL_DISK, UserError
 
 INDEX_FORMAT = 2  # of corpus.json
@@ -81,7 +82,7 @@ def prepare(
         max_documents=max_documents,
         seed=seed,
     )
-    saved = Tokenizer.load(tokenizer) if kind == "path" else None
+    saved = load_tokenizer(tokenizer) if kind == "path" else None
     if source == "repeats" and (saved.kind if saved else kind) not in ("byte", "char"):
         raise UserError(f"data.tokenizer={tokenizer}: data.source=repeats needs byte or char, one token a character")
     parts = [INDEX_FORMAT, FORMAT, opened.key, saved.content_hash if saved else tokenizer, val_fraction, shard_tokens]
@@ -111,7 +112,7 @@ def prepare(
 def _open(folder: Path) -> Corpus:
     try:
         index = json.loads((folder / "corpus.json").read_bytes())
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = load_tokenizer(folder)
         train, val = (TokenSet.open(folder, index[name], tokenizer) for name in ("train", "val"))
         sha256 = str(index["sha256"])
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:

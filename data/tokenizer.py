@@ -1,4 +1,4 @@
-"""Text to token ids and back: one class around tiktoken, for bytes, characters, trained BPE and named encodings."""
+"""Text to token ids and back: one class around tiktoken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -15,38 +15,38 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from errors import FULL_DISK, UserError, nearest
+from errors import UserError
 
 FILE_NAME = "thinker-tokenizer.json"
 FILE_FORMAT = 1
 MAX_FILE_BYTES = 1 << 26  # o200k_base, the largest of tiktoken's own, takes 4 MB
 MAX_VOCAB = 1 << 20
-SAMPLE_BYTES = 32 << 20  # UTF-8 bytes of text that a tokenizer is trained on at most
 PIECE_CHARS = 1 << 16  # rustbpe's regular expressions overflow their stack on a run of a million spaces
 
 PROBE = "A cat's 2 Émigrés,\n\n\tΩ 中文 🙂  \u200d x"  # any pattern must cut it, and lose nothing
 
 BOUNDARY = "<|bos|>"
 ONE_CHARACTER = r"(?s)."
-# GPT-4's split without its possessive quantifiers, which other libraries read differently.
-WORDS = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
 
 
 class Tokenizer:
     """Token ids for text. Every id below `vocab_size` is a string of bytes, a special token or (a gap) nothing.
 
     Attributes:
-        kind: "byte", "char", "bpe" or "tiktoken:NAME".
+        kind: "byte", "char", "bpe", "tiktoken:NAME", or "hf" for one that came from elsewhere.
         vocab_size: the largest id + 1.
         special_tokens: name -> id.
-        bos_id, eos_id: the boundary token, which begins every document and so also ends the one before.
+        bos_id: the boundary token, which begins every document and so also ends the one before.
+        eos_ids: tokens that end a text; for tokenizers made here the boundary alone. eos_id: the first of them.
+        prompt_start: what a prompt begins with: the boundary, or nothing.
+        chat_template: how a conversation becomes text (Jinja), or None.
         content_hash: sha256 of everything that decides how text is encoded, as 64 hexadecimal digits.
 
-    Special tokens stand for no text: `decode`, `decode_bytes` and `token_bytes` give nothing for them.
+    Special tokens stand for no text: `decode`, `decode_bytes` and `token_bytes` give nothing for them, unless they
+    are `visible`: those stand for their names.
     """
+
+    chat_template: str | None = None
 
     def __init__(
         self,
@@ -55,8 +55,15 @@ class Tokenizer:
         special_tokens: dict[str, int],
         boundary: str = BOUNDARY,
         pattern: str = ONE_CHARACTER,
+        *,
+        eos: list[int] | None = None,
+        begins: bool = True,
+        visible: list[str] | None = None,
+        normalizer: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
-        """Args: tokens: the bytes of each id, None for a special token or a gap; pattern: what cuts text into pieces.
+        """Args: tokens: the bytes of each id, None for a special token or a gap; pattern: what cuts text into pieces;
+        begins: whether prompts begin with the boundary; normalizer: what text goes through before, NFC or nothing.
 
         Raises ValueError where these do not make a tokenizer that can encode every text.
         """
@@ -72,12 +79,21 @@ class Tokenizer:
             raise ValueError("the boundary is no special token, or one has no name")
         if tokens[-1] is None and len(tokens) - 1 not in ids:
             raise ValueError("the last id is neither a token nor special")
+        eos = [special_tokens[boundary]] if eos is None else eos
+        if not eos or any(type(i) is not int or not 0 <= i < len(tokens) for i in eos):
+            raise ValueError("a token that ends a text is out of range")
+        if normalizer not in (None, "NFC") or not set(visible or []) <= special_tokens.keys():
+            raise ValueError("its normalizer is not NFC, or a visible token is not special")
         self.kind = kind
         self.pattern = pattern
         self.boundary = boundary
         self.special_tokens = dict(special_tokens)
         self.vocab_size = len(tokens)
-        self.bos_id = self.eos_id = special_tokens[boundary]
+        self.bos_id = special_tokens[boundary]
+        self.eos_ids, self.eos_id = eos, eos[0]
+        self.prompt_start = [self.bos_id] if begins else []
+        self.visible, self.normalizer, self.chat_template = visible or [], normalizer, chat_template
+        self._names = {special_tokens[name]: name.encode() for name in self.visible}
         self._tokens = tokens
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
@@ -103,6 +119,10 @@ class Tokenizer:
 
     def _encode(self, text: str) -> np.ndarray:
         try:
+            if self.normalizer is not None:
+                from tokenizers import normalizers  # whose tables are those of the model's training
+
+                text = normalizers.NFC().normalize_str(text)
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:  # half of a surrogate pair is no text: it becomes U+FFFD
             return self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
@@ -128,7 +148,7 @@ class Tokenizer:
         """The bytes of one id: b"" for a special token or a gap. Raises ValueError for an id out of range."""
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
-        return self._tokens[token_id] or b""
+        return self._tokens[token_id] or self._names.get(token_id, b"")
 
     @cached_property
     def content_hash(self) -> str:
@@ -137,7 +157,7 @@ class Tokenizer:
 
     def _content(self) -> dict:
         tokens = [None if token is None else base64.b64encode(token).decode() for token in self._tokens]
-        return {
+        content = {
             "format": FILE_FORMAT,
             "kind": self.kind,
             "pattern": self.pattern,
@@ -145,6 +165,14 @@ class Tokenizer:
             "special_tokens": self.special_tokens,
             "tokens": tokens,
         }
+        only_elsewhere = {  # than in tokenizers made here
+            "eos": self.eos_ids if self.eos_ids != [self.bos_id] else None,
+            "begins": None if self.prompt_start else False,
+            "visible": self.visible or None,
+            "normalizer": self.normalizer,
+            "chat_template": self.chat_template,
+        }
+        return content | {name: value for name, value in only_elsewhere.items() if value is not None}
 
     def save(self, folder: str | Path) -> Path:
         """Write `thinker-tokenizer.json` into an existing folder (to a temporary name, then renamed)."""
@@ -177,7 +205,9 @@ class Tokenizer:
             raise ValueError(f"it does not say format {FILE_FORMAT}")
         found_hash = content.pop("sha256", None)
         types = {"kind": str, "pattern": str, "boundary": str, "special_tokens": dict, "tokens": list}
-        if content.keys() != types.keys() | {"format"} or any(not isinstance(content[k], t) for k, t in types.items()):
+        optional = {"eos": list, "begins": bool, "visible": list, "normalizer": str, "chat_template": str}
+        found, every = content.keys() - {"format"}, types | optional
+        if not types.keys() <= found <= every.keys() or any(not isinstance(content[k], every[k]) for k in found):
             raise ValueError(f"its keys must be format, {', '.join(types)} and sha256, each of its type")
         if any(type(i) is not int for i in content["special_tokens"].values()):
             raise ValueError("an id of special_tokens is no integer")
@@ -200,99 +230,3 @@ def _hash(content: dict) -> str:
 def token_byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
     """(vocab_size,) int64: how many bytes of text each id stands for; 0 for special tokens and gaps."""
     return np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)], dtype=np.int64)
-
-
-def check_spec(spec: str) -> str:
-    """The kind of tokenizer that spec names: "byte", "char", "bpe" (bpe:VOCAB), "tiktoken" (tiktoken:NAME) or "path".
-
-    Raises UserError for anything else; a path must exist.
-    """
-    kind, _, option = spec.partition(":")
-    if spec in ("byte", "char"):
-        return spec
-    if kind == "bpe":
-        if not re.fullmatch("[0-9]{1,9}", option) or not 258 <= int(option) <= MAX_VOCAB:
-            raise UserError(
-                f"data.tokenizer={spec}: bpe:VOCAB needs a whole number from 258 (256 bytes, one merge, one boundary"
-                f" token) to {MAX_VOCAB}, for example bpe:4096"
-            )
-        return kind
-    if kind == "tiktoken":
-        names = tiktoken.list_encoding_names()
-        if option not in names:
-            raise UserError(f"data.tokenizer={spec}: tiktoken has {', '.join(names)}{nearest(option, names)}")
-        return kind
-    if not os.path.exists(spec):
-        raise UserError(
-            f"data.tokenizer={spec} is neither byte, char, bpe:VOCAB, tiktoken:NAME nor the path of a saved tokenizer"
-            + nearest(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
-        )
-    return "path"
-
-
-def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """Build the tokenizer that spec names (see check_spec), training it on texts where it has to be trained.
-
-    At most SAMPLE_BYTES of texts are read, and none of them for "byte", "tiktoken:NAME" or a path.
-    bpe:VOCAB makes fewer tokens where the texts are too short for so many.
-    Raises UserError for a wrong spec, texts too short for any merge, or a failed download.
-    """
-    kind = check_spec(spec)
-    option = spec.partition(":")[2]
-    single_bytes = [bytes([b]) for b in range(256)]
-    if kind == "byte":
-        return _with_boundary("byte", single_bytes)
-    if kind == "char":
-        seen: set[str] = set()
-        for piece in _sample(texts):
-            seen.update(piece)
-        return _with_boundary("char", single_bytes + [c.encode() for c in sorted(seen) if ord(c) > 127])
-    if kind == "bpe":
-        return _train_bpe(int(option), texts)
-    if kind == "tiktoken":
-        return _named(option)
-    return Tokenizer.load(spec)
-
-
-def _with_boundary(kind: str, tokens: list[bytes], pattern: str = ONE_CHARACTER) -> Tokenizer:
-    return Tokenizer(kind, [*tokens, None], {BOUNDARY: len(tokens)}, pattern=pattern)
-
-
-def _sample(texts: Iterable[str]) -> Iterator[str]:
-    left = SAMPLE_BYTES
-    for text in texts:
-        for start in range(0, len(text), PIECE_CHARS):
-            piece = text[start : start + PIECE_CHARS]
-            yield piece
-            left -= len(piece.encode())
-            if left <= 0:
-                return
-
-
-def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
-    import rustbpe
-
-    trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(_sample(texts), vocab_size - 1, pattern=WORDS)
-    ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
-    if len(ranks) == 256 < vocab_size - 1:
-        raise UserError(f"data.tokenizer=bpe:{vocab_size}: no two bytes come together twice in the text; use byte")
-    return _with_boundary("bpe", [token for _, token in ranks], WORDS)
-
-
-def _named(name: str) -> Tokenizer:
-    try:
-        encoding = tiktoken.get_encoding(name)
-    except OSError as error:  # requests' errors are OSErrors too
-        url = getattr(getattr(error, "request", None), "url", None)
-        if error.errno in FULL_DISK or url is None:
-            raise
-        raise UserError(
-            f"data.tokenizer=tiktoken:{name}: cannot download {url} ({type(error).__name__}); go online once, or set"
-            f" TIKTOKEN_CACHE_DIR to a folder with that file in it, named {hashlib.sha1(url.encode()).hexdigest()}"
-        ) from error
-    tokens: list[bytes | None] = [None] * (encoding.max_token_value + 1)
-    for token, rank in encoding._mergeable_ranks.items():
-        tokens[rank] = token
-    eot = next(text for text, i in encoding._special_tokens.items() if i == encoding.eot_token)
-    return Tokenizer(f"tiktoken:{name}", tokens, encoding._special_tokens, eot, encoding._pat_str)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.corpus import prepare
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from errors import UserError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.loader import Loader, Windows, entropy_floor, in_order, permute
+from data.make_tokenizer import make_tokenizer
 from data.shards import ShardWriter, TokenSet
-from data.tokenizer import make_tokenizer
 from errors import UserError
 
 TOKENIZER = make_tokenizer("byte", [])

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import tokenizer as module
-from data.tokenizer import FILE_NAME, SAMPLE_BYTES, Tokenizer, make_tokenizer, token_byte_lengths
+from data.make_tokenizer import SAMPLE_BYTES, make_tokenizer
+from data.tokenizer import FILE_NAME, Tokenizer, token_byte_lengths
 from errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +237,8 @@ ENCODING_CONSTRUCTORS = {
 """
 USE_PLUGIN = """
 import sys
-from data.tokenizer import Tokenizer, make_tokenizer
+from data.make_tokenizer import make_tokenizer
+from data.tokenizer import Tokenizer
 tokenizer = make_tokenizer("tiktoken:local", [])
 tokenizer.save(sys.argv[1])
 print(tokenizer.encode("he<|endoftext|>", True), tokenizer.bos_id, repr(tokenizer.decode([256, 257, 258])))
@@ -261,7 +263,7 @@ def test_a_named_encoding_is_saved_with_its_ranks_and_opens_without_tiktokens_fi
 
 
 def test_a_named_encoding_that_cannot_be_downloaded_is_one_line(tmp_path):
-    code = "from data.tokenizer import make_tokenizer\nfrom errors import run_command\n"
+    code = "from data.make_tokenizer import make_tokenizer\nfrom errors import run_command\n"
     code += "run_command(lambda: make_tokenizer('tiktoken:r50k_base', []))"
     done = _python(code, TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9", NO_PROXY="")
     assert done.returncode == 2, done.stderr

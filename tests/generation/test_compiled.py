@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from generation import Generator, SamplingParams
 from generation.compiled import CompiledThinker
 from generation.snapshot import for_decoding

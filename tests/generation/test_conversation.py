@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from errors import UserError
 from generation import Completion, Generator, SamplingParams
 from generation.conversation import Conversation

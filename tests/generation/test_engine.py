@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import generation.engine
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from errors import UserError
 from generation import Completion, Generator, SamplingParams
 from generation.rolling import RollingKVCache

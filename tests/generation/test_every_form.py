@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import random_thinker
 
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from errors import UserError
 from generation import Generator, SamplingParams
 from generation.conversation import Conversation

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generation.engine
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from generation import Generator, SamplingParams, Score
 from generation.rolling import RollingKVCache
 

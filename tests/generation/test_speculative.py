@@ -11,7 +11,7 @@ from conftest import random_thinker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from errors import UserError
 from generation import Completion, Generator, SamplingParams
 from generation.row import Drawn, Row, draw_each

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.tokenizer import BOUNDARY, Tokenizer, make_tokenizer
+from data.make_tokenizer import make_tokenizer
+from data.tokenizer import BOUNDARY, Tokenizer
 from generation.stream import TextStream
 
 BYTES = make_tokenizer("byte", [])

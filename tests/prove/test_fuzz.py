@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from data.corpus import prepare
+from data.make_tokenizer import make_tokenizer
 from data.shards import DamagedShard, Shard
-from data.tokenizer import FILE_NAME, Tokenizer, make_tokenizer
+from data.tokenizer import FILE_NAME, Tokenizer
 from data.tokenizer import _hash as tokenizer_hash
 from errors import UserError
 from storage import checkpoint, load

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.tokenizer import make_tokenizer
+from data.make_tokenizer import make_tokenizer
 from errors import UserError
 from model import Thinker, ThinkerConfig
 from storage import checkpoint, load

@@ -1,0 +1,399 @@
+"""A tokenizer as Hugging Face's files, tokenizer.json and tokenizer_config.json, both ways.
+
+Byte-level BPE becomes a tiktoken encoding where that gives the same ids for every text, which is shown in two steps:
+
+1. The merges. tiktoken merges whatever pair makes the token of the lowest id; Hugging Face follows a list. Both agree
+   if the list makes tokens in the order of their ids, and each token's bytes, merged by lower ids alone, come down to
+   two parts that the list has as a pair. (Until a token is made, merges inside its bytes happen as they would alone, so
+   no other two parts of it can ever lie side by side.)
+2. What cuts the text, a regular expression read by another library: compared on texts that are hard to cut.
+
+Anything else is run through the library `tokenizers` itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.tokenizer import MAX_FILE_BYTES, MAX_VOCAB, ONE_CHARACTER, PROBE, Tokenizer
+from errors import UserError
+
+FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+EOS_KEY = "thinker_eos_ids"  # in a run's tokenizer_config.json, which has no model's file beside it
+# What ByteLevel cuts by, unless it is told not to; and after Digits has cut off every digit.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+HARD = [  # texts
+    PROBE,
+    "I'll  we'Ve '\u017f\u00a0 it's12345678 90,5\t\r\n\r\n   x \n  \u3000y\u0085z...\n\n\n!?  \n",
+    "\ufb01 \u0130 \u2177\u00b2 \u0663\u0664 \u0531\u0552 \u0e52\u0e53 \u01c5 \u0301a\u0301 \u00bd 1\u00bd",
+    "\ufeff\u200b x\0\x1f\x7f  def f(x):\n\treturn x**2  # \u00e9t\u00e9\n\n",
+    "🙂👩\u200d👩\u200d👧🇫🇷 한국어 हिन्दी ไทย",
+]
+
+
+def _printable() -> dict[int, str]:
+    """byte -> the character that stands for it in a byte-level vocabulary (GPT-2's encoder)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+TO_CHAR = _printable()
+TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
+
+
+class ForeignTokenizer(Tokenizer):
+    """One that is run through the library `tokenizers`, behind the same methods."""
+
+    def __init__(self, files: Files) -> None:  # not tiktoken's: nothing of the base's __init__ is wanted
+        self._files, content = files, files.tokenizer
+        self._whole = _library(content)
+        self._plain = _library(content | {"added_tokens": [], "post_processor": None})
+        self.kind, self.normalizer, self.chat_template = "hf", None, files.chat_template
+        self.special_tokens = files.added
+        self.vocab_size = 1 + max([*self._whole.get_vocab().values()])
+        self.bos_id, self.eos_ids, self.prompt_start = files.bos_id, files.eos_ids, files.prompt_start
+        self.eos_id, self.visible = self.eos_ids[0], files.visible
+        self._names = {files.added[name]: name.encode() for name in self.visible}
+        special = set(files.added.values())
+        if self.vocab_size > MAX_VOCAB:
+            raise ValueError(f"it has ids up to {self.vocab_size}")
+        self._tokens = [None] * self.vocab_size
+        to_bytes = _piece_bytes(content)
+        for piece, number in self._whole.get_vocab().items():
+            if number not in special:
+                self._tokens[number] = to_bytes(piece)
+
+    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+        """As Tokenizer.encode."""
+        return self._run(self._whole, text).tolist() if allow_special else self._encode(text).tolist()
+
+    def _encode(self, text: str) -> np.ndarray:
+        return self._run(self._plain, text)
+
+    def _run(self, library: Any, text: str) -> np.ndarray:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a pair is no text
+        return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids: Any) -> str:
+        """As Tokenizer.decode; a space that the encoding puts before a text is taken away again."""
+        ids = list(ids)
+        self.decode_bytes(ids)  # refuses ids out of range
+        return self._whole.decode(ids, skip_special_tokens=True)
+
+    def _content(self) -> dict:
+        return self._files.content()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the files that it came from into an existing folder."""
+        return self._files.write(Path(folder))
+
+
+class Files:
+    """What tokenizer.json, tokenizer_config.json, chat_template.jinja and the model's own files say of a tokenizer."""
+
+    def __init__(self, tokenizer: dict, config: dict, chat_template: str | None, eos_ids: list[int]) -> None:
+        """`eos_ids`: as generation_config.json or config.json has them, if they do. Raises ValueError."""
+        self.tokenizer, self.config, self.chat_template = tokenizer, config, chat_template
+        added = tokenizer.get("added_tokens") or []
+        self.added = {str(token["content"]): int(token["id"]) for token in added}
+        self.visible = [token["content"] for token in added if not token.get("special")]
+        self.bendable = any(token.get(name) for token in added for name in ("lstrip", "rstrip", "single_word"))
+        self.normalized = any(token.get("normalized") for token in added)
+        names = {name: self._named(name) for name in ("bos_token", "eos_token")}
+        self.eos_ids = eos_ids or [self.added[name] for name in [names["eos_token"]] if name in self.added]
+        self.boundary = names["bos_token"] or next((n for n, i in self.added.items() if i in self.eos_ids), None)
+        if self.boundary not in self.added or not self.eos_ids:
+            raise ValueError("it names no token that begins or ends a text")
+        self.bos_id = self.added[self.boundary]
+        before = _template(tokenizer.get("post_processor"), self.added)
+        self.prompt_start = before or ([self.bos_id] if config.get("add_bos_token") is True else [])
+        if self.prompt_start not in ([], [self.bos_id]):
+            raise ValueError("texts begin with more than one special token")
+
+    def _named(self, name: str) -> str | None:
+        value = self.config.get(name)
+        return value.get("content") if isinstance(value, dict) else value
+
+    def content(self) -> dict:
+        """What decides how text is encoded, and what ends it."""
+        names = {"boundary": self.boundary, "eos": self.eos_ids, "begins": bool(self.prompt_start)}
+        return {"tokenizer": self.tokenizer, "chat_template": self.chat_template} | names
+
+    def write(self, folder: Path) -> Path:
+        """Into an existing folder, each whole or not at all. Returns the path of tokenizer.json."""
+        _write_json(folder / CONFIG_NAME, self.config | {EOS_KEY: self.eos_ids})
+        if self.chat_template is not None:
+            _replace(folder / TEMPLATE_NAME, self.chat_template)
+        return _write_json(folder / FILE_NAME, self.tokenizer)
+
+
+def read_files(folder: Path) -> Files:
+    """The files of a folder. Raises UserError where they are missing, broken, or say too little.
+
+    What ends a text is what generation_config.json says, or else config.json, or else the tokenizer's own file.
+    """
+    tokenizer = _read_json(folder / FILE_NAME)
+    config, *of_model = (
+        _read_json(folder / name) if (folder / name).is_file() else {}
+        for name in (CONFIG_NAME, "generation_config.json", "config.json")
+    )
+    template = config.get("chat_template")
+    if (folder / TEMPLATE_NAME).is_file():
+        template = (folder / TEMPLATE_NAME).read_text(encoding="utf-8")
+    if isinstance(template, list):  # several, by name
+        template = next((each.get("template") for each in template if each.get("name") == "default"), None)
+    eos = config.pop(EOS_KEY, None)
+    bos_id = None
+    for said in of_model:
+        eos = said.get("eos_token_id") if eos is None else eos
+        bos_id = said.get("bos_token_id") if bos_id is None else bos_id
+    try:
+        if config.get("bos_token") is None and bos_id is not None:
+            names = [token["content"] for token in tokenizer.get("added_tokens") or [] if token["id"] == bos_id]
+            config = config | {"bos_token": names[0] if names else None}
+        return Files(tokenizer, config, template, [eos] if isinstance(eos, int) else list(eos or []))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = error if isinstance(error, ValueError) else f"it has no {error}"
+        raise UserError(f"{folder / FILE_NAME} cannot be used: {reason}") from error
+
+
+def read(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder: by tiktoken where that is proved equal, through `tokenizers` elsewhere.
+
+    Raises UserError where the files are missing or broken, or hold something that cannot be run.
+    """
+    files = read_files(folder)
+    try:
+        foreign = ForeignTokenizer(files)
+        ours = as_tiktoken(files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / FILE_NAME} cannot be used: {error}") from error
+    if ours is not None and all(ours.encode(t, s) == foreign.encode(t, s) for t in HARD for s in (False, True)):
+        return ours
+    return foreign
+
+
+def as_tiktoken(files: Files) -> Tokenizer | None:
+    """The same as a tiktoken encoding, None where step 1 above fails, or something has no counterpart there."""
+    content = files.tokenizer
+    model, normalizer = content["model"], (content.get("normalizer") or {}).get("type")
+    pattern = _pattern(content.get("pre_tokenizer"))
+    odd = [model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")]
+    plain = model.get("type") == "BPE" and not any(odd) and (content.get("decoder") or {}).get("type") == "ByteLevel"
+    if not plain or pattern is None or files.bendable or normalizer not in (None, "NFC"):
+        return None
+    if normalizer and files.normalized:
+        return None
+    special = set(files.added.values())
+    pieces = {piece: number for piece, number in model["vocab"].items() if number not in special}
+    if not all(set(piece) <= TO_BYTE.keys() for piece in pieces):
+        return None
+    ranks = {bytes(TO_BYTE[char] for char in piece): number for piece, number in pieces.items()}
+    if len(ranks) < len(pieces) or any(bytes([b]) not in ranks for b in range(256)):
+        return None
+    if not _same_merges(model, ranks):
+        return None
+    tokens: list[bytes | None] = [None] * (1 + max([*ranks.values(), *special]))
+    for token, number in ranks.items():
+        tokens[number] = token
+    options = {"eos": files.eos_ids, "begins": bool(files.prompt_start), "visible": files.visible}
+    options |= {"normalizer": normalizer, "chat_template": files.chat_template}
+    try:
+        return Tokenizer("hf", tokens, files.added, files.boundary, pattern, **options)
+    except ValueError:  # a pattern that tiktoken's library does not read, or two names for one token
+        return None
+
+
+def _same_merges(model: dict, ranks: dict[bytes, int]) -> bool:
+    """Step 1."""
+    pairs: dict[int, set[tuple[bytes, bytes]]] = {}
+    newest = -1
+    for merge in model["merges"]:
+        first, second = merge.split(" ") if isinstance(merge, str) else merge
+        if not set(first + second) <= TO_BYTE.keys():
+            return False
+        parts = tuple(bytes(TO_BYTE[char] for char in part) for part in (first, second))
+        number = ranks.get(parts[0] + parts[1])
+        if number is None or number < newest or any(part not in ranks for part in parts):
+            return False
+        newest = number
+        pairs.setdefault(number, set()).add(parts)
+    for token, number in ranks.items():
+        parts = tuple(split(token, ranks, number)) if len(token) > 1 else ()
+        if number in pairs:
+            if parts not in pairs[number]:
+                return False
+        elif len(token) > 1 and (len(parts) == 2 or not model.get("ignore_merges")):
+            return False
+    return True
+
+
+def split(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
+    """What the bytes of a token come down to when pairs are merged whose token has a rank below `below`."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 1:
+        found = [ranks.get(parts[i] + parts[i + 1], below) for i in range(len(parts) - 1)]
+        best = min(found)
+        if best >= below:
+            break
+        at = found.index(best)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def _pattern(pre_tokenizer: dict | None) -> str | None:
+    """The one regular expression that cuts as a pre-tokenizer does, if it is of a known form."""
+    steps = pre_tokenizer or {}
+    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    kinds = [step.get("type") for step in steps]
+    if kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        return None
+    cuts = steps[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"]:
+        return GPT2 if cuts else None
+    if kinds == ["Digits", "ByteLevel"] and cuts and steps[0].get("individual_digits"):
+        return GPT2_DIGITS
+    if kinds == ["Split", "ByteLevel"] and not cuts and not steps[0].get("invert"):
+        return steps[0]["pattern"].get("Regex") if steps[0].get("behavior") == "Isolated" else None
+    return None
+
+
+def _template(post_processor: dict | None, added: dict[str, int]) -> list[int]:
+    """The special tokens that a post-processor puts before a text. Raises ValueError for one that adds some after."""
+    steps = post_processor or {}
+    steps = steps["processors"] if steps.get("type") == "Sequence" else [steps]
+    before: list[int] = []
+    for step in steps:
+        if step.get("type") == "TemplateProcessing":
+            whole = [next(iter(part)) for part in step["single"]]
+            text = whole.index("Sequence")
+            if text < len(whole) - 1:
+                raise ValueError("its post-processor ends every text with a special token")
+            before += [added[part["SpecialToken"]["id"]] for part in step["single"][:text]]
+        elif step.get("type") not in (None, "ByteLevel"):
+            raise ValueError(f"its post-processor is a {step.get('type')}")
+    return before
+
+
+def _piece_bytes(content: dict) -> Any:
+    """What turns a piece of the vocabulary into its bytes. Raises ValueError for decoders that are not known."""
+    kinds = re.findall(r'"type": ?"(\w+)"', json.dumps(content.get("decoder") or {}))
+    if "ByteLevel" in kinds:
+        return lambda piece: bytes(TO_BYTE[char] for char in piece) if set(piece) <= TO_BYTE.keys() else piece.encode()
+    if {"Metaspace", "ByteFallback", "Replace"} & set(kinds):
+
+        def from_sentencepiece(piece: str) -> bytes:
+            number = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+            return bytes([int(number[1], 16)]) if number else piece.replace("▁", " ").encode()
+
+        return from_sentencepiece
+    raise ValueError(f"its decoder is {' of '.join(kinds) or 'missing'}; ByteLevel and Metaspace are known")
+
+
+def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json (and a chat template) that AutoTokenizer reads, into a folder.
+
+    `AutoTokenizer(text)` gives tokenizer.encode(text, allow_special=True), without a boundary in front. Possessive
+    counts, `{1,3}+`, mean something else to the library that cuts there, and are written without the +.
+    """
+    folder = Path(folder)
+    if isinstance(tokenizer, ForeignTokenizer):
+        tokenizer.save(folder)
+        return
+    ranks = {token: number for number, token in enumerate(tokenizer._tokens) if token is not None}
+    vocab = {"".join(map(TO_CHAR.get, token)): number for token, number in ranks.items()}
+    merges = []
+    for token, number in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = split(token, ranks, number)
+        if len(parts) == 2:
+            merges.append(["".join(map(TO_CHAR.get, part)) for part in parts])
+    special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": number, "content": name, **flags, "special": name not in tokenizer.visible} for name, number in special
+    ]
+    pattern = r"[\s\S]" if tokenizer.pattern == ONE_CHARACTER else tokenizer.pattern
+    pattern = {"Regex": re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    cut = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": tokenizer.normalizer and {"type": tokenizer.normalizer},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level | {"use_regex": True},
+        "model": model | {"vocab": vocab | dict(special), "merges": merges},
+    }
+    names = {number: name for name, number in special}
+    eos = names.get(tokenizer.eos_id, tokenizer.boundary)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.boundary,
+        "eos_token": eos,
+        "pad_token": eos,
+        "add_bos_token": bool(tokenizer.prompt_start),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+    }
+    _write_json(folder / FILE_NAME, content)
+    _write_json(folder / CONFIG_NAME, config)
+    if tokenizer.chat_template is not None:
+        _replace(folder / TEMPLATE_NAME, tokenizer.chat_template)
+
+
+def _library(content: dict) -> Any:
+    """The library's own object. Raises ValueError where it refuses the content."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError("tokenizers of Hugging Face folders need the library: pip install tokenizers") from error
+    try:
+        library = tokenizers.Tokenizer.from_str(json.dumps(content))
+    except BaseException as error:  # the library raises plain Exceptions, and panics, which are none
+        if not (type(error) is Exception or type(error).__name__ == "PanicException"):
+            raise
+        raise ValueError(f"the library tokenizers refuses it: {error}") from error
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError("it is larger than any tokenizer")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return content
+
+
+def _write_json(path: Path, content: dict) -> Path:
+    return _replace(path, json.dumps(content, ensure_ascii=False, indent=1))
+
+
+def _replace(path: Path, text: str) -> Path:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return path
