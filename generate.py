@@ -37,7 +37,9 @@ class Parser(argparse.ArgumentParser):
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = Parser(description="Sample from a trained Thinker; text goes to standard output.")
-    parser.add_argument("path", help="a run directory, such as runs/quickstart, or a checkpoint in it")
+    parser.add_argument(
+        "path", help="a run directory, such as runs/quickstart, a checkpoint in it, or a Hugging Face folder"
+    )
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
 
     group = parser.add_argument_group("what to do")

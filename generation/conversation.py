@@ -20,7 +20,7 @@ class Conversation:
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self.tokens = [generator.tokenizer.bos_id]
+        self.tokens = list(generator.tokenizer.prompt_start)
         self.turns: list[int] = []  # the number of tokens before each turn
         self._cache = None
         self._known = 0  # tokens of the text that the cache holds for certain
@@ -37,7 +37,7 @@ class Conversation:
         """
         generator = self.generator
         added = generator.tokenizer.encode(text)
-        tokens = self.tokens + added
+        tokens = self.tokens + added or [generator.tokenizer.bos_id]
         generator.check_length(tokens)
         completion = completion or Completion(text)
         row = generator.new_row(0, completion, params, list(tokens))
@@ -51,7 +51,7 @@ class Conversation:
         finally:
             if len(row.tokens) > len(tokens):
                 self._known = len(row.tokens) - 1  # the last one drawn was not fed, or not for certain
-            if row.tokens[-1] == generator.tokenizer.eos_id and len(row.tokens) > len(tokens):
+            if row.tokens[-1] in generator.tokenizer.eos_ids and len(row.tokens) > len(tokens):
                 row.tokens.pop()  # the person goes on with the same text
 
     def undo(self) -> bool:
@@ -64,7 +64,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Begin a new text."""
-        self.tokens, self.turns, self._known = [self.generator.tokenizer.bos_id], [], 0
+        self.tokens, self.turns, self._known = list(self.generator.tokenizer.prompt_start), [], 0
 
     def _catch_up(self, tokens: list[int], known: int) -> Tensor:
         """Feed what the cache does not hold yet; returns the logits after the last token, (1, 1, V)."""

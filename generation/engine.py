@@ -155,8 +155,9 @@ class Generator:
             yield from self.decode(rows, *self._prefill(rows))
 
     def encode(self, prompt: str) -> list[int]:
-        """A prompt as the model saw texts begin: the boundary token, then its tokens. Raises UserError if too long."""
-        tokens = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+        """A prompt as the model saw texts begin: mostly the boundary token, then its tokens. Raises UserError if too
+        long."""
+        tokens = [*self.tokenizer.prompt_start, *self.tokenizer.encode(prompt)] or [self.tokenizer.bos_id]
         self.check_length(tokens)
         return tokens
 

@@ -15,16 +15,22 @@ class Int8Linear(nn.Module):
     arXiv:2208.07339, equation 4). Elsewhere, or where the CPU's integer product overflows, the weights are cast.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        """weight: (n_out, n_in), floating."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """weight: (n_out, n_in), floating; bias: (n_out,), in the precision of the activations."""
         super().__init__()
         scale = weight.detach().float().abs().amax(dim=1).clamp_min(1e-30) / 127  # (n_out,)
         self.register_buffer("scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("quantized", (weight.detach().float() / scale[:, None]).round().to(torch.int8))
         self.by_integers = weight.device.type == "cpu" and weight.shape[1] >= 8 and integer_products_are_exact()
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
+        y = self.multiply(x)
+        return y if self.bias is None else y + self.bias
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """(..., n_in) -> (..., n_out), without the bias."""
         if not self.by_integers:
             return F.linear(x, self.quantized.to(x.dtype)) * self.scale.to(x.dtype)
         flat = x.reshape(-1, x.shape[-1])  # (rows, n_in)

@@ -52,7 +52,7 @@ class Row:
     ) -> None:
         self.index, self.completion, self.params = index, completion, params
         self.tokens, self.limit = tokens, limit  # limit: tokens that may still be drawn
-        self.eos_id, self.vocab_size = tokenizer.eos_id, tokenizer.vocab_size
+        self.eos_ids, self.vocab_size = tokenizer.eos_ids, tokenizer.vocab_size
         self.stream = TextStream(tokenizer, params.stop)
         self.counts = torch.zeros(tokenizer.vocab_size) if _penalised(params) else None  # of each token drawn
         # What shapes the distribution: rows that agree in it draw together.
@@ -77,7 +77,7 @@ class Row:
         if self.counts is not None:
             self.counts[drawn.token] += 1
         self.limit -= 1
-        piece, ended = self.stream.feed(drawn.token), drawn.token == self.eos_id
+        piece, ended = self.stream.feed(drawn.token), drawn.token in self.eos_ids
         if (ended or self.limit == 0) and not self.stream.stopped:
             piece += self.stream.finish()
         if ended or self.stream.stopped:

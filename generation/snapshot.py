@@ -26,7 +26,9 @@ def for_decoding(thinker: Thinker, dtype: torch.dtype = torch.float32, int8: boo
 
     def matrix(*linears: Linear) -> nn.Module:
         weight = torch.cat([linear.weight for linear in linears])
-        return Int8Linear(weight) if int8 else _linear(weight.to(dtype))
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = torch.cat(biases).to(dtype) if biases else None
+        return Int8Linear(weight, bias) if int8 else _linear(weight.to(dtype), bias)
 
     device = thinker.device
     with torch.device("meta"):
@@ -59,10 +61,11 @@ def matrix_bytes(thinker: Thinker) -> int:
     return sum(w.nbytes for w in weights)
 
 
-def _linear(weight: Tensor) -> Linear:
+def _linear(weight: Tensor, bias: Tensor | None) -> Linear:
     with torch.device("meta"):
         linear = Linear(weight.shape[1], weight.shape[0])
     linear.weight = _frozen(weight)
+    linear.bias = None if bias is None else _frozen(bias)
     return linear
 
 

@@ -12,7 +12,9 @@ ROWS = 128  # queries of a block; keys behind its last one are never multiplied
 SCORES = 2**20  # elements of a block, over its heads
 
 
-@torch.compiler.disable  # traced, the unrolled blocks took two minutes to compile and were no faster
+# Traced, the unrolled blocks took two minutes to compile and were no faster. torch.compiler.disable would do the same,
+# but import the compiler at once: a second, for commands that never come here.
+@torch._disable_dynamo
 def attend_blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ + bias) v under the causal mask: q, k, v (B, H, T, D) -> (B, H, T, D).
 

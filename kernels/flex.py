@@ -49,7 +49,7 @@ class Flex:
         tables = (*_table((left > 0) & ~whole), *_table(whole))
         self.blocks = BlockMask.from_kv_blocks(*tables, BLOCK, allowed, seq_lengths=(T, T))
 
-    @torch.compiler.disable  # a compiled block breaks off here; this is compiled by itself, for all layers
+    @torch._disable_dynamo  # a compiled block breaks off here; this is compiled by itself, for all layers
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:

@@ -16,13 +16,14 @@ from model.norm import RMSNorm
 class Attention(nn.Module):
     """Multi-head (K = H), grouped-query (K < H, Ainslie et al. 2023, arXiv:2305.13245) or multi-query (K = 1)."""
 
-    def __init__(self, config: ThinkerConfig) -> None:
+    def __init__(self, config: ThinkerConfig, layer: int) -> None:
         super().__init__()
+        self.turns = layer not in (config.no_rope_layers or [])
         self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
         self.softcap = config.softcap
-        self.q_proj = Linear(config.d_model, config.n_heads * config.head_dim)
-        self.k_proj = Linear(config.d_model, config.n_kv_heads * config.head_dim)
-        self.v_proj = Linear(config.d_model, config.n_kv_heads * config.head_dim)
+        self.q_proj = Linear(config.d_model, config.n_heads * config.head_dim, config.attention_bias)
+        self.k_proj = Linear(config.d_model, config.n_kv_heads * config.head_dim, config.attention_bias)
+        self.v_proj = Linear(config.d_model, config.n_kv_heads * config.head_dim, config.attention_bias)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.d_model)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -35,6 +36,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D), the first two normed and rotated."""
+        rope = rope if self.turns else None
         if self.qkv_proj is not None:
             heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2K, T, D)
             H, K = self.n_heads, self.n_kv_heads

@@ -42,6 +42,8 @@ class ThinkerConfig:
     rope_scaling: dict | None = None  # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
     softcap: float | None = None  # of attention's scores; None: none
     sink_logits: bool = False  # a learned score of each head for looking nowhere
+    attention_bias: bool = False  # added to queries, keys and values, as in Qwen2
+    no_rope_layers: list | None = None  # layers, from 0, whose queries and keys are not rotated, as in SmolLM3
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len", "n_kv_heads", "head_dim", "d_ff"):
@@ -83,6 +85,13 @@ class ThinkerConfig:
             if self.positions != "rope":
                 raise UserError("model.rope_scaling is read with model.positions=rope only; leave it out")
             RopeScaling.from_dict(self.rope_scaling)
+        if self.no_rope_layers is not None:
+            layers = range(self.n_layers)
+            if self.positions != "rope" or any(type(i) is not int or i not in layers for i in self.no_rope_layers):
+                raise UserError(
+                    f"model.no_rope_layers is {self.no_rope_layers}; with model.positions=rope it is a list of layers "
+                    f"from 0 to {self.n_layers - 1}"
+                )
         if self.softcap is not None and not 1e-9 <= self.softcap <= 1e9:
             raise UserError(f"model.softcap is {self.softcap}; it must be a number from 1e-9 to 1e9, or null")
         unknown = [token for layer in self.patterns for token in layer.tokens if token >= self.vocab_size]
@@ -104,6 +113,7 @@ class ThinkerConfig:
         """Whether every layer sees everything, by RoPE and plain scores: what LLaMA and Qwen3 are."""
         plain_scores = self.softcap is None and not self.sink_logits
         fixed_rope = self.positions == "rope" and (self.rope_scaling or {}).get("type") != "dynamic"
+        fixed_rope = fixed_rope and not self.no_rope_layers
         return plain_scores and fixed_rope and {pattern.text for pattern in self.patterns} == {"full"}
 
     @property

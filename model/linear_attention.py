@@ -19,7 +19,7 @@ class LinearAttention(Attention):
     """
 
     def __init__(self, config: ThinkerConfig, n_features: int, layer: int) -> None:
-        super().__init__(config)
+        super().__init__(config, layer)
         self.n_features, self.layer = n_features, layer
         self.features: Tensor | None = None
 
@@ -37,7 +37,7 @@ class LinearAttention(Attention):
         unit = torch.eye(x.shape[1], device=x.device).expand(*v.shape[:2], -1, -1)  # (B, K, T, T)
         return self.mix(q.float(), k.float(), unit, sight, None)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as in kernels/blockwise.py
     def draw(self, device: torch.device) -> Tensor:
         """The features (m, D), drawn when they are first needed."""
         if self.features is None or self.features.device != device:

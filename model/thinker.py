@@ -48,7 +48,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         linear = isinstance(pattern, LinearPattern)
-        self.attention = LinearAttention(config, pattern.features, layer) if linear else Attention(config)
+        self.attention = LinearAttention(config, pattern.features, layer) if linear else Attention(config, layer)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -101,7 +101,7 @@ class Thinker(nn.Module):
         | head | normal, deviation `head_init_std`; 0: the first loss is exactly ln V; where tied, the embedding |
         | learned positions | normal, deviation 0.02 |
         | gains of the norms | one |
-        | sinks | zero |
+        | sinks, biases | zero |
 
         With `init` "normal" every matrix is drawn with deviation 0.02 (Radford et al. 2019, GPT-2).
         """
@@ -113,7 +113,7 @@ class Thinker(nn.Module):
             elif name == "positions.weight":
                 parameter.normal_(0, 0.02, generator=generator)
             elif parameter.dim() == 1:
-                parameter.fill_(0 if name.endswith("sinks") else 1)
+                parameter.fill_(0 if name.endswith(("sinks", "bias")) else 1)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
             elif name == "head.weight":

@@ -154,7 +154,7 @@ def read_tensors(path: Path, expected: dict[str, Tensor | None] | None = None) -
     nothing. One that is expected as None may be anything, and is left out. Raises Damaged where the file is missing,
     broken, or another.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         names = [name for name in file.keys() if not expected or expected.get(name, name) is not None]  # noqa: SIM118
         if expected is not None:
             slices = {name: file.get_slice(name) for name in names}
@@ -166,7 +166,7 @@ def read_tensors(path: Path, expected: dict[str, Tensor | None] | None = None) -
 
 def tensor_names(path: Path) -> list[str]:
     """The names in a safetensors file. Raises Damaged where it is missing or broken."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return list(file.keys())
 
 
@@ -225,7 +225,7 @@ def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     """A safetensors file, open. Raises Damaged where it is missing or broken."""
     try:
         with safe_open(path, framework="pt") as file:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizer import FILE_NAME, Tokenizer
+from data.make_tokenizer import has_tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 from errors import UserError
 from model import Thinker
+from storage import huggingface
 from storage.checkpoint import Damaged, list_checkpoints, load_thinker, verify
 from storage.run_directory import RunDirectory
 
@@ -20,7 +22,10 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     """
     path = Path(path)
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a run directory, such as runs/quickstart, or a checkpoint in it")
+        raise UserError(
+            f"{path} does not exist; give a run directory, such as runs/quickstart, a checkpoint in it, or a Hugging "
+            "Face folder"
+        )
     if (path / "model.safetensors").is_file() and (path / "manifest.json").is_file():
         if checkpoint != "latest":
             raise UserError(
@@ -57,11 +62,15 @@ def load(
     """A model and its tokenizer (None where the folder has none), ready to sample from, in fp32.
 
     Args:
-        path: a run directory, or a checkpoint in it.
+        path: a run directory, a checkpoint in it, or a Hugging Face folder.
         checkpoint: of a run directory, "latest", "best", or a name such as "step-00000500".
 
     Raises UserError where `path` is neither, or nothing in it is whole.
     """
+    if huggingface.is_folder(Path(path)):
+        if checkpoint != "latest":
+            raise UserError(f"{path} is one model; --checkpoint {checkpoint} chooses among those of a run directory")
+        return _with_tokenizer(huggingface.load_folder(Path(path), device), Path(path))
     while True:
         folder = find_checkpoint(path, checkpoint)
         try:
@@ -70,9 +79,14 @@ def load(
         except Damaged:
             if folder.exists():
                 raise  # or a training at work has removed it meanwhile, and made a newer one
-    for place in (folder, folder.resolve().parent.parent):
-        if (place / FILE_NAME).is_file():
-            tokenizer = Tokenizer.load(place)
+    return _with_tokenizer(thinker, folder, folder.resolve().parent.parent)
+
+
+def _with_tokenizer(thinker: Thinker, *places: Path) -> tuple[Thinker, Tokenizer | None]:
+    """And the tokenizer of the first folder that holds one. Raises UserError where the two do not fit."""
+    for place in places:
+        if has_tokenizer(place):
+            tokenizer = load_tokenizer(place)
             if tokenizer.vocab_size > thinker.config.vocab_size:
                 raise UserError(
                     f"the tokenizer in {place} has {tokenizer.vocab_size} ids, the model {thinker.config.vocab_size}: "

@@ -86,6 +86,8 @@ class ModelSection(Section):
     rope_scaling: dict[str, Any] | None = None  # such as {type: yarn, factor: 4, original_max_seq_len: 256}
     softcap: float | None = None  # of attention's scores; null: none
     sink_logits: bool = False
+    attention_bias: bool = False  # of queries, keys and values
+    no_rope_layers: list[int] | None = None  # layers, from 0, that do not rotate
 
 
 class DataSection(Section):

@@ -15,10 +15,13 @@ ATTENTION = ["full", "window(5)", "dilated(9, 2)", "window(4) | global(3)", "tok
              "longformer(3, 3, 2)", "bigbird(3, 2, 4, 1)", "prefix(6)", "topk(4)", "linear(16)",
              "heads(window(3), full)", "window(7) & strided(3)", ["window(4)", "linear(8)"], "LG"]  # fmt: skip
 POSITIONS = ["rope", "alibi", "learned", "sinusoidal", "none"]
-MORE = [{}, {"softcap": 2.0}, {"sink_logits": True}, {"qk_norm": False}]
+MORE = [{}, {"softcap": 2.0}, {"sink_logits": True}, {"qk_norm": False}, {"attention_bias": True}]
+MORE += [{"no_rope_layers": [1]}]
 
 
 def goes_together(attention, positions, more):
+    if "no_rope_layers" in more and positions != "rope":
+        return False
     return "linear" not in str(attention) or (positions != "alibi" and not {"softcap", "sink_logits"} & more.keys())
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.peers import NAMES, as_transformers
+from benchmarks.peers import as_transformers
 from model import Thinker, ThinkerConfig
+from storage.huggingface import their_name
 
 pytest.importorskip("transformers")
 
@@ -44,5 +45,5 @@ def test_gradients_equal(qk_norm):
     torch.testing.assert_close(loss_sum / count, loss, rtol=1e-6, atol=0)
     theirs = dict(other.named_parameters())
     for name, parameter in thinker.named_parameters():
-        twin = theirs[".".join(NAMES.get(part, part) for part in name.split("."))]
+        twin = theirs[their_name(name)]
         torch.testing.assert_close(parameter.grad, twin.grad, rtol=1e-4, atol=1e-6)
