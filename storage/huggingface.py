@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,7 @@ def save_folder(thinker: Thinker, tokenizer: Tokenizer | None, folder: Path, sha
         files = ["model.safetensors"]
     for file, tensors in zip(files, shards):
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file)  # it would be the owner's alone
     if len(shards) > 1:
         where = {name: file for file, tensors in zip(files, shards) for name in tensors}
         total = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())

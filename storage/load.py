@@ -82,6 +82,11 @@ def load(
     return _with_tokenizer(thinker, folder, folder.resolve().parent.parent)
 
 
+def run_of(path: Path) -> Path | None:
+    """The run directory that a path is, or that a checkpoint lies in; None where there is none."""
+    return next((place for place in (path, path.resolve().parent.parent) if (place / "config.yaml").is_file()), None)
+
+
 def _with_tokenizer(thinker: Thinker, *places: Path) -> tuple[Thinker, Tokenizer | None]:
     """And the tokenizer of the first folder that holds one. Raises UserError where the two do not fit."""
     for place in places:

@@ -1,0 +1,124 @@
+"""Whether a Hugging Face folder computes what a Thinker does: asked of transformers itself."""
+
+from __future__ import annotations
+
+import random
+import sys
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.tokenizer import Tokenizer
+from errors import Stopped, UserError
+from model import Thinker
+
+TOLERANCE = 1e-5  # of the largest logit, or of 1
+LENGTH = 256  # positions whose logits are compared
+STEPS = 64  # greedy tokens
+TOGETHER = 500  # texts that are tokenized at once
+CHOICES = (
+    "0123456789",
+    " \t\n\r\u00a0\u3000\x0b\u0085",
+    "\0\x01\x1b\x7f\ufeff\u200b\u200d\u0301",
+    "aeiou'.,-_/\\(){}<|>",
+)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What was found equal."""
+
+    logit_difference: float  # the largest
+    n_positions: int
+    n_greedy: int
+    n_texts: int
+
+    def __str__(self) -> str:
+        texts = f", {self.n_texts:,} texts tokenized equally" if self.n_texts else ""
+        return (
+            f"logits within {self.logit_difference:.1e} at {self.n_positions} positions, {self.n_greedy} greedy tokens "
+            f"equal{texts}"
+        )
+
+
+def adversarial_texts(names: list[str], seed: int = 0) -> Iterator[str]:
+    """Texts without end: letters of every Unicode category, digits, spaces, controls, names of special tokens."""
+    rng = random.Random(seed)
+    by_category: dict[str, list[str]] = {}
+    for point in rng.sample(range(sys.maxunicode + 1), 100_000):
+        by_category.setdefault(unicodedata.category(chr(point)), []).append(chr(point))
+    by_category.pop("Cs", None)  # half of a pair is no text
+    kinds = [*by_category.values(), *CHOICES, *CHOICES, *([names] if names else [])]
+    words = ["don't", "we'LL", " The", "naïve", "Straße", "日本語", "🙂👩\u200d👧", "x = 3.14159", "ﬁn", "ا٣", "한국어"]
+    while True:
+        parts = (
+            rng.choice(words) if rng.random() < 0.2 else "".join(rng.choices(rng.choice(kinds), k=rng.randrange(1, 9)))
+            for _ in range(rng.randrange(1, 8))
+        )
+        yield "".join(parts)
+
+
+@torch.no_grad()
+def prove(thinker: Thinker, tokenizer: Tokenizer | None, folder: Path, n_texts: int = 5000, seed: int = 0) -> Parity:
+    """Compare a folder, opened by transformers, with the model and tokenizer that it was written from.
+
+    Raises Stopped where they differ, UserError where transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            "the proof that an export is right needs the library transformers: pip install transformers"
+        ) from error
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    thinker, generator = thinker.to("cpu").eval(), torch.Generator().manual_seed(seed)
+    length = min(LENGTH, thinker.config.max_seq_len)
+    tokens = torch.randint(thinker.config.vocab_size, (2, length), generator=generator)
+    ours, other = thinker(tokens), theirs(tokens).logits  # (2, T, V)
+    difference = (ours - other).abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, ours.abs().max().item()):
+        raise Stopped(f"transformers computes other logits: they differ by {difference:.2g}; nothing was written")
+    steps = int(min(STEPS, thinker.rope.longest - 4))  # dynamic RoPE is decoded up to the length of the pretraining
+    mine, its = _greedy(thinker, tokens[:1, :4], steps), _their_greedy(theirs, tokens[:1, :4], steps)
+    if mine != its:
+        at = next(place for place, both in enumerate(zip(mine, its)) if both[0] != both[1])
+        raise Stopped(f"transformers goes on with another token at greedy step {at}; nothing was written")
+    if tokenizer is None:
+        return Parity(difference, length, steps, 0)
+    its_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = adversarial_texts(list(tokenizer.special_tokens), seed)
+    with tqdm(total=n_texts, desc="tokenizing alike", unit=" texts", leave=False) as bar:
+        for start in range(0, n_texts, TOGETHER):
+            some = [next(texts) for _ in range(min(TOGETHER, n_texts - start))]
+            known = its_tokenizer(some, add_special_tokens=False)["input_ids"]
+            for text, ids in zip(some, known):
+                if tokenizer.encode(text, allow_special=True) != ids:
+                    raise Stopped(f"transformers tokenizes {text!r} otherwise; nothing was written")
+            bar.update(len(some))
+    return Parity(difference, length, steps, n_texts)
+
+
+def _greedy(thinker: Thinker, tokens: Tensor, steps: int) -> list[int]:
+    """Through our cache."""
+    cache, drawn = thinker.new_cache(1, tokens.shape[1] + steps), []
+    for _ in range(steps):
+        tokens = thinker(tokens, cache=cache, last_only=True)[:, -1].argmax(-1, keepdim=True)  # (1, 1)
+        drawn.append(tokens.item())
+    return drawn
+
+
+def _their_greedy(model: torch.nn.Module, tokens: Tensor, steps: int) -> list[int]:
+    """Through theirs."""
+    past, drawn = None, []
+    for _ in range(steps):
+        out = model(tokens, past_key_values=past, use_cache=True)
+        tokens, past = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+        drawn.append(tokens.item())
+    return drawn

@@ -1,0 +1,64 @@
+"""A trained model as a Hugging Face folder: python scripts/export_hf.py RUN OUT."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from errors import UserError, run_command
+from generate import Parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description="Write a folder that transformers loads, and prove that it computes the same.")
+    parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/quickstart, or a checkpoint in it")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to be made")
+    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="of a file of weights at most (default 5)")
+    arguments = parser.parse_args()
+    if not 0 < arguments.shard_gigabytes < 1e6:
+        raise UserError(f"--shard-gigabytes is {arguments.shard_gigabytes}; it must be a positive number")
+    return arguments
+
+
+def main() -> int:
+    """Load, write, prove, and only then let the folder appear. Returns the exit status."""
+    arguments = parse_arguments()
+    from data import tokenizer_json
+    from evaluation.parity import prove
+    from storage import huggingface, load
+    from storage.card import model_card
+    from storage.load import run_of
+
+    out, path = arguments.out, Path(arguments.path)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already; give a folder that is not, or is empty")
+    thinker, tokenizer = load(path, checkpoint=arguments.checkpoint)
+    family = huggingface.family_of(thinker.config)
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        huggingface.save_folder(thinker, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
+        if tokenizer is not None:
+            tokenizer_json.write(tokenizer, temporary, thinker.config.max_seq_len)
+        parity = prove(thinker, tokenizer, temporary)
+        card = model_card(thinker, tokenizer, run_of(path), out.resolve().name, str(parity))
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"{out}: a {family} of {sum(p.numel() for p in thinker.parameters()):,} parameters")
+    print(f"proved with transformers: {parity}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
