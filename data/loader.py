@@ -61,12 +61,21 @@ class Windows:
     Padding: the input is the boundary token, the target IGNORED (-1). Raises UserError for an unknown packing.
 
     Args:
+        stride: "contiguous" windows begin so many tokens after each other and overlap: each counts its last `stride`
+            targets, and the first of a shard all. seq_len unless given.
         isolate: the model shall see the documents of a window apart: see documents().
         given: the first so many tokens of a window are given; what they predict of each other is not counted.
     """
 
     def __init__(
-        self, tokens: TokenSet, seq_len: int, packing: Packing, *, isolate: bool = False, given: int = 0
+        self,
+        tokens: TokenSet,
+        seq_len: int,
+        packing: Packing,
+        *,
+        stride: int | None = None,
+        isolate: bool = False,
+        given: int = 0,
     ) -> None:
         if packing not in get_args(Packing):
             raise UserError(f"data.packing={packing}: it must be {' or '.join(get_args(Packing))}")
@@ -76,12 +85,19 @@ class Windows:
         self.seq_len = seq_len
         self.packing = packing
         self.isolate, self.given = isolate, given
+        self.stride = seq_len if stride is None else stride
+        if not 1 <= self.stride <= seq_len or (self.stride < seq_len and (packing == "documents" or given > 1)):
+            raise UserError(
+                f"a stride of {stride} tokens: it must lie between 1 and the context's length, {seq_len}, and goes "
+                "with contiguous windows, of a model without a prefix"
+            )
         self.starts: list[np.ndarray] = []  # "documents" only: see _packed_starts
         if packing == "documents":
             self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
             counts = [len(starts) - 1 for starts in self.starts]
         else:
-            counts = [-(-(shard.n_tokens - 1) // seq_len) for shard in tokens.shards]
+            rest = [max(0, shard.n_tokens - 1 - seq_len) for shard in tokens.shards]  # targets after a first window
+            counts = [1 + -(-more // self.stride) for more in rest]
         self._first = np.cumsum([0, *counts])  # number of the first window of each shard, and of all windows
 
     def __len__(self) -> int:
@@ -95,7 +111,8 @@ class Windows:
         shard, local = self.tokens.shards[number], index - int(self._first[number])
         if self.packing == "documents":
             return shard, int(self.starts[number][local]), int(self.starts[number][local + 1])
-        return shard, local * self.seq_len, min((local + 1) * self.seq_len, shard.n_tokens - 1)
+        start = local * self.stride
+        return shard, start, min(start + self.seq_len, shard.n_tokens - 1)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), each (T,) int64."""
@@ -105,6 +122,10 @@ class Windows:
         inputs[: end - start] = shard.tokens[start:end]
         targets[: end - start] = shard.tokens[start + 1 : end + 1]
         targets[: max(0, self.given - 1)] = IGNORED
+        if shard.own_end:
+            targets[targets == int(shard.tokens[0])] = IGNORED
+        if start > 0:
+            targets[: self.seq_len - self.stride] = IGNORED
         return inputs, targets
 
     def batch(self, indices: list[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +140,7 @@ class Windows:
     @property
     def n_targets(self) -> int:
         """Targets counted in one pass over all windows."""
-        return sum(shard.n_tokens - 1 for shard in self.tokens.shards)
+        return sum(shard.n_tokens - 1 - shard.own_end * shard.n_documents for shard in self.tokens.shards)
 
     @property
     def longest_document(self) -> int:

@@ -1,9 +1,10 @@
 """Tokens on disk: memory-mapped shard files behind a header that is checked whenever one is opened.
 
 The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the boundary token, and
-the last one ends with one too. A file holds, one after the other and each aligned to 8 bytes: the header, the tokens,
-where each document starts (and, at the end, where the closing boundary lies), the bytes of text in each document, and,
-where all of them are known, ln P of each document.
+the last one ends with one too. Where texts end with a token of their own, it stands before the boundary, which
+is then no target. A file holds, one after the other and each aligned to 8 bytes: the header, the tokens, where each
+document starts (and, at the end, where the closing boundary lies), the bytes of text in each document, and, where all
+of them are known, ln P of each document.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Shard:
         offsets: (n_documents + 1,) int64, where in tokens each document's boundary lies; the last is the closing one.
         document_bytes: (n_documents,) int64, bytes of UTF-8 text.
         log_probs: (n_documents,) float64, ln P of each document, or None.
+        own_end: texts end with a token of their own, so that nobody has to predict the boundary.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class Shard:
     offsets: np.ndarray
     document_bytes: np.ndarray
     log_probs: np.ndarray | None
+    own_end: bool = False
 
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
@@ -89,7 +92,8 @@ class Shard:
         if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != tokenizer.bos_id or tokens[-1] != tokens[0]:
             raise DamagedShard(f"{path} does not begin and end with a document")
         log_probs = views[3] if has_log_probs else None
-        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs)
+        own_end = tokenizer.bos_id not in tokenizer.eos_ids
+        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs, own_end)
 
 
 class ShardWriter:
@@ -107,6 +111,8 @@ class ShardWriter:
         self.digest = hashlib.sha256()  # of all tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._boundary = np.array([tokenizer.bos_id], self._dtype).tobytes()
+        own_end = tokenizer.bos_id not in tokenizer.eos_ids
+        self._end = np.array([tokenizer.eos_id], self._dtype).tobytes() if own_end else b""
         self._file = None
 
     @property
@@ -117,6 +123,7 @@ class ShardWriter:
     def add(self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False) -> None:
         """Append a document, or with continues=True more of the last one: its ids and its bytes of text."""
         if not continues:
+            self._end_document()
             if self._file is not None and self._n_tokens >= self.shard_tokens:
                 self.close()
             if self._file is None:
@@ -126,7 +133,13 @@ class ShardWriter:
             self._document_bytes.append(0)
             self._log_probs.append(float("nan") if log_prob is None else log_prob)
         self._write_tokens(ids.astype(self._dtype).tobytes())
+        self._last = int(ids[-1]) if len(ids) else None
         self._document_bytes[-1] += n_bytes
+
+    def _end_document(self) -> None:
+        if self._file is not None and self._end and self._last not in self.tokenizer.eos_ids:
+            self._write_tokens(self._end)
+            self._last = self.tokenizer.eos_id
 
     def _open(self) -> None:
         self._path = self.folder / f"{self.name}-{len(self.files):05d}.tokens"
@@ -144,6 +157,7 @@ class ShardWriter:
         """Finish the shard being written, if there is one: to disk whole, then renamed."""
         if self._file is None:
             return
+        self._end_document()
         self._offsets.append(self._n_tokens)
         self._write_tokens(self._boundary)
         self._file.write(bytes(_aligned(self._file.tell()) - self._file.tell()))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import Tensor
+from tqdm import tqdm
 
 from attention.rope import Rope, RopeScaling
 from data.loader import Windows, in_order
@@ -116,16 +117,24 @@ def hidden_states(thinker: Thinker, tokens: Tensor, documents: Tensor | None = N
 
 @torch.no_grad()
 def loss_by_position(
-    thinker: Thinker, windows: Windows, batch_size: int, limit: int | None = None, trained_length: int | None = None
+    thinker: Thinker,
+    windows: Windows,
+    batch_size: int,
+    limit: int | None = None,
+    trained_length: int | None = None,
+    progress: bool = False,
 ) -> LongLoss:
     """The loss of each token in the first `limit` windows; evaluation mode, and then the mode that was.
 
-    `trained_length`: that of the training's windows; config.max_seq_len unless given.
+    `trained_length`: that of the training's windows; config.max_seq_len unless given. `progress`: show a bar.
     """
     was_training = thinker.training
     thinker.eval()
     nats = []
-    for inputs, targets in in_order(windows, batch_size, limit):
+    batches = -(-len(windows) // batch_size)
+    for inputs, targets in tqdm(
+        in_order(windows, batch_size, limit), desc="evaluating", total=batches, disable=not progress
+    ):
         given = [x if x is None else x.to(thinker.device) for x in (inputs, windows.documents(inputs))]
         rows = hidden_states(thinker, *given).flatten(0, 1).split(HEAD_ROWS)  # (n, C) each
         losses = [F.cross_entropy(thinker.head(x).float(), y.to(x.device), ignore_index=-1, reduction="none").cpu()

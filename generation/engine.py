@@ -137,9 +137,15 @@ class Generator:
             yield piece
 
     def stream_all(
-        self, completions: list[Completion], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        completions: list[Completion],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: list[list[int]] | None = None,
     ) -> Iterator[tuple[int, str]]:
-        """Continue many at once, giving out pairs (which one, text that became certain); fills in the completions."""
+        """Continue many at once, giving out pairs (which one, text that became certain); fills in the completions.
+
+        `prompts`: their tokens; those of encode() unless given.
+        """
         if params is None or isinstance(params, SamplingParams):
             base = params or SamplingParams()
             params = [dataclasses.replace(base, seed=base.seed + index) for index in range(len(completions))]
@@ -149,7 +155,7 @@ class Generator:
             )
         rows = []
         for index, (completion, own) in enumerate(zip(completions, params)):
-            tokens = self.encode(completion.prompt)
+            tokens = self.encode(completion.prompt) if prompts is None else list(prompts[index])
             rows.append(self.new_row(index, completion, own, tokens))
         if rows:
             yield from self.decode(rows, *self._prefill(rows))

@@ -1,10 +1,11 @@
-"""What a model makes of texts longer than its training's: python scripts/eval.py PATH --long."""
+"""How well a model predicts: python scripts/eval.py PATH."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +14,106 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import UserError, run_command
 from generate import Parser
 
+FOR_TASKS = ("include", "shots", "limit")
+
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description="Loss by position in long texts; on tales, also how far back facts are still used.")
-    parser.add_argument("run", metavar="PATH", help="a run directory, such as runs/quickstart, or a checkpoint in it")
-    parser.add_argument("--long", action="store_true", help="in texts longer than those of the training")
-    parser.add_argument("--factor", type=int, default=4, help="how many times as long, at most (default 4)")
-    parser.add_argument("--rope-scaling", metavar="YAML", help='such as "{type: linear, factor: 4}", for this once')
-    parser.add_argument("--source", choices=["tales", "pydocs", "text"], help="what to read (default: as in training)")
-    parser.add_argument("--path", metavar="FILE", help="with --source text: a file, a folder or a glob")
-    parser.add_argument("--windows", type=int, default=32, help="at most so many of the validation split (default 32)")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw both into this picture")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    parser = Parser(description="Loss, perplexity and bits per byte on a text, with intervals; tasks; long texts.")
+    parser.add_argument("run", metavar="PATH", help="a run directory, a checkpoint in it, or a Hugging Face folder")
+    group = parser.add_argument_group("what is read")
+    sources = ["tales", "pydocs", "text", "jsonl", "parquet"]
+    group.add_argument("--source", choices=sources, help="default: what the run validates on")
+    group.add_argument("--path", metavar="FILE", help="of text, jsonl and parquet: a file, a folder or a glob")
+    group.add_argument("--column", metavar="NAME", help="of jsonl and parquet (default text)")
+    group.add_argument(
+        "--max-tokens", type=int, default=200_000, metavar="N", help="of --source, its first so many (default 200000)"
+    )
+    group = parser.add_argument_group("how")
+    group.add_argument(
+        "--context", metavar="N,...", help="lengths of context, such as 128,256 (default: the trained one)"
+    )
+    group.add_argument("--stride", type=int, metavar="N", help="windows overlap; each counts its last N tokens")
+    group.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default 0.95)")
+    group.add_argument("--rope-scaling", metavar="YAML", help='such as "{type: linear, factor: 4}", for this once')
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    group.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    group = parser.add_argument_group("instead: texts longer than those of the training")
+    group.add_argument("--long", action="store_true", help="loss by position there; on tales also a needle test")
+    group.add_argument("--factor", type=int, default=4, help="how many times as long, at most (default 4)")
+    group.add_argument("--windows", type=int, default=32, help="at most so many (default 32)")
+    group = parser.add_argument_group("instead: tasks of EleutherAI's lm-evaluation-harness (pip install lm-eval)")
+    group.add_argument("--tasks", metavar="NAME,...", help="such as hellaswag,arc_easy; their data is downloaded")
+    group.add_argument(
+        "--include", type=Path, metavar="FOLDER", help="with tasks of your own, as the harness's YAML files"
+    )
+    group.add_argument("--shots", type=int, help="examples before each question (default: as the task says)")
+    group.add_argument("--limit", type=int, help="the first so many questions of each task only")
+    group = parser.add_argument_group("what comes out")
+    group.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
+    group.add_argument("--png", type=Path, metavar="FILE", help="a picture of the loss by position")
     arguments = parser.parse_args()
-    if not arguments.long:
-        raise UserError("there is nothing to do; --long evaluates in texts longer than those of the training")
-    if arguments.factor < 1 or arguments.windows < 1:
-        raise UserError(f"--factor is {arguments.factor}, --windows {arguments.windows}; both must be at least 1")
-    if (arguments.path is None) == (arguments.source == "text"):
-        raise UserError("--source text and --path FILE go together")
+    check_together(arguments, parser)
     return arguments
 
 
-def validation_split(folder: Path, source: str | None, path: str | None) -> tuple[str, int, Any]:
-    """The source's name, the length of the training's windows, and the validation tokens.
+def check_together(arguments: argparse.Namespace, parser: Parser) -> None:
+    """Refuse what contradicts itself, or would not be read."""
+    if arguments.long and arguments.tasks is not None:
+        raise UserError("--long and --tasks contradict each other; leave one out")
+    texts = ("source", "path", "column", "max_tokens", "rope_scaling", "png")
+    measured = ("context", "stride", "confidence")
+    unread = FOR_TASKS if arguments.tasks is None else (*texts, *measured)
+    unread += measured if arguments.long else ("factor", "windows")
+    mode = "--long" if arguments.long else "--tasks" if arguments.tasks is not None else "a plain evaluation"
+    for name in unread:
+        if getattr(arguments, name) != parser.get_default(name):
+            raise UserError(f"--{name.replace('_', '-')} does not go with {mode}; leave it out")
+    for name in ("factor", "windows", "max_tokens", "stride", "limit"):
+        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
+    if not 0 < arguments.confidence < 1:
+        raise UserError(f"--confidence is {arguments.confidence}; it must lie between 0 and 1, such as 0.95")
+    needs_path = arguments.source in ("text", "jsonl", "parquet")
+    if (arguments.path is not None) != needs_path:
+        raise UserError("--source text, jsonl or parquet and --path FILE go together")
 
-    As the run of a checkpoint splits its text, or would split another.
-    """
-    from data.tokenizer import FILE_NAME, Tokenizer
+
+def context_lengths(text: str | None, trained: int) -> list[int]:
+    """ "128,256" as numbers."""
+    try:
+        lengths = [int(part) for part in text.split(",")] if text is not None else [trained]
+    except ValueError:
+        lengths = [0]
+    if min(lengths) < 2:
+        raise UserError(f"--context {text} is no list of lengths from 2 on, such as 128,256")
+    return lengths
+
+
+def find_tokens(
+    arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path
+) -> tuple[str, int | None, Any]:
+    """The source's name, the length of the training's windows where it is known, and the tokens to be predicted."""
+    from data.make_tokenizer import load_tokenizer
+    from data.sources import open_source
+    from evaluation.text import tokenize
+    from storage.load import run_of
     from training.loop import prepare_data
     from training.recipe import load_recipe
 
-    run = folder.resolve().parent.parent
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{folder} lies in no run directory, whose config.yaml says how its text was split")
-    given = {"source": source, "path": path, "tokenizer": str(run / FILE_NAME)}
-    given |= dict.fromkeys(("config", "split", "column", "streaming"))
-    overrides = [f"data.{name}={json.dumps(value)}" for name, value in given.items()] if source else []
-    recipe = load_recipe(run / "config.yaml", overrides)
+    run = run_of(folder)
+    recipe = None if run is None else load_recipe(run / "config.yaml", [])
+    if arguments.source is not None:
+        options = {"column": arguments.column} if arguments.column else {}
+        if arguments.source == "tales":  # others than those of the training
+            options |= {"max_documents": 1 + arguments.max_tokens // 16, "seed": 1 << 40}
+        source = open_source(arguments.source, path=arguments.path, **options)
+        tokens = tokenize(source, tokenizer, arguments.max_tokens, scratch)
+        return arguments.source, recipe and recipe.data.seq_len, tokens
+    if recipe is None:
+        raise UserError(f"{folder} lies in no run directory, whose text could be taken; say which with --source")
     corpus = prepare_data(recipe)
-    if corpus.tokenizer.content_hash != Tokenizer.load(run).content_hash:
+    if corpus.tokenizer.content_hash != load_tokenizer(run).content_hash:
         raise UserError(f"the text of data.source={recipe.data.source} is not that of the training; give --source")
     return recipe.data.source, recipe.data.seq_len, corpus.val
 
@@ -87,26 +145,46 @@ def draw(loss: Any, needles: list[dict[str, Any]], path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def main() -> int:
-    """Evaluate, print, draw. Returns the exit status."""
-    arguments = parse_arguments()
-    from device import choose_device, tune
-    from evaluation import long, needle
-    from storage import load
-    from storage.load import find_checkpoint
+def show(about: dict[str, Any]) -> None:
+    """What was evaluated, a line each."""
+    print("\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in about.items() if value is not None))
 
-    device = choose_device(arguments.device)
-    tune(device)
-    folder = find_checkpoint(arguments.run, arguments.checkpoint)
-    thinker, tokenizer = load(folder, device)
-    if tokenizer is None:
-        raise UserError(f"{folder} has no tokenizer beside it, without which there is nothing to read")
-    if arguments.rope_scaling is not None:
-        long.stretch(thinker, arguments.rope_scaling)
-    source, length, tokens = validation_split(folder, arguments.source, arguments.path)
-    longest, needles = arguments.factor * length, []
+
+def measure(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, scratch: Path) -> None:
+    """Loss, perplexity and bits per byte at every length of context."""
+    from data.loader import Windows
+    from data.tokenizer import token_byte_lengths
+    from evaluation.text import table, text_loss
+
+    source, trained, tokens = find_tokens(arguments, folder, tokenizer, scratch)
+    trained = trained or min(thinker.config.max_seq_len, 1024)
+    packing = "documents" if source == "tales" else "contiguous"
+    lengths, found = token_byte_lengths(tokenizer), []
+    for length in context_lengths(arguments.context, trained):
+        stride = min(arguments.stride or length, length)
+        windows = Windows(tokens, length, packing, stride=stride, given=thinker.config.prefix)
+        found.append(text_loss(thinker, windows, lengths, share=arguments.confidence, trained_length=trained))
+    if arguments.png:
+        draw(found[-1].by_position, [], arguments.png)
+    about = {"model": str(folder), "source": source, "trained_length": trained, "confidence": arguments.confidence}
+    about |= {"rope_scaling": arguments.rope_scaling}
+    if arguments.json:
+        print(json.dumps(about | {"losses": [one.to_dict() for one in found]}))
+        return
+    show(about | {"bytes": f"{found[0].n_bytes:,}", "entropy_floor": found[0].entropy_floor})
+    print(f"\n{table(found)}\n\nby position, at a context of {found[-1].context_length}")
+    print(found[-1].by_position.table())
+
+
+def measure_long(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, scratch: Path) -> None:
+    """Loss by position in texts longer than those of the training, and on tales the needles."""
+    from evaluation import long, needle
+
+    source, trained, tokens = find_tokens(arguments, folder, tokenizer, scratch)
+    trained = trained or thinker.config.max_seq_len
+    longest, needles = arguments.factor * trained, []
     windows = long.long_windows(thinker.config, tokens, longest)
-    loss = long.loss_by_position(thinker, windows, max(1, 4096 // windows.seq_len), arguments.windows, length)
+    loss = long.loss_by_position(thinker, windows, max(1, 4096 // windows.seq_len), arguments.windows, trained)
     if source == "tales":
         farthest = min(longest, 1 << 14)  # longer stories take minutes
         distances = [2**n for n in range(4, farthest.bit_length()) if 2**n <= farthest]
@@ -114,22 +192,61 @@ def main() -> int:
     if arguments.png:
         draw(loss, needles, arguments.png)
     about = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
-    about |= {
-        "source": source,
-        "window_length": windows.seq_len,
-        "windows": len(loss.nats),
-        "tokens": int(loss.counts.sum()),
-    }
+    about |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
+    about |= {"tokens": int(loss.counts.sum())}
     if arguments.json:
         print(json.dumps(about | {"long": loss.to_dict(), "needle": needles or None}))
-        return 0
-    print("\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in about.items() if value is not None))
+        return
+    show(about)
     if windows.seq_len < longest:
         learned = thinker.config.positions == "learned" and windows.seq_len == thinker.config.max_seq_len
-        reason = f"the model has learned {windows.seq_len} positions" if learned else "the validation split is as short"
+        reason = f"the model has learned {windows.seq_len} positions" if learned else "the text is as short"
         print(f"{reason}; longer texts cannot be read")
     print(f"\n{loss.table()}\n")
     print(needle.table(needles) if needles else "no needles: they are of the corpus tales (--source tales)")
+
+
+def measure_tasks(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -> None:
+    """What the harness finds, a task a line."""
+    try:
+        from evaluation.harness import run_tasks
+    except ModuleNotFoundError as error:
+        raise UserError(f"--tasks needs the package {error.name}: pip install lm-eval") from error
+    names = [name for name in arguments.tasks.split(",") if name]
+    options = {"include": arguments.include, "n_shots": arguments.shots, "limit": arguments.limit}
+    results = run_tasks(thinker, tokenizer, names, **options)
+    if arguments.json:
+        print(json.dumps(results))
+        return
+    for task, metrics in results.items():
+        for metric, value in metrics.items():
+            if not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr")
+                print(f"{task:>24}  {metric:>18}  {value:.4f}{'' if error is None else f' ± {error:.4f}'}")
+
+
+def main() -> int:
+    """Evaluate, print, draw. Returns the exit status."""
+    arguments = parse_arguments()
+    from device import choose_device, tune
+    from evaluation import long
+    from storage import load
+    from storage.load import find_model
+
+    device = choose_device(arguments.device)
+    tune(device)
+    folder = find_model(arguments.run, arguments.checkpoint)
+    thinker, tokenizer = load(folder, device)
+    if tokenizer is None:
+        raise UserError(f"{folder} has no tokenizer beside it, without which there is nothing to read")
+    if arguments.rope_scaling is not None:
+        long.stretch(thinker, arguments.rope_scaling)
+    if arguments.tasks is not None:
+        measure_tasks(arguments, thinker, tokenizer)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            mode = measure_long if arguments.long else measure
+            mode(arguments, folder, thinker, tokenizer, Path(scratch))
     return 0
 
 

@@ -56,6 +56,15 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     return found
 
 
+def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
+    """find_checkpoint(), or a Hugging Face folder as it is."""
+    if not huggingface.is_folder(Path(path)):
+        return find_checkpoint(path, checkpoint)
+    if checkpoint != "latest":
+        raise UserError(f"{path} is one model; --checkpoint {checkpoint} chooses among those of a run directory")
+    return Path(path)
+
+
 def load(
     path: str | Path, device: torch.device | str = "cpu", checkpoint: str = "latest"
 ) -> tuple[Thinker, Tokenizer | None]:
@@ -67,12 +76,10 @@ def load(
 
     Raises UserError where `path` is neither, or nothing in it is whole.
     """
-    if huggingface.is_folder(Path(path)):
-        if checkpoint != "latest":
-            raise UserError(f"{path} is one model; --checkpoint {checkpoint} chooses among those of a run directory")
-        return _with_tokenizer(huggingface.load_folder(Path(path), device), Path(path))
     while True:
-        folder = find_checkpoint(path, checkpoint)
+        folder = find_model(path, checkpoint)
+        if huggingface.is_folder(folder):
+            return _with_tokenizer(huggingface.load_folder(folder, device), folder)
         try:
             thinker = load_thinker(folder, device)
             break

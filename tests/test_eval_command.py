@@ -9,8 +9,10 @@ import yaml
 from conftest import ROOT
 
 import storage
+from data import tokenizer_json
 from errors import UserError
 from evaluation import needle
+from storage import huggingface
 
 EVAL = ROOT / "scripts" / "eval.py"
 YARN = "{type: yarn, factor: 4, original_max_seq_len: 32}"
@@ -64,7 +66,7 @@ def test_the_trained_length_is_that_of_the_data_and_windows_end_with_the_text(co
     shown = capsys.readouterr().out
     assert "trained length  16\n" in shown
     assert "  16-31  " in shown
-    assert "the validation split is as short; longer texts cannot be read" in shown
+    assert "the text is as short; longer texts cannot be read" in shown
     with pytest.raises(UserError, match="it must be a table such as"):
         command(run, "--long", "--rope-scaling", "", "--device", "cpu")
 
@@ -85,6 +87,34 @@ def test_another_source_in_the_models_own_tokens(command, tiny_run, tmp_path, ca
     assert picture.stat().st_size > 10_000
 
 
+def test_losses_of_a_run_and_of_its_export(command, tiny_run, tmp_path, capsys):
+    """The run's own validation, which its last line of metrics.jsonl has too; and any text, of either."""
+    assert command(tiny_run, "--device", "cpu", "--json", "--context", "8,32") == 0
+    found = json.loads(capsys.readouterr().out)
+    last = [line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line][-1]
+    short, trained = found["losses"]
+    assert trained["context_length"] == found["trained_length"] == 32
+    assert trained["nats_per_token"]["mean"] == pytest.approx(last["val_loss"], rel=1e-5)
+    assert trained["bits_per_byte"]["mean"] == pytest.approx(last["val_bits_per_byte"], rel=1e-5)
+    assert short["nats_per_token"]["mean"] > trained["nats_per_token"]["mean"]
+    thinker, tokenizer = storage.load(tiny_run)
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    huggingface.save_folder(thinker, tokenizer, folder)
+    tokenizer_json.write(tokenizer, folder, 32)
+    given = ["--source", "text", "--path", ROOT / "README.md", "--max-tokens", 700, "--device", "cpu"]
+    both = []
+    for model in tiny_run, folder:
+        assert command(model, *given, "--png", tmp_path / "a.png") == 0
+        shown = capsys.readouterr().out
+        both.append(shown.splitlines()[-6:])
+        assert "perplexity" in shown
+    assert both[0] == both[1]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="say which with --source"):
+        command(folder, "--device", "cpu")
+
+
 def test_learned_positions_say_where_they_end(command, tiny_run, make_thinker, capsys, monkeypatch):
     thinker, tokenizer = storage.load(tiny_run)
     learned = make_thinker(vocab_size=thinker.config.vocab_size, max_seq_len=32, positions="learned")
@@ -98,17 +128,24 @@ def test_learned_positions_say_where_they_end(command, tiny_run, make_thinker, c
 
 
 def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
-    done = script(EVAL, tiny_run)
+    done = script(EVAL, tiny_run, "--long", "--stride", 4)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert "--long" in done.stderr
+    assert done.stderr == "error: --stride does not go with --long; leave it out\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--long", "--factor", "0"], "at least 1"),
+        (["--long", "--tasks", "x"], "contradict"),
+        (["--tasks", "x", "--context", "8"], "--context does not go with --tasks"),
+        (["--limit", "3"], "--limit does not go with a plain evaluation"),
+        (["--factor", "3"], "--factor does not go with a plain evaluation"),
+        (["--stride", "0"], "--stride is 0"),
+        (["--confidence", "1"], "--confidence is 1.0"),
+        (["--context", "64,x"], "--context 64,x is no list"),
+        (["--context", "1"], "no list of lengths"),
+        (["--source", "jsonl"], "--path"),
         (["--long", "--windows", "none"], "invalid int"),
         (["--long", "--source", "text"], "--path"),
         (["--long", "--path", "README.md"], "--source text"),
