@@ -26,7 +26,7 @@ lint: .venv/ready-dev
 	$(PIP) -r requirements.txt
 	touch $@
 
-.venv/ready-dev: requirements-dev.txt .venv/ready
+.venv/ready-dev: requirements-dev.txt requirements-more.txt .venv/ready
 	$(PIP) -r requirements-dev.txt
 	touch $@
 

@@ -152,7 +152,7 @@ class Rope(nn.Module):
                 f"({self.longest}): no cache, and no window of isolated documents, goes on to {end}; use yarn or linear"
             )
 
-    def _frequencies(self, stretch: float) -> Tensor:
+    def frequencies(self, stretch: float = 1.0) -> Tensor:
         """Radians a position by pair, (D/2,) in float64, the fastest first."""
         pairs, scaling = torch.arange(self.head_dim // 2, dtype=torch.float64), self.scaling
         plain = self.theta ** (-2 * pairs / self.head_dim)
@@ -175,7 +175,7 @@ class Rope(nn.Module):
         device = positions.device
         where = torch.device("cpu") if device.type == "mps" else device  # which has no float64
         # In fp32 the angle of a far position would lose its fraction.
-        angles = positions.to(where, torch.float64)[..., None] * self._frequencies(stretch).to(where)  # (..., D/2)
+        angles = positions.to(where, torch.float64)[..., None] * self.frequencies(stretch).to(where)  # (..., D/2)
         cos, sin = (self.magnitude * angles.cos()).float(), (self.magnitude * angles.sin()).float()
         return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 

@@ -308,13 +308,8 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     if isinstance(tokenizer, ForeignTokenizer):
         tokenizer.save(folder)
         return
-    ranks = {token: number for number, token in enumerate(tokenizer._tokens) if token is not None}
-    vocab = {"".join(map(TO_CHAR.get, token)): number for token, number in ranks.items()}
-    merges = []
-    for token, number in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = split(token, ranks, number)
-        if len(parts) == 2:
-            merges.append(["".join(map(TO_CHAR.get, part)) for part in parts])
+    pieces = enumerate(tokenizer._tokens)
+    vocab = {_printed(token): number for number, token in pieces if token is not None}
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
@@ -335,7 +330,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, byte_level]},
         "post_processor": None,
         "decoder": byte_level | {"use_regex": True},
-        "model": model | {"vocab": vocab | dict(special), "merges": merges},
+        "model": model | {"vocab": vocab | dict(special), "merges": merges_of(tokenizer)},
     }
     names = {number: name for name, number in special}
     eos = names.get(tokenizer.eos_id, tokenizer.boundary)
@@ -352,6 +347,17 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     _write_json(folder / CONFIG_NAME, config)
     if tokenizer.chat_template is not None:
         _replace(folder / TEMPLATE_NAME, tokenizer.chat_template)
+
+
+def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
+    """The pairs that make the tokens, in order, in printable characters."""
+    ranks = {token: number for number, token in enumerate(tokenizer._tokens) if token is not None}
+    pairs = (split(token, ranks, number) for token, number in sorted(ranks.items(), key=lambda item: item[1]))
+    return [[_printed(part) for part in parts] for parts in pairs if len(parts) == 2]
+
+
+def _printed(token: bytes) -> str:
+    return "".join(map(TO_CHAR.get, token))
 
 
 def _library(content: dict) -> Any:

@@ -105,6 +105,40 @@ def prove(thinker: Thinker, tokenizer: Tokenizer | None, folder: Path, n_texts: 
     return Parity(difference, length, steps, n_texts)
 
 
+@torch.no_grad()
+def prove_gguf(thinker: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_texts: int = 1000) -> str:
+    """Compare a GGUF file, opened by llama.cpp, with the model and tokenizer that it was written from; says how.
+
+    Args:
+        exact: the file's weights are fp32; rounded ones may choose another token, and only texts are compared.
+
+    Raises Stopped where they differ.
+    """
+    try:
+        from llama_cpp import Llama
+    except ImportError:
+        return "not compared with llama.cpp, which is not installed (pip install llama-cpp-python)"
+    steps, tokens = min(STEPS, thinker.config.max_seq_len - 4), torch.tensor([[tokenizer.bos_id, 0, 1, 2]])
+    options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # a cache of fp32
+    other = Llama(str(path), n_ctx=steps + 4, logits_all=True, **options)
+    try:
+        mine, its, fed = _greedy(thinker, tokens, steps), [], tokens[0].tolist()
+        for _ in range(steps):
+            other.eval(fed)
+            fed = [int(other.scores[other.n_tokens - 1].argmax())]
+            its += fed
+        if exact and mine != its:
+            raise Stopped("llama.cpp goes on with other greedy tokens; nothing was written")
+        texts = adversarial_texts(list(tokenizer.special_tokens))
+        for text in (text for text, _ in zip(texts, range(n_texts)) if "\0" not in text):  # where its texts end
+            if other.tokenize(text.encode(), add_bos=False, special=True) != tokenizer.encode(text, allow_special=True):
+                raise Stopped(f"llama.cpp tokenizes {text!r} otherwise; nothing was written")
+    finally:
+        other.close()
+    greedy = f"{steps} greedy tokens equal, " if exact else "weights rounded, tokens not compared (--dtype f32 would), "
+    return f"compared with llama.cpp: {greedy}{n_texts:,} texts tokenized equally"
+
+
 def _greedy(thinker: Thinker, tokens: Tensor, steps: int) -> list[int]:
     """Through our cache."""
     cache, drawn = thinker.new_cache(1, tokens.shape[1] + steps), []

@@ -1,0 +1,53 @@
+"""A trained model as a GGUF file for llama.cpp: python scripts/export_gguf.py RUN OUT.gguf."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from errors import UserError, run_command
+from generate import Parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description="Write a GGUF file, read it back, and compare with llama.cpp where it is installed.")
+    parser.add_argument("path", metavar="RUN", help="a run directory, a checkpoint in it, or a Hugging Face folder")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the file to be made, such as model.gguf")
+    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    parser.add_argument("--dtype", choices=["f16", "f32"], default="f16", help="of the matrices (default f16)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Load, write, prove, and only then let the file appear. Returns the exit status."""
+    arguments = parse_arguments()
+    from evaluation.parity import prove_gguf
+    from storage import load
+    from storage.gguf import write_gguf
+
+    out = arguments.out
+    if out.exists():
+        raise UserError(f"{out} is there already; give a file that is not")
+    if not out.resolve().parent.is_dir():
+        raise UserError(f"{out.resolve().parent} is no folder; make it first")
+    thinker, tokenizer = load(arguments.path, checkpoint=arguments.checkpoint)
+    if tokenizer is None:
+        raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file must hold")
+    temporary = out.with_name(f".{out.name}.tmp")
+    try:
+        write_gguf(thinker, tokenizer, temporary, arguments.dtype, out.stem)
+        proof = prove_gguf(thinker, tokenizer, temporary, exact=arguments.dtype == "f32")
+        temporary.rename(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f"{out}: {out.stat().st_size:,} bytes, read back as it was written")
+    print(proof)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
