@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from data import chat
 from data.make_tokenizer import check_spec, load_tokenizer, make_tokenizer
 from data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenSet
 from data.sources import Document, Source, open_source
@@ -50,7 +51,8 @@ def prepare(
     split: str = "train",
     column: str = "text",
     streaming: bool = True,
-    tokenizer: str = "bpe:4096",
+    tokenizer: str | Tokenizer = "bpe:4096",
+    loss_on: str = "all",
     val_fraction: float = 0.05,
     max_documents: int | None = None,
     seed: int = 0,
@@ -64,12 +66,13 @@ def prepare(
     val_fraction, so that equal documents never lie in both splits. The tokenizer is trained on the training split
     alone. Documents without text are left out, and said so. Memory does not grow with the corpus.
 
-    Args: tokenizer: see data.tokenizer.check_spec; the sources' options: see data.sources.open_source; progress: show
-    bars and lines on standard error; shard_tokens: where one shard file ends and the next begins.
+    Args: tokenizer: one, or see data.make_tokenizer.check_spec; loss_on: of conversations, `all` or `answers`; the
+    sources' options: see data.sources.open_source; progress: show bars and lines on standard error; shard_tokens: where
+    one shard file ends and the next begins.
 
     Raises UserError for wrong options, and for text that is missing, unreadable, or too little to split.
     """
-    kind = check_spec(tokenizer)
+    kind = check_spec(tokenizer) if isinstance(tokenizer, str) else "given"
     if not 0 < val_fraction < 1:
         raise UserError(f"data.val_fraction={val_fraction}: it must lie between 0 and 1, for example 0.05")
     opened = open_source(
@@ -82,10 +85,11 @@ def prepare(
         max_documents=max_documents,
         seed=seed,
     )
-    saved = load_tokenizer(tokenizer) if kind == "path" else None
+    saved = load_tokenizer(tokenizer) if kind == "path" else tokenizer if kind == "given" else None
     if source == "repeats" and (saved.kind if saved else kind) not in ("byte", "char"):
         raise UserError(f"data.tokenizer={tokenizer}: data.source=repeats needs byte or char, one token a character")
     parts = [INDEX_FORMAT, FORMAT, opened.key, saved.content_hash if saved else tokenizer, val_fraction, shard_tokens]
+    parts += [loss_on] * (loss_on != "all")
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     if folder.exists():
@@ -102,7 +106,7 @@ def prepare(
     _remove_abandoned(folder)
     building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=folder.parent))
     try:
-        _build(building, opened, tokenizer, val_fraction, progress, shard_tokens)
+        _build(building, opened, saved or tokenizer, loss_on, val_fraction, progress, shard_tokens)
         _move(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -145,22 +149,34 @@ def _remove_abandoned(folder: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def _build(folder: Path, source: Source, spec: str, val_fraction: float, progress: bool, shard_tokens: int) -> None:
+def _build(
+    folder: Path,
+    source: Source,
+    spec: str | Tokenizer,
+    loss_on: str,
+    val_fraction: float,
+    progress: bool,
+    shard_tokens: int,
+) -> None:
     """Read the source once: what trained the tokenizer (a bounded sample) is kept, and tokenized first."""
     documents = _split(source, val_fraction)
     kept: deque[Labelled] = deque()
-    if progress and spec.startswith("bpe:"):
-        print(f"training {spec} on {source.name} ...", file=sys.stderr)
-    tokenizer = make_tokenizer(spec, _training_texts(source, val_fraction, documents, kept))
-    if spec.startswith("bpe:") and tokenizer.vocab_size < int(spec[4:]):
-        print(f"the text is too short for {spec}: the vocabulary has {tokenizer.vocab_size} tokens", file=sys.stderr)
+    if isinstance(spec, Tokenizer):
+        tokenizer = spec
+    else:
+        if progress and spec.startswith("bpe:"):
+            print(f"training {spec} on {source.name} ...", file=sys.stderr)
+        tokenizer = make_tokenizer(spec, _training_texts(source, val_fraction, documents, kept))
+        if spec.startswith("bpe:") and tokenizer.vocab_size < int(spec[4:]):
+            found = f"the vocabulary has {tokenizer.vocab_size} tokens"
+            print(f"the text is too short for {spec}: {found}", file=sys.stderr)
     tokenizer.save(folder)
     train, val = (ShardWriter(folder, name, tokenizer, shard_tokens) for name in ("train", "val"))
     everything = itertools.chain((kept.popleft() for _ in range(len(kept))), documents)
-    for in_val, document, ids in _encode(tokenizer, everything, source, progress):
+    for in_val, document, ids, counted in _encode(tokenizer, everything, source, loss_on, progress):
         writer = val if in_val else train
         continues = source.whole_text and writer.started
-        writer.add(ids, len(document.text.encode()), document.log_prob, continues)
+        writer.add(ids, len(document.text.encode()), document.log_prob, continues, counted)
     for name, writer in (("train", train), ("val", val)):
         if not writer.started:
             raise _nothing_in(name, source, val_fraction)
@@ -212,19 +228,38 @@ def _training_texts(
 
 
 def _encode(
-    tokenizer: Tokenizer, documents: Iterable[Labelled], source: Source, progress: bool
-) -> Iterator[tuple[bool, Document, np.ndarray]]:
+    tokenizer: Tokenizer, documents: Iterable[Labelled], source: Source, loss_on: str, progress: bool
+) -> Iterator[tuple[bool, Document, np.ndarray, np.ndarray | None]]:
     n_tokens = 0
     scale = {"total": source.n_bytes, "unit": "B", "unit_scale": True}
     if not source.whole_text:
         scale = {"total": source.n_documents, "unit": " documents"}
     with tqdm(desc="tokenizing", disable=not progress, **scale) as bar:
         for batch in _batches(documents):
-            for (in_val, document), ids in zip(batch, tokenizer.encode_batch([document.text for _, document in batch])):
-                yield in_val, document, ids
+            for (in_val, document), (ids, counted) in zip(batch, encode_all(tokenizer, [d for _, d in batch], loss_on)):
+                yield in_val, document, ids, counted
                 n_tokens += len(ids)
                 bar.update(len(document.text.encode()) if source.whole_text else 1)
             bar.set_postfix_str(f"{n_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s")
+
+
+def encode_all(
+    tokenizer: Tokenizer, documents: list[Document], loss_on: str
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """The ids of each document, and which of them are to be learned, None for all.
+
+    Raises UserError where documents are no conversations and only answers are wanted, or some are and others not.
+    """
+    if len({document.messages is None for document in documents}) > 1:
+        raise UserError("some rows are conversations and others are text; give them in files of their own")
+    if documents[0].messages is None:
+        if loss_on == "answers":
+            raise UserError("data.loss_on=answers needs conversations: rows with a list of messages (data.column)")
+        yield from ((ids, None) for ids in tokenizer.encode_batch([document.text for document in documents]))
+        return
+    for document in documents:
+        ids, answers = chat.encode(tokenizer, document.messages)
+        yield ids, answers if loss_on == "answers" else np.ones_like(answers)
 
 
 def _batches(documents: Iterable[Labelled]) -> Iterator[list[Labelled]]:

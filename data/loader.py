@@ -122,6 +122,8 @@ class Windows:
         inputs[: end - start] = shard.tokens[start:end]
         targets[: end - start] = shard.tokens[start + 1 : end + 1]
         targets[: max(0, self.given - 1)] = IGNORED
+        if shard.counted is not None:
+            targets[: end - start][shard.counted[start + 1 : end + 1] == 0] = IGNORED
         if shard.own_end:
             targets[targets == int(shard.tokens[0])] = IGNORED
         if start > 0:
@@ -140,7 +142,12 @@ class Windows:
     @property
     def n_targets(self) -> int:
         """Targets counted in one pass over all windows."""
-        return sum(shard.n_tokens - 1 - shard.own_end * shard.n_documents for shard in self.tokens.shards)
+        return sum(
+            shard.n_tokens - 1 - shard.own_end * shard.n_documents
+            if shard.counted is None
+            else int(shard.counted[1:].sum())
+            for shard in self.tokens.shards
+        )
 
     @property
     def longest_document(self) -> int:

@@ -3,8 +3,8 @@
 The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the boundary token, and
 the last one ends with one too. Where texts end with a token of their own, it stands before the boundary, which
 is then no target. A file holds, one after the other and each aligned to 8 bytes: the header, the tokens, where each
-document starts (and, at the end, where the closing boundary lies), the bytes of text in each document, and, where all
-of them are known, ln P of each document.
+document starts (and, at the end, where the closing boundary lies), the bytes of text in each document, where all of
+them are known, ln P of each document, and, of conversations, which tokens are to be learned, a byte each.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from data.tokenizer import Tokenizer
+from errors import UserError
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1
 SHARD_TOKENS = 1 << 27  # a shard is closed after the document that reaches this; no document is cut
-# magic, format, bytes of a token, vocab_size, tokens, documents, bytes of text, log-probabilities known, tokenizer hash
+# magic, format, bytes of a token, vocab_size, tokens, documents, bytes of text, which sections there are (1: ln P,
+# 2: what is to be learned), tokenizer hash
 HEADER = struct.Struct("<8sIIQQQQQ32s")
 HEADER_BYTES = HEADER.size + 8  # and its CRC-32, as 8 bytes
 
@@ -48,6 +50,7 @@ class Shard:
         offsets: (n_documents + 1,) int64, where in tokens each document's boundary lies; the last is the closing one.
         document_bytes: (n_documents,) int64, bytes of UTF-8 text.
         log_probs: (n_documents,) float64, ln P of each document, or None.
+        counted: (n_tokens,) uint8, 1 for tokens that are to be learned, or None: all are.
         own_end: texts end with a token of their own, so that nobody has to predict the boundary.
     """
 
@@ -59,6 +62,7 @@ class Shard:
     offsets: np.ndarray
     document_bytes: np.ndarray
     log_probs: np.ndarray | None
+    counted: np.ndarray | None = None
     own_end: bool = False
 
     @classmethod
@@ -72,14 +76,14 @@ class Shard:
             raise DamagedShard(f"{path} cannot be read: {error.strerror}") from error
         if len(head) < HEADER_BYTES or head[:8] != MAGIC or head[HEADER.size :] != _crc(head[: HEADER.size]):
             raise DamagedShard(f"{path} has no whole header")
-        _, version, item, vocab, n_tokens, n_documents, n_bytes, has_log_probs, digest = HEADER.unpack_from(head)
+        _, version, item, vocab, n_tokens, n_documents, n_bytes, extra, digest = HEADER.unpack_from(head)
         dtype = token_dtype(tokenizer.vocab_size)
         if version != FORMAT:
             raise DamagedShard(f"{path} has format {version}, not {FORMAT}")
         if (item, vocab, digest.hex()) != (dtype.itemsize, tokenizer.vocab_size, tokenizer.content_hash):
             raise DamagedShard(f"{path} was written with another tokenizer")
         sections = [(n_tokens, dtype), (n_documents + 1, "<i8"), (n_documents, "<i8")]
-        sections += [(n_documents, "<f8")] if has_log_probs else []
+        sections += [(n_documents, "<f8")] * (extra & 1) + [(n_tokens, "u1")] * (extra >> 1 & 1)
         arrays, start = [], HEADER_BYTES
         for count, kind in sections:
             arrays.append((start, count, kind))
@@ -91,15 +95,16 @@ class Shard:
         tokens, offsets, document_bytes = views[:3]
         if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != tokenizer.bos_id or tokens[-1] != tokens[0]:
             raise DamagedShard(f"{path} does not begin and end with a document")
-        log_probs = views[3] if has_log_probs else None
+        log_probs = views[3] if extra & 1 else None
+        counted = views[-1] if extra & 2 else None
         own_end = tokenizer.bos_id not in tokenizer.eos_ids
-        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs, own_end)
+        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs, counted, own_end)
 
 
 class ShardWriter:
     """Writes the documents of one split into `NAME-00000.tokens`, `NAME-00001.tokens`, ... in a folder.
 
-    Memory: a few numbers for each document of the shard being written, never its tokens.
+    Memory: a few numbers for each document of the shard being written, never its tokens; a byte a token of chats.
     """
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
@@ -120,8 +125,20 @@ class ShardWriter:
         """Whether there is a document yet."""
         return bool(self.files) or self._file is not None
 
-    def add(self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False) -> None:
-        """Append a document, or with continues=True more of the last one: its ids and its bytes of text."""
+    def add(
+        self,
+        ids: np.ndarray,
+        n_bytes: int,
+        log_prob: float | None = None,
+        continues: bool = False,
+        counted: np.ndarray | None = None,
+    ) -> None:
+        """Append a document, or with continues=True more of the last one: its ids and its bytes of text.
+
+        `counted`: which ids are to be learned, for all documents or for none. Such texts hold their own ends.
+        """
+        if self.started and (counted is None) != (not self._counted):
+            raise UserError("some rows are conversations and others are text; give them in files of their own")
         if not continues:
             self._end_document()
             if self._file is not None and self._n_tokens >= self.shard_tokens:
@@ -130,10 +147,17 @@ class ShardWriter:
                 self._open()
             self._offsets.append(self._n_tokens)
             self._write_tokens(self._boundary)
+            self._counted += b"" if counted is None else bytes([self._boundary_counts])
             self._document_bytes.append(0)
             self._log_probs.append(float("nan") if log_prob is None else log_prob)
         self._write_tokens(ids.astype(self._dtype).tobytes())
         self._last = int(ids[-1]) if len(ids) else None
+        if counted is not None:
+            self._counted += counted.astype(np.uint8).tobytes()
+            self.digest.update(counted.tobytes())
+            # An answer that ends without a token of its own is ended by the boundary, which then is to be learned.
+            self._boundary_counts = bool(len(ids) and counted[-1]) and self._last not in self.tokenizer.eos_ids
+            self._last = self.tokenizer.eos_id
         self._document_bytes[-1] += n_bytes
 
     def _end_document(self) -> None:
@@ -147,6 +171,7 @@ class ShardWriter:
         self._file.write(bytes(HEADER_BYTES))
         self._n_tokens = 0
         self._offsets, self._document_bytes, self._log_probs = array("q"), array("q"), array("d")
+        self._counted, self._boundary_counts = bytearray(), False
 
     def _write_tokens(self, data: bytes) -> None:
         self._file.write(data)
@@ -160,10 +185,12 @@ class ShardWriter:
         self._end_document()
         self._offsets.append(self._n_tokens)
         self._write_tokens(self._boundary)
+        self._counted += bytes([self._boundary_counts]) if self._counted else b""
         self._file.write(bytes(_aligned(self._file.tell()) - self._file.tell()))
         known = not np.isnan(self._log_probs).any()
         self._file.write(np.asarray(self._offsets, "<i8").tobytes() + np.asarray(self._document_bytes, "<i8").tobytes())
         self._file.write(np.asarray(self._log_probs, "<f8").tobytes() if known else b"")
+        self._file.write(self._counted.ljust(_aligned(len(self._counted)), b"\0"))
         head = HEADER.pack(
             MAGIC,
             FORMAT,
@@ -172,7 +199,7 @@ class ShardWriter:
             self._n_tokens,
             len(self._document_bytes),
             sum(self._document_bytes),
-            known,
+            known + 2 * bool(self._counted),
             bytes.fromhex(self.tokenizer.content_hash),
         )
         self._file.seek(0)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.chat import Message, check_messages
 from errors import FULL_DISK, UserError, nearest
 
 SOURCES = ("tales", "pydocs", "repeats", "text", "jsonl", "parquet", "hub")
@@ -31,10 +32,14 @@ EXTENSIONS = {"text": "", "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"),
 
 @dataclass(frozen=True)
 class Document:
-    """One text; log_prob is ln P(text) in nats where the corpus knows it."""
+    """One text; log_prob is ln P(text) in nats where the corpus knows it.
+
+    Or one conversation: `messages`, of which `text` is the JSON.
+    """
 
     text: str
     log_prob: float | None = None
+    messages: list[Message] | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,7 @@ def _read_table(source: str, files: list[str], column: str) -> Iterator[Document
 
 
 def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[Document]:
-    """The column of each row; a row without text (null) is an empty document."""
+    """The column of each row: text, or a conversation. A row without text (null) is an empty document."""
     try:
         import datasets
     except ImportError as error:
@@ -263,10 +268,16 @@ def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[D
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report what we raise
     try:
         for number, row in enumerate(datasets.load_dataset(**arguments)):
+            if column == "text" and column not in row and "messages" in row:
+                column = "messages"
             if column not in row:
                 near = nearest(column, row)
                 raise UserError(f"data.column={column}: {where} has the columns {', '.join(row)}{near}")
             text = row[column]
+            if isinstance(text, list):
+                messages = check_messages(text, f"data.column={column}: row {number} of {where}")
+                yield Document(json.dumps(messages, ensure_ascii=False), messages=messages)
+                continue
             if not (text is None or isinstance(text, str)):
                 raise UserError(f"data.column={column}: row {number} of {where} holds {type(text).__name__}, not text")
             yield Document(text or "")

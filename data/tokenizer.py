@@ -99,6 +99,11 @@ class Tokenizer:
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
 
+    def with_chat_template(self, template: str) -> Tokenizer:
+        """The same with another template for conversations."""
+        content = self._content() | {"chat_template": template}
+        return Tokenizer._from_content(content | {"sha256": _hash(content)})
+
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of a text, without a boundary token.
 

@@ -25,7 +25,7 @@ def for_decoding(thinker: Thinker, dtype: torch.dtype = torch.float32, int8: boo
     """
 
     def matrix(*linears: Linear) -> nn.Module:
-        weight = torch.cat([linear.weight for linear in linears])
+        weight = torch.cat([linear.merged() for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases).to(dtype) if biases else None
         return Int8Linear(weight, bias) if int8 else _linear(weight.to(dtype), bias)

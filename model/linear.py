@@ -14,6 +14,10 @@ class Linear(nn.Linear):
         super().__init__(n_in, n_out, bias=bias)
         self.cast: Tensor | None = None  # the weight in the activations' precision, while a training step holds it
 
+    def merged(self) -> Tensor:
+        """The matrix that is multiplied by, (n_out, n_in)."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
         weight = self.weight if self.cast is None else self.cast

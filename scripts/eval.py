@@ -92,8 +92,8 @@ def context_lengths(text: str | None, trained: int) -> list[int]:
 
 def find_tokens(
     arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path
-) -> tuple[str, int | None, Any]:
-    """The source's name, the length of the training's windows where it is known, and the tokens to be predicted."""
+) -> tuple[str, int | None, str, Any]:
+    """The source's name, the length of the training's windows where it is known, how documents lie, and the tokens."""
     from data.make_tokenizer import load_tokenizer
     from data.sources import open_source
     from evaluation.text import tokenize
@@ -109,13 +109,16 @@ def find_tokens(
             options |= {"max_documents": 1 + arguments.max_tokens // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
         tokens = tokenize(source, tokenizer, arguments.max_tokens, scratch)
-        return arguments.source, recipe and recipe.data.seq_len, tokens
+        packing = "documents" if arguments.source == "tales" else "contiguous"
+        return arguments.source, recipe and recipe.data.seq_len, packing, tokens
     if recipe is None:
         raise UserError(f"{folder} lies in no run directory, whose text could be taken; say which with --source")
-    corpus = prepare_data(recipe)
+    own = recipe.run.init_from is not None or recipe.data.chat_template is not None
+    corpus = prepare_data(recipe, tokenizer if own else None)
     if corpus.tokenizer.content_hash != load_tokenizer(run).content_hash:
         raise UserError(f"the text of data.source={recipe.data.source} is not that of the training; give --source")
-    return recipe.data.source, recipe.data.seq_len, corpus.val
+    packing = "documents" if recipe.data.source == "tales" else recipe.data.packing
+    return recipe.data.source, recipe.data.seq_len, packing, corpus.val
 
 
 def draw(loss: Any, needles: list[dict[str, Any]], path: Path) -> None:
@@ -156,9 +159,9 @@ def measure(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer
     from data.tokenizer import token_byte_lengths
     from evaluation.text import table, text_loss
 
-    source, trained, tokens = find_tokens(arguments, folder, tokenizer, scratch)
+    source, trained, packing, tokens = find_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or min(thinker.config.max_seq_len, 1024)
-    packing = "documents" if source == "tales" else "contiguous"
+    packing = "contiguous" if arguments.stride else packing
     lengths, found = token_byte_lengths(tokenizer), []
     for length in context_lengths(arguments.context, trained):
         stride = min(arguments.stride or length, length)
@@ -180,7 +183,7 @@ def measure_long(arguments: argparse.Namespace, folder: Path, thinker: Any, toke
     """Loss by position in texts longer than those of the training, and on tales the needles."""
     from evaluation import long, needle
 
-    source, trained, tokens = find_tokens(arguments, folder, tokenizer, scratch)
+    source, trained, _, tokens = find_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or thinker.config.max_seq_len
     longest, needles = arguments.factor * trained, []
     windows = long.long_windows(thinker.config, tokens, longest)

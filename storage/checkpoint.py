@@ -31,6 +31,7 @@ from torch import Tensor
 
 from errors import UserError
 from model import Thinker, ThinkerConfig
+from model.lora import RANK_OF, add_lora, merge_lora
 
 MANIFEST = "manifest.json"
 ALWAYS = ("config.json", "model.safetensors", "state.json")  # in every checkpoint
@@ -170,14 +171,28 @@ def tensor_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
+def lora_rank(path: Path) -> int | None:
+    """The rank of the adapters in a file of weights, None where it has none. Raises Damaged as tensor_names."""
+    with opened(path) as file:
+        return max(1, *file.get_slice(RANK_OF).get_shape()[:1]) if RANK_OF in file.keys() else None  # noqa: SIM118
+
+
 def load_thinker(folder: Path, device: torch.device | str = "cpu") -> Thinker:
-    """The model of a checkpoint, ready to sample from. Raises Damaged or UserError where files and shape disagree."""
+    """The model of a checkpoint, adapters merged, ready to sample from.
+
+    Raises Damaged or UserError where files and shape disagree.
+    """
     config, path = ThinkerConfig.from_dict(read_json(folder / "config.json")), folder / "model.safetensors"
     if config.n_layers > len(tensor_names(path)):  # or building so many blocks could take for ever
         raise Damaged(f"{path} has fewer tensors than its configuration has layers ({config.n_layers})")
     with torch.device("meta"):
         thinker = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
+    rank = lora_rank(path)
+    if rank:
+        add_lora(thinker, rank)
     load_weights(thinker, folder, assign=True)
+    if rank:
+        merge_lora(thinker)
     return thinker.to(device).eval()
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from attention.rope import Rope, RopeScaling
+from data.foreign import TO_CHAR, ForeignTokenizer
 from data.make_tokenizer import WORDS
 from data.tokenizer import ONE_CHARACTER, Tokenizer
-from data.tokenizer_json import GPT2, TO_CHAR, ForeignTokenizer, merges_of
+from data.tokenizer_json import GPT2, merges_of
 from errors import Stopped, UserError
 from model import Thinker, ThinkerConfig
 from storage.checkpoint import model_tensors

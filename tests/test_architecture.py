@@ -91,10 +91,10 @@ def test_model_needs_torch_alone():
 
 def test_sizes():
     lengths = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(n for path, n in lengths.items() if room(path) == "model") <= 900
+    assert sum(n for path, n in lengths.items() if room(path) == "model") <= 950
     of_benchmarks = sum(n for path, n in lengths.items() if room(path) == "benchmarks")
     assert of_benchmarks <= 2300  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks <= 11000
+    assert sum(lengths.values()) - of_benchmarks <= 12000
     assert {path.name: n for path, n in lengths.items() if n > 400} == {}
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from data.loader import Loader
 from data.tokenizer import Tokenizer
 from model import Thinker
+from model.lora import RANK_OF, add_lora
 from storage.run_directory import RunDirectory, replace_file
 
 TEXT_CHARS = 200  # of each sample, in a report
@@ -68,9 +69,12 @@ def finite(value: Tensor | float) -> float | None:
 
 def _plain(thinker: Thinker) -> Thinker:
     """The same weights in a model that is not compiled, for evaluation."""
+    weights = thinker.state_dict()
     with torch.device("meta"):
         plain = Thinker(thinker.config)
-    plain.load_state_dict(thinker.state_dict(), assign=True)
+    if RANK_OF in weights:
+        add_lora(plain, len(weights[RANK_OF]))
+    plain.load_state_dict(weights, assign=True)
     if thinker.config.tie_embeddings:
         plain.head.weight = plain.embedding.weight
     plain.activation_dtype = thinker.activation_dtype

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from data.ahead import Ahead
 from data.corpus import Corpus, prepare
 from data.loader import Loader, Windows
-from data.tokenizer import token_byte_lengths
+from data.tokenizer import Tokenizer, token_byte_lengths
 from device import be_deterministic, choose_device, tune
 from errors import Stopped, UserError
 from evaluation.loss import Evaluation, Evaluator
@@ -26,9 +26,10 @@ from storage.run_directory import RunDirectory
 from storage.saver import Saver
 from training import resume
 from training.bad_step import diagnose, finite, write_report
+from training.init_from import take_up
 from training.interrupt import Interrupt, was_compiling
 from training.meter import MemoryMeter, flops_per_token, peak_flops
-from training.optimizers import fill_rates
+from training.optimizers import fill_rates, pace_of
 from training.recipe import Recipe
 from training.report import report
 from training.resume import RunState
@@ -40,14 +41,15 @@ from training.tracking import Tracker
 CPU_SHARE = 0.005  # of a core, for background saves where training has use for every core (docs/resuming.md)
 
 
-def prepare_data(recipe: Recipe) -> Corpus:
-    """The recipe's corpus as tokens on disk."""
+def prepare_data(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The recipe's corpus as tokens on disk; `tokenizer`: instead of the one that the recipe names."""
     data = recipe.data
     options = {name: getattr(data, name) for name in ("path", "config", "split", "column", "streaming")}
     return prepare(
         source=data.source,
         **{name: value for name, value in options.items() if value is not None},
-        tokenizer=data.tokenizer,
+        tokenizer=tokenizer or data.tokenizer,
+        loss_on=data.loss_on,
         val_fraction=data.val_fraction,
         max_documents=data.max_documents,
         cache_dir=data.cache_dir,
@@ -72,14 +74,15 @@ class Trainer:
         checkpoint.clear(self.run.checkpoints)
         folder = self.run.latest()
         before = resume.read_state(folder) if folder else None
+        begun, tokenizer = take_up(recipe, before, self.run.path)
         if before is not None:
-            resume.refuse_changes(self.run, before, recipe, "data", "optimizer", "run", "train")
+            resume.refuse_changes(self.run, before, recipe, "run", "data", "optimizer", "train")
         chosen = before.chosen if before else None
         settle_precision(recipe, self.device, chosen)
-        self.corpus = prepare_data(recipe)
+        self.corpus = prepare_data(recipe, tokenizer)
         config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
         recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width and rate
-        recipe.optimizer = fill_rates(recipe.optimizer, config, train.batch_size)
+        recipe.optimizer = fill_rates(recipe.optimizer, config, train.batch_size, pace_of(recipe))
         if before is not None:
             resume.refuse_changes(self.run, before, recipe, "model")
             resume.refuse_another_corpus(self.run, before, self.corpus, recipe.data.path or recipe.data.source)
@@ -100,7 +103,7 @@ class Trainer:
             train.eval_windows,
         )
         self.memory = MemoryMeter(self.device)
-        self.thinker = draw(config, recipe.run.seed, self.device)
+        self.thinker = draw(config, recipe.run.seed, self.device, begun)
         self.train_step = TrainingStep(self.thinker, recipe)
         if train.sample_every:
             check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], config, config.longest)

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from model import Thinker, ThinkerConfig
 from training.muon import Muon
-from training.recipe import OptimizerSection
+from training.recipe import OptimizerSection, Recipe
 
 
-def fill_rates(section: OptimizerSection, config: ThinkerConfig, batch_size: int) -> OptimizerSection:
+def fill_rates(
+    section: OptimizerSection, config: ThinkerConfig, batch_size: int, pace: float = 1.0
+) -> OptimizerSection:
     """The section with every rate that it leaves out, by rules that hold across widths and batches (docs/training.md).
 
     Under Muon a matrix moves by its rate in every direction, whatever its size, so neither lr nor head_lr depends on
@@ -19,9 +21,9 @@ def fill_rates(section: OptimizerSection, config: ThinkerConfig, batch_size: int
     al. 2022, arXiv:2203.03466), and so does that of an embedding which is tied to the head.
 
     Below 16 sequences a step the gradient is mostly noise, and every rate falls with the root of their number (Malladi
-    et al. 2022, arXiv:2205.10287). Above, the rates stay.
+    et al. 2022, arXiv:2205.10287). Above, the rates stay. `pace`: what all of them are multiplied by, see pace_of().
     """
-    noise = min(1.0, batch_size / 16) ** 0.5
+    noise = pace * min(1.0, batch_size / 16) ** 0.5
     if section.name == "muon":
         embedding_lr = (2.0 / config.d_model if config.tie_embeddings else 0.3) * noise
         rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": 0.05 * noise, "gain_lr": 0.01 * noise}
@@ -32,6 +34,14 @@ def fill_rates(section: OptimizerSection, config: ThinkerConfig, batch_size: int
     if config.tie_embeddings:
         del rule["head_lr"]  # there is no head of its own
     return section.model_copy(update={name: rate for name, rate in rule.items() if getattr(section, name) is None})
+
+
+def pace_of(recipe: Recipe) -> float:
+    """How fast weights that are good already move, beside those that are drawn anew: all of them, a tenth as fast.
+
+    Adapters begin at zero and have their whole way before them.
+    """
+    return 0.1 if recipe.run.init_from is not None and recipe.train.lora_rank is None else 1.0
 
 
 class Optimizers:
@@ -46,12 +56,12 @@ class Optimizers:
         """`section`: with every rate filled in."""
         muon = section.name == "muon"
         names: dict[str, list[str]] = {"matrices": [], "embedding": [], "head": [], "gains": []}
-        for name, parameter in thinker.named_parameters():
+        parameters = {name: p for name, p in thinker.named_parameters() if p.requires_grad}
+        for name, parameter in parameters.items():
             kind = {"embedding": "embedding", "positions": "embedding", "head": "head"}.get(
                 name.split(".")[0], "matrices"
             )
             names["gains" if parameter.dim() == 1 else kind].append(name)
-        parameters = dict(thinker.named_parameters())
         decay = {"matrices": section.weight_decay, "embedding": 0.0, "head": section.weight_decay, "gains": 0.0}
         rates = {
             "matrices": section.lr, "embedding": section.embedding_lr, "head": section.head_lr, "gains": section.gain_lr

@@ -13,6 +13,7 @@ from data.ahead import Batch
 from device import DTYPES, choose_device, tune
 from model import KVCache, Thinker, ThinkerConfig
 from training.dry_run import free_memory, predict_memory
+from training.init_from import take_up
 from training.loop import prepare_data
 from training.meter import MemoryMeter, flops_per_token, peak_flops
 from training.recipe import Recipe
@@ -42,7 +43,8 @@ def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
     """
     device = choose_device(recipe.train.device)
     settle_precision(recipe, device, None)
-    size = recipe.model.vocab_size or prepare_data(recipe).tokenizer.vocab_size
+    tokenizer = take_up(recipe)[1]
+    size = recipe.model.vocab_size or prepare_data(recipe, tokenizer).tokenizer.vocab_size
     config = recipe.thinker_config(size)
     tune(device)
     settle_size(recipe, config, device, None)

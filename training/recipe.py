@@ -60,6 +60,7 @@ class RunSection(Section):
 
     dir: str | None = None  # null: runs/ and the recipe's name
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of weights, data order and dropout
+    init_from: str | None = None  # a run, checkpoint or Hugging Face folder to begin with; null: anew
 
 
 class ModelSection(Section):
@@ -99,9 +100,11 @@ class DataSection(Section):
     split: str | None = None  # of a hub dataset; null: train
     column: str | None = None  # of jsonl, parquet and hub; null: text
     streaming: bool | None = None  # of a hub dataset; null: yes
-    tokenizer: str = "bpe:4096"
+    tokenizer: str | None = None  # null: bpe:4096, or that of run.init_from
     seq_len: Annotated[int, Field(ge=2)] = 256
     packing: Literal["contiguous", "documents"] = "contiguous"
+    loss_on: Literal["all", "answers"] = "all"  # answers: of conversations, what the assistant says
+    chat_template: str | None = None  # a Jinja file; null: the tokenizer's own
     isolate_documents: bool = False  # no token sees across a document's border, and positions begin anew there
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     max_documents: Positive | None = None
@@ -111,7 +114,7 @@ class DataSection(Section):
 class OptimizerSection(Section):
     """AdamW for everything, or Muon for the matrices and AdamW for embedding and gains."""
 
-    name: Literal["muon", "adamw"] = "muon"
+    name: Literal["muon", "adamw"] = "muon"  # adamw with run.init_from, unless given
     # Null: by the rule of training/optimizers.py; the numbers are for 16 sequences a step and more.
     lr: Rate | None = None  # of the blocks' matrices; null: 0.04 with muon, 1 / d_model with adamw
     embedding_lr: Rate | None = None  # null: 0.3 with muon, lr with adamw
@@ -130,6 +133,8 @@ class TrainSection(Section):
     max_minutes: Annotated[float, Field(gt=0)] | None = None  # of training, evaluation left out
     batch_size: Positive = 16  # sequences an optimizer step
     micro_batch_size: Positive | Literal["auto"] | None = None  # sequences at once; null: batch_size; auto: what fits
+    lora_rank: Positive | None = None  # train adapters of so many columns, and nothing else; null: all weights
+    lora_alpha: Rate | None = None  # an adapter counts alpha / rank times; null: twice the rank
     recompute_every: Positive | None = None  # 1: every block's activations are computed again, 2: every other's
     offload_activations: bool = False  # kept in the host's memory until the backward pass; on a GPU
     warmup_steps: Annotated[int, Field(ge=0)] = 10
@@ -173,7 +178,15 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        train, optimizer = self.train, self.optimizer
+        train, optimizer, run = self.train, self.optimizer, self.run
+        if run.init_from is None:
+            self.data.tokenizer = self.data.tokenizer or "bpe:4096"
+        elif "name" not in optimizer.model_fields_set:
+            optimizer.name = "adamw"
+        if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
+            raise ValueError("train.lora_rank goes with run.init_from and optimizer.name=adamw")
+        if train.lora_alpha is not None and train.lora_rank is None:
+            raise ValueError("train.lora_alpha is read with train.lora_rank only; leave it out")
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("train.max_steps or train.max_minutes must say when to stop")
         if isinstance(train.micro_batch_size, int) and train.batch_size % train.micro_batch_size:

@@ -24,7 +24,7 @@ from training.settle import Chosen
 from training.step import TrainingStep
 
 # Of these sections only these keys; of model and data every key.
-ONLY = {"optimizer": ("name",), "run": ("seed",), "train": ("batch_size",)}
+ONLY = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}
 
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]

@@ -12,8 +12,9 @@ from data.ahead import Batch
 from device import DTYPES
 from model import Thinker, ThinkerConfig
 from model.linear import Linear
+from model.lora import add_lora
 from training.memory import offload, recompute
-from training.optimizers import Optimizers, fill_rates
+from training.optimizers import Optimizers, fill_rates, pace_of
 from training.recipe import Recipe
 
 
@@ -30,7 +31,10 @@ class TrainingStep:
     def __init__(self, thinker: Thinker, recipe: Recipe, guarded: bool = True) -> None:
         self.train, self.thinker, self.device = recipe.train, thinker.train(), thinker.device
         self.thinker.activation_dtype = DTYPES[self.train.precision]
-        rates = fill_rates(recipe.optimizer, thinker.config, recipe.train.batch_size)
+        if self.train.lora_rank is not None:
+            rank = self.train.lora_rank
+            add_lora(self.thinker, rank, (self.train.lora_alpha or 2 * rank) / rank)
+        rates = fill_rates(recipe.optimizer, thinker.config, recipe.train.batch_size, pace_of(recipe))
         self.optimizers = Optimizers(self.thinker, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.guarded, self.bad = guarded, torch.zeros((), dtype=torch.int64, device=self.device)
@@ -73,10 +77,10 @@ class TrainingStep:
         return ~finite | (self.bad > self.train.skip_bad_steps)
 
 
-def draw(config: ThinkerConfig, seed: int, device: torch.device) -> Thinker:
-    """A new model; drawn on the CPU, so that it is the same on every device."""
+def draw(config: ThinkerConfig, seed: int, device: torch.device, begun: Thinker | None = None) -> Thinker:
+    """A new model; drawn on the CPU, so that it is the same on every device. Or one that there is, `begun`."""
     torch.manual_seed(seed)
-    return Thinker(config).to(device)
+    return (Thinker(config) if begun is None else begun).to(device)
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import tokenizer_json
+from data.foreign import ForeignTokenizer
 from data.make_tokenizer import load_tokenizer, make_tokenizer
 from data.tokenizer import Tokenizer, token_byte_lengths
-from data.tokenizer_json import GPT2, ForeignTokenizer
+from data.tokenizer_json import GPT2
 from errors import UserError
 
 transformers = pytest.importorskip("transformers")

@@ -1,0 +1,109 @@
+"""Conversations as text, by a tokenizer's own template, and which of their tokens are answers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from data.tokenizer import Tokenizer
+from errors import UserError
+
+Message = dict[str, Any]  # {"role": "user", "content": "..."}; roles are those that the template knows
+
+
+def check_messages(value: Any, where: str) -> list[Message]:
+    """The messages of one row of a table. Raises UserError, naming the row, where these are none."""
+    good = isinstance(value, list) and all(isinstance(message, dict) for message in value)
+    if not good or not all(isinstance(message.get("role"), str) for message in value):
+        raise UserError(f'{where} is no conversation: a list of {{"role": ..., "content": ...}} is wanted')
+    if not any(message["role"] == "assistant" for message in value):
+        raise UserError(f"{where} has no message whose role is assistant, and so no answer")
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def render(tokenizer: Tokenizer, messages: list[Message], ask: bool = False) -> str:
+    """The conversation as text; with `ask`, up to where the next answer begins.
+
+    Raises UserError where there is no template, or it refuses these messages.
+    """
+    return _render(tokenizer, messages, ask, mark=False)[0]
+
+
+def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, bool]]:
+    """The conversation's text in pieces, each with whether it is an answer, the token that ends it included.
+
+    Where the template marks answers, by {% generation %}, these are taken; elsewhere an answer is what a conversation
+    up to it has more than one that is asked for it. Raises UserError where a template tells earlier turns otherwise
+    once there are later ones, so that this cannot be said.
+    """
+    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template or ""):
+        text, spans = _render(tokenizer, messages, ask=False, mark=True)
+    else:
+        text, spans = render(tokenizer, messages), []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = render(tokenizer, messages[:number], ask=True), render(tokenizer, messages[: number + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    "the chat template tells a turn otherwise when others follow, so that nothing says what is an "
+                    "answer; mark it by {% generation %} and {% endgeneration %} in your own (data.chat_template)"
+                )
+            spans.append((len(before), len(before) + _end(tokenizer, after[len(before) :])))
+    parts, at = [], 0
+    for start, end in spans:
+        parts += [(text[at:start], False), (text[start:end], True)]
+        at = end
+    return [(part, answer) for part, answer in [*parts, (text[at:], False)] if part]
+
+
+def _end(tokenizer: Tokenizer, answer: str) -> int:
+    """Where an answer ends: with the token that ends it, not with the line break that a template writes behind."""
+    names = [name for name, number in tokenizer.special_tokens.items() if number in tokenizer.eos_ids]
+    stripped = answer.rstrip()
+    return len(stripped) if stripped.endswith(tuple(names)) else len(answer)
+
+
+def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids (n,) uint32, and which of them belong to answers, (n,) bool. A boundary in front is left out.
+
+    Answers are tokenized apart from what is before them, as when the model is asked.
+    """
+    ids: list[int] = []
+    answers: list[bool] = []
+    for text, answer in pieces(tokenizer, messages):
+        more = tokenizer.encode(text, allow_special=True)
+        ids += more
+        answers += [answer] * len(more)
+    first = int(ids[:1] == [tokenizer.bos_id])
+    return np.array(ids[first:], np.uint32), np.array(answers[first:], bool)
+
+
+def ask(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
+    """The tokens after which the model answers, begun as all its texts."""
+    ids = tokenizer.encode(render(tokenizer, messages, ask=True), allow_special=True)
+    return ids if ids[:1] == [tokenizer.bos_id] else [*tokenizer.prompt_start, *ids]
+
+
+def _render(tokenizer: Tokenizer, messages: list[Message], ask: bool, mark: bool) -> tuple[str, list[tuple[int, int]]]:
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "conversations need a tokenizer with a chat template: take one by run.init_from, or give data.chat_template"
+        )
+    try:
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError as error:
+        raise UserError("conversations need the library transformers: pip install transformers jinja2") from error
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    special = {"bos_token": names.get(tokenizer.bos_id, ""), "eos_token": names.get(tokenizer.eos_id, "")}
+    try:
+        texts, spans = render_jinja_template(
+            [messages], chat_template=tokenizer.chat_template, add_generation_prompt=ask,
+            return_assistant_tokens_mask=mark, **special,
+        )  # fmt: skip
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"the chat template refuses a conversation: {error}") from error
+    return texts[0], spans[0] if mark else []
