@@ -46,6 +46,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--prompt", help="how the text begins (default: at the beginning of a text)")
     group.add_argument("--prompt-file", metavar="FILE", help="the prompt from a UTF-8 file; - is standard input")
     group.add_argument("--num-samples", type=int, default=1, help="how many texts, ended by a line --- (default 1)")
+    group.add_argument("--chat", action="store_true", help="the prompt is a message; the model's chat template asks it")
+    group.add_argument("--system", metavar="TEXT", help="with --chat: how the assistant shall be")
     group.add_argument("--interactive", action="store_true", help="write a text in turns with the model")
     group.add_argument("--score", metavar="FILE", help="instead: how likely a UTF-8 file is; - is standard input")
     group.add_argument(
@@ -131,6 +133,7 @@ def check_together(arguments: argparse.Namespace) -> float:
         "--speculate": mode == "--score" and arguments.speculate,
         "--compile": mode == "--score" and arguments.compile,
         "--no-cache": mode is not None and arguments.no_cache,
+        "--chat": mode is not None and arguments.chat,
     }
     if mode == "--score":  # nothing is drawn
         for name, default in DRAWING.items():
@@ -138,6 +141,8 @@ def check_together(arguments: argparse.Namespace) -> float:
     for name, given in unused.items():
         if mode and given:
             raise UserError(f"{name} does not go with {mode}; leave one out")
+    if arguments.system is not None and not arguments.chat:
+        raise UserError("--system goes with --chat; leave it out")
     if arguments.draft is not None and not arguments.speculate:
         raise UserError("--draft needs --speculate N, the number of tokens it drafts a step")
     return temperature
@@ -213,14 +218,22 @@ def main() -> int:
         )
         terminal.print_score(generator, scored, arguments.logprobs, arguments.json, exact and exact.score(scored))
         return 0
-    generator.encode(prompt)  # refuses one that is too long before anything is printed
+    asked = None
+    if arguments.chat:
+        from data import chat
+
+        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        asked = chat.ask(tokenizer, [*system, {"role": "user", "content": prompt}])
+        generator.check_length(asked)
+    else:
+        generator.encode(prompt)  # refuses one that is too long before anything is printed
     generator.check_params(params)
     terminal.note(f"seed {seed}, {how}" if temperature > 0 else how)
     if arguments.interactive:
         terminal.converse(generator, prompt, params)
     else:
         show_logprobs = arguments.logprobs is not None
-        terminal.print_samples(generator, prompt, params, arguments.num_samples, arguments.json, show_logprobs)
+        terminal.print_samples(generator, prompt, params, arguments.num_samples, arguments.json, show_logprobs, asked)
     return 0
 
 

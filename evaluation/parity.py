@@ -64,8 +64,17 @@ def adversarial_texts(names: list[str], seed: int = 0) -> Iterator[str]:
 
 
 @torch.no_grad()
-def prove(thinker: Thinker, tokenizer: Tokenizer | None, folder: Path, n_texts: int = 5000, seed: int = 0) -> Parity:
+def prove(
+    thinker: Thinker,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    n_texts: int = 5000,
+    seed: int = 0,
+    base: Path | None = None,
+) -> Parity:
     """Compare a folder, opened by transformers, with the model and tokenizer that it was written from.
+
+    `base`: the folder holds an adapter (peft) for the model in this one.
 
     Raises Stopped where they differ, UserError where transformers is not installed.
     """
@@ -77,7 +86,11 @@ def prove(thinker: Thinker, tokenizer: Tokenizer | None, folder: Path, n_texts: 
         ) from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32).eval()
+    if base is not None:
+        from peft import PeftModel
+
+        theirs = PeftModel.from_pretrained(theirs, folder).eval()
     thinker, generator = thinker.to("cpu").eval(), torch.Generator().manual_seed(seed)
     length = min(LENGTH, thinker.config.max_seq_len)
     tokens = torch.randint(thinker.config.vocab_size, (2, length), generator=generator)

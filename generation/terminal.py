@@ -36,15 +36,25 @@ def note(text: str) -> None:
 
 
 def print_samples(
-    generator: Generator, prompt: str, params: SamplingParams, count: int, as_json: bool, show_logprobs: bool
+    generator: Generator,
+    prompt: str,
+    params: SamplingParams,
+    count: int,
+    as_json: bool,
+    show_logprobs: bool,
+    asked: list[int] | None = None,
 ) -> None:
-    """Several continuations of one prompt, ended by a line ---; the first one as it is made, the others in its wake."""
+    """Several continuations of one prompt, ended by a line ---; the first one as it is made, the others in its wake.
+
+    `asked`: the prompt's tokens where it is a message to be answered; then only the answers are shown.
+    """
     completions = [Completion(prompt) for _ in range(count)]
     start = time.perf_counter()
     first = None  # seconds to the first text
     if not as_json:
-        say(prompt)
-    for index, piece in generator.stream_all(completions, params):
+        say("" if asked else prompt)
+    prompts = None if asked is None else [asked] * count
+    for index, piece in generator.stream_all(completions, params, prompts):
         first = time.perf_counter() - start if first is None else first
         if index == 0 and not as_json:
             say(piece)
@@ -54,7 +64,7 @@ def print_samples(
             print(json.dumps({**dataclasses.asdict(completion), "seed": params.seed + index}, ensure_ascii=False))
         return
     for completion in completions[1:]:
-        say(f"\n\n---\n\n{prompt}{completion.text}")
+        say(f"\n\n---\n\n{'' if asked else prompt}{completion.text}")
     say("\n")
     for completion in completions if show_logprobs else []:
         note_logprobs(generator, completion.token_ids, completion.logprobs, completion.top_logprobs)

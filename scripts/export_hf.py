@@ -19,11 +19,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/quickstart, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to be made")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    parser.add_argument(
+        "--adapter", action="store_true", help="of a run with LoRA: the adapter alone, as peft's folder"
+    )
     parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="of a file of weights at most (default 5)")
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gigabytes < 1e6:
         raise UserError(f"--shard-gigabytes is {arguments.shard_gigabytes}; it must be a positive number")
     return arguments
+
+
+def base_of(run: Path | None) -> Path:
+    """The Hugging Face folder that a run began with. Raises UserError where it began otherwise."""
+    import yaml
+
+    from storage import huggingface
+
+    config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    base = Path(str(config.get("run", {}).get("init_from")))
+    if not huggingface.is_folder(base):
+        raise UserError(
+            f"--adapter writes what a run added to a Hugging Face folder; run.init_from is {base}, which is none. "
+            "Without --adapter the whole model is written"
+        )
+    return base
 
 
 def main() -> int:
@@ -32,8 +51,9 @@ def main() -> int:
     from data import tokenizer_json
     from evaluation.parity import prove
     from storage import huggingface, load
+    from storage.adapter import write_adapter
     from storage.card import model_card
-    from storage.load import run_of
+    from storage.load import find_checkpoint, run_of
 
     out, path = arguments.out, Path(arguments.path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -44,11 +64,16 @@ def main() -> int:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        huggingface.save_folder(thinker, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
+        base = None
+        if arguments.adapter:
+            base = base_of(run_of(path))
+            write_adapter(find_checkpoint(path, arguments.checkpoint), str(base.resolve()), temporary)
+        else:
+            huggingface.save_folder(thinker, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:
             tokenizer_json.write(tokenizer, temporary, thinker.config.max_seq_len)
-        parity = prove(thinker, tokenizer, temporary)
-        card = model_card(thinker, tokenizer, run_of(path), out.resolve().name, str(parity))
+        parity = prove(thinker, tokenizer, temporary, base=base)
+        card = model_card(thinker, tokenizer, run_of(path), out.resolve().name, str(parity), base)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()

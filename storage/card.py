@@ -12,16 +12,21 @@ from model import Thinker
 from storage.run_directory import RunDirectory
 
 
-def model_card(thinker: Thinker, tokenizer: Tokenizer | None, run: Path | None, name: str, proof: str) -> str:
+def model_card(
+    thinker: Thinker, tokenizer: Tokenizer | None, run: Path | None, name: str, proof: str, base: Path | None = None
+) -> str:
     """README.md of an exported model, in Markdown under the keys that the hub reads.
 
     Args:
         run: its run directory, whose recipe and losses are told, if it has one.
         proof: what was compared with transformers.
+        base: the model that it is an adapter for, if it is one.
     """
     config = thinker.config
     n_parameters = sum(parameter.numel() for parameter in thinker.parameters())
     head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["thinker"]}
+    if base is not None:  # AutoModelForCausalLM opens both, by way of peft
+        head |= {"library_name": "peft", "base_model": str(base)}
     start = "" if tokenizer is None or not tokenizer.prompt_start else tokenizer.boundary
     recipe = run / "config.yaml" if run else None
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {name}", ""]

@@ -308,8 +308,8 @@ def save_folder(thinker: Thinker, tokenizer: Tokenizer | None, folder: Path, sha
     config = write_config(thinker.config, tokenizer)
     dtypes = {tensor.dtype for tensor in thinker.state_dict().values()}
     config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
-    _dump(folder / "config.json", config)
-    _dump(folder / "generation_config.json", special_ids(tokenizer) | {"_from_model_config": False})
+    dump(folder / "config.json", config)
+    dump(folder / "generation_config.json", special_ids(tokenizer) | {"_from_model_config": False})
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in model_tensors(thinker).items():
         held = sum(one.nbytes for one in shards[-1].values())
@@ -325,8 +325,9 @@ def save_folder(thinker: Thinker, tokenizer: Tokenizer | None, folder: Path, sha
     if len(shards) > 1:
         where = {name: file for file, tensors in zip(files, shards) for name in tensors}
         total = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
-        _dump(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        dump(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def _dump(path: Path, values: dict[str, Any]) -> None:
+def dump(path: Path, values: dict[str, Any]) -> None:
+    """A JSON file for people to read too."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -10,7 +10,7 @@ from data.make_tokenizer import has_tokenizer, load_tokenizer
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model import Thinker
-from storage import huggingface
+from storage import adapter, huggingface
 from storage.checkpoint import Damaged, list_checkpoints, load_thinker, verify
 from storage.run_directory import RunDirectory
 
@@ -57,8 +57,8 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
 
 
 def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
-    """find_checkpoint(), or a Hugging Face folder as it is."""
-    if not huggingface.is_folder(Path(path)):
+    """find_checkpoint(), or a Hugging Face folder (or adapter) as it is."""
+    if not huggingface.is_folder(Path(path)) and not (Path(path) / adapter.CONFIG).is_file():
         return find_checkpoint(path, checkpoint)
     if checkpoint != "latest":
         raise UserError(f"{path} is one model; --checkpoint {checkpoint} chooses among those of a run directory")
@@ -71,13 +71,16 @@ def load(
     """A model and its tokenizer (None where the folder has none), ready to sample from, in fp32.
 
     Args:
-        path: a run directory, a checkpoint in it, or a Hugging Face folder.
+        path: a run directory, a checkpoint in it, a Hugging Face folder, or one of a LoRA adapter (peft).
         checkpoint: of a run directory, "latest", "best", or a name such as "step-00000500".
 
     Raises UserError where `path` is neither, or nothing in it is whole.
     """
     while True:
         folder = find_model(path, checkpoint)
+        if (folder / adapter.CONFIG).is_file():
+            thinker, base = adapter.load_adapter(folder)
+            return _with_tokenizer(thinker.to(device), folder, base)
         if huggingface.is_folder(folder):
             return _with_tokenizer(huggingface.load_folder(folder, device), folder)
         try:

@@ -1,0 +1,161 @@
+"""Conversations: the ids and the mask that transformers makes by the same template, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+from data import chat, tokenizer_json
+from data.corpus import prepare
+from data.loader import IGNORED, Windows
+from data.make_tokenizer import load_tokenizer, make_tokenizer
+from errors import UserError
+
+transformers = pytest.importorskip("transformers")
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# As Qwen3: what an assistant thought is told of its last turn only.
+FORGETFUL = CHATML.replace("m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content[-3:]) +")
+TALK = [
+    {"role": "system", "content": "You are a naïve cat."},
+    {"role": "user", "content": "Where is the mat? 12345"},
+    {"role": "assistant", "content": "Under the dog 🐕."},
+    {"role": "user", "content": "And the dog?"},
+    {"role": "assistant", "content": "On the mat, don't you see?"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level BPE with chat tokens, as a Hugging Face folder; the end of a turn ends texts, as in Qwen."""
+    folder = tmp_path_factory.mktemp("chat")
+    base = make_tokenizer("bpe:400", ["the cat sat on the mat and the dog sat on the cat " * 20])
+    tokenizer_json.write(base, folder, 128)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
+    theirs.chat_template = CHATML
+    theirs.eos_token = "<|im_end|>"
+    theirs.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+def text_of(tokenizer, ids):
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    return b"".join(names[i].encode() if i in names else tokenizer.token_bytes(i) for i in ids).decode()
+
+
+def test_the_tokens_and_the_mask_of_transformers(folder, tokenizer):
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    marked = tokenizer.with_chat_template(MARKED)
+    known = theirs.apply_chat_template(
+        TALK, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, answers = chat.encode(marked, TALK)
+    assert ids.tolist() == known["input_ids"]
+    assert answers.tolist() == [bool(x) for x in known["assistant_masks"]]
+    plain_ids, plain_answers = chat.encode(tokenizer, TALK)  # the same where nothing is marked
+    assert plain_ids.tolist() == theirs.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+    assert plain_answers.tolist() == answers.tolist()
+    assert chat.render(tokenizer, TALK) == theirs.apply_chat_template(TALK, tokenize=False)
+    asked = theirs.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert chat.ask(tokenizer, TALK[:2])[-len(asked) :] == asked
+    answered = text_of(tokenizer, ids[answers].tolist())
+    assert answered == "Under the dog 🐕.<|im_end|>On the mat, don't you see?<|im_end|>"
+
+
+def test_a_template_that_tells_turns_otherwise_later_is_refused_unless_it_marks_answers(tokenizer):
+    forgetful = tokenizer.with_chat_template(FORGETFUL)
+    with pytest.raises(UserError, match=r"mark it by \{% generation %\}"):
+        chat.encode(forgetful, TALK)
+    ids, answers = chat.encode(forgetful, TALK[:3])  # one turn can be told
+    assert text_of(tokenizer, ids[answers].tolist()) == "Under the dog 🐕.<|im_end|>"
+
+
+def test_what_a_template_refuses_and_what_is_missing(tokenizer):
+    with pytest.raises(UserError, match="refuses a conversation: no system"):
+        chat.render(tokenizer.with_chat_template("{{ raise_exception('no system') }}"), TALK)
+    with pytest.raises(UserError, match="refuses a conversation"):
+        chat.render(tokenizer.with_chat_template("{% for m in messages %}"), TALK)
+    with pytest.raises(UserError, match="need a tokenizer with a chat template"):
+        chat.render(make_tokenizer("byte", []), TALK)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "talk.jsonl"
+    talks = [[{**TALK[1], "content": f"Number {i}?"}, {**TALK[2], "content": f"It is {i * i}."}] for i in range(60)]
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return path
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "documents"])
+def test_only_answers_are_targets(tmp_path, tokenizer, rows, packing):
+    options = {"source": "jsonl", "path": str(rows), "tokenizer": tokenizer, "cache_dir": tmp_path, "progress": False}
+    corpus = prepare(**options, loss_on="answers", val_fraction=0.2)
+    windows = Windows(corpus.train, 64, packing)
+    learned = []
+    for index in range(len(windows)):
+        inputs, targets = windows[index]
+        counted = targets != IGNORED
+        learned += targets[counted].tolist()
+        assert (targets[:-1][counted[:-1]] == inputs[1:][counted[:-1]]).all()
+    text = text_of(tokenizer, learned)
+    assert text.count("<|im_end|>") == corpus.train.n_documents
+    assert set(text.replace("<|im_end|>", "").split(".")) <= {*(f"It is {i * i}" for i in range(60)), ""}
+    assert windows.n_targets == len(learned)
+    everything = prepare(**options, val_fraction=0.2)
+    assert everything.sha256 != corpus.sha256
+    assert Windows(everything.train, 64, packing).n_targets > 2 * len(learned)
+    again = prepare(**options, loss_on="answers", val_fraction=0.2)
+    assert (again.folder, again.sha256) == (corpus.folder, corpus.sha256)
+
+
+def test_an_answer_that_the_boundary_ends_learns_the_boundary(tmp_path, rows):
+    """Of a tokenizer made here, whose template writes no end: the boundary after the conversation is it."""
+    plain = make_tokenizer("byte", []).with_chat_template(
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"
+    )
+    corpus = prepare(
+        source="jsonl", path=str(rows), tokenizer=plain, cache_dir=tmp_path, progress=False, loss_on="answers",
+        val_fraction=0.2,
+    )  # fmt: skip
+    inputs, targets = Windows(corpus.train, 64, "documents")[0]
+    counted = targets[targets != IGNORED]
+    assert counted[-1] == plain.bos_id or plain.bos_id in counted
+    assert plain.decode(counted.tolist()).startswith("It is ")
+    assert inputs[0] == plain.bos_id
+    assert (np.diff(np.flatnonzero(targets == plain.bos_id)) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"messages": [{"role": "user", "content": "x"}]}] * 3, "no message whose role is assistant"),
+        ([{"messages": [{"content": "x"}]}] * 3, "is no conversation"),
+        ([{"messages": ["x"]}] * 3, "is no conversation"),
+        ([{"text": "x"}, {"text": "y"}], "needs conversations"),
+    ],
+)
+def test_rows_that_are_no_conversations_are_named(tmp_path, tokenizer, lines, message):
+    path = tmp_path / "talk.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=message):
+        prepare(
+            source="jsonl", path=str(path), tokenizer=tokenizer, cache_dir=tmp_path, progress=False, loss_on="answers"
+        )

@@ -1,0 +1,285 @@
+"""Fine-tuning: from a Hugging Face folder, on answers, whole or by adapters that peft opens."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import random_thinker
+from tqdm import tqdm
+
+from data import tokenizer_json
+from data.ahead import Batch
+from data.make_tokenizer import load_tokenizer, make_tokenizer
+from errors import UserError
+from model.lora import LoraLinear, add_lora, merge_lora
+from storage import load
+from storage.adapter import load_adapter, write_adapter
+from storage.checkpoint import read_tensors
+from storage.huggingface import save_folder
+from training.loop import Trainer
+from training.recipe import load_recipe
+from training.step import TrainingStep
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model made by transformers, of random weights, with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = make_tokenizer("bpe:300", ["user: what is 12 times 7? assistant: it is 84. " * 30])
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() == 2 else 1)  # of a size that adapters alone can do something with
+    model.save_pretrained(folder)
+    tokenizer_json.write(tokenizer.with_chat_template(TEMPLATE), folder, 64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    talk = [[f"what is {i} times {j}?", f"it is {i * j}."] for i in range(12) for j in range(8)]
+    rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in talk]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def trainer(base, talks, tmp_path):
+    """A training of the base on the talks' answers."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("train: {max_steps: 40}")
+
+    def make(*overrides, folder="run"):
+        given = [f"run.init_from={base}", f"run.dir={tmp_path / folder}", "data.source=jsonl", f"data.path={talks}",
+                 "data.loss_on=answers", "data.packing=documents", "data.seq_len=48", f"data.cache_dir={tmp_path}",
+                 "train.batch_size=8", "train.precision=fp32", "train.compile=false", "train.device=cpu",
+                 "train.eval_every=20", "optimizer.lr=0.01"]  # fmt: skip
+        return Trainer(load_recipe(recipe, [*given, *overrides]))
+
+    return make
+
+
+def losses(trainer, key):
+    return [line[key] for line in trainer.run.read_metrics() if key in line]
+
+
+@pytest.mark.parametrize("lora", [[], ["train.lora_rank=4", "train.lora_alpha=4"]], ids=["whole", "lora"])
+def test_the_loss_on_answers_falls_and_the_run_goes_out_again(trainer, base, tmp_path, lora):
+    training = trainer(*lora)
+    before = training.evaluator(training.thinker).loss
+    assert training.train() == 0
+    after = losses(training, "val_loss")[-1]
+    assert after < 0.7 * before
+    assert losses(training, "train_loss")[-1] < losses(training, "train_loss")[0]
+    thinker, tokenizer = load(tmp_path / "run")
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.content_hash == load_tokenizer(base).content_hash
+    assert not any(isinstance(module, LoraLinear) for module in thinker.modules())
+    tokens = torch.randint(tokenizer.vocab_size, (2, 40))
+    with torch.no_grad():
+        ours = thinker(tokens)
+        torch.testing.assert_close(ours, training.thinker.eval()(tokens), rtol=0, atol=1e-5)
+        (tmp_path / "out").mkdir()
+        save_folder(thinker, tokenizer, tmp_path / "out")
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
+
+
+def test_positions_that_are_masked_get_no_gradient(trainer):
+    """What enters the head has a gradient exactly where a target is counted, and the loss is theirs alone."""
+    training = trainer()
+    batch = training.loader.batch(0)
+    seen = []
+
+    def keep(module, args, out):
+        out.retain_grad()
+        seen.append(out)
+
+    hook = training.thinker.norm.register_forward_hook(keep)
+    loss_sum, count = training.thinker(batch[0], targets=batch[1])
+    loss_sum.backward()
+    hook.remove()
+    counted = batch[1] >= 0
+    assert 0 < counted.sum() == count < counted.numel() / 3
+    sizes = seen[0].grad.abs().sum(dim=-1)
+    assert (sizes[~counted] == 0).all()
+    assert (sizes[counted] > 0).all()
+    with torch.no_grad():
+        nats = torch.nn.functional.cross_entropy(
+            training.thinker(batch[0])[counted], batch[1][counted], reduction="sum"
+        )
+    torch.testing.assert_close(loss_sum, nats)
+    ids = [tokens[row].tolist() for tokens, row in ((batch[1][i], counted[i]) for i in range(len(counted)))]
+    answers = [training.corpus.tokenizer.decode(row) for row in ids]
+    assert all(answer.startswith("it is ") and "what" not in answer for answer in answers)
+
+
+def test_an_adapter_of_zeros_changes_no_logit_and_merged_equals_unmerged():
+    thinker, tokens = random_thinker(attention_bias=True, qk_norm=False), torch.randint(61, (2, 30))
+    with torch.no_grad():
+        before = thinker(tokens)
+        add_lora(thinker, 4, 2.0)
+        assert torch.equal(thinker(tokens), before)
+        for module in thinker.modules():
+            if isinstance(module, LoraLinear):
+                module.lora_B.normal_(0, 0.3)
+        unmerged = thinker(tokens)
+        assert (unmerged - before).abs().max() > 0.1
+        merge_lora(thinker)
+        torch.testing.assert_close(thinker(tokens), unmerged, rtol=0, atol=2e-5)
+    assert not any("lora" in name for name in thinker.state_dict())
+    assert all(parameter.requires_grad for parameter in thinker.parameters())
+
+
+def test_only_adapters_move(trainer, base):
+    training = trainer("train.lora_rank=2", "train.max_steps=5")
+    frozen = {name: p.clone() for name, p in training.thinker.named_parameters() if "lora" not in name}
+    assert {name for name in training.train_step.optimizers.tensors() if "lora" not in name} == set()
+    training.train()
+    for name, parameter in training.thinker.named_parameters():
+        if "lora" in name:
+            assert parameter.requires_grad
+            assert parameter.abs().sum() > 0
+        else:
+            assert torch.equal(parameter, frozen[name])
+            assert parameter.grad is None
+    names = {name for name in training.train_step.optimizers.tensors() if name.startswith("optimizer.")}
+    assert all("lora" in name for name in names)
+    assert len(names) == 3 * 2 * 7 * 2  # three tensors of AdamW, A and B, seven matrices, two layers
+
+
+@pytest.mark.parametrize("lora", [[], ["train.lora_rank=2"]], ids=["whole", "lora"])
+def test_a_run_goes_on_to_the_bit_without_the_folder_it_began_with(trainer, base, tmp_path, lora):
+    whole = trainer(*lora, "train.max_steps=8", "train.schedule=cosine", folder="whole")
+    whole.train()
+    moved = shutil.copytree(base, tmp_path / "base")
+    given = [*lora, f"run.init_from={moved}", "train.schedule=cosine", "train.max_steps=8"]
+    first = trainer(*given, folder="parts")
+    first.bar = tqdm(disable=True)
+    for _ in range(3):
+        first.advance()
+    first.save()
+    first.batches.close()
+    first.saver.close()
+    first.run.unlock()
+    shutil.rmtree(moved)
+    second = trainer(*given, folder="parts")
+    assert second.state.step == 3
+    second.train()
+    ours = [read_tensors(sorted((tmp_path / run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
+            for run in ("whole", "parts")]  # fmt: skip
+    assert ours[0].keys() == ours[1].keys()
+    assert all(torch.equal(ours[0][name], ours[1][name]) for name in ours[0])
+
+
+def test_peft_loads_our_adapter(trainer, base, tmp_path):
+    peft = pytest.importorskip("peft")
+    trainer("train.lora_rank=3", "train.lora_alpha=12", "train.max_steps=10").train()
+    checkpoint = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    (tmp_path / "adapter").mkdir()
+    write_adapter(checkpoint, str(base), tmp_path / "adapter")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    thinker, _ = load(tmp_path / "run")
+    tokens = torch.randint(thinker.config.vocab_size, (2, 40))
+    with torch.no_grad():
+        ours = thinker(tokens)
+        assert (ours - load(base)[0](tokens)).abs().max() > 1e-3
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
+        torch.testing.assert_close(theirs.merge_and_unload()(tokens).logits, ours, rtol=0, atol=1e-5)
+    again, tokenizer = load(tmp_path / "adapter")
+    assert tokenizer.chat_template == TEMPLATE  # the base's
+    torch.testing.assert_close(again(tokens), ours, rtol=0, atol=1e-5)
+    trainer("train.max_steps=1", folder="plain").train()
+    plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
+    with pytest.raises(UserError, match="has no adapters"):
+        write_adapter(plain, str(base), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_we_load_adapters_that_peft_made(base, tmp_path, rslora):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=rslora,
+                             init_lora_weights=False)  # fmt: skip
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config).eval()
+    theirs.save_pretrained(tmp_path)
+    ours, folder = load_adapter(tmp_path)
+    assert folder == base
+    tokens = torch.randint(ours.config.vocab_size, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    values = json.loads((tmp_path / "adapter_config.json").read_text())
+    for change, message in [({"use_dora": True}, "use_dora is True"), ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+                            ({"base_model_name_or_path": "meta/none"}, "no folder here"),
+                            ({"modules_to_save": ["lm_head"]}, "modules_to_save")]:  # fmt: skip
+        (tmp_path / "adapter_config.json").write_text(json.dumps(values | change))
+        with pytest.raises(UserError, match=message):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.n_layers=3"], "model.n_layers is 3, but the model in run.init_from="),
+        (["data.tokenizer=byte"], "data.tokenizer=byte is not that of run.init_from"),
+        (["data.seq_len=100"], "longer than the context of the model in run.init_from"),
+        (["train.lora_rank=4", "optimizer.name=muon"], "train.lora_rank goes with"),
+        (["train.lora_alpha=4"], "train.lora_alpha is read with"),
+        (["run.init_from=null", "train.lora_rank=2"], "train.lora_rank goes with"),
+        (["run.init_from=nowhere"], "nowhere does not exist"),
+        (["data.chat_template=nowhere.jinja"], "nowhere.jinja cannot be read"),
+        (["run.init_from=null", "data.chat_template=x.jinja"], "goes with a tokenizer that there is"),
+        (["run.init_from=null", "data.tokenizer=byte"], "need a tokenizer with a chat template"),
+    ],
+)
+def test_what_contradicts_the_model_is_refused(trainer, tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        trainer(*overrides)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_longer_context_and_dropout_may_be_asked_for(trainer):
+    training = trainer("model.max_seq_len=128", "model.dropout=0.1", "data.seq_len=80",
+                       "model.rope_scaling={type: yarn, factor: 2, original_max_seq_len: 64}")  # fmt: skip
+    assert training.thinker.config.max_seq_len == 128
+    assert training.thinker.rope.scaling.type == "yarn"
+    assert training.thinker.dropout.p == 0.1
+    training.batches.close()
+    training.saver.close()
+
+
+def test_rates_of_what_is_good_already(trainer):
+    rates = {}
+    for name, given in {"whole": [], "lora": ["train.lora_rank=2"]}.items():
+        training = trainer("optimizer.lr=null", "train.batch_size=16", *given, folder=name)
+        rates[name] = training.recipe.optimizer.lr
+        assert training.recipe.optimizer.name == "adamw"
+        training.batches.close()
+        training.saver.close()
+        training.run.unlock()
+    assert rates == pytest.approx({"whole": 0.1 / 32, "lora": 1 / 32})
+
+
+def test_a_step_of_lora_in_bf16_and_with_blocks_computed_again(trainer):
+    training = trainer("train.lora_rank=2", "train.precision=bf16", "train.recompute_every=1", "train.max_steps=2")
+    loss, norm = training.train_step(Batch(*training.loader.batch(0), 50), 1.0)
+    assert isinstance(training.train_step, TrainingStep)
+    assert torch.isfinite(loss)
+    assert norm > 0
+    training.batches.close()
+    training.saver.close()
