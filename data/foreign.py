@@ -75,7 +75,7 @@ class ForeignTokenizer(Tokenizer):
         self._whole = _library(content)
         self._plain = _library(content | {"added_tokens": [], "post_processor": None})
         self.kind, self.normalizer, self.chat_template = "hf", None, files.chat_template
-        self.special_tokens = files.added
+        self.special_tokens, self.boundary = files.added, files.boundary
         self.vocab_size = 1 + max([*self._whole.get_vocab().values()])
         self.bos_id, self.eos_ids, self.prompt_start = files.bos_id, files.eos_ids, files.prompt_start
         self.eos_id, self.visible = self.eos_ids[0], files.visible

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data.corpus import encode_all
 from data.loader import Windows, entropy_floor, in_order
 from data.shards import ShardWriter, TokenSet
 from data.sources import Source
@@ -159,10 +160,10 @@ def tokenize(source: Source, tokenizer: Tokenizer, most: int, folder: Path) -> T
     writer, left = ShardWriter(folder, "text", tokenizer), most
     with tqdm(total=most, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
-            (ids,) = tokenizer.encode_batch([document.text])
+            ((ids, counted),) = encode_all(tokenizer, [document], "answers" if document.messages else "all")
             cut = ids[:left] if source.whole_text else ids
             n_bytes = len(tokenizer.decode_bytes(cut.tolist()))
-            writer.add(cut, n_bytes, document.log_prob, continues=source.whole_text and writer.started)
+            writer.add(cut, n_bytes, document.log_prob, source.whole_text and writer.started, counted)
             left -= len(cut)
             bar.update(len(cut))
             if left <= 0:

@@ -149,6 +149,8 @@ def read_config(values: dict[str, Any]) -> ThinkerConfig:
         raise UserError(
             f"config.json: model_type is {family!r}; known are {', '.join(FAMILIES)}{nearest(str(family), FAMILIES)}"
         )
+    windowless = "sliding_window" in values and values["sliding_window"] is None  # where left out, Mistral has one
+    headless = "num_key_value_heads" in values and values["num_key_value_heads"] is None  # as many as query heads
     values = {name: value for name, value in values.items() if value is not None}
     for name, value in values.items():
         if name in FIXED and value != FIXED[name] and not (name == "attention_bias" and family == "qwen2"):
@@ -159,7 +161,7 @@ def read_config(values: dict[str, Any]) -> ThinkerConfig:
         raise UserError(f"config.json: architectures is {values['architectures']}; a language model is wanted")
     if missing := [name for name in SIZES if name not in values]:
         raise UserError(f"config.json lacks {missing[0]}")
-    if family != "llama" and "num_key_value_heads" not in values:
+    if family != "llama" and "num_key_value_heads" not in values and not headless:
         raise UserError("config.json lacks num_key_value_heads")
     theta, scaling = _read_rope(values, 2e6 if family == "smollm3" else 1e4)
     given = {ours: values[theirs] for theirs, ours in SIZES.items()}
@@ -174,6 +176,7 @@ def read_config(values: dict[str, Any]) -> ThinkerConfig:
         every = values.get("no_rope_layer_interval", 4)
         kept = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(plain.n_layers)]
         given["no_rope_layers"] = [layer for layer in range(plain.n_layers) if not kept[layer]] or None
+    values |= {"sliding_window": None} if windowless else {}
     given["attention"] = _read_windows(values, family, plain.n_layers, given.get("no_rope_layers") or [])
     return ThinkerConfig.from_dict(given)
 

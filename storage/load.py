@@ -38,7 +38,7 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     run = RunDirectory(path)
     if not run.checkpoints.is_dir():
         inside = RunDirectory(path.parent).checkpoints == path
-        hint = f"; give {path.parent}" if inside else "; give a run directory, such as runs/quickstart"
+        hint = f"; give {path.parent}" if inside else "; give a run directory, or a Hugging Face folder"
         raise UserError(f"{path} is no run directory (it has no checkpoints/) and no checkpoint{hint}")
     if checkpoint == "latest":
         found = run.latest()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -33,14 +34,15 @@ TINY = [
 
 
 def run_script(*arguments, cwd=ROOT, timeout=120, **environment):
-    """A command of ours as a user runs it. Returns the finished process with its text."""
+    """A command of ours as a user runs it. Returns the finished process with its text.
+
+    It is forked from one that has imported torch already, unless it wants an environment of its own from the start.
+    """
+    arguments, everything = [str(argument) for argument in arguments], {**os.environ, "PYTHONUTF8": "1", **environment}
+    if not environment and Path(arguments[0]).is_relative_to(ROOT):
+        return forks.run(arguments, cwd, everything, timeout)
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONUTF8": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+        [sys.executable, *arguments], cwd=cwd, env=everything, capture_output=True, text=True, timeout=timeout
     )
 
 

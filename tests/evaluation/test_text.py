@@ -1,5 +1,6 @@
 """Loss, perplexity and bits per byte of a text: by hand, with intervals that cover, however windows overlap."""
 
+import json
 import math
 import random
 
@@ -150,3 +151,13 @@ def test_a_single_text_is_cut_where_enough_is_read(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(UserError, match="no text"):
         tokenize(open_source("text", path=str(tmp_path / "empty.txt")), BYTES, 100, tmp_path)
+
+
+def test_of_conversations_the_answers_are_counted(thinker, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '?' }}{% endfor %}"
+    talk = [{"role": "user", "content": "where"}, {"role": "assistant", "content": "here"}]
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 5)
+    tokenizer = BYTES.with_chat_template(template)
+    tokens = tokenize(open_source("jsonl", path=str(tmp_path / "talk.jsonl")), tokenizer, 10**4, tmp_path)
+    found = text_loss(thinker, Windows(tokens, 40, "contiguous"), token_byte_lengths(tokenizer))
+    assert (found.n_tokens, found.n_bytes) == (5 * len("here<"), 5 * len("here"))

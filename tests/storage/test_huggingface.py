@@ -194,6 +194,22 @@ def test_older_spellings_of_a_configuration(tmp_path, family):
     assert torch.equal(load(tmp_path)[0](tokens), expected)
 
 
+def test_what_is_null_is_not_what_is_left_out(tmp_path):
+    """A Mistral without windows says null; a Qwen that says null has as many key heads as query heads."""
+    theirs = their_model("mistral", sliding_window=None)
+    theirs.save_pretrained(tmp_path / "mistral")
+    ours, _ = load(tmp_path / "mistral")
+    assert ours.config.attention == "full"
+    tokens = torch.randint(89, (1, 60))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    values = json.loads((tmp_path / "mistral" / "config.json").read_text())
+    del values["sliding_window"]
+    assert read_config(values).attention == "window(4096)" == read_config(values | {"sliding_window": 4096}).attention
+    values = transformers.Qwen2Config(num_key_value_heads=None).to_dict() | {"num_key_value_heads": None}
+    assert read_config(values).n_kv_heads == transformers.Qwen2Config().num_attention_heads
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_shards_and_precisions(tmp_path, dtype):
     model = their_model("llama", tie_word_embeddings=False).to(dtype)
