@@ -14,7 +14,10 @@ from data.tokenizer import MAX_VOCAB, Tokenizer
 from errors import UserError
 
 FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-EOS_KEY = "thinker_eos_ids"  # in a run's tokenizer_config.json, which has no model's file beside it
+# In a tokenizer_config.json of ours: what ends a text, in a run, where no model's file says so; and whether prompts
+# begin with the boundary.
+EOS_KEY, BEGINS_KEY = "thinker_eos_ids", "thinker_begins"
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token, what decides where it is found
 
 
 def _printable() -> dict[int, str]:
@@ -31,14 +34,18 @@ TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 class Files:
     """What tokenizer.json, tokenizer_config.json, chat_template.jinja and the model's own files say of a tokenizer."""
 
-    def __init__(self, tokenizer: dict, config: dict, chat_template: str | None, eos_ids: list[int]) -> None:
-        """`eos_ids`: as generation_config.json or config.json has them, if they do. Raises ValueError."""
+    def __init__(
+        self, tokenizer: dict, config: dict, chat_template: str | None, eos_ids: list[int], elsewhere: list[Any] = ()
+    ) -> None:
+        """`eos_ids`: as generation_config.json or config.json has them, if they do. `elsewhere`: tokens, names or
+        dictionaries, that other files than tokenizer.json tell of. Raises ValueError."""
         self.tokenizer, self.config, self.chat_template = tokenizer, config, chat_template
         added = tokenizer.get("added_tokens") or []
         self.added = {str(token["content"]): int(token["id"]) for token in added}
         self.visible = [token["content"] for token in added if not token.get("special")]
-        self.bendable = any(token.get(name) for token in added for name in ("lstrip", "rstrip", "single_word"))
-        self.normalized = any(token.get("normalized") for token in added)
+        self.bendable = any(token.get(name) for token in added for name in FLAGS[:3])
+        self.normalized = {bool(token.get("normalized")) for token in added}
+        self._check(added, elsewhere)
         names = {name: self._named(name) for name in ("bos_token", "eos_token")}
         self.eos_ids = eos_ids or [self.added[name] for name in [names["eos_token"]] if name in self.added]
         self.boundary = names["bos_token"] or next((n for n, i in self.added.items() if i in self.eos_ids), None)
@@ -46,9 +53,25 @@ class Files:
             raise ValueError("it names no token that begins or ends a text")
         self.bos_id = self.added[self.boundary]
         before = _template(tokenizer.get("post_processor"), self.added)
-        self.prompt_start = before or ([self.bos_id] if config.get("add_bos_token") is True else [])
+        self.prompt_start = before or ([self.bos_id] if config.get(BEGINS_KEY) is True else [])
         if self.prompt_start not in ([], [self.bos_id]):
             raise ValueError("texts begin with more than one special token")
+
+    def _check(self, added: list[dict], elsewhere: list[Any]) -> None:
+        """Raise ValueError where the library, or transformers, would make other tokens than tokenizer.json says."""
+        if len(self.added) < len(added):
+            raise ValueError("it adds a token twice")
+        if self.chat_template is not None and not isinstance(self.chat_template, str):
+            raise ValueError("its chat template is no text")
+        if self.tokenizer["model"].get("dropout"):
+            raise ValueError("it merges at random (dropout)")
+        flags = {token["content"]: [bool(token.get(name)) for name in FLAGS] for token in added}
+        for token in elsewhere:
+            name = token.get("content") if isinstance(token, dict) else token
+            if name not in self.added:
+                raise ValueError(f"it does not add the token {name!r}, of which other files tell")
+            if isinstance(token, dict) and [bool(token.get(flag)) for flag in FLAGS] != flags[name]:
+                raise ValueError(f"other files tell otherwise where its token {name!r} is found")
 
     def _named(self, name: str) -> str | None:
         value = self.config.get(name)
@@ -73,7 +96,7 @@ class ForeignTokenizer(Tokenizer):
     def __init__(self, files: Files) -> None:  # not tiktoken's: nothing of the base's __init__ is wanted
         self._files, content = files, files.tokenizer
         self._whole = _library(content)
-        self._plain = _library(content | {"added_tokens": [], "post_processor": None})
+        self._plain = _library(_without(content, files.added))
         self.kind, self.normalizer, self.chat_template = "hf", None, files.chat_template
         self.special_tokens, self.boundary = files.added, files.boundary
         self.vocab_size = 1 + max([*self._whole.get_vocab().values()])
@@ -81,6 +104,13 @@ class ForeignTokenizer(Tokenizer):
         self.eos_id, self.visible = self.eos_ids[0], files.visible
         self._names = {files.added[name]: name.encode() for name in self.visible}
         special = set(files.added.values())
+        if moved := [name for name, number in files.added.items() if self._whole.token_to_id(name) != number]:
+            raise ValueError(f"its token {moved[0]!r} has another number in its vocabulary")
+        unknown = content["model"].get("unk_token"), content["model"].get("unk_id")
+        for name, number in files.added.items():
+            texts = () if name == unknown[0] or number == unknown[1] else (name, f"a{name}a", f" {name} ")
+            if any(self._spells(text, number) for text in texts):
+                raise ValueError(f"plain text can spell its special token {name!r}")
         if self.vocab_size > MAX_VOCAB:
             raise ValueError(f"it has ids up to {self.vocab_size}")
         self._tokens = [None] * self.vocab_size
@@ -88,6 +118,12 @@ class ForeignTokenizer(Tokenizer):
         for piece, number in self._whole.get_vocab().items():
             if number not in special:
                 self._tokens[number] = to_bytes(piece)
+
+    def _spells(self, text: str, number: int) -> bool:
+        try:
+            return number in self._encode(text)
+        except UserError:  # with letters that it does not know
+            return False
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """As Tokenizer.encode."""
@@ -98,7 +134,12 @@ class ForeignTokenizer(Tokenizer):
 
     def _run(self, library: Any, text: str) -> np.ndarray:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a pair is no text
-        return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        try:
+            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        except Exception as error:
+            if type(error) is not Exception:  # the library's own are plain ones
+                raise
+            raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
 
     def decode(self, ids: Any) -> str:
         """As Tokenizer.decode; a space that the encoding puts before a text is taken away again."""
@@ -116,6 +157,17 @@ class ForeignTokenizer(Tokenizer):
     def save(self, folder: str | Path) -> Path:
         """Write the files that it came from into an existing folder."""
         return self._files.write(Path(folder))
+
+
+def _without(content: dict, added: dict[str, int]) -> dict:
+    """The same without its added tokens, which BPE has in its vocabulary as well, and what merges into them."""
+    model = content["model"]
+    if model.get("type") == "BPE":
+        gone = added.keys() - {model.get("unk_token")}
+        pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+        vocab = {piece: number for piece, number in model["vocab"].items() if piece not in gone}
+        model = model | {"vocab": vocab, "merges": [pair for pair in pairs if not gone & {*pair, "".join(pair)}]}
+    return content | {"model": model, "added_tokens": [], "post_processor": None}
 
 
 def _template(post_processor: dict | None, added: dict[str, int]) -> list[int]:

@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from data.foreign import (
+    BEGINS_KEY,
     CONFIG_NAME,
     EOS_KEY,
     FILE_NAME,
@@ -32,6 +34,8 @@ from data.foreign import (
 from data.tokenizer import MAX_FILE_BYTES, ONE_CHARACTER, PROBE, Tokenizer
 from errors import UserError
 
+SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]  # those with a name
+POSSESSIVE = r"(\{\d*,?\d*\})\+"  # tiktoken's library takes such a count and gives nothing back, theirs repeats it
 # What ByteLevel cuts by, unless it is told not to; and after Digits has cut off every digit.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT2_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
@@ -51,27 +55,45 @@ def read_files(folder: Path) -> Files:
     """
     tokenizer = _read_json(folder / FILE_NAME)
     config, *of_model = (
-        _read_json(folder / name) if (folder / name).is_file() else {}
-        for name in (CONFIG_NAME, "generation_config.json", "config.json")
+        _read_json(folder / name, missing={}) for name in (CONFIG_NAME, "generation_config.json", "config.json")
     )
     template = config.get("chat_template")
     if (folder / TEMPLATE_NAME).is_file():
-        template = (folder / TEMPLATE_NAME).read_text(encoding="utf-8")
-    if isinstance(template, list):  # several, by name
-        template = next((each.get("template") for each in template if each.get("name") == "default"), None)
+        try:
+            template = (folder / TEMPLATE_NAME).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{folder / TEMPLATE_NAME} cannot be read: {error}") from error
     eos = config.pop(EOS_KEY, None)
     bos_id = None
     for said in of_model:
         eos = said.get("eos_token_id") if eos is None else eos
         bos_id = said.get("bos_token_id") if bos_id is None else bos_id
     try:
+        if isinstance(template, list):  # several, by name
+            template = next((each.get("template") for each in template if each.get("name") == "default"), None)
         if config.get("bos_token") is None and bos_id is not None:
             names = [token["content"] for token in tokenizer.get("added_tokens") or [] if token["id"] == bos_id]
             config = config | {"bos_token": names[0] if names else None}
-        return Files(tokenizer, config, template, [eos] if isinstance(eos, int) else list(eos or []))
+        ends = [eos] if isinstance(eos, int) else list(eos or [])
+        return Files(tokenizer, config, template, ends, _told(folder, config))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else f"it has no {error}"
         raise UserError(f"{folder / FILE_NAME} cannot be used: {reason}") from error
+
+
+def _told(folder: Path, config: dict) -> list[Any]:
+    """The tokens, names or dictionaries, that transformers adds to those of tokenizer.json where it lacks them."""
+    listed: list[Any] = []
+    if "added_tokens_decoder" in config:
+        listed += config["added_tokens_decoder"].values()
+    else:  # older files, which it reads then
+        config = config | _read_json(folder / "special_tokens_map.json", missing={})
+        listed += _read_json(folder / "added_tokens.json", missing={})
+    names = [config.get(name) for name in SPECIAL]
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        several = config.get(name) or []
+        names += several.values() if isinstance(several, dict) else several
+    return listed + [each["content"] if isinstance(each, dict) else each for each in names if each is not None]
 
 
 def read(folder: Path) -> Tokenizer:
@@ -99,7 +121,7 @@ def as_tiktoken(files: Files) -> Tokenizer | None:
     plain = model.get("type") == "BPE" and not any(odd) and (content.get("decoder") or {}).get("type") == "ByteLevel"
     if not plain or pattern is None or files.bendable or normalizer not in (None, "NFC"):
         return None
-    if normalizer and files.normalized:
+    if files.normalized == {True, False} or (normalizer and files.normalized == {True}):
         return None
     special = set(files.added.values())
     pieces = {piece: number for piece, number in model["vocab"].items() if number not in special}
@@ -163,7 +185,7 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
     steps = pre_tokenizer or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     kinds = [step.get("type") for step in steps]
-    if kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space"):
+    if kinds[-1:] != ["ByteLevel"] or steps[-1].get("add_prefix_space"):
         return None
     cuts = steps[-1].get("use_regex", True)
     if kinds == ["ByteLevel"]:
@@ -171,7 +193,8 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
     if kinds == ["Digits", "ByteLevel"] and cuts and steps[0].get("individual_digits"):
         return GPT2_DIGITS
     if kinds == ["Split", "ByteLevel"] and not cuts and not steps[0].get("invert"):
-        return steps[0]["pattern"].get("Regex") if steps[0].get("behavior") == "Isolated" else None
+        regex = steps[0]["pattern"].get("Regex") if steps[0].get("behavior") == "Isolated" else None
+        return None if regex is None or re.search(POSSESSIVE, regex) else regex
     return None
 
 
@@ -193,7 +216,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         {"id": number, "content": name, **flags, "special": name not in tokenizer.visible} for name, number in special
     ]
     pattern = r"[\s\S]" if tokenizer.pattern == ONE_CHARACTER else tokenizer.pattern
-    pattern = {"Regex": re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)}
+    pattern = {"Regex": re.sub(POSSESSIVE, r"\1", pattern)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     cut = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
@@ -216,7 +239,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         "bos_token": tokenizer.boundary,
         "eos_token": eos,
         "pad_token": eos,
-        "add_bos_token": bool(tokenizer.prompt_start),
+        BEGINS_KEY: bool(tokenizer.prompt_start),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }
@@ -237,7 +260,10 @@ def _printed(token: bytes) -> str:
     return "".join(map(TO_CHAR.get, token))
 
 
-def _read_json(path: Path) -> dict:
+def _read_json(path: Path, missing: dict | None = None) -> dict:
+    """What a file holds, or `missing` where there is none. Raises UserError."""
+    if missing is not None and not path.exists():
+        return missing
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError("it is larger than any tokenizer")

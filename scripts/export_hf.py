@@ -67,7 +67,7 @@ def main() -> int:
         base = None
         if arguments.adapter:
             base = base_of(run_of(path))
-            write_adapter(find_checkpoint(path, arguments.checkpoint), str(base.resolve()), temporary)
+            write_adapter(find_checkpoint(path, arguments.checkpoint), thinker.config, base.resolve(), temporary)
         else:
             huggingface.save_folder(thinker, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:

@@ -234,7 +234,10 @@ def clear(folder: Path) -> None:
 
 def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
     """The checkpoints step-N (or best-N) in a folder, oldest first, whole or not."""
-    folders = [path for path in folder.glob(f"{kind}-*") if path.is_dir() and not path.is_symlink()]
+    named = list(folder.glob(f"{kind}-*"))
+    folders = [path for path in named if path.is_dir() and not path.is_symlink()]
+    if not all(map(os.path.lexists, named)):  # a training at work has just removed one, and made another
+        return list_checkpoints(folder, kind)
     found = [(int(m[1]), path) for path in folders if (m := re.fullmatch(rf"{kind}-(\d+)", path.name))]
     return [path for _, path in sorted(found)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ from model import Thinker, ThinkerConfig
 from storage.checkpoint import Damaged, model_tensors, opened, read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE, HEAD = "model.safetensors.index.json", "model.safetensors", "lm_head.weight"
 SHARD_BYTES = 5 << 30
 NAMES = {
     "embedding": "model.embed_tokens",
@@ -45,6 +46,11 @@ FIXED |= {"per_layer_config": None, "auto_map": None}
 READ = {"model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", *SIZES}
 READ |= {"rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
 READ |= {"no_rope_layers", "no_rope_layer_interval", "original_max_position_embeddings", "architectures"}
+TYPES = dict.fromkeys(("architectures", "layer_types", "no_rope_layers"), list)  # what nothing else checks
+TYPES |= dict.fromkeys(("rope_scaling", "rope_parameters"), dict) | {"use_sliding_window": bool}
+TYPES |= dict.fromkeys(("sliding_window", "max_window_layers", "no_rope_layer_interval"), int)
+TYPES |= dict.fromkeys(("original_max_position_embeddings", *SIZES), int)
+WANTED = {list: "a list", dict: "a mapping", bool: "true or false", int: "a whole number above 0"}
 # Keys that do not decide what the model computes.
 HARMLESS = {"torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout"}
 HARMLESS |= {
@@ -75,7 +81,7 @@ SCALING = {  # their name -> ours, of what a type of RoPE scaling reads
 
 def is_folder(path: Path) -> bool:
     """Whether a folder looks like one of theirs."""
-    return (path / "config.json").is_file() and not (path / "state.json").is_file()
+    return os.path.isfile(path / "config.json") and not os.path.isfile(path / "state.json")
 
 
 # There to here
@@ -94,7 +100,7 @@ def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
         thinker = Thinker(config)  # no memory for weights that are about to be replaced
     expected = {their_name(name): name for name in model_tensors(thinker)}
     surplus = {name for name in where if name.endswith("rotary_emb.inv_freq")}  # old files hold the angles too
-    surplus |= {"lm_head.weight"} if config.tie_embeddings else set()
+    surplus |= {HEAD} if config.tie_embeddings else set()
     if missing := sorted(expected.keys() - where.keys()):
         raise Damaged(f"{folder} has no tensor {missing[0]}")
     if unknown := sorted(where.keys() - expected.keys() - surplus):
@@ -108,6 +114,10 @@ def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
                     found = f"{part.get_dtype()} {part.get_shape()}"
                     raise Damaged(f"{path}: {name} is {found}; its configuration asks for {list(like.shape)}")
                 tensors[expected[name]] = file.get_tensor(name).float()
+    if config.tie_embeddings and HEAD in where:  # whether it is used then has changed with their versions
+        with opened(where[HEAD]) as file:
+            if not torch.equal(file.get_tensor(HEAD).float(), tensors["embedding.weight"]):
+                raise UserError(f"{folder}: {HEAD} differs from the embedding, but config.json ties them")
     thinker.load_state_dict(tensors, strict=not config.tie_embeddings, assign=True)
     if config.tie_embeddings:
         thinker.head.weight = thinker.embedding.weight
@@ -125,21 +135,18 @@ def their_name(name: str) -> str:
 
 
 def _find_tensors(folder: Path) -> dict[str, Path]:
-    """Name of each tensor -> the file it lies in."""
-    if (folder / INDEX).is_file():
-        listed = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not all(
-            re.fullmatch(r"[\w.-]+\.safetensors", str(f)) for f in listed.values()
-        ):
-            raise Damaged(f"{folder / INDEX} lists no files of tensors")
-        return {name: folder / file for name, file in listed.items()}
-    path = folder / "model.safetensors"
-    if not path.is_file():
+    """Name of each tensor -> the file it lies in. As transformers does, one file goes before an index."""
+    if (folder / SINGLE).is_file():
+        with opened(folder / SINGLE) as file:
+            return dict.fromkeys(file.keys(), folder / SINGLE)
+    if not (folder / INDEX).is_file():
         pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]), None)
         hint = f"; {pickled.name} is a pickle, which can run anything: convert it to safetensors" if pickled else ""
-        raise Damaged(f"{folder} has neither model.safetensors nor {INDEX}{hint}")
-    with opened(path) as file:
-        return dict.fromkeys(file.keys(), path)
+        raise Damaged(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+    listed = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(f)) for f in listed.values()):
+        raise Damaged(f"{folder / INDEX} lists no files of tensors")
+    return {name: folder / file for name, file in listed.items()}
 
 
 def read_config(values: dict[str, Any]) -> ThinkerConfig:
@@ -152,6 +159,10 @@ def read_config(values: dict[str, Any]) -> ThinkerConfig:
     windowless = "sliding_window" in values and values["sliding_window"] is None  # where left out, Mistral has one
     headless = "num_key_value_heads" in values and values["num_key_value_heads"] is None  # as many as query heads
     values = {name: value for name, value in values.items() if value is not None}
+    for name, kind in TYPES.items():
+        value = values.get(name)
+        if value is not None and (type(value) is not kind or (kind is int and value < (name != "max_window_layers"))):
+            raise UserError(f"config.json: {name} is {value!r}; {WANTED[kind]} is wanted")
     for name, value in values.items():
         if name in FIXED and value != FIXED[name] and not (name == "attention_bias" and family == "qwen2"):
             raise UserError(f"config.json: {name} is {value!r}; Thinker computes with {FIXED[name]!r}")
@@ -174,7 +185,9 @@ def read_config(values: dict[str, Any]) -> ThinkerConfig:
     plain = ThinkerConfig.from_dict(given)  # refuses numbers that are none, before lists are made of them
     if family == "smollm3":
         every = values.get("no_rope_layer_interval", 4)
-        kept = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(plain.n_layers)]
+        kept = values.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(plain.n_layers)])
+        if len(kept) != plain.n_layers or any(one not in (0, 1) for one in kept):
+            raise UserError(f"config.json: no_rope_layers is {kept}; a 0 or a 1 for each layer is wanted")
         given["no_rope_layers"] = [layer for layer in range(plain.n_layers) if not kept[layer]] or None
     values |= {"sliding_window": None} if windowless else {}
     given["attention"] = _read_windows(values, family, plain.n_layers, given.get("no_rope_layers") or [])
@@ -183,7 +196,7 @@ def read_config(values: dict[str, Any]) -> ThinkerConfig:
 
 def _read_windows(values: dict[str, Any], family: str, n_layers: int, no_rope_layers: list[int]) -> str | list[str]:
     """What each layer sees: their sliding_window is a window of ours, itself included."""
-    window = values.get("sliding_window", 4096 if family == "mistral" else None)
+    window = values.get("sliding_window", None if family == "smollm3" else 4096)
     if family == "llama" or (family != "mistral" and not values.get("use_sliding_window", False)):
         window = None
     kinds = ["sliding_attention" if window else "full_attention"] * n_layers
@@ -192,12 +205,13 @@ def _read_windows(values: dict[str, Any], family: str, n_layers: int, no_rope_la
     elif window and family != "mistral":
         first = values.get("max_window_layers", 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
-    if family not in ("llama", "mistral"):
-        kinds = values.get("layer_types", kinds)
+    said = values.get("layer_types", kinds)
     known = {"full_attention": "full"} | ({"sliding_attention": f"window({window})"} if window else {})
-    if not isinstance(kinds, list) or len(kinds) != n_layers or not set(kinds) <= known.keys():
-        raise UserError(f"config.json: layer_types is {kinds}; for each layer one of {', '.join(known)} is wanted")
-    layers = [known[kind] for kind in kinds]
+    if len(said) != n_layers or any(kind not in [*known] for kind in said):
+        raise UserError(f"config.json: layer_types is {said}; for each layer one of {', '.join(known)} is wanted")
+    if said != kinds and family in ("llama", "mistral"):  # where their versions differ in what they make of it
+        raise UserError(f"config.json: layer_types is {said}, but all layers of this {family} are {kinds[0]}")
+    layers = [known[kind] for kind in said]
     return layers[0] if len(set(layers)) == 1 else layers
 
 
@@ -218,6 +232,8 @@ def _read_rope(values: dict[str, Any], default: float) -> tuple[float, dict[str,
         given[original] = longest  # whatever else is said there
     elif kind != "linear":
         given[original] = values.get(original) or given.get(original, longest)
+    if kind != "linear" and (type(given[original]) is not int or given[original] < 1):
+        raise UserError(f"config.json: {original} is {given[original]!r}; {WANTED[int]} is wanted")
     if kind == "yarn":
         given.setdefault("factor", longest / given[original])
         if "attention_factor" in given or not (given.get("mscale") and given.get("mscale_all_dim")):

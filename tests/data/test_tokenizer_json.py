@@ -309,7 +309,19 @@ def test_split_merges_the_lowest_pair_first(token):
     [
         ("tokenizer.json", "{", "cannot be read as JSON"),
         ("tokenizer.json", "[]", "not a JSON object"),
-        ("tokenizer.json", "{}", "no token that begins"),
+        ("tokenizer.json", "{}", "it has no 'model'"),
+        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "pad_token": "<pad>"}', "not add the token '<pad>'"),
+        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "extra_special_tokens": ["<x>"]}', "token '<x>'"),
+        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "extra_special_tokens": {"x": "<y>"}}', "'<y>'"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "lstrip": true}}}',
+            "tell otherwise where its token '<|endoftext|>'",
+        ),
+        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": ["a"]}', "cannot be used"),
+        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": {"a": 1}}', "template is no text"),
+        ("added_tokens.json", '{"<new>": 900}', "not add the token '<new>'"),
+        ("special_tokens_map.json", '{"unk_token": {"content": "<unk>"}}', "not add the token '<unk>'"),
         (
             "tokenizer.json",
             '{"model": {"type": "New"}, "added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}',
@@ -324,6 +336,60 @@ def test_files_that_are_none_are_refused_by_name(tmp_path, name, content, messag
     with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(tmp_path)
     assert "tokenizer" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content["model"].update(dropout=0.1), "dropout"),
+        (lambda content: content["added_tokens"].append(content["added_tokens"][0]), "a token twice"),
+        (
+            lambda content: content["added_tokens"].append(content["added_tokens"][0] | {"id": 9, "content": "e"}),
+            "'e'",
+        ),
+    ],
+)
+def test_what_the_library_would_make_otherwise_is_refused(tmp_path, change, message):
+    library = trained(byte_level())
+    saved(library, tmp_path)
+    content = json.loads(library.to_str())
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_added_tokens_that_are_found_in_two_passes_are_left_to_the_library(tmp_path):
+    library = trained(byte_level())
+    library.add_tokens([tokenizers.AddedToken("x<|im_end|>", normalized=True), tokenizers.AddedToken("<|im")])
+    ours, theirs = saved(library, tmp_path)
+    texts = [*fuzzed(300, "passes"), "ax<|im_end|>b", "<|im<|im_end|>"]
+    assert type(ours) is ForeignTokenizer
+    assert differing(ours, theirs, texts) == []
+
+
+def test_an_empty_list_of_steps_and_unknown_letters(tmp_path):
+    library = trained(pre_tokenizers.Sequence([]))
+    ours, theirs = saved(library, tmp_path)
+    assert type(ours) is ForeignTokenizer
+    assert differing(ours, theirs, ["abc", "a b"]) == []
+    unigram = [["<unk>", 0.0], ["</s>", 0.0], ["▁a", -1.0], ["b", -1.0], ["▁", -2.0]]
+    content = json.loads(library.to_str()) | {"model": {"type": "Unigram", "vocab": unigram, "unk_id": 0}}
+    content["decoder"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}
+    content["pre_tokenizer"] = content["decoder"]
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    content["added_tokens"] = [{"id": 1, "content": "</s>"} | flags]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    with pytest.raises(UserError, match=r"plain text can spell its special token '</s>'"):
+        load_tokenizer(tmp_path)
+    content["model"]["vocab"][1], content["added_tokens"][0]["content"] = ["▁ab", -1.5], "</s>"
+    content["added_tokens"][0]["id"], content["model"]["unk_id"] = 5, None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("ab a") == [1, 2]
+    with pytest.raises(UserError, match="cannot encode 'azb'"):
+        tokenizer.encode("azb")
 
 
 def test_what_would_end_every_text_with_a_token_is_refused(tmp_path):

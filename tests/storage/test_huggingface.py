@@ -286,7 +286,21 @@ def theirs(tmp_path_factory):
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "rope_scaling has a key odd"),
         ({"rope_parameters": {"rope_type": "default", "full_attention": {}}}, "rope_type is 'default'"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"hidden_size": "big"}, "d_model = 'big'"),
+        ({"hidden_size": "big"}, "hidden_size is 'big'; a whole number above 0"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1]; a mapping"),
+        ({"architectures": 5}, "architectures is 5; a list"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "a"}},
+            "original_max_position_embeddings is 'a'",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "all layers of this mistral are sliding"),
+        ({"model_type": "qwen3", "layer_types": [["full_attention"]] * 2}, "layer_types"),
+        ({"model_type": "qwen2", "max_window_layers": "a"}, "max_window_layers is 'a'"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is [1]; a 0 or a 1 for each"),
+        ({"model_type": "smollm3", "no_rope_layers": {"a": 1}}, "no_rope_layers is {'a': 1}; a list"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ({"num_hidden_layers": 10**6}, "fewer tensors"),
         ({"num_hidden_layers": 1}, "has a tensor model.layers.1"),
         ({"num_hidden_layers": 3}, "no tensor model.layers.2"),
@@ -304,6 +318,27 @@ def test_what_would_change_the_result_is_refused_by_name(tmp_path, theirs, chang
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match=re.escape(message)):
         load(tmp_path)
+
+
+def test_what_versions_compute_differently(tmp_path):
+    """A head of its own in the file of tied weights is refused; one file goes before an index; windows have a width."""
+    their_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    with pytest.raises(UserError, match=r"lm_head.weight differs from the embedding, but config.json ties them"):
+        load(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "other.safetensors"}}))
+    tokens = torch.randint(89, (1, 30))
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        torch.testing.assert_close(load(tmp_path)[0](tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    values = transformers.Qwen3Config(use_sliding_window=True, max_window_layers=0).to_dict()
+    known = values["sliding_window"]
+    del values["sliding_window"], values["layer_types"]
+    assert read_config(values).attention == f"window({known})"
 
 
 def test_files_that_are_missing_or_hostile(tmp_path, theirs):

@@ -1,5 +1,6 @@
 """Fine-tuning: from a Hugging Face folder, on answers, whole or by adapters that peft opens."""
 
+import dataclasses
 import json
 import shutil
 
@@ -192,10 +193,10 @@ def test_peft_loads_our_adapter(trainer, base, tmp_path):
     trainer("train.lora_rank=3", "train.lora_alpha=12", "train.max_steps=10").train()
     checkpoint = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     (tmp_path / "adapter").mkdir()
-    write_adapter(checkpoint, str(base), tmp_path / "adapter")
+    thinker, _ = load(tmp_path / "run")
+    write_adapter(checkpoint, thinker.config, base, tmp_path / "adapter")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
-    thinker, _ = load(tmp_path / "run")
     tokens = torch.randint(thinker.config.vocab_size, (2, 40))
     with torch.no_grad():
         ours = thinker(tokens)
@@ -208,7 +209,9 @@ def test_peft_loads_our_adapter(trainer, base, tmp_path):
     trainer("train.max_steps=1", folder="plain").train()
     plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
     with pytest.raises(UserError, match="has no adapters"):
-        write_adapter(plain, str(base), tmp_path / "adapter")
+        write_adapter(plain, thinker.config, base, tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"model.max_seq_len is 999, .* which an adapter cannot change"):
+        write_adapter(checkpoint, dataclasses.replace(thinker.config, max_seq_len=999), base, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -226,7 +229,15 @@ def test_we_load_adapters_that_peft_made(base, tmp_path, rslora):
     values = json.loads((tmp_path / "adapter_config.json").read_text())
     for change, message in [({"use_dora": True}, "use_dora is True"), ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
                             ({"base_model_name_or_path": "meta/none"}, "no folder here"),
-                            ({"modules_to_save": ["lm_head"]}, "modules_to_save")]:  # fmt: skip
+                            ({"base_model_name_or_path": "x" * 999}, "no folder here"),
+                            ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+                            ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+                            ({"layers_to_transform": 0}, "layers_to_transform is 0"),
+                            ({"init_lora_weights": "pissa"}, "changed the base model"),
+                            ({"target_modules": ["q_proj"]}, "see r and target_modules"),
+                            ({"target_modules": "q(_proj"}, "target_modules"),
+                            ({"r": 8}, "see r and target_modules"),
+                            ({"lora_alpha": float("nan")}, "lora_alpha")]:  # fmt: skip
         (tmp_path / "adapter_config.json").write_text(json.dumps(values | change))
         with pytest.raises(UserError, match=message):
             load(tmp_path)
