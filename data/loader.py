@@ -91,6 +91,11 @@ class Windows:
                 f"a stride of {stride} tokens: it must lie between 1 and the context's length, {seq_len}, and goes "
                 "with contiguous windows, of a model without a prefix"
             )
+        if isolate and any(shard.counted is not None and _has_inner_boundary(shard) for shard in tokens.shards):
+            raise UserError(
+                "data.isolate_documents: the chat template writes the boundary token within conversations too, so that "
+                "it does not tell where one begins; set it to false"
+            )
         self.starts: list[np.ndarray] = []  # "documents" only: see _packed_starts
         if packing == "documents":
             self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
@@ -124,7 +129,7 @@ class Windows:
         targets[: max(0, self.given - 1)] = IGNORED
         if shard.counted is not None:
             targets[: end - start][shard.counted[start + 1 : end + 1] == 0] = IGNORED
-        if shard.own_end:
+        elif shard.own_end:
             targets[targets == int(shard.tokens[0])] = IGNORED
         if start > 0:
             targets[: self.seq_len - self.stride] = IGNORED
@@ -218,6 +223,10 @@ def entropy_floor(windows: Windows, limit: int | None = None) -> float | None:
         targets += int(end)
         count -= min(count, len(starts) - 1)
     return nats / targets
+
+
+def _has_inner_boundary(shard: Shard) -> bool:
+    return int((shard.tokens == shard.tokens[0]).sum()) > len(shard.offsets)
 
 
 def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:

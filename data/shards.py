@@ -155,15 +155,18 @@ class ShardWriter:
         if counted is not None:
             self._counted += counted.astype(np.uint8).tobytes()
             self.digest.update(counted.tobytes())
-            # An answer that ends without a token of its own is ended by the boundary, which then is to be learned.
+            # An answer that the template leaves open is ended here, which then is to be learned as well.
             self._boundary_counts = bool(len(ids) and counted[-1]) and self._last not in self.tokenizer.eos_ids
-            self._last = self.tokenizer.eos_id
         self._document_bytes[-1] += n_bytes
 
     def _end_document(self) -> None:
-        if self._file is not None and self._end and self._last not in self.tokenizer.eos_ids:
-            self._write_tokens(self._end)
-            self._last = self.tokenizer.eos_id
+        if self._file is None or not self._end or self._last in self.tokenizer.eos_ids:
+            return
+        if self._counted and not self._boundary_counts:
+            return  # a conversation that does not end with an answer
+        self._counted += b"\1" if self._counted else b""
+        self._write_tokens(self._end)
+        self._last, self._boundary_counts = self.tokenizer.eos_id, False
 
     def _open(self) -> None:
         self._path = self.folder / f"{self.name}-{len(self.files):05d}.tokens"

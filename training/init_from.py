@@ -61,6 +61,8 @@ def take_up(
             f"data.seq_len ({recipe.data.seq_len}) is longer than the context of the model in run.init_from "
             f"({config.max_seq_len}); lower it, or raise model.max_seq_len, perhaps with model.rope_scaling"
         )
+    if (recipe.train.lora_rank or 0) > config.d_model:
+        raise UserError(f"train.lora_rank is {recipe.train.lora_rank}, more than the model is wide ({config.d_model})")
     recipe.model = ModelSection(**config.to_dict())
     check_recipe(recipe.model_dump())  # what sections say of each other, now that all is known
     if thinker is not None and config != thinker.config:

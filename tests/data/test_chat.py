@@ -10,6 +10,7 @@ from data import chat, tokenizer_json
 from data.corpus import prepare
 from data.loader import IGNORED, Windows
 from data.make_tokenizer import load_tokenizer, make_tokenizer
+from data.tokenizer import Tokenizer
 from errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -26,6 +27,10 @@ MARKED = (
 )
 # As Qwen3: what an assistant thought is told of its last turn only.
 FORGETFUL = CHATML.replace("m.content +", "(m.content if loop.last or m.role != 'assistant' else m.content[-3:]) +")
+OPEN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"
+)
 TALK = [
     {"role": "system", "content": "You are a naïve cat."},
     {"role": "user", "content": "Where is the mat? 12345"},
@@ -127,10 +132,7 @@ def test_only_answers_are_targets(tmp_path, tokenizer, rows, packing):
 
 def test_an_answer_that_the_boundary_ends_learns_the_boundary(tmp_path, rows):
     """Of a tokenizer made here, whose template writes no end: the boundary after the conversation is it."""
-    plain = make_tokenizer("byte", []).with_chat_template(
-        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '\\nassistant: ' }}{% endif %}"
-    )
+    plain = make_tokenizer("byte", []).with_chat_template(OPEN)
     corpus = prepare(
         source="jsonl", path=str(rows), tokenizer=plain, cache_dir=tmp_path, progress=False, loss_on="answers",
         val_fraction=0.2,
@@ -141,6 +143,32 @@ def test_an_answer_that_the_boundary_ends_learns_the_boundary(tmp_path, rows):
     assert plain.decode(counted.tolist()).startswith("It is ")
     assert inputs[0] == plain.bos_id
     assert (np.diff(np.flatnonzero(targets == plain.bos_id)) > 0).all()
+
+
+def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, rows):
+    """Of a tokenizer with an end beside its boundary; the boundary is no target."""
+    base = make_tokenizer("byte", [])
+    tokens = [base.token_bytes(i) for i in range(256)] + [None, None]
+    plain = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos=[257])
+    within = OPEN.replace("m.content", "(bos_token if m.role == 'user' else '') + m.content")
+    for template, conversation in [(OPEN, ""), (within, "<s>")]:
+        corpus = prepare(
+            source="jsonl", path=str(rows), tokenizer=plain.with_chat_template(template), cache_dir=tmp_path,
+            progress=False, loss_on="answers", val_fraction=0.2,
+        )  # fmt: skip
+        windows = Windows(corpus.train, 64, "documents")
+        learned = [targets[targets != IGNORED] for _, targets in (windows[i] for i in range(len(windows)))]
+        text = text_of(plain, np.concatenate(learned).tolist())
+        assert text.count("It is") == text.count(".</s>") == corpus.train.n_documents
+        assert "<s>" not in text
+        assert windows.n_targets == sum(map(len, learned))
+        if conversation:
+            with pytest.raises(UserError, match="boundary token within conversations"):
+                Windows(corpus.train, 64, "documents", isolate=True)
+        else:
+            inputs, _ = windows.batch([0])
+            starts = Windows(corpus.train, 64, "documents", isolate=True).documents(inputs).diff(dim=1).nonzero()
+            assert (inputs[:, 1:][starts[:, 0], starts[:, 1]] == 256).all()
 
 
 @pytest.mark.parametrize(
