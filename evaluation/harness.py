@@ -127,14 +127,14 @@ def run_tasks(
     n_shots: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The results of each task: {task: {metric: value, metric_stderr: its error}}.
+    """The results of each task: {task: {metric: value, metric_stderr: its error, questions: how many}}.
 
     Args:
         names: of the harness's tasks, such as hellaswag, whose data it downloads, or of those defined in YAML files in
             the folder `include`.
         n_shots: examples before each question; None: as the task says. limit: of the first so many questions only.
 
-    Raises UserError for a name that is none.
+    Raises UserError for a name that is none, and where a task's data cannot be had.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -145,12 +145,18 @@ def run_tasks(
     for name in names:
         if name not in manager.all_tasks:
             raise UserError(f"the harness has no task {name}{nearest(name, manager.all_tasks)}")
-    found = simple_evaluate(
-        ThinkerLM(thinker, tokenizer), tasks=names, num_fewshot=n_shots, limit=limit, task_manager=manager,
-        bootstrap_iters=1000, log_samples=False,
-    )  # fmt: skip
-    tidy = {}
+    model = ThinkerLM(thinker, tokenizer)
+    try:
+        found = simple_evaluate(
+            model, tasks=names, num_fewshot=n_shots, limit=limit, task_manager=manager,
+            bootstrap_iters=1000, log_samples=False,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:  # data that cannot be had, more examples than there are
+        raise UserError(f"the harness cannot run {', '.join(names)}: {str(error).strip() or repr(error)}") from error
+    tidy: dict[str, dict[str, Any]] = {}
     for name, metrics in found["results"].items():
-        values = {key.removesuffix(",none"): value for key, value in metrics.items() if isinstance(value, int | float)}
-        tidy[name] = {key.replace(",none", ""): value for key, value in values.items()}
+        values = {key.replace(",none", ""): value for key, value in metrics.items() if isinstance(value, int | float)}
+        tidy[name] = {key: value for key, value in values.items() if not key.startswith("sample_")}
+        if name in found.get("n-samples", {}):
+            tidy[name]["questions"] = found["n-samples"][name]["effective"]
     return tidy

@@ -68,11 +68,11 @@ class LongLoss:
 
     def table(self) -> str:
         """The segments, one a line."""
-        lines = [f"{'positions':>15}  {'nats a token':>12}  {'error':>6}  {'tokens':>8}"]
+        lines = [f"{'positions':>15}  {'nats a token':>12}  {'std error':>9}  {'tokens':>9}"]
         for part in self.segments():
             place, error = f"{part.start}-{part.end - 1}", "" if part.error is None else f"{part.error:.4f}"
             beyond = "  beyond the training" * (part.start >= self.trained_length)
-            lines.append(f"{place:>15}  {part.loss:12.4f}  {error:>6}  {part.n_tokens:8,}{beyond}")
+            lines.append(f"{place:>15}  {part.loss:12.4f}  {error:>9}  {part.n_tokens:9,}{beyond}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -112,12 +112,16 @@ def text_loss(
     Args:
         byte_lengths: bytes of text of each token, data.tokenizer.token_byte_lengths.
         share: of the confidence interval.
+
+    Raises UserError where none of the tokens stands for text.
     """
     lengths, n_bytes = torch.from_numpy(byte_lengths.astype(np.int64)), []
     batch = max(1, batch_tokens // windows.seq_len)
     found = loss_by_position(thinker, windows, batch, None, trained_length, progress=True)
     for _, targets in in_order(windows, batch):
         n_bytes.append(torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0).sum(dim=1))  # (B,)
+    if not sum(int(each.sum()) for each in n_bytes):
+        raise UserError("the tokens to be predicted stand for no text, so that there are no bytes to count by")
     sizes, nats = torch.cat(n_bytes), found.nats.nansum(dim=1)  # (N,) each
     counts = (~found.nats.isnan()).sum(dim=1)  # (N,)
     # Tokens side by side are alike, those of windows side by side too: what is drawn is blocks of them.
@@ -138,21 +142,21 @@ def text_loss(
 
 
 def table(found: list[TextLoss]) -> str:
-    """Losses at several lengths of context, a line each, with their intervals."""
-    heads = ("context", 8), ("tokens", 10), ("nats a token", 25), ("perplexity", 24), ("bits a byte", 25)
-    lines = ["".join(f"{name:>{width}}" for name, width in heads) + "  over the floor"]
+    """Losses at several lengths of context, a line each, with their intervals; on tales how far above the floor."""
+    rows = [["context", "tokens", "nats a token", "perplexity", "bits a byte", "over the floor"]]
     for one in found:
         ratios = (one.nats_per_token, 4), (one.perplexity, 2), (one.bits_per_byte, 4)
-        cells = [f"{one.context_length}", f"{one.n_tokens:,}", *(_in_brackets(*each) for each in ratios)]
         floor = f"{one.nats_per_token.mean / one.entropy_floor - 1:.2%}" if one.entropy_floor else ""
-        line = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, heads))
-        lines.append(f"{line}  {floor}".rstrip())
-    return "\n".join(lines)
+        rows.append([f"{one.context_length}", f"{one.n_tokens:,}", *(_in_brackets(*each) for each in ratios), floor])
+    columns = [column for column in zip(*rows) if any(column[1:])]  # there may be no floor
+    widths = [max(map(len, column)) for column in columns]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in zip(*columns))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _in_brackets(ratio: Ratio, digits: int) -> str:
-    interval = "" if ratio.low is None else f" [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
-    return f"{ratio.mean:.{digits}f}{interval}"
+    interval = "" if ratio.low is None else f" [{ratio.low:,.{digits}f}, {ratio.high:,.{digits}f}]"
+    return f"{ratio.mean:,.{digits}f}{interval}"
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, most: int, folder: Path) -> TokenSet:
@@ -168,6 +172,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, most: int, folder: Path) -> T
             bar.update(len(cut))
             if left <= 0:
                 break
+        bar.total = bar.n  # the text may be shorter than what was asked for, and its last document longer
     if left == most:
         raise UserError(f"data.source={source.name}: there is no text to be predicted")
     writer.close()

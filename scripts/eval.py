@@ -15,6 +15,7 @@ from errors import UserError, run_command
 from generate import Parser
 
 FOR_TASKS = ("include", "shots", "limit")
+MOST_TOKENS = 200_000
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -27,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--path", metavar="FILE", help="of text, jsonl and parquet: a file, a folder or a glob")
     group.add_argument("--column", metavar="NAME", help="of jsonl and parquet (default text)")
     group.add_argument(
-        "--max-tokens", type=int, default=200_000, metavar="N", help="of --source, its first so many (default 200000)"
+        "--max-tokens", type=int, metavar="N", help=f"of --source, its first so many (default {MOST_TOKENS})"
     )
     group = parser.add_argument_group("how")
     group.add_argument(
@@ -72,20 +73,31 @@ def check_together(arguments: argparse.Namespace, parser: Parser) -> None:
     for name in ("factor", "windows", "max_tokens", "stride", "limit"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
-    if not 0 < arguments.confidence < 1:
-        raise UserError(f"--confidence is {arguments.confidence}; it must lie between 0 and 1, such as 0.95")
+    if not 0 < arguments.confidence <= 0.9999:
+        raise UserError(f"--confidence is {arguments.confidence}; it must lie between 0 and 0.9999, such as 0.95")
+    if arguments.max_tokens is not None and arguments.source is None:
+        raise UserError("--max-tokens goes with --source; a run's own text is read whole")
+    lengths = context_lengths(arguments.context) or [arguments.stride or 0]
+    if (arguments.stride or 0) > min(lengths):
+        raise UserError(f"--stride is {arguments.stride}, longer than a --context of {min(lengths)}; lower it")
+    if arguments.stride and arguments.source == "tales":
+        raise UserError("--stride cuts texts anywhere; windows of tales begin with a document: leave it out")
+    if arguments.include is not None and not arguments.include.is_dir():
+        raise UserError(f"--include {arguments.include} is no folder")
+    if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
+        raise UserError(f"cannot write {arguments.png}: its folder does not exist")
     needs_path = arguments.source in ("text", "jsonl", "parquet")
     if (arguments.path is not None) != needs_path:
         raise UserError("--source text, jsonl or parquet and --path FILE go together")
 
 
-def context_lengths(text: str | None, trained: int) -> list[int]:
-    """ "128,256" as numbers."""
+def context_lengths(text: str | None) -> list[int]:
+    """ "128,256" as numbers; none for None."""
     try:
-        lengths = [int(part) for part in text.split(",")] if text is not None else [trained]
+        lengths = [int(part) for part in text.split(",")] if text is not None else []
     except ValueError:
         lengths = [0]
-    if min(lengths) < 2:
+    if lengths and min(lengths) < 2:
         raise UserError(f"--context {text} is no list of lengths from 2 on, such as 128,256")
     return lengths
 
@@ -105,10 +117,11 @@ def find_tokens(
     recipe = None if run is None else load_recipe(run / "config.yaml", [])
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}
+        most = arguments.max_tokens or MOST_TOKENS
         if arguments.source == "tales":  # others than those of the training
-            options |= {"max_documents": 1 + arguments.max_tokens // 16, "seed": 1 << 40}
+            options |= {"max_documents": 1 + most // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
-        tokens = tokenize(source, tokenizer, arguments.max_tokens, scratch)
+        tokens = tokenize(source, tokenizer, most, scratch)
         packing = "documents" if arguments.source == "tales" else "contiguous"
         return arguments.source, recipe and recipe.data.seq_len, packing, tokens
     if recipe is None:
@@ -121,14 +134,18 @@ def find_tokens(
     return recipe.data.source, recipe.data.seq_len, packing, corpus.val
 
 
-def draw(loss: Any, needles: list[dict[str, Any]], path: Path) -> None:
+def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
     """Loss by position, an eighth of the trained length a point, beside the needles' accuracy by distance."""
     from training.picture import BLUE, GREY, ORANGE, new_figure
 
     figure, panels = new_figure(11 if needles else 6, 4.2, 2 if needles else 1, share=False)
     length, T = loss.trained_length, loss.nats.shape[1]
     step = max(1, length // 8)
-    parts = [part for part in (loss.segment(at, min(at + step, T)) for at in range(0, T, step)) if part.n_tokens]
+    parts = [loss.segment(at, min(at + step, T)) for at in range(0, T, step)]
+    most = max(part.n_tokens for part in parts)
+    parts = [
+        part for part in parts if part.n_tokens >= most / 100
+    ]  # the mean of a few says nothing, and bends the axis
     points = [((part.start + part.end) / 2, part.loss, part.error or 0) for part in parts]
     panels[0].errorbar(*zip(*points), color=BLUE, marker="o", markersize=3)
     panels[0].set(xlabel="position", ylabel="loss (nats a token)")
@@ -142,10 +159,11 @@ def draw(loss: Any, needles: list[dict[str, Any]], path: Path) -> None:
     for axes in panels:
         axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")
         axes.legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
     try:
         figure.savefig(path, format="png")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def show(about: dict[str, Any]) -> None:
@@ -161,20 +179,26 @@ def measure(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer
 
     source, trained, packing, tokens = find_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or min(thinker.config.max_seq_len, 1024)
-    packing = "contiguous" if arguments.stride else packing
+    longest = max(shard.n_tokens - 1 for shard in tokens.shards)
+    if arguments.stride and packing == "documents":
+        raise UserError(f"--stride cuts texts anywhere; windows of this run's {source} begin with a document")
     lengths, found = token_byte_lengths(tokenizer), []
-    for length in context_lengths(arguments.context, trained):
-        stride = min(arguments.stride or length, length)
+    for length in context_lengths(arguments.context) or [min(trained, longest)]:
+        stride = arguments.stride or length
+        if max(length, stride) > longest:
+            raise UserError(f"a --context of {max(length, stride)} is longer than the text, which has {longest} tokens")
         windows = Windows(tokens, length, packing, stride=stride, given=thinker.config.prefix)
         found.append(text_loss(thinker, windows, lengths, share=arguments.confidence, trained_length=trained))
     if arguments.png:
-        draw(found[-1].by_position, [], arguments.png)
-    about = {"model": str(folder), "source": source, "trained_length": trained, "confidence": arguments.confidence}
-    about |= {"rope_scaling": arguments.rope_scaling}
+        draw(found[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
+    about = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
+    about |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": arguments.confidence}
     if arguments.json:
         print(json.dumps(about | {"losses": [one.to_dict() for one in found]}))
         return
-    show(about | {"bytes": f"{found[0].n_bytes:,}", "entropy_floor": found[0].entropy_floor})
+    floor = found[0].entropy_floor
+    about |= {"confidence": f"{arguments.confidence:.4g}, of the [intervals]", "bytes": f"{found[0].n_bytes:,}"}
+    show(about | {"entropy_floor": None if floor is None else f"{floor:.4f} nats a token, the least that is possible"})
     print(f"\n{table(found)}\n\nby position, at a context of {found[-1].context_length}")
     print(found[-1].by_position.table())
 
@@ -193,7 +217,7 @@ def measure_long(arguments: argparse.Namespace, folder: Path, thinker: Any, toke
         distances = [2**n for n in range(4, farthest.bit_length()) if 2**n <= farthest]
         needles = [needle.needle_test(thinker, tokenizer, distance) for distance in distances]
     if arguments.png:
-        draw(loss, needles, arguments.png)
+        draw(loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
     about = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
     about |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
     about |= {"tokens": int(loss.counts.sum())}
@@ -221,11 +245,13 @@ def measure_tasks(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -
     if arguments.json:
         print(json.dumps(results))
         return
+    print(f"{'task':>24}  {'metric':>18}  {'value':>8}  {'std error':>9}  {'questions':>9}")
     for task, metrics in results.items():
-        for metric, value in metrics.items():
-            if not metric.endswith("_stderr"):
-                error = metrics.get(f"{metric}_stderr")
-                print(f"{task:>24}  {metric:>18}  {value:.4f}{'' if error is None else f' ± {error:.4f}'}")
+        questions = metrics.get("questions", "")
+        for metric in (name for name in metrics if not name.endswith("_stderr") and name != "questions"):
+            error = metrics.get(f"{metric}_stderr")
+            error = "" if error is None else f"{error:.4f}"
+            print(f"{task:>24}  {metric:>18}  {metrics[metric]:8.4f}  {error:>9}  {questions:>9}")
 
 
 def main() -> int:

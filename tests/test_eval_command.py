@@ -115,6 +115,26 @@ def test_losses_of_a_run_and_of_its_export(command, tiny_run, tmp_path, capsys):
         command(folder, "--device", "cpu")
 
 
+def test_a_table_is_as_wide_as_its_numbers(command, tiny_run, tmp_path, capsys):
+    """Windows that overlap; a text that the model finds very odd; no floor where there is none."""
+    odd = tmp_path / "odd.txt"
+    odd.write_text("ÿþ\x00" * 2000)
+    given = ["--source", "text", "--path", odd, "--context", "16,32", "--stride", 8, "--device", "cpu"]
+    assert command(tiny_run, *given) == 0
+    shown = capsys.readouterr().out
+    assert f"path  {odd}\n" in shown
+    assert "stride  8\n" in shown
+    head, *rows = next(part for part in shown.split("\n\n") if "perplexity" in part).splitlines()
+    assert len(rows) == 2
+    assert {len(row) for row in rows} == {len(head)}
+    assert "floor" not in head
+    assert [row.split()[0] for row in rows] == ["16", "32"]
+    assert command(tiny_run, "--source", "tales", "--max-tokens", 3000, "--context", 600, "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "over the floor" in shown
+    assert "the least that is possible" in shown
+
+
 def test_learned_positions_say_where_they_end(command, tiny_run, make_thinker, capsys, monkeypatch):
     thinker, tokenizer = storage.load(tiny_run)
     learned = make_thinker(vocab_size=thinker.config.vocab_size, max_seq_len=32, positions="learned")
@@ -145,6 +165,13 @@ def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
         (["--confidence", "1"], "--confidence is 1.0"),
         (["--context", "64,x"], "--context 64,x is no list"),
         (["--context", "1"], "no list of lengths"),
+        (["--confidence", "0.9999999999999999"], "0.9999"),
+        (["--max-tokens", "9"], "--max-tokens goes with --source"),
+        (["--context", "16,32", "--stride", "17"], "--stride is 17, longer than a --context of 16"),
+        (["--source", "tales", "--stride", "8"], "windows of tales begin with a document"),
+        (["--context", "9999999", "--device", "cpu"], "a --context of 9999999 is longer than the text"),
+        (["--stride", "9999999", "--device", "cpu"], "9999999 is longer than the text"),
+        (["--tasks", "x", "--include", "nowhere"], "nowhere is no folder"),
         (["--source", "jsonl"], "--path"),
         (["--long", "--windows", "none"], "invalid int"),
         (["--long", "--source", "text"], "--path"),
@@ -155,6 +182,7 @@ def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
         (["--long", "--checkpoint", "step-7"], "no checkpoint step-7"),
         (["--long", "--device", "tpu"], "tpu"),
         (["--long", "--windows", "1", "--png", "nowhere/a.png"], "nowhere/a.png"),
+        (["--long", "--windows", "1", "--png", "tests", "--device", "cpu"], "cannot write tests"),
     ],
 )
 def test_mistakes(command, tiny_run, arguments, message):

@@ -126,6 +126,13 @@ def test_a_task_on_local_files(models, tmp_path):
     assert "acc_stderr" in found["two_words"]
     limited = run_tasks(ours.thinker, ours.tokenizer, ["two_words"], include=tmp_path, limit=2, n_shots=0)
     assert limited["two_words"]["acc"] in (0.0, 0.5, 1.0)
+    assert limited["two_words"]["questions"] == 2
+    assert found["two_words"].keys() == {"acc", "acc_stderr", "questions"}
+    with pytest.raises(UserError, match="the harness cannot run two_words: "):
+        run_tasks(ours.thinker, ours.tokenizer, ["two_words"], include=tmp_path, n_shots=99)
+    data.rename(tmp_path / "gone.jsonl")
+    with pytest.raises(UserError, match="the harness cannot run stories: "):
+        run_tasks(ours.thinker, ours.tokenizer, ["stories"], include=tmp_path)
     with pytest.raises(UserError, match="did you mean"):
         run_tasks(ours.thinker, ours.tokenizer, ["two_word"], include=tmp_path)
 
