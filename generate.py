@@ -222,6 +222,12 @@ def main() -> int:
     if arguments.chat:
         from data import chat
 
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"{arguments.path} was not made for conversations: it has no chat template; leave out --chat"
+            )
+        if not prompt.strip():
+            raise UserError("--chat needs a message: --prompt TEXT")
         system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         asked = chat.ask(tokenizer, [*system, {"role": "user", "content": prompt}])
         generator.check_length(asked)

@@ -10,6 +10,7 @@ import numpy as np
 from data.tokenizer import Tokenizer
 from errors import UserError
 
+JSON = (str, int, float, bool, list, dict, type(None))
 Message = dict[str, Any]  # {"role": "user", "content": "..."}; roles are those that the template knows
 
 
@@ -18,6 +19,10 @@ def check_messages(value: Any, where: str) -> list[Message]:
     good = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if not good or not all(isinstance(message.get("role"), str) for message in value):
         raise UserError(f'{where} is no conversation: a list of {{"role": ..., "content": ...}} is wanted')
+    if odd := next((part for message in value for part in message.values() if not isinstance(part, JSON)), None):
+        raise UserError(
+            f"{where}: {odd!r} was read as a {type(odd).__name__}; write all messages so that they are text"
+        )
     if not any(message["role"] == "assistant" for message in value):
         raise UserError(f"{where} has no message whose role is assistant, and so no answer")
     return [{key: part for key, part in message.items() if part is not None} for message in value]
@@ -26,7 +31,7 @@ def check_messages(value: Any, where: str) -> list[Message]:
 def render(tokenizer: Tokenizer, messages: list[Message], ask: bool = False) -> str:
     """The conversation as text; with `ask`, up to where the next answer begins.
 
-    Raises UserError where there is no template, or it refuses these messages.
+    Raises UserError where there is no template, or it fails on these messages.
     """
     return _render(tokenizer, messages, ask, mark=False)[0]
 
@@ -90,10 +95,10 @@ def ask(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
 def _render(tokenizer: Tokenizer, messages: list[Message], ask: bool, mark: bool) -> tuple[str, list[tuple[int, int]]]:
     if tokenizer.chat_template is None:
         raise UserError(
-            "conversations need a tokenizer with a chat template: take one by run.init_from, or give data.chat_template"
+            "conversations need a chat template, and the tokenizer has none; to train with a plain one, give "
+            "data.chat_template=configs/chat.jinja"
         )
     try:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError as error:
         raise UserError("conversations need the library transformers: pip install transformers jinja2") from error
@@ -104,6 +109,6 @@ def _render(tokenizer: Tokenizer, messages: list[Message], ask: bool, mark: bool
             [messages], chat_template=tokenizer.chat_template, add_generation_prompt=ask,
             return_assistant_tokens_mask=mark, **special,
         )  # fmt: skip
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        raise UserError(f"the chat template refuses a conversation: {error}") from error
+    except Exception as error:  # a template is a program, which can fail in any way
+        raise UserError(f"the chat template refuses a conversation: {error or type(error).__name__}") from error
     return texts[0], spans[0] if mark else []

@@ -231,6 +231,11 @@ class TokenSet:
         """Tokens, boundaries included."""
         return sum(shard.n_tokens for shard in self.shards)
 
+    @property
+    def has_conversations(self) -> bool:
+        """Whether documents are conversations, some of whose tokens are to be learned."""
+        return any(shard.counted is not None for shard in self.shards)
+
     @cached_property
     def n_documents(self) -> int:
         """Documents."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ def main() -> int:
     from storage.card import model_card
     from storage.load import find_checkpoint, run_of
 
-    out, path = arguments.out, Path(arguments.path)
+    out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already; give a folder that is not, or is empty")
     thinker, tokenizer = load(path, checkpoint=arguments.checkpoint)
@@ -63,24 +64,30 @@ def main() -> int:
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        base = None
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{out} cannot be made: {error.strerror}") from error
+        base, adapter = None, ""
         if arguments.adapter:
             base = base_of(run_of(path))
-            write_adapter(find_checkpoint(path, arguments.checkpoint), thinker.config, base.resolve(), temporary)
+            adapter = write_adapter(
+                find_checkpoint(path, arguments.checkpoint), thinker.config, base.resolve(), temporary
+            )
         else:
             huggingface.save_folder(thinker, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:
             tokenizer_json.write(tokenizer, temporary, thinker.config.max_seq_len)
         parity = prove(thinker, tokenizer, temporary, base=base)
-        card = model_card(thinker, tokenizer, run_of(path), out.resolve().name, str(parity), base)
+        card = model_card(thinker, tokenizer, run_of(path), out.name, str(parity), base, adapter)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(f"{out}: a {family} of {sum(p.numel() for p in thinker.parameters()):,} parameters")
+    size = f"an adapter ({adapter}) for" if adapter else "a"
+    print(f"{arguments.out}: {size} {family} of {sum(p.numel() for p in thinker.parameters()):,} parameters")
     print(f"proved with transformers: {parity}")
     return 0
 

@@ -27,8 +27,10 @@ KNOWN |= {"megatron_config", "megatron_core", "qalora_group_size"}
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")  # those that leave the base's weights alone
 
 
-def write_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> None:
+def write_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> str:
     """Write the adapters of a checkpoint into an existing folder. `base`: where peft finds the model they belong to.
+
+    Returns: what it is, in words.
 
     Raises UserError where the checkpoint has none, or its model, `config`, differs in more than they can carry.
     """
@@ -52,6 +54,7 @@ def write_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: P
     values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
     dump(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return f"rank {rank}, {sum(tensor.numel() for tensor in tensors.values()):,} parameters"
 
 
 def load_adapter(folder: Path) -> tuple[Thinker, Path]:

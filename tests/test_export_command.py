@@ -15,7 +15,7 @@ from storage import huggingface
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
-GENERATE, EXPORT = ROOT / "generate.py", ROOT / "scripts" / "export_hf.py"
+TRAIN, GENERATE, EXPORT = ROOT / "train.py", ROOT / "generate.py", ROOT / "scripts" / "export_hf.py"
 
 
 @pytest.fixture
@@ -46,8 +46,7 @@ def test_a_run_as_a_folder_that_opens_there_and_here(script, tiny_run, tmp_path)
     assert card.startswith("---\nlibrary_name: transformers")
     assert f"| validation loss (nats a token) | {last['val_loss']:.4f} |" in card
     assert (tiny_run / "config.yaml").read_text().strip() in card
-    code = card.split("```python\n")[1].split("```")[0].replace('folder = "."', f"folder = {str(out)!r}")
-    exec(code, {})  # what the card tells people to do
+    follow(out)
     ours, tokenizer = storage.load(tiny_run)
     again, its = storage.load(out)
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), again.state_dict().values()))
@@ -58,6 +57,69 @@ def test_a_run_as_a_folder_that_opens_there_and_here(script, tiny_run, tmp_path)
     done = script(EXPORT, tiny_run, out)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "is there already" in done.stderr
+
+
+def follow(folder):
+    """Do what the model card tells people to do."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(code.replace('folder = "."', f"folder = {str(folder)!r}"), {})
+
+
+def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, script, tiny_run, tmp_path, capsys):
+    """All of it by the commands of the docs: out, conversations with adapters, an answer, losses, out again."""
+    talks, base, run = tmp_path / "talks.jsonl", tmp_path / "base", tmp_path / "run"
+    rows = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"Line {i}."}] for i in range(50)]
+    talks.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    assert command("export_hf", tiny_run, base) == 0
+    given = [f"run.init_from={base}", f"run.dir={run}", f"data.path={talks}", f"data.cache_dir={tmp_path}"]
+    given += ["data.seq_len=32", "train.max_steps=3", "train.device=cpu", "train.lora_rank=2", "data.val_fraction=0.2"]
+    recipe = ROOT / "configs" / "finetune.yaml"
+    without = script(TRAIN, recipe, *given)
+    assert without.returncode == 2
+    assert without.stderr.splitlines()[-1].startswith("error: conversations need a chat template")
+    done = script(TRAIN, recipe, *given, "data.chat_template=configs/chat.jinja", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert f'generate.py {run} --chat --prompt "your message"' in done.stdout
+    options = ["--max-new-tokens", 8, "--seed", 1, "--chat"]
+    answer = script(GENERATE, run, *options, "--prompt", "7?")
+    assert answer.returncode == 0, answer.stderr
+    assert "Assistant" not in answer.stdout
+    for path, prompt, message in [(run, " ", "--chat needs a message"), (tiny_run, "7?", "it has no chat template")]:
+        refused = script(GENERATE, path, *options, "--prompt", prompt)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert message in refused.stderr
+    capsys.readouterr()
+    assert command("eval", run, "--device", "cpu", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["losses"][0]
+    last = [line for line in map(json.loads, (run / "metrics.jsonl").open()) if "val_loss" in line][-1]
+    assert found["nats_per_token"]["mean"] == pytest.approx(last["val_loss"], rel=1e-4)
+    whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+    assert command("export_hf", run, whole) == 0
+    assert command("export_hf", run, adapter, "--adapter") == 0
+    assert "an adapter (rank 2, " in capsys.readouterr().out
+    assert f"trained with Thinker for the model in `{base}`" in (adapter / "README.md").read_text()
+    for folder in (whole, adapter):
+        follow(folder)
+        assert "apply_chat_template" in (folder / "README.md").read_text()
+        assert script(GENERATE, folder, *options, "--prompt", "7?").stdout == answer.stdout
+    base.rename(tmp_path / "moved")
+    lost = script(GENERATE, adapter, *options, "--prompt", "7?")
+    assert (lost.returncode, lost.stderr.count("\n")) == (2, 1)
+    assert "put it beside the adapter" in lost.stderr
+
+
+def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, tmp_path, make_thinker, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made: Not a directory"):
+        command("export_hf", tiny_run, tmp_path / "file" / "model")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is there already"):
+        command("export_hf", tiny_run, ".")
+    tokenizer = storage.load(tiny_run)[1]
+    biased = make_thinker(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
+    monkeypatch.setattr(storage, "load", lambda *_, **__: (biased, tokenizer))
+    with pytest.raises(Stopped, match="cuts for a qwen2 as Qwen does, whatever the files say"):
+        command("export_hf", tiny_run, tmp_path / "model")
 
 
 def test_the_best_weights_in_shards_into_an_empty_folder(command, tiny_run, tmp_path, capsys):

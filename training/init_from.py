@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from data.make_tokenizer import check_spec, load_tokenizer
@@ -52,9 +53,8 @@ def take_up(
         if name in FREE and value is not None and not learned:
             values[name] = value
         elif value is not None and value != values[name]:
-            raise UserError(
-                f"model.{name} is {value!r}, but the model in run.init_from={source} has {values[name]!r}; leave it out"
-            )
+            both = f"is {json.dumps(value)}, but the model in run.init_from={source} has {json.dumps(values[name])}"
+            raise UserError(f"model.{name} {both}; leave it out")
     config = ThinkerConfig.from_dict(values)
     if recipe.data.seq_len > config.max_seq_len:
         raise UserError(

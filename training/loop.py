@@ -159,7 +159,7 @@ class Trainer:
             print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
             self.tracker.finish()
             self.run.unlock()
-            report(self.run, self.state, self.thinker.config.prefix)
+            report(self.run, self.state, self.thinker.config.prefix, self.corpus.train.has_conversations)
             return 0
         if self.state.step:
             print(f"going on from step {self.state.step} in {self.run.path}", file=sys.stderr)
@@ -183,7 +183,7 @@ class Trainer:
                 print(f"saved step {self.state.step} in {self.run.path}; the same command goes on from there",
                       file=sys.stderr)  # fmt: skip
                 return self.interrupt.status
-            report(self.run, self.state, self.thinker.config.prefix)
+            report(self.run, self.state, self.thinker.config.prefix, self.corpus.train.has_conversations)
         return 0
 
     def until_the_end(self) -> None:

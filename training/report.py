@@ -10,8 +10,11 @@ from training.picture import draw_loss
 from training.resume import RunState
 
 
-def report(run: RunDirectory, state: RunState, prefix: int = 0) -> None:
-    """Say how the run ended, and draw it; `prefix`: how many tokens a prompt must have."""
+def report(run: RunDirectory, state: RunState, prefix: int = 0, talks: bool = False) -> None:
+    """Say how the run ended, and draw it.
+
+    Args: prefix: how many tokens a prompt must have; talks: it was trained on conversations.
+    """
     lines = list(run.read_metrics())
     val = next((line for line in reversed(lines) if "val_loss" in line), None)
     if val is None:
@@ -31,4 +34,5 @@ def report(run: RunDirectory, state: RunState, prefix: int = 0) -> None:
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     prompt = f' --prompt "at least {prefix} tokens of text"' if prefix else ""  # the boundary token is one
+    prompt = ' --chat --prompt "your message"' if talks else prompt
     print(f"sample from it: {python} generate.py {run.path}{prompt}")

@@ -96,7 +96,10 @@ def test_what_a_template_refuses_and_what_is_missing(tokenizer):
         chat.render(tokenizer.with_chat_template("{{ raise_exception('no system') }}"), TALK)
     with pytest.raises(UserError, match="refuses a conversation"):
         chat.render(tokenizer.with_chat_template("{% for m in messages %}"), TALK)
-    with pytest.raises(UserError, match="need a tokenizer with a chat template"):
+    for program, message in [("{{ 1 / 0 }}", "division"), ("{{ messages[9].x.y }}", "no element 9")]:
+        with pytest.raises(UserError, match=f"refuses a conversation: .*{message}"):
+            chat.render(tokenizer.with_chat_template(program), TALK)
+    with pytest.raises(UserError, match="need a chat template"):
         chat.render(make_tokenizer("byte", []), TALK)
 
 
@@ -176,6 +179,7 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
     [
         ([{"messages": [{"role": "user", "content": "x"}]}] * 3, "no message whose role is assistant"),
         ([{"messages": [{"content": "x"}]}] * 3, "is no conversation"),
+        ([{"messages": [{"role": "assistant", "content": "2024-01-01"}]}] * 3, "was read as a"),
         ([{"messages": ["x"]}] * 3, "is no conversation"),
         ([{"text": "x"}, {"text": "y"}], "needs conversations"),
     ],

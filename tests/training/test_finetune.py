@@ -255,7 +255,9 @@ def test_we_load_adapters_that_peft_made(base, tmp_path, rslora):
         (["run.init_from=nowhere"], "nowhere does not exist"),
         (["data.chat_template=nowhere.jinja"], "nowhere.jinja cannot be read"),
         (["run.init_from=null", "data.chat_template=x.jinja"], "goes with a tokenizer that there is"),
-        (["run.init_from=null", "data.tokenizer=byte"], "need a tokenizer with a chat template"),
+        (["run.init_from=null", "data.tokenizer=byte"], "need a chat template"),
+        (["train.lora_rank=33"], "train.lora_rank is 33, more than the model is wide"),
+        (["model.softcap=5"], "model.softcap is 5.0, but .* has null"),
     ],
 )
 def test_what_contradicts_the_model_is_refused(trainer, tmp_path, overrides, message):
