@@ -166,6 +166,11 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
         assert "<s>" not in text
         assert windows.n_targets == sum(map(len, learned))
         if conversation:
+            everything = prepare(source="jsonl", path=str(rows), tokenizer=corpus.tokenizer, cache_dir=tmp_path,
+                                 progress=False, val_fraction=0.2)  # fmt: skip
+            all_windows = Windows(everything.train, 64, "documents")
+            counted = sum(int((all_windows[i][1] != IGNORED).sum()) for i in range(len(all_windows)))
+            assert all_windows.n_targets == counted > windows.n_targets
             with pytest.raises(UserError, match="boundary token within conversations"):
                 Windows(corpus.train, 64, "documents", isolate=True)
         else:

@@ -368,6 +368,16 @@ def test_added_tokens_that_are_found_in_two_passes_are_left_to_the_library(tmp_p
     assert differing(ours, theirs, texts) == []
 
 
+@pytest.mark.parametrize("count", ["{1,3}", "{3}", "{2,}", "{,3}"])
+def test_a_count_that_gives_nothing_back_is_left_to_the_library(count):
+    """Whether the texts that are compared show it depends on the vocabulary."""
+    plain, possessive = ({"Regex": rf"\p{{N}}{count}{plus}|[^\p{{N}}]+|\p{{N}}"} for plus in ("", "+"))
+    steps = json.loads(trained(split("x")).to_str())["pre_tokenizer"]
+    for pattern, known in [(plain, plain["Regex"]), (possessive, None)]:
+        steps["pretokenizers"][0]["pattern"] = pattern
+        assert tokenizer_json._pattern(steps) == known
+
+
 def test_an_empty_list_of_steps_and_unknown_letters(tmp_path):
     library = trained(pre_tokenizers.Sequence([]))
     ours, theirs = saved(library, tmp_path)
