@@ -113,7 +113,11 @@ def verify(folder: Path) -> None:
         kinds = [type(value) for value in listed] if isinstance(listed, list) else None
         if not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) or kinds != [int, str]:
             raise Damaged(f"{folder / MANIFEST} is not as it was written")
-    if (folder / MANIFEST).read_bytes() != _json(manifest):
+    try:
+        whole = (folder / MANIFEST).read_bytes() == _json(manifest)
+    except OSError as error:
+        raise Damaged(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
+    if not whole:
         raise Damaged(f"{folder / MANIFEST} is not as it was written")
     needed = (*ALWAYS, "training.safetensors") if folder.name.startswith("step-") else ALWAYS
     if missing := [name for name in needed if name not in manifest]:
