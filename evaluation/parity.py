@@ -35,16 +35,15 @@ class Parity:
     """What was found equal."""
 
     logit_difference: float  # the largest
+    largest_logit: float
     n_positions: int
     n_greedy: int
     n_texts: int
 
     def __str__(self) -> str:
         texts = f", {self.n_texts:,} texts tokenized equally" if self.n_texts else ""
-        return (
-            f"logits within {self.logit_difference:.1e} at {self.n_positions} positions, {self.n_greedy} greedy tokens "
-            f"equal{texts}"
-        )
+        logits = f"logits of up to {self.largest_logit:.0f} within {self.logit_difference:.1e}"
+        return f"{logits} at {self.n_positions} positions, {self.n_greedy} greedy tokens equal{texts}"
 
 
 def adversarial_texts(names: list[str], seed: int = 0) -> Iterator[str]:
@@ -98,8 +97,8 @@ def prove(
     length = min(LENGTH, thinker.config.max_seq_len)
     tokens = torch.randint(thinker.config.vocab_size, (2, length), generator=generator)
     ours, other = thinker(tokens), theirs(tokens).logits  # (2, T, V)
-    difference = (ours - other).abs().max().item()
-    if not difference <= TOLERANCE * max(1.0, ours.abs().max().item()):
+    difference, largest = (ours - other).abs().max().item(), ours.abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, largest):
         raise Stopped(f"transformers computes other logits: they differ by {difference:.2g}; nothing was written")
     steps = int(min(STEPS, thinker.rope.longest - 4))  # dynamic RoPE is decoded up to the length of the pretraining
     mine, its = _greedy(thinker, tokens[:1, :4], steps), _their_greedy(theirs, tokens[:1, :4], steps)
@@ -107,7 +106,7 @@ def prove(
         at = next(place for place, both in enumerate(zip(mine, its)) if both[0] != both[1])
         raise Stopped(f"transformers goes on with another token at greedy step {at}; nothing was written")
     if tokenizer is None:
-        return Parity(difference, length, steps, 0)
+        return Parity(difference, largest, length, steps, 0)
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     theirs_is_qwen = type(its_tokenizer).__name__.startswith("Qwen2")
     texts = adversarial_texts(list(tokenizer.special_tokens), seed)
@@ -120,7 +119,7 @@ def prove(
                     own = ": it cuts for a qwen2 as Qwen does, whatever the files say" * theirs_is_qwen
                     raise Stopped(f"transformers tokenizes {text!r} otherwise{own}; nothing was written")
             bar.update(len(some))
-    return Parity(difference, length, steps, n_texts)
+    return Parity(difference, largest, length, steps, n_texts)
 
 
 @torch.no_grad()
