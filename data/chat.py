@@ -43,7 +43,8 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
     up to it has more than one that is asked for it. Raises UserError where a template tells earlier turns otherwise
     once there are later ones, so that this cannot be said.
     """
-    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template or ""):
+    said = re.sub(r"\{#.*?#\}", "", tokenizer.chat_template or "", flags=re.DOTALL)  # without its comments
+    if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", said):
         text, spans = _render(tokenizer, messages, ask=False, mark=True)
     else:
         text, spans = render(tokenizer, messages), []
@@ -67,6 +68,7 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
 def _end(tokenizer: Tokenizer, answer: str) -> int:
     """Where an answer ends: with the token that ends it, not with the line break that a template writes behind."""
     names = [name for name, number in tokenizer.special_tokens.items() if number in tokenizer.eos_ids]
+    names += [tokenizer.named[name] for name in ("eos_token",) if name in tokenizer.named]
     stripped = answer.rstrip()
     return len(stripped) if stripped.endswith(tuple(names)) else len(answer)
 
@@ -102,12 +104,10 @@ def _render(tokenizer: Tokenizer, messages: list[Message], ask: bool, mark: bool
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError as error:
         raise UserError("conversations need the library transformers: pip install transformers jinja2") from error
-    names = {number: name for name, number in tokenizer.special_tokens.items()}
-    special = {"bos_token": names.get(tokenizer.bos_id, ""), "eos_token": names.get(tokenizer.eos_id, "")}
     try:
         texts, spans = render_jinja_template(
             [messages], chat_template=tokenizer.chat_template, add_generation_prompt=ask,
-            return_assistant_tokens_mask=mark, **special,
+            return_assistant_tokens_mask=mark, **tokenizer.named,
         )  # fmt: skip
     except Exception as error:  # a template is a program, which can fail in any way
         raise UserError(f"the chat template refuses a conversation: {error or type(error).__name__}") from error

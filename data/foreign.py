@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from errors import UserError
 FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # In a tokenizer_config.json of ours: what ends a text, in a run, where no model's file says so; and whether prompts
 # begin with the boundary.
-EOS_KEY, BEGINS_KEY = "thinker_eos_ids", "thinker_begins"
+EOS_KEY, BEGINS_KEY, BOS_KEY = "thinker_eos_ids", "thinker_begins", "thinker_bos_id"
+SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]  # those with a name
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token, what decides where it is found
 
 
@@ -35,20 +37,31 @@ class Files:
     """What tokenizer.json, tokenizer_config.json, chat_template.jinja and the model's own files say of a tokenizer."""
 
     def __init__(
-        self, tokenizer: dict, config: dict, chat_template: str | None, eos_ids: list[int], elsewhere: list[Any] = ()
+        self,
+        tokenizer: dict,
+        config: dict,
+        chat_template: str | None,
+        eos_ids: list[int],
+        bos_id: int | None = None,
+        elsewhere: list[Any] = (),
     ) -> None:
-        """`eos_ids`: as generation_config.json or config.json has them, if they do. `elsewhere`: tokens, names or
-        dictionaries, that other files than tokenizer.json tell of. Raises ValueError."""
+        """`eos_ids`, `bos_id`: as generation_config.json or config.json has them, if they do. `elsewhere`: tokens,
+        names or dictionaries, that other files than tokenizer.json tell of. Raises ValueError."""
         self.tokenizer, self.config, self.chat_template = tokenizer, config, chat_template
         added = tokenizer.get("added_tokens") or []
-        self.added = {str(token["content"]): int(token["id"]) for token in added}
+        self.added = {str(token["content"]): token["id"] for token in added}
         self.visible = [token["content"] for token in added if not token.get("special")]
         self.bendable = any(token.get(name) for token in added for name in FLAGS[:3])
         self.normalized = {bool(token.get("normalized")) for token in added}
         self._check(added, elsewhere)
-        names = {name: self._named(name) for name in ("bos_token", "eos_token")}
-        self.eos_ids = eos_ids or [self.added[name] for name in [names["eos_token"]] if name in self.added]
-        self.boundary = names["bos_token"] or next((n for n, i in self.added.items() if i in self.eos_ids), None)
+        names = [(name, self.config.get(name)) for name in SPECIAL]
+        self.named = {name: x.get("content") if isinstance(x, dict) else x for name, x in names if x is not None}
+        self.eos_ids = eos_ids or [self.added[name] for name in [self.named.get("eos_token")] if name in self.added]
+        if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in [*self.eos_ids, *self.added.values()]):
+            raise ValueError("the number of a token that ends a text, or of an added one, is none")
+        by_number = {number: name for name, number in self.added.items()}
+        self.boundary = self.named.get("bos_token") or by_number.get(bos_id)
+        self.boundary = self.boundary or next((n for n, i in self.added.items() if i in self.eos_ids), None)
         if self.boundary not in self.added or not self.eos_ids:
             raise ValueError("it names no token that begins or ends a text")
         self.bos_id = self.added[self.boundary]
@@ -63,8 +76,12 @@ class Files:
             raise ValueError("it adds a token twice")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
             raise ValueError("its chat template is no text")
-        if self.tokenizer["model"].get("dropout"):
-            raise ValueError("it merges at random (dropout)")
+        model = self.tokenizer["model"]
+        for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+            if model.get(name) and model.get("type") == "BPE":
+                raise ValueError(f"its {name} is {model[name]!r}, which is not known here")
+        if self.config.get("split_special_tokens"):
+            raise ValueError("split_special_tokens is not known here")
         flags = {token["content"]: [bool(token.get(name)) for name in FLAGS] for token in added}
         for token in elsewhere:
             name = token.get("content") if isinstance(token, dict) else token
@@ -73,18 +90,15 @@ class Files:
             if isinstance(token, dict) and [bool(token.get(flag)) for flag in FLAGS] != flags[name]:
                 raise ValueError(f"other files tell otherwise where its token {name!r} is found")
 
-    def _named(self, name: str) -> str | None:
-        value = self.config.get(name)
-        return value.get("content") if isinstance(value, dict) else value
-
     def content(self) -> dict:
         """What decides how text is encoded, and what ends it."""
         names = {"boundary": self.boundary, "eos": self.eos_ids, "begins": bool(self.prompt_start)}
+        names |= {"named": self.named}
         return {"tokenizer": self.tokenizer, "chat_template": self.chat_template} | names
 
     def write(self, folder: Path) -> Path:
         """Into an existing folder, each whole or not at all. Returns the path of tokenizer.json."""
-        write_json(folder / CONFIG_NAME, self.config | {EOS_KEY: self.eos_ids})
+        write_json(folder / CONFIG_NAME, self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id})
         if self.chat_template is not None:
             replace_text(folder / TEMPLATE_NAME, self.chat_template)
         return write_json(folder / FILE_NAME, self.tokenizer)
@@ -96,9 +110,10 @@ class ForeignTokenizer(Tokenizer):
     def __init__(self, files: Files) -> None:  # not tiktoken's: nothing of the base's __init__ is wanted
         self._files, content = files, files.tokenizer
         self._whole = _library(content)
-        self._plain = _library(_without(content, files.added))
+        hidden = {name: number for name, number in files.added.items() if name not in files.visible}
+        self._plain = _library(_without(content, hidden))
         self.kind, self.normalizer, self.chat_template = "hf", None, files.chat_template
-        self.special_tokens, self.boundary = files.added, files.boundary
+        self.special_tokens, self.boundary, self.named = files.added, files.boundary, files.named
         self.vocab_size = 1 + max([*self._whole.get_vocab().values()])
         self.bos_id, self.eos_ids, self.prompt_start = files.bos_id, files.eos_ids, files.prompt_start
         self.eos_id, self.visible = self.eos_ids[0], files.visible
@@ -106,24 +121,18 @@ class ForeignTokenizer(Tokenizer):
         special = set(files.added.values())
         if moved := [name for name, number in files.added.items() if self._whole.token_to_id(name) != number]:
             raise ValueError(f"its token {moved[0]!r} has another number in its vocabulary")
-        unknown = content["model"].get("unk_token"), content["model"].get("unk_id")
-        for name, number in files.added.items():
-            texts = () if name == unknown[0] or number == unknown[1] else (name, f"a{name}a", f" {name} ")
-            if any(self._spells(text, number) for text in texts):
-                raise ValueError(f"plain text can spell its special token {name!r}")
         if self.vocab_size > MAX_VOCAB:
             raise ValueError(f"it has ids up to {self.vocab_size}")
+        if max(files.eos_ids) >= self.vocab_size:
+            raise ValueError(f"what ends a text, {max(files.eos_ids)}, is outside its vocabulary of {self.vocab_size}")
         self._tokens = [None] * self.vocab_size
         to_bytes = _piece_bytes(content)
         for piece, number in self._whole.get_vocab().items():
             if number not in special:
                 self._tokens[number] = to_bytes(piece)
-
-    def _spells(self, text: str, number: int) -> bool:
-        try:
-            return number in self._encode(text)
-        except UserError:  # with letters that it does not know
-            return False
+        puts, says = self.decode_bytes(self.encode("a")).startswith(b" "), files.config.get("add_prefix_space")
+        if says is not None and says != puts:
+            raise ValueError(f"add_prefix_space is {says}, and tokenizer.json has it otherwise")
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """As Tokenizer.encode."""
@@ -131,6 +140,9 @@ class ForeignTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> np.ndarray:
         return self._run(self._plain, text)
+
+    def _cut(self, text: str, names: list[str]) -> np.ndarray:
+        return self._encode(text)  # the library finds the visible ones itself
 
     def _run(self, library: Any, text: str) -> np.ndarray:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a pair is no text
@@ -152,22 +164,27 @@ class ForeignTokenizer(Tokenizer):
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """As Tokenizer.with_chat_template."""
-        return ForeignTokenizer(Files(self._files.tokenizer, self._files.config, template, self.eos_ids))
+        return ForeignTokenizer(Files(self._files.tokenizer, self._files.config, template, self.eos_ids, self.bos_id))
 
     def save(self, folder: str | Path) -> Path:
         """Write the files that it came from into an existing folder."""
         return self._files.write(Path(folder))
 
 
-def _without(content: dict, added: dict[str, int]) -> dict:
-    """The same without its added tokens, which BPE has in its vocabulary as well, and what merges into them."""
-    model = content["model"]
-    if model.get("type") == "BPE":
-        gone = added.keys() - {model.get("unk_token")}
+def _without(content: dict, hidden: dict[str, int]) -> dict:
+    """The same with these tokens under names that no text can know: numbers stay, and plain text cannot spell them."""
+    secret, model = secrets.token_hex(16), content["model"]
+    new = {name: f"{secret} {number}" for name, number in hidden.items()}
+    changed = {"unk_token": new.get(model.get("unk_token"), model.get("unk_token"))}
+    if isinstance(model.get("vocab"), dict):
+        changed["vocab"] = {new.get(piece, piece): number for piece, number in model["vocab"].items()}
+    else:  # Unigram's, by number
+        changed["vocab"] = [[new.get(piece, piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-        vocab = {piece: number for piece, number in model["vocab"].items() if piece not in gone}
-        model = model | {"vocab": vocab, "merges": [pair for pair in pairs if not gone & {*pair, "".join(pair)}]}
-    return content | {"model": model, "added_tokens": [], "post_processor": None}
+        changed["merges"] = [pair for pair in pairs if not new.keys() & {*pair, "".join(pair)}]
+    added = [token | {"content": new.get(token["content"], token["content"])} for token in content["added_tokens"]]
+    return content | {"model": model | changed, "added_tokens": added, "post_processor": None}
 
 
 def _template(post_processor: dict | None, added: dict[str, int]) -> list[int]:

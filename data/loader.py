@@ -220,7 +220,7 @@ def entropy_floor(windows: Windows, limit: int | None = None) -> float | None:
         if (lengths > windows.seq_len).any():
             return None
         nats -= float(shard.log_probs[:n_documents].sum())
-        targets += int(end)
+        targets += int(end) - shard.own_end * n_documents  # the boundary behind such an end is none
         count -= min(count, len(starts) - 1)
     return nats / targets
 

@@ -39,11 +39,11 @@ class Tokenizer:
         bos_id: the boundary token, which begins every document and so also ends the one before.
         eos_ids: tokens that end a text; for tokenizers made here the boundary alone. eos_id: the first of them.
         prompt_start: what a prompt begins with: the boundary, or nothing.
-        chat_template: how a conversation becomes text (Jinja), or None.
+        chat_template: how a conversation becomes text (Jinja), or None. named: what it calls bos_token, eos_token, ...
         content_hash: sha256 of everything that decides how text is encoded, as 64 hexadecimal digits.
 
     Special tokens stand for no text: `decode`, `decode_bytes` and `token_bytes` give nothing for them, unless they
-    are `visible`: those stand for their names.
+    are `visible`: those stand for their names, and are found by them in any text.
     """
 
     chat_template: str | None = None
@@ -61,6 +61,7 @@ class Tokenizer:
         visible: list[str] | None = None,
         normalizer: str | None = None,
         chat_template: str | None = None,
+        named: dict[str, str] | None = None,
     ) -> None:
         """Args: tokens: the bytes of each id, None for a special token or a gap; pattern: what cuts text into pieces;
         begins: whether prompts begin with the boundary; normalizer: what text goes through before, NFC or nothing.
@@ -93,11 +94,16 @@ class Tokenizer:
         self.eos_ids, self.eos_id = eos, eos[0]
         self.prompt_start = [self.bos_id] if begins else []
         self.visible, self.normalizer, self.chat_template = visible or [], normalizer, chat_template
+        self.named = self._default_names() if named is None else named
         self._names = {special_tokens[name]: name.encode() for name in self.visible}
         self._tokens = tokens
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
+
+    def _default_names(self) -> dict[str, str]:
+        names = {number: name for name, number in self.special_tokens.items()}
+        return {"bos_token": self.boundary, "eos_token": names.get(self.eos_id, self.boundary)}
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """The same with another template for conversations."""
@@ -109,18 +115,23 @@ class Tokenizer:
 
         The name of a special token within the text is plain text like any other, unless allow_special.
         """
-        if not allow_special:
-            return self._encode(text).tolist()
-        names = sorted(self.special_tokens, key=len, reverse=True)
-        ids: list[int] = []
-        for i, part in enumerate(re.split("(" + "|".join(map(re.escape, names)) + ")", text)):
-            ids += [self.special_tokens[part]] if i % 2 else self._encode(part).tolist()
-        return ids
+        return self._cut(text, list(self.special_tokens) if allow_special else self.visible).tolist()
+
+    def _cut(self, text: str, names: list[str]) -> np.ndarray:
+        """Ids of a text in which these names stand for their tokens."""
+        if not names:
+            return self._encode(text)
+        either = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        parts = [
+            np.array([self.special_tokens[part]], np.uint32) if i % 2 else self._encode(part)
+            for i, part in enumerate(re.split(f"({either})", text))
+        ]
+        return np.concatenate(parts)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of many texts, in threads; special names are plain text. Each a 1-D array of uint32."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(self._encode, texts))
+            return list(pool.map(lambda text: self._cut(text, self.visible), texts))
 
     def _encode(self, text: str) -> np.ndarray:
         try:
@@ -176,6 +187,7 @@ class Tokenizer:
             "visible": self.visible or None,
             "normalizer": self.normalizer,
             "chat_template": self.chat_template,
+            "named": self.named if self.named != self._default_names() else None,
         }
         return content | {name: value for name, value in only_elsewhere.items() if value is not None}
 
@@ -211,11 +223,14 @@ class Tokenizer:
         found_hash = content.pop("sha256", None)
         types = {"kind": str, "pattern": str, "boundary": str, "special_tokens": dict, "tokens": list}
         optional = {"eos": list, "begins": bool, "visible": list, "normalizer": str, "chat_template": str}
+        optional |= {"named": dict}
         found, every = content.keys() - {"format"}, types | optional
         if not types.keys() <= found <= every.keys() or any(not isinstance(content[k], every[k]) for k in found):
             raise ValueError(f"its keys must be format, {', '.join(types)} and sha256, each of its type")
         if any(type(i) is not int for i in content["special_tokens"].values()):
             raise ValueError("an id of special_tokens is no integer")
+        if not all(isinstance(name, str) for name in content.get("named", {}).values()):
+            raise ValueError("a name in named is no text")
         if any(token is not None and not isinstance(token, str) for token in content["tokens"]):
             raise ValueError("an entry of tokens is neither base64 nor null")
         if _hash(content) != found_hash:

@@ -20,9 +20,11 @@ from typing import Any
 
 from data.foreign import (
     BEGINS_KEY,
+    BOS_KEY,
     CONFIG_NAME,
     EOS_KEY,
     FILE_NAME,
+    SPECIAL,
     TEMPLATE_NAME,
     TO_BYTE,
     TO_CHAR,
@@ -34,7 +36,6 @@ from data.foreign import (
 from data.tokenizer import MAX_FILE_BYTES, ONE_CHARACTER, PROBE, Tokenizer
 from errors import UserError
 
-SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]  # those with a name
 POSSESSIVE = r"(\{\d*,?\d*\})\+"  # tiktoken's library takes such a count and gives nothing back, theirs repeats it
 # What ByteLevel cuts by, unless it is told not to; and after Digits has cut off every digit.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -63,19 +64,15 @@ def read_files(folder: Path) -> Files:
             template = (folder / TEMPLATE_NAME).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{folder / TEMPLATE_NAME} cannot be read: {error}") from error
-    eos = config.pop(EOS_KEY, None)
-    bos_id = None
+    eos, bos_id = config.pop(EOS_KEY, None), config.pop(BOS_KEY, None)
     for said in of_model:
         eos = said.get("eos_token_id") if eos is None else eos
         bos_id = said.get("bos_token_id") if bos_id is None else bos_id
     try:
         if isinstance(template, list):  # several, by name
             template = next((each.get("template") for each in template if each.get("name") == "default"), None)
-        if config.get("bos_token") is None and bos_id is not None:
-            names = [token["content"] for token in tokenizer.get("added_tokens") or [] if token["id"] == bos_id]
-            config = config | {"bos_token": names[0] if names else None}
         ends = [eos] if isinstance(eos, int) else list(eos or [])
-        return Files(tokenizer, config, template, ends, _told(folder, config))
+        return Files(tokenizer, config, template, ends, bos_id, _told(folder, config))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else f"it has no {error}"
         raise UserError(f"{folder / FILE_NAME} cannot be used: {reason}") from error
@@ -107,9 +104,11 @@ def read(folder: Path) -> Tokenizer:
         ours = as_tiktoken(files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / FILE_NAME} cannot be used: {error}") from error
-    if ours is not None and all(ours.encode(t, s) == foreign.encode(t, s) for t in HARD for s in (False, True)):
-        return ours
-    return foreign
+    try:
+        alike = ours is not None and all(ours.encode(t, s) == foreign.encode(t, s) for t in HARD for s in (False, True))
+    except UserError:  # a pattern that tiktoken's library cannot run
+        alike = False
+    return ours if alike else foreign
 
 
 def as_tiktoken(files: Files) -> Tokenizer | None:
@@ -136,7 +135,7 @@ def as_tiktoken(files: Files) -> Tokenizer | None:
     for token, number in ranks.items():
         tokens[number] = token
     options = {"eos": files.eos_ids, "begins": bool(files.prompt_start), "visible": files.visible}
-    options |= {"normalizer": normalizer, "chat_template": files.chat_template}
+    options |= {"normalizer": normalizer, "chat_template": files.chat_template, "named": files.named}
     try:
         return Tokenizer("hf", tokens, files.added, files.boundary, pattern, **options)
     except ValueError:  # a pattern that tiktoken's library does not read, or two names for one token
@@ -232,13 +231,12 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         "decoder": byte_level | {"use_regex": True},
         "model": model | {"vocab": vocab | dict(special), "merges": merges_of(tokenizer)},
     }
-    names = {number: name for name, number in special}
-    eos = names.get(tokenizer.eos_id, tokenizer.boundary)
+    eos = tokenizer.named.get("eos_token")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.boundary,
+        "bos_token": tokenizer.named.get("bos_token"),
         "eos_token": eos,
-        "pad_token": eos,
+        "pad_token": tokenizer.named.get("pad_token", eos),
         BEGINS_KEY: bool(tokenizer.prompt_start),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,

@@ -32,13 +32,13 @@ class ThinkerLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
-        return self.tokenizer.eos_id
+        """What ends a text, by the tokenizer's own file."""
+        return self.tokenizer.special_tokens.get(self.tokenizer.named.get("eos_token"), self.tokenizer.eos_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What a continuation without a context is seen after."""
-        return self.tokenizer.bos_id
+        """What a continuation without a context is seen after: what begins a text, or else what ends one."""
+        return self.tokenizer.special_tokens.get(self.tokenizer.named.get("bos_token"), self.eot_token_id)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The ids of a text, special tokens by their names; in front what prompts of the model begin with."""
@@ -151,8 +151,10 @@ def run_tasks(
             model, tasks=names, num_fewshot=n_shots, limit=limit, task_manager=manager,
             bootstrap_iters=1000, log_samples=False,
         )  # fmt: skip
-    except (OSError, ValueError) as error:  # data that cannot be had, more examples than there are
-        raise UserError(f"the harness cannot run {', '.join(names)}: {str(error).strip() or repr(error)}") from error
+    except UserError:
+        raise
+    except Exception as error:  # data that cannot be had, more examples than there are; tasks are programs, too
+        raise UserError(f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}") from error
     tidy: dict[str, dict[str, Any]] = {}
     for name, metrics in found["results"].items():
         values = {key.replace(",none", ""): value for key, value in metrics.items() if isinstance(value, int | float)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def main() -> int:
     from storage.gguf import write_gguf
 
     out = arguments.out
-    if out.exists():
+    if os.path.lexists(out):
         raise UserError(f"{out} is there already; give a file that is not")
     if not out.resolve().parent.is_dir():
         raise UserError(f"{out.resolve().parent} is no folder; make it first")
@@ -42,8 +43,11 @@ def main() -> int:
         write_gguf(thinker, tokenizer, temporary, arguments.dtype, out.stem)
         proof = prove_gguf(thinker, tokenizer, temporary, exact=arguments.dtype == "f32")
         temporary.rename(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        if os.path.lexists(temporary):
+            temporary.unlink()
     print(f"{out}: {out.stat().st_size:,} bytes, read back as it was written")
     print(proof)
     return 0

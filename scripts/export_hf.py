@@ -57,7 +57,7 @@ def main() -> int:
     from storage.load import find_checkpoint, run_of
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already; give a folder that is not, or is empty")
     thinker, tokenizer = load(path, checkpoint=arguments.checkpoint)
     family = huggingface.family_of(thinker.config)

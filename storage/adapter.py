@@ -76,7 +76,7 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     ours = {their_name(name): name for name in weights}
     with opened(folder / WEIGHTS) as file, torch.no_grad():
         names = set(file.keys())
-        for name in sorted(name for name in names if name.endswith("lora_A.weight")):
+        for name in sorted(name for name in names if name.startswith(PREFIX) and name.endswith("lora_A.weight")):
             matrix = re.sub(r"\.lora_A\.weight$", ".weight", name.removeprefix(PREFIX))
             other = name.replace("lora_A", "lora_B")
             if matrix not in ours or other not in names:
@@ -111,7 +111,9 @@ def _is_target(module: str, targets: Any) -> bool:
             return targets == "all-linear" or bool(re.fullmatch(targets, module))
         except re.error as error:
             raise UserError(f"{CONFIG}: target_modules is {targets!r}, no regular expression: {error}") from error
-    return any(module == target or module.endswith(f".{target}") for target in targets or [])
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise UserError(f"{CONFIG}: target_modules is {targets!r}; a list of names, or a regular expression, is wanted")
+    return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def _base(folder: Path, name: str) -> Path:

@@ -42,7 +42,8 @@ SIZES = {  # their name -> ours
 # Keys that leave the result as it is only at one value.
 FIXED = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
 FIXED |= {"quantization_config": None, "is_encoder_decoder": False, "rope_interleaved": False, "use_mrope": False}
-FIXED |= {"per_layer_config": None, "auto_map": None}
+FIXED |= {"per_layer_config": None, "auto_map": None, "is_decoder": False, "add_cross_attention": False}
+FIXED |= {"pruned_heads": {}, "neftune_noise_alpha": None}
 READ = {"model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", *SIZES}
 READ |= {"rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
 READ |= {"no_rope_layers", "no_rope_layer_interval", "original_max_position_embeddings", "architectures"}
@@ -62,6 +63,8 @@ HARMLESS |= {
     "tokenizer_class",
     "_name_or_path",
 }
+HARMLESS |= {"max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty"}
+HARMLESS |= {"num_beams", "output_scores", "use_bfloat16", "gradient_checkpointing", "_flash_attn_2_enabled"}
 HARMLESS |= {"return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"}
 HARMLESS |= {"chunk_size_feed_forward", "torchscript", "model_name", "is_llama_config", "transformers.js_config"}
 HARMLESS |= {"unsloth_version", "unsloth_fixed", "_attn_implementation_autoset", "_attn_implementation"}
@@ -223,7 +226,7 @@ def _read_rope(values: dict[str, Any], default: float) -> tuple[float, dict[str,
     given = {name: value for name, value in given.items() if value is not None and name != "type"}
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         raise UserError("config.json: partial_rotary_factor must be 1: all of a head's width is rotated here")
-    if kind == "default" and not given:
+    if kind == "default" and not given.keys() - {"original_max_position_embeddings"}:
         return theta, None
     if kind not in ("linear", "dynamic", "yarn", "llama3"):
         raise UserError(f"config.json: rope_type is {kind!r}; known are default, linear, dynamic, yarn, llama3")

@@ -1,6 +1,7 @@
 """Conversations: the ids and the mask that transformers makes by the same template, and what is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -81,6 +82,43 @@ def test_the_tokens_and_the_mask_of_transformers(folder, tokenizer):
     assert chat.ask(tokenizer, TALK[:2])[-len(asked) :] == asked
     answered = text_of(tokenizer, ids[answers].tolist())
     assert answered == "Under the dog 🐕.<|im_end|>On the mat, don't you see?<|im_end|>"
+
+
+@pytest.mark.parametrize(("eos", "bos"), [(0, None), ([0, 1], 0), (None, None)])
+def test_templates_get_the_names_of_the_tokenizers_own_file(folder, tmp_path, eos, bos):
+    """Whatever config.json says ends a text; and what ends an answer is not the line break behind that name."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    base = json.loads((folder / "tokenizer.json").read_text())["added_tokens"][0]
+    values = {"bos_token_id": bos if bos is None else base["id"], "eos_token_id": eos if eos is None else base["id"]}
+    (tmp_path / "config.json").write_text(json.dumps({name: x for name, x in values.items() if x is not None}))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if bos is not None:
+        config["bos_token"] = None
+    config["pad_token"] = "<|im_start|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = load_tokenizer(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    template = "{{ bos_token }} {{ eos_token }} {{ pad_token }} {{ unk_token }}"
+    known = theirs.apply_chat_template(TALK, chat_template=template, tokenize=False)
+    assert chat.render(ours.with_chat_template(template), TALK) == known
+    assert known.split(" ")[1:3] == ["<|im_end|>", "<|im_start|>"]
+    answers = [text for text, answer in chat.pieces(ours, TALK) if answer]
+    assert answers == ["Under the dog 🐕.<|im_end|>", "On the mat, don't you see?<|im_end|>"]
+    (tmp_path / "again").mkdir()
+    ours.save(tmp_path / "again")
+    again = load_tokenizer(tmp_path / "again")
+    assert (again.named, again.content_hash, again.bos_id) == (ours.named, ours.content_hash, ours.bos_id)
+    (tmp_path / "out").mkdir()
+    tokenizer_json.write(ours, tmp_path / "out", 128)
+    out = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (out.eos_token, out.bos_token) == (theirs.eos_token, theirs.bos_token)
+
+
+def test_marks_of_answers_are_found_however_they_are_written(tokenizer):
+    plus = MARKED.replace("{% generation %}", "{%+ generation %}")
+    comment = CHATML + "{# {% generation %} #}"
+    for template in (plus, comment):
+        answers = [text for text, answer in chat.pieces(tokenizer.with_chat_template(template), TALK) if answer]
+        assert answers == ["Under the dog 🐕.<|im_end|>", "On the mat, don't you see?<|im_end|>"]
 
 
 def test_a_template_that_tells_turns_otherwise_later_is_refused_unless_it_marks_answers(tokenizer):

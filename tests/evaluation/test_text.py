@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.loader import IGNORED, Windows
+from data.loader import IGNORED, Windows, entropy_floor
 from data.make_tokenizer import make_tokenizer
 from data.sources import open_source
-from data.tokenizer import token_byte_lengths
+from data.tokenizer import Tokenizer, token_byte_lengths
 from errors import UserError
 from evaluation.text import ratio, student, text_loss, tokenize
 
@@ -161,3 +161,18 @@ def test_of_conversations_the_answers_are_counted(thinker, tmp_path):
     tokens = tokenize(open_source("jsonl", path=str(tmp_path / "talk.jsonl")), tokenizer, 10**4, tmp_path)
     found = text_loss(thinker, Windows(tokens, 40, "contiguous"), token_byte_lengths(tokenizer))
     assert (found.n_tokens, found.n_bytes) == (5 * len("here<"), 5 * len("here"))
+
+
+def test_the_floor_counts_what_the_windows_count(tmp_path):
+    """Where texts end with a token of their own, the boundary behind it is no target."""
+    tokens = [BYTES.token_bytes(i) for i in range(256)] + [None, None]
+    ended = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos=[257])
+    for tokenizer in (BYTES, ended):
+        source = open_source("tales", max_documents=20, seed=5)
+        folder = tmp_path / str(tokenizer.vocab_size)
+        folder.mkdir()
+        windows = Windows(tokenize(source, tokenizer, 10**6, folder), 2048, "documents")
+        targets = sum(int((windows[i][1] >= 0).sum()) for i in range(len(windows)))
+        nats = -sum(document.log_prob for document in source.documents())
+        assert entropy_floor(windows) * targets == pytest.approx(nats)
+        assert targets == windows.n_targets

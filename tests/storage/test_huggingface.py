@@ -341,6 +341,14 @@ def test_what_versions_compute_differently(tmp_path):
     assert read_config(values).attention == f"window({known})"
 
 
+def test_keys_of_full_dumps_are_no_reason_to_refuse(theirs):
+    values = json.loads((theirs / "config.json").read_text())
+    dumped = {"max_length": 20, "do_sample": False, "top_k": 50, "is_decoder": False, "pruned_heads": {}}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    known = read_config(values | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    assert read_config(values | dumped | {"rope_parameters": rope}) == known
+
+
 def test_files_that_are_missing_or_hostile(tmp_path, theirs):
     shutil.copytree(theirs, tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

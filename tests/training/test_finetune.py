@@ -237,6 +237,7 @@ def test_we_load_adapters_that_peft_made(base, tmp_path, rslora):
                             ({"target_modules": ["q_proj"]}, "see r and target_modules"),
                             ({"target_modules": "q(_proj"}, "target_modules"),
                             ({"r": 8}, "see r and target_modules"),
+                            ({"target_modules": 7}, "target_modules is 7; a list"),
                             ({"lora_alpha": float("nan")}, "lora_alpha")]:  # fmt: skip
         (tmp_path / "adapter_config.json").write_text(json.dumps(values | change))
         with pytest.raises(UserError, match=message):
