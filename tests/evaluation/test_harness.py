@@ -9,6 +9,7 @@ from conftest import random_thinker
 
 from data import tokenizer_json
 from data.make_tokenizer import make_tokenizer
+from data.tokenizer import Tokenizer
 from errors import UserError
 from storage.huggingface import save_folder
 
@@ -140,3 +141,14 @@ def test_a_task_on_local_files(models, tmp_path):
 def test_the_model_is_not_trained_by_it(models):
     assert not any(parameter.grad is not None for parameter in models[0].thinker.parameters())
     assert isinstance(models[0].thinker.head.weight, torch.nn.Parameter)
+
+
+def test_what_a_continuation_without_a_context_is_seen_after():
+    """As in the harness's own adapter: what begins a text by the tokenizer's own file, or else what ends one there."""
+    base = make_tokenizer("byte", [])
+    tokens = [base.token_bytes(i) for i in range(256)] + [None, None]
+    thinker = random_thinker(vocab_size=258)
+    for named, known in [({"bos_token": "<s>", "eos_token": "</s>"}, (256, 257)), ({"eos_token": "</s>"}, (257, 257))]:
+        tokenizer = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos=[256], named=named)
+        model = ThinkerLM(thinker, tokenizer)
+        assert (model.prefix_token_id, model.eot_token_id) == known
