@@ -118,6 +118,32 @@ def attention_weights(
     return scores.masked_fill(blind, 0).softmax(dim=-1).masked_fill(blind, 0)  # the first for its gradient: no nan
 
 
+def weights_by_rows(
+    q: Tensor,
+    k: Tensor,
+    sight: Sight,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    rows: int = 128,
+) -> Tensor:
+    """attention_weights() with little memory beside the matrix itself: so many queries at a time, (B, H, T, S)."""
+    T, S = q.shape[2], k.shape[2]
+    if sight.choose is not None or rows >= T or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
+        return attention_weights(q, k, sight, scale, softcap, sinks)
+    weights = q.new_empty(*q.shape[:2], T, S, dtype=torch.promote_types(q.dtype, torch.float32))
+    for start in range(0, T, rows):
+        some = slice(start, min(start + rows, T))
+        allowed = sight.allowed
+        if sight.is_causal:
+            allowed = torch.arange(S, device=q.device) <= torch.arange(T, device=q.device)[some, None]
+        elif allowed is not None and allowed.shape[-2] > 1:
+            allowed = allowed[..., some, :]
+        part = replace(sight, is_causal=False, allowed=allowed)
+        weights[:, :, some] = attention_weights(q[:, :, some], k, part, scale, softcap, sinks)
+    return weights
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
     grouped, allowed = q.shape[1] != k.shape[1], sight.allowed
     if q.device.type == "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from attention.attend import Sight, attend, attention_weights
+from attention.attend import Sight, attend, weights_by_rows
 from attention.rope import rotate
 from model.cache import LayerCache
 from model.config import ThinkerConfig
@@ -61,7 +61,6 @@ class Attention(nn.Module):
             q, k, v = cache.store(q, k, v, sight)  # k, v: (B, K, S, D)
         return attend(q, k, v, sight, self.head_dim**-0.5, self.softcap, self.sinks)
 
-    def weights(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: Sight) -> Tensor:
-        """What each query takes of each key, by the reference: x (B, T, C) -> (B, H, T, T)."""
-        q, k, _ = self.project(x, rope)
-        return attention_weights(q, k, sight, self.head_dim**-0.5, self.softcap, self.sinks)
+    def weights(self, q: Tensor, k: Tensor, sight: Sight) -> Tensor:
+        """What each query takes of each key, by the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
+        return weights_by_rows(q, k, sight, self.head_dim**-0.5, self.softcap, self.sinks)

@@ -31,11 +31,10 @@ class LinearAttention(Attention):
             cache.sums, cache.shift = state.sums, state.shift
         return y
 
-    def weights(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: Sight) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, sight: Sight) -> Tensor:
         """The matrix that the sums come to: what they make of values that are the unit vectors."""
-        q, k, v = self.project(x, rope)
-        unit = torch.eye(x.shape[1], device=x.device).expand(*v.shape[:2], -1, -1)  # (B, K, T, T)
-        return self.mix(q.float(), k.float(), unit, sight, None)
+        unit = torch.eye(k.shape[2], device=k.device).expand(*k.shape[:2], -1, -1)  # (B, K, T, T)
+        return LinearAttention.mix(self, q.float(), k.float(), unit, sight, None)
 
     @torch._disable_dynamo  # as in kernels/blockwise.py
     def draw(self, device: torch.device) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +23,7 @@ from model.config import ThinkerConfig
 from model.linear import Linear
 from model.linear_attention import LinearAttention
 from model.norm import RMSNorm
+from model.taps import Edit, Seen, tap_names, taps
 
 
 class MLP(nn.Module):
@@ -237,19 +241,28 @@ class Thinker(nn.Module):
         """
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
 
+    def tap(self, *names: str) -> AbstractContextManager[Seen]:
+        """`with thinker.tap("blocks.*.attention.weights") as seen:` keeps what is named of each pass: seen[name].
+
+        Names: tap_names(); `*` stands for one part of a name. Raises UserError for one that there is not.
+        """
+        return taps(self, names, {})
+
+    def edit(self, changes: Mapping[str, Edit]) -> AbstractContextManager[Seen]:
+        """`with thinker.edit({"blocks.3.attention.heads.1": "zero"}):` changes what passes there.
+
+        To "zero"; "mean", that of the pass, over its texts and positions; a number or a tensor that can be broadcast;
+        or what a function makes of it. Raises UserError for a name that there is not, or whose activation is only seen.
+        """
+        return taps(self, (), changes)
+
+    def tap_names(self) -> list[str]:
+        """All that can be tapped, in the order of the pass: see model.taps.tap_names."""
+        return tap_names(self)
+
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> Tensor:
         """Every attention matrix of one ordinary forward pass, (layers, B, H, T, T); rows are queries and sum to 1."""
-        seen: list[Tensor] = []
-        hooks = [
-            block.attention.register_forward_pre_hook(lambda module, args: seen.append(module.weights(*args[:3])))
-            for block in self.blocks
-        ]
-        kernel, self.kernel = self.kernel, "reference"
-        try:
+        with self.tap("blocks.*.attention.weights") as seen:
             self(tokens)
-        finally:
-            self.kernel = kernel
-            for hook in hooks:
-                hook.remove()
-        return torch.stack(seen)
+        return torch.stack(list(seen.values()))
