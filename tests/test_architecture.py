@@ -73,7 +73,9 @@ def test_model_needs_torch_alone():
     library = {
         "ast",
         "collections",
+        "contextlib",
         "dataclasses",
+        "fnmatch",
         "functools",
         "inspect",
         "math",
@@ -91,10 +93,12 @@ def test_model_needs_torch_alone():
 
 def test_sizes():
     lengths = {path: len(path.read_text().splitlines()) for path in FILES}
-    assert sum(n for path, n in lengths.items() if room(path) == "model") <= 950
+    extras = ("linear_attention.py", "lora.py", "taps.py")  # off the main path
+    assert sum(n for path, n in lengths.items() if room(path) == "model" and path.name not in extras) <= 900
+    assert sum(n for path, n in lengths.items() if room(path) == "model") <= 1200
     of_benchmarks = sum(n for path, n in lengths.items() if room(path) == "benchmarks")
     assert of_benchmarks <= 2300  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks <= 12300
+    assert sum(lengths.values()) - of_benchmarks <= 13000
     assert {path.name: n for path, n in lengths.items() if n > 400} == {}
 
 

@@ -1,0 +1,174 @@
+"""What a prediction is made of: of which tokens, which heads, which layers.
+
+A prediction y is a logit at one position, or the difference of two: of token `target`, less that of `against` if given.
+Prompts are (T,) token ids; a position below 0 counts from the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from errors import UserError
+from model import Thinker
+
+
+def prediction(logits: Tensor, target: int, against: int | None = None, position: int = -1) -> Tensor:
+    """y of each text: logits (B, T, V) -> (B,)."""
+    at = logits[:, position].float()  # (B, V)
+    return at[:, target] if against is None else at[:, target] - at[:, against]
+
+
+def gradient_times_attention(
+    thinker: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
+) -> Tensor:
+    """S = A ⊙ ∂y/∂A, signed: what y gains, to first order, by each query's look at each key; (layers, H, T, T).
+
+    As in Hao et al. 2021 (arXiv:2004.11207), at the weights themselves instead of along a path to them.
+    """
+    names = "blocks.*.attention.weights"
+    free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
+    with torch.enable_grad(), thinker.edit({names: lambda x: x, **free}), thinker.tap(names) as seen:
+        y = prediction(thinker(tokens[None]), target, against, position).sum()
+        weights = list(seen.values())  # (1, H, T, T) each
+        gradients = torch.autograd.grad(y, weights)
+    return torch.stack([(A * g)[0] for A, g in zip(weights, gradients)]).detach()
+
+
+def integrated_gradients(
+    thinker: Thinker,
+    tokens: Tensor,
+    target: int,
+    against: int | None = None,
+    position: int = -1,
+    steps: int = 64,
+    baseline: Tensor | None = None,
+) -> tuple[Tensor, float]:
+    """(x − x′) · ∫₀¹ ∂y/∂x (x′ + α (x − x′)) dα on embeddings x, summed over their width (Sundararajan et al. 2017).
+
+    By Gauss–Legendre quadrature with so many points (arXiv:1703.01365 has it by equal steps). Complete: the sum is
+    y(x) − y(x′), but for the quadrature's error.
+
+    Args: baseline: x′, (C,) or (T, C); all zeros unless given.
+
+    Returns: what each token gives, (T,); by how much the sum misses y(x) − y(x′).
+    """
+    with torch.no_grad():
+        x = thinker.embedding(tokens)  # (T, C)
+        zero = torch.zeros_like(x) if baseline is None else baseline.to(x).expand_as(x)
+    nodes, shares = np.polynomial.legendre.leggauss(steps)
+    total = torch.zeros_like(x, dtype=torch.float64)
+
+    def y(inputs: Tensor) -> Tensor:
+        return prediction(thinker(embeddings=inputs[None]), target, against, position).sum()
+
+    for node, share in zip((nodes + 1) / 2, shares / 2):
+        with torch.enable_grad():
+            inputs = (zero + float(node) * (x - zero)).requires_grad_()
+            (gradient,) = torch.autograd.grad(y(inputs), inputs)
+        total += share * gradient.double()
+    given = (total * (x - zero).double()).sum(dim=-1)  # (T,)
+    with torch.no_grad():
+        missed = given.sum().item() - (y(x) - y(zero)).item()
+    return given.float(), missed
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What each part of the model adds to y: (layers, H) of heads, (layers,) of MLPs, the embedding. The sum is y."""
+
+    embedding: float
+    heads: Tensor
+    mlps: Tensor
+    y: float
+
+    def sum(self) -> float:
+        """All of them."""
+        return self.embedding + self.heads.sum().item() + self.mlps.sum().item()
+
+
+@torch.no_grad()
+def direct_logit_attribution(
+    thinker: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
+) -> Parts:
+    """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[against]) for each component c of x_L = Σ c, at one position.
+
+    Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, "A Mathematical Framework for
+    Transformer Circuits", without its approximation of the norm).
+    """
+    with thinker.tap(
+        "embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(thinker.blocks) - 1}"
+    ) as seen:
+        y = prediction(thinker(tokens[None]), target, against, position).item()
+    x = seen[f"blocks.{len(thinker.blocks) - 1}"][0, position].double()  # (C,)
+    unembed = thinker.head.weight.double()
+    direction = unembed[target] - (unembed[against] if against is not None else 0)  # (C,)
+    norm = thinker.norm
+    direction = direction * norm.weight.double() / (x.square().mean() + norm.eps).sqrt()
+    heads, mlps = [], []
+    for layer, block in enumerate(thinker.blocks):
+        z = seen[f"blocks.{layer}.attention.heads"][0, :, position].double()  # (H, D)
+        out = block.attention.o_proj.weight.double().unflatten(1, z.shape)  # (C, H, D)
+        heads.append(torch.einsum("hd,chd,c->h", z, out, direction))
+        mlps.append(seen[f"blocks.{layer}.mlp"][0, position].double() @ direction)
+    embedding = seen["embedding"][0, position].double() @ direction
+    return Parts(embedding.item(), torch.stack(heads).float(), torch.stack(mlps).float(), y)
+
+
+@torch.no_grad()
+def logit_lens(thinker: Thinker, tokens: Tensor, position: int | slice = slice(None)) -> Tensor:
+    """W_U · norm_final(x_l): what the model would say after each layer, (layers + 1, positions, V); 0 is the embedding.
+
+    nostalgebraist 2020. The last layer's are the logits. `position`: an index or a slice, all unless given.
+    """
+    with thinker.tap("embedding", "blocks.*") as seen:
+        thinker(tokens[None])
+    at = slice(position, position + 1 or None) if isinstance(position, int) else position
+    return torch.stack([thinker.head(thinker.norm(x[0, at])) for x in seen.values()]).float()
+
+
+@torch.no_grad()
+def patch(
+    thinker: Thinker,
+    clean: Tensor,
+    corrupt: Tensor,
+    target: int,
+    against: int | None = None,
+    names: Sequence[str] = ("embedding", "blocks.*"),
+    position: int = -1,
+) -> dict[str, Tensor]:
+    """Activation patching (Meng et al. 2022, arXiv:2202.05262; Heimersheim and Nanda 2024, arXiv:2404.15255).
+
+    The corrupt prompt is read once for each name and position, with what the clean one had there in its place.
+
+    Returns: {name: (T,)}, (y(patched) − y(corrupt)) / (y(clean) − y(corrupt)): 0 where it changes nothing, 1 where it
+        brings all of y back.
+
+    Raises UserError where the prompts differ in length, or y is the same for both.
+    """
+    if clean.shape != corrupt.shape:
+        raise UserError(f"the prompts must have as many tokens: {len(clean)} and {len(corrupt)}")
+    with thinker.tap(*names) as seen:
+        best = prediction(thinker(clean[None]), target, against, position).item()
+    worst = prediction(thinker(corrupt[None]), target, against, position).item()
+    if best == worst:
+        raise UserError("the prediction is the same for both prompts: there is nothing to bring back")
+    T, found = len(clean), {}
+    rows = torch.arange(T, device=corrupt.device)
+    for name, kept in seen.items():
+
+        def put(x: Tensor, kept: Tensor = kept) -> Tensor:
+            x = x.clone()  # (T, T, ...): the corrupt prompt T times
+            x[rows, rows] = kept[0]
+            return x
+
+        if kept.dim() != 3:
+            raise UserError(f"{name} cannot be patched by position; take the residual stream, an output or one head")
+        with thinker.edit({name: put}):
+            y = prediction(thinker(corrupt.expand(T, T)), target, against, position)  # (T,)
+        found[name] = (y - worst) / (best - worst)
+    return found

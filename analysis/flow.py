@@ -1,0 +1,49 @@
+"""How much of each token reaches a position through all layers (Abnar & Zuidema 2020, arXiv:2005.00928)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def with_residual(weights: Tensor) -> Tensor:
+    """Ã = (mean over heads of A + I) / 2, what a layer passes on with its residual; (L, H, T, T) -> (L, T, T)."""
+    eye = torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)
+    return (weights.mean(dim=1) + eye) / 2
+
+
+def rollout(weights: Tensor) -> Tensor:
+    """R_l = Ã_l R_{l−1}, R_0 = I: the share of token j in position i after each layer; (L, H, T, T) -> (L, T, T).
+
+    Rows sum to 1 where those of the weights do.
+    """
+    layers, found = with_residual(weights), []
+    for layer in layers:
+        found.append(layer if not found else layer @ found[-1])
+    return torch.stack(found)
+
+
+def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
+    """The maximum flow from (L, i) to (0, j), edges between layers having the capacities Ã; (L, H, T, T) -> (T, T).
+
+    Each is computed alone, by networkx: T² of them, of a graph with L·T nodes. `position`: of this query only, (T,).
+    """
+    import networkx
+
+    capacities = with_residual(weights).double().cpu()
+    layers, T = len(capacities), capacities.shape[-1]
+    graph = networkx.DiGraph()
+    for layer in range(layers):
+        for query, key in capacities[layer].nonzero().tolist():
+            capacity = capacities[layer, query, key].item()
+            graph.add_edge((layer + 1, query), (layer, key), capacity=capacity)
+
+    def row(query: int) -> list[float]:
+        return [
+            networkx.maximum_flow_value(graph, (layers, query), (0, key)) if (0, key) in graph else 0.0
+            for key in range(T)
+        ]
+
+    rows = range(T) if position is None else [position % T]
+    found = torch.tensor([row(query) for query in rows])
+    return found if position is None else found[0]

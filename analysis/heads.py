@@ -1,0 +1,149 @@
+"""Measures of attention heads: what a head looks at, in one number each, and what the model loses without it.
+
+Weights are (..., T, T), rows are queries and positions count from 0; logarithms are natural. T is at least 2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from errors import UserError
+from evaluation.text import ratio
+from model import Thinker
+
+
+def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
+    """Mean over rows of −Σ_j A_ij ln A_ij, with 0 ln 0 = 0, in nats; (..., T, T) -> (...).
+
+    A uniform row i has ln(i + 1). Normalised: mean over rows i ≥ 1 of the row's entropy / ln(i + 1), from 0 to 1.
+    """
+    rows = torch.special.entr(weights).sum(dim=-1)  # (..., T)
+    if not normalised:
+        return rows.mean(dim=-1)
+    return (rows[..., 1:] / torch.arange(2, rows.shape[-1] + 1, device=rows.device).log()).mean(dim=-1)
+
+
+def mean_distance(weights: Tensor) -> Tensor:
+    """Mean over rows of Σ_j A_ij (i − j), in tokens; (..., T, T) -> (...). Uniform: (T − 1)/4.
+
+    (Σ_j A_ij j would be the mean position, another thing.)
+    """
+    at = torch.arange(weights.shape[-1], device=weights.device)
+    return (weights * (at[:, None] - at)).sum(dim=-1).mean(dim=-1)
+
+
+def previous_token(weights: Tensor) -> Tensor:
+    """Mean over i ≥ 1 of A[i, i − 1]; (..., T, T) -> (...)."""
+    return weights.diagonal(-1, -2, -1).mean(dim=-1)
+
+
+def first_token(weights: Tensor) -> Tensor:
+    """The share on the first token: mean over i ≥ 1 of A[i, 0] (row 0 has no choice); (..., T, T) -> (...)."""
+    return weights[..., 1:, 0].mean(dim=-1)
+
+
+def repeated_tokens(vocab_size: int, n: int, batch: int = 8, seed: int = 0) -> Tensor:
+    """Rows of n distinct random tokens, repeated once: (batch, 2n), for induction() and duplicate_token().
+
+    Raises UserError where the vocabulary has fewer than n.
+    """
+    if vocab_size < n:
+        raise UserError(f"{n} distinct tokens cannot be drawn of a vocabulary of {vocab_size}")
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.stack([torch.randperm(vocab_size, generator=generator)[:n] for _ in range(batch)])  # (B, n)
+    return rows.repeat(1, 2)
+
+
+def induction(weights: Tensor) -> Tensor:
+    """On repeated_tokens(): mean over i = n..2n−1 of A[i, i − n + 1]; (..., 2n, 2n) -> (...). A perfect head has 1.
+
+    Olsson et al. 2022 (arXiv:2209.11895): it looks at what followed the same token before.
+    """
+    n = weights.shape[-1] // 2
+    return weights.diagonal(1 - n, -2, -1)[..., 1:].mean(dim=-1)
+
+
+def duplicate_token(weights: Tensor) -> Tensor:
+    """On repeated_tokens(): mean over i = n..2n−1 of A[i, i − n], the same token before; (..., 2n, 2n) -> (...)."""
+    return weights.diagonal(-(weights.shape[-1] // 2), -2, -1).mean(dim=-1)
+
+
+def redundancy(weights: Tensor) -> Tensor:
+    """How differently two heads look: mean over rows of their Jensen–Shannon divergence; (..., H, T, T) -> (..., H, H).
+
+    JS(P, Q) = H((P + Q)/2) − (H(P) + H(Q))/2 in nats, 0 (alike) to ln 2 (Lin 1991, IEEE Trans. Inf. Theory 37:145).
+    """
+    H, own = weights.shape[-3], torch.special.entr(weights).sum(dim=-1)  # (..., H, T)
+    found = weights.new_zeros(*weights.shape[:-3], H, H)
+    for head in range(H):  # all pairs at once would take H times the memory
+        both = torch.special.entr((weights + weights[..., head : head + 1, :, :]) / 2).sum(dim=-1)
+        found[..., head, :] = (both - (own + own[..., head : head + 1, :]) / 2).mean(dim=-1)
+    return found.clamp_min(0)
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Of each head: its value and the interval that covers it, (layers, H) each."""
+
+    value: Tensor
+    low: Tensor
+    high: Tensor
+
+
+def _losses(thinker: Thinker, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy of each text, in nats a token: (N, T) -> (N,)."""
+    logits = thinker(tokens[:, :-1]).float()  # (N, T − 1, V)
+    return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(dim=1)
+
+
+@torch.no_grad()
+def importance_by_ablation(
+    thinker: Thinker, tokens: Tensor, how: str = "zero", share: float = 0.95, progress: bool = False
+) -> Importance:
+    """What each head's absence costs: the mean over texts of CE(with the head's output replaced) − CE, in nats a token.
+
+    Args:
+        tokens: (N, T), at least two texts.
+        how: "zero", or "mean": its mean over all texts and positions given.
+        share: of the confidence interval, over texts, each compared with itself.
+    """
+    layers, H = len(thinker.blocks), thinker.config.n_heads
+    names = [[f"blocks.{layer}.attention.heads.{head}" for head in range(H)] for layer in range(layers)]
+    with thinker.tap(*(name for some in names for name in some)) as seen:
+        plain = _losses(thinker, tokens)  # (N,)
+    costs = []
+    for name in tqdm([name for some in names for name in some], desc="leaving out heads", disable=not progress):
+        with thinker.edit({name: 0.0 if how == "zero" else seen[name].mean(dim=(0, 1))}):
+            costs.append(_losses(thinker, tokens) - plain)
+    return _means(torch.stack(costs).view(layers, H, -1), share)
+
+
+def _means(values: Tensor, share: float) -> Importance:
+    """Over texts, with their intervals: (layers, H, N) -> (layers, H) each."""
+    flat, one = values.cpu().flatten(0, 1), torch.ones(values.shape[-1])
+    found = [vars(ratio(row, one, share)).values() for row in flat]
+    parts = torch.tensor([[math.nan if x is None else x for x in each] for each in found])  # (layers · H, 3)
+    return Importance(*parts.view(*values.shape[:2], 3).unbind(-1))
+
+
+def importance_by_gradient(thinker: Thinker, tokens: Tensor, share: float = 0.95) -> Importance:
+    """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
+
+    z (T, D) is a head's output, L the mean loss of a text x; the absolute value is taken text by text. One backward
+    pass for all heads. tokens: (N, T). The interval is over texts, scaled with the value.
+    """
+    free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
+    with torch.enable_grad(), thinker.edit(free), thinker.tap("blocks.*.attention.heads") as seen:
+        loss = _losses(thinker, tokens).sum()
+        heads = list(seen.values())  # (N, H, T − 1, D) each
+        gradients = torch.autograd.grad(loss, heads)
+    each = [(z * g).sum(dim=(2, 3)).abs().T for z, g in zip(heads, gradients)]  # (H, N) each
+    found = _means(torch.stack(each).detach(), share)
+    size = found.value.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return Importance(found.value / size, found.low / size, found.high / size)

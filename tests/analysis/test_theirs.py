@@ -1,0 +1,63 @@
+"""The weights that transformers gives for its own models, and the memory that mapping a layer takes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import storage
+
+transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+SHAPE = {
+    "vocab_size": 89, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {}, "mistral": {"sliding_window": 7}, "qwen2": {}, "qwen3": {"head_dim": 12},
+    "smollm3": {"no_rope_layer_interval": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_those_of_transformers(tmp_path, family):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SHAPE, **FAMILIES[family], pad_token_id=None)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.5 if parameter.dim() == 1 else 0, 0.3)
+    theirs.save_pretrained(tmp_path)
+    ours, _ = storage.load(tmp_path)
+    tokens = torch.randint(89, (2, 30))
+    with torch.no_grad():
+        known = theirs(tokens, output_attentions=True).attentions
+    found = ours.attention_weights(tokens)
+    torch.testing.assert_close(found, torch.stack(known), rtol=0, atol=1e-5)
+
+
+MEASURE = """
+import resource, sys, torch
+sys.path.insert(0, {root!r})
+from model import Thinker, ThinkerConfig
+thinker = Thinker(ThinkerConfig(vocab_size=64, d_model=64, n_layers=4, n_heads=8, n_kv_heads=2, max_seq_len=2048,
+                                attention={attention!r})).eval()
+tokens = torch.randint(64, (1, 2048))
+with torch.no_grad():
+    with thinker.tap("blocks.3.attention.weights"):
+        thinker(tokens[:, :300])  # what the first pass of a process takes for itself
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with thinker.tap("blocks.2.attention.weights") as seen:
+        thinker(tokens)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / seen["blocks.2.attention.weights"].nbytes)
+"""
+
+
+@pytest.mark.parametrize("attention", ["full", "window(300)"])
+def test_mapping_a_layer_takes_little_more_than_its_weights(attention):
+    code = MEASURE.format(root=str(ROOT), attention=attention)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert 0.9 < float(done.stdout) <= 2.5
