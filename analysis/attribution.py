@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from errors import UserError
 from model import Thinker
@@ -88,7 +89,7 @@ class Parts:
 
     def sum(self) -> float:
         """All of them."""
-        return self.embedding + self.heads.sum().item() + self.mlps.sum().item()
+        return self.embedding + self.heads.nansum().item() + self.mlps.sum().item()
 
 
 @torch.no_grad()
@@ -116,7 +117,8 @@ def direct_logit_attribution(
         heads.append(torch.einsum("hd,chd,c->h", z, out, direction))
         mlps.append(seen[f"blocks.{layer}.mlp"][0, position].double() @ direction)
     embedding = seen["embedding"][0, position].double() @ direction
-    return Parts(embedding.item(), torch.stack(heads).float(), torch.stack(mlps).float(), y)
+    each = pad_sequence(heads, batch_first=True, padding_value=torch.nan)  # (layers, H)
+    return Parts(embedding.item(), each.float(), torch.stack(mlps).float(), y)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor
 def with_residual(weights: Tensor) -> Tensor:
     """Ã = (mean over heads of A + I) / 2, what a layer passes on with its residual; (L, H, T, T) -> (L, T, T)."""
     eye = torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)
-    return (weights.mean(dim=1) + eye) / 2
+    return (weights.nanmean(dim=1) + eye) / 2  # nan where a layer has no such head
 
 
 def rollout(weights: Tensor) -> Tensor:

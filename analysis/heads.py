@@ -6,11 +6,14 @@ Weights are (..., T, T), rows are queries and positions count from 0; logarithms
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from errors import UserError
@@ -89,22 +92,41 @@ def redundancy(weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """Of each head: its value and the interval that covers it, (layers, H) each."""
+    """Of each head (or group of heads): its value and the interval that covers it, (layers, H) each.
+
+    Where a layer has fewer heads than others, nan takes the others' place.
+    """
 
     value: Tensor
     low: Tensor
     high: Tensor
 
 
-def _losses(thinker: Thinker, tokens: Tensor) -> Tensor:
+def losses(thinker: Thinker, tokens: Tensor) -> Tensor:
     """The mean cross-entropy of each text, in nats a token: (N, T) -> (N,)."""
     logits = thinker(tokens[:, :-1]).float()  # (N, T − 1, V)
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(dim=1)
 
 
+def _without(group: range, instead: Tensor | float) -> Callable[[Tensor], Tensor]:
+    """An edit of blocks.i.attention.heads, (B, H, T, D): these heads' outputs replaced."""
+
+    def edit(z: Tensor) -> Tensor:
+        z = z.clone()
+        z[:, group.start : group.stop] = instead
+        return z
+
+    return edit
+
+
 @torch.no_grad()
 def importance_by_ablation(
-    thinker: Thinker, tokens: Tensor, how: str = "zero", share: float = 0.95, progress: bool = False
+    thinker: Thinker,
+    tokens: Tensor,
+    how: str = "zero",
+    share: float = 0.95,
+    by_group: bool = False,
+    progress: bool = False,
 ) -> Importance:
     """What each head's absence costs: the mean over texts of CE(with the head's output replaced) − CE, in nats a token.
 
@@ -112,38 +134,58 @@ def importance_by_ablation(
         tokens: (N, T), at least two texts.
         how: "zero", or "mean": its mean over all texts and positions given.
         share: of the confidence interval, over texts, each compared with itself.
+        by_group: of all query heads of a key head together, (layers, K).
     """
-    layers, H = len(thinker.blocks), thinker.config.n_heads
-    names = [[f"blocks.{layer}.attention.heads.{head}" for head in range(H)] for layer in range(layers)]
-    with thinker.tap(*(name for some in names for name in some)) as seen:
-        plain = _losses(thinker, tokens)  # (N,)
+    names = [f"blocks.{layer}.attention.heads" for layer in range(len(thinker.blocks))]
+    with thinker.tap(*names) as seen:
+        plain = losses(thinker, tokens)  # (N,)
+    means = {name: seen[name].mean(dim=(0, 2))[:, None] for name in names}  # (H, 1, D)
+    seen.clear(), seen.passes.clear()
+    groups = [_groups(block.attention, by_group) for block in thinker.blocks]
+    bar = tqdm(total=sum(map(len, groups)), desc="leaving out heads", disable=not progress)
     costs = []
-    for name in tqdm([name for some in names for name in some], desc="leaving out heads", disable=not progress):
-        with thinker.edit({name: 0.0 if how == "zero" else seen[name].mean(dim=(0, 1))}):
-            costs.append(_losses(thinker, tokens) - plain)
-    return _means(torch.stack(costs).view(layers, H, -1), share)
+    for name, some in zip(names, groups):
+        found = []
+        for group in some:
+            instead = 0.0 if how == "zero" else means[name][group.start : group.stop]
+            with thinker.edit({name: _without(group, instead)}):
+                found.append(losses(thinker, tokens) - plain)
+            bar.update()
+        costs.append(torch.stack(found))  # (H, N)
+    bar.close()
+    return _means(costs, share)
 
 
-def _means(values: Tensor, share: float) -> Importance:
-    """Over texts, with their intervals: (layers, H, N) -> (layers, H) each."""
-    flat, one = values.cpu().flatten(0, 1), torch.ones(values.shape[-1])
-    found = [vars(ratio(row, one, share)).values() for row in flat]
-    parts = torch.tensor([[math.nan if x is None else x for x in each] for each in found])  # (layers · H, 3)
-    return Importance(*parts.view(*values.shape[:2], 3).unbind(-1))
+def _groups(attention: Any, by_group: bool) -> list[range]:
+    size = attention.n_heads // attention.n_kv_heads if by_group else 1
+    return [range(head, head + size) for head in range(0, attention.n_heads, size)]
 
 
-def importance_by_gradient(thinker: Thinker, tokens: Tensor, share: float = 0.95) -> Importance:
+def _means(values: list[Tensor], share: float) -> Importance:
+    """Over texts, with their intervals: of each layer (H, N) -> (layers, H) each."""
+    one = torch.ones(values[0].shape[-1])
+    found = []
+    for layer in values:
+        rows = [vars(ratio(row, one, share)).values() for row in layer.cpu()]
+        found.append(torch.tensor([[math.nan if x is None else x for x in row] for row in rows]))  # (H, 3)
+    return Importance(*pad_sequence(found, batch_first=True, padding_value=math.nan).unbind(-1))
+
+
+def importance_by_gradient(thinker: Thinker, tokens: Tensor, share: float = 0.95, by_group: bool = False) -> Importance:
     """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
 
     z (T, D) is a head's output, L the mean loss of a text x; the absolute value is taken text by text. One backward
-    pass for all heads. tokens: (N, T). The interval is over texts, scaled with the value.
+    pass for all heads. tokens: (N, T). The interval is over texts, scaled with the value. by_group: as by ablation.
     """
     free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
     with torch.enable_grad(), thinker.edit(free), thinker.tap("blocks.*.attention.heads") as seen:
-        loss = _losses(thinker, tokens).sum()
+        loss = losses(thinker, tokens).sum()
         heads = list(seen.values())  # (N, H, T − 1, D) each
         gradients = torch.autograd.grad(loss, heads)
-    each = [(z * g).sum(dim=(2, 3)).abs().T for z, g in zip(heads, gradients)]  # (H, N) each
-    found = _means(torch.stack(each).detach(), share)
-    size = found.value.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    each = []
+    for block, z, g in zip(thinker.blocks, heads, gradients):
+        groups = _groups(block.attention, by_group)
+        each.append((z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T)  # (H, N)
+    found = _means(each, share)
+    size = found.value.nan_to_num().norm(dim=1, keepdim=True).clamp_min(1e-30)
     return Importance(found.value / size, found.low / size, found.high / size)

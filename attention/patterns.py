@@ -93,7 +93,8 @@ class Linear:
 
     text: str
     features: int
-    reach, first, ahead, heads, tokens, by_token, in_ring = 0, 0, 0, 1, (), False, True  # as a pattern's
+    reach, first, ahead, heads, tokens = 0, 0, 0, 1, ()  # as a pattern's
+    by_token, by_head, in_ring = False, False, True
 
 
 def full() -> Pattern:

@@ -74,8 +74,8 @@ class RollingKVCache(KVCache):
         self.window, self.sinks, self.rope = window, sinks, thinker.rope
         super().__init__(thinker.config, batch_size, sinks + window, thinker.device, thinker.dtype)
 
-    def _new_layer(self, pattern: Pattern) -> RollingLayer:
-        layer = super()._new_layer(pattern)
+    def _new_layer(self, pattern: Pattern, B: int, K: int) -> RollingLayer:
+        layer = super()._new_layer(pattern, B, K)
         return RollingLayer(layer.keys, layer.values, layer.keys[:, :, : self.sinks].clone())
 
     @property

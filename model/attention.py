@@ -19,18 +19,18 @@ class Attention(nn.Module):
     def __init__(self, config: ThinkerConfig, layer: int) -> None:
         super().__init__()
         self.turns = layer not in (config.no_rope_layers or [])
-        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
-        self.softcap = config.softcap
-        self.q_proj = Linear(config.d_model, config.n_heads * config.head_dim, config.attention_bias)
-        self.k_proj = Linear(config.d_model, config.n_kv_heads * config.head_dim, config.attention_bias)
-        self.v_proj = Linear(config.d_model, config.n_kv_heads * config.head_dim, config.attention_bias)
-        self.o_proj = Linear(config.n_heads * config.head_dim, config.d_model)
+        (H, K), D = config.heads_of(layer), config.head_dim
+        self.n_heads, self.n_kv_heads, self.head_dim, self.softcap = H, K, D, config.softcap
+        self.q_proj = Linear(config.d_model, H * D, config.attention_bias)
+        self.k_proj = Linear(config.d_model, K * D, config.attention_bias)
+        self.v_proj = Linear(config.d_model, K * D, config.attention_bias)
+        self.o_proj = Linear(H * D, config.d_model)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
-        self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sink_logits else None
+        self.sinks = nn.Parameter(torch.zeros(H)) if config.sink_logits else None
         self.register_module("qkv_proj", None)  # the three in one piece, to decode (generation/snapshot.py)
         self.register_module("qk_norm", None)
 

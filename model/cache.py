@@ -173,25 +173,25 @@ class KVCache:
             raise UserError(f"a cache of {batch_size} rows by {max_len} positions: both must be at least 1")
         self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
         self.looking, self.prefix = looking(config, dtype, self.device), config.prefix
-        self.shape, self.dtype = (batch_size, config.n_kv_heads, max_len, config.head_dim), dtype
-        self.layers = [self._new_layer(pattern) for pattern in self.looking.patterns]
+        self.width, self.dtype = config.head_dim, dtype
+        heads = [config.heads_of(layer)[1] for layer in range(config.n_layers)]
+        self.layers = [self._new_layer(pattern, batch_size, K) for pattern, K in zip(self.looking.patterns, heads)]
         self.lengths = [0] * batch_size
         self.written = self.written_before = self.lengths  # how far each row was ever, in spite of rewind()
         self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if self.looking.by_token else None
 
-    def _new_layer(self, pattern: Pattern | Linear) -> LayerCache | LinearLayer:
-        B, K, max_len, D = self.shape
+    def _new_layer(self, pattern: Pattern | Linear, B: int, K: int) -> LayerCache | LinearLayer:
         if isinstance(pattern, Linear):
-            state = LinearState.empty(B, K, pattern.features, D, self.device)
+            state = LinearState.empty(B, K, pattern.features, self.width, self.device)
             return LinearLayer(state.sums, state.shift)
         size = max(1, (pattern.reach or 0) + self.slack) + pattern.first
-        if size >= max_len or not pattern.in_ring:
-            return self._tensors(max_len)
-        both = self._tensors(size + 1)
+        if size >= self.max_len or not pattern.in_ring:
+            return self._tensors(B, K, self.max_len)
+        both = self._tensors(B, K, size + 1)
         return RingLayer(both.keys, both.values, pattern.first)
 
-    def _tensors(self, size: int) -> LayerCache:
-        B, K, _, D = self.shape
+    def _tensors(self, B: int, K: int, size: int) -> LayerCache:
+        D = self.width
         keys, values = (torch.zeros(B, K, size, D, device=self.device, dtype=self.dtype) for _ in range(2))
         if self.device.type == "cpu" and self.dtype == torch.float32:
             # The same shape in another order: q·kᵀ over columns runs at the memory's speed, over rows at 3/4 of it;

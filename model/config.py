@@ -44,6 +44,7 @@ class ThinkerConfig:
     sink_logits: bool = False  # a learned score of each head for looking nowhere
     attention_bias: bool = False  # added to queries, keys and values, as in Qwen2
     no_rope_layers: list | None = None  # layers, from 0, whose queries and keys are not rotated, as in SmolLM3
+    kv_heads_by_layer: list | None = None  # of each layer, where some have fewer: a pruned model's
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len", "n_kv_heads", "head_dim", "d_ff"):
@@ -94,6 +95,14 @@ class ThinkerConfig:
                 )
         if self.softcap is not None and not 1e-9 <= self.softcap <= 1e9:
             raise UserError(f"model.softcap is {self.softcap}; it must be a number from 1e-9 to 1e9, or null")
+        if self.kv_heads_by_layer is not None:
+            sizes, most = self.kv_heads_by_layer, self.n_kv_heads
+            if len(sizes) != self.n_layers or any(type(n) is not int or not 1 <= n <= most for n in sizes):
+                raise UserError(
+                    f"model.kv_heads_by_layer is {sizes}; it must name {self.n_layers} numbers from 1 to {most}"
+                )
+            if self.positions == "alibi" or any(layer.by_head for layer in self.patterns):
+                raise UserError("model.kv_heads_by_layer does not go with alibi, nor with patterns that differ by head")
         unknown = [token for layer in self.patterns for token in layer.tokens if token >= self.vocab_size]
         if unknown and self.vocab_size > 1:  # a recipe is checked before its tokenizer is known
             raise UserError(
@@ -107,6 +116,11 @@ class ThinkerConfig:
     def patterns(self) -> list[Pattern | Linear]:
         """Of each layer."""
         return by_layer(self.attention, self.n_layers, self.window, self.n_heads)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """H and K of a layer: as many query heads share a key head everywhere."""
+        K = self.n_kv_heads if self.kv_heads_by_layer is None else self.kv_heads_by_layer[layer]
+        return K * self.n_heads // self.n_kv_heads, K
 
     @property
     def is_plain(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from math import nan
 
 import torch
 import torch.nn.functional as F
@@ -262,7 +263,11 @@ class Thinker(nn.Module):
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> Tensor:
-        """Every attention matrix of one ordinary forward pass, (layers, B, H, T, T); rows are queries and sum to 1."""
+        """Every attention matrix of one ordinary forward pass, (layers, B, H, T, T); rows are queries and sum to 1.
+
+        Where a layer has fewer heads than others (config.kv_heads_by_layer), nan takes the others' place.
+        """
         with self.tap("blocks.*.attention.weights") as seen:
             self(tokens)
-        return torch.stack(list(seen.values()))
+        by_head = [weights.transpose(0, 1) for weights in seen.values()]  # (H, B, T, T) each
+        return nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=nan).transpose(1, 2)

@@ -257,6 +257,7 @@ def family_of(config: ThinkerConfig) -> str:
         f"model.positions={config.positions}": config.positions != "rope",
         "model.softcap": config.softcap is not None,
         "model.sink_logits": config.sink_logits,
+        "model.kv_heads_by_layer": config.kv_heads_by_layer is not None,
         "model.attention_bias beside model.qk_norm": config.attention_bias and config.qk_norm,
         f"model.attention={config.attention}": len(windows) > 1
         or not all(re.fullmatch(r"window\(\d+\)", text) for text in windows),

@@ -35,7 +35,13 @@ def test_a_run_leaves_what_is_promised(tiny_run):
     resolved = yaml.safe_load((tiny_run / "config.yaml").read_text())
     assert resolved["model"]["d_model"] == 32
     unset = {key for key, value in resolved["model"].items() if value is None}
-    assert unset == {"window", "rope_scaling", "softcap", "no_rope_layers"}  # what there is to follow is followed
+    assert unset == {
+        "window",
+        "rope_scaling",
+        "softcap",
+        "no_rope_layers",
+        "kv_heads_by_layer",
+    }  # what there is to follow is followed
     assert resolved["train"]["micro_batch_size"] == 4
     assert resolved["train"]["precision"] == "fp32"
     assert (tiny_run / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -40,7 +40,8 @@ def flops_per_token(thinker: Thinker, seq_len: int) -> int:
     parameters = sum(parameter.numel() for parameter in thinker.parameters())
     if not config.tie_embeddings:
         parameters -= thinker.embedding.weight.numel()
-    return 6 * parameters + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
+    heads = sum(block.attention.n_heads for block in thinker.blocks)
+    return 6 * parameters + 12 * heads * config.head_dim * seq_len
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

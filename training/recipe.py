@@ -89,6 +89,7 @@ class ModelSection(Section):
     sink_logits: bool = False
     attention_bias: bool = False  # of queries, keys and values
     no_rope_layers: list[int] | None = None  # layers, from 0, that do not rotate
+    kv_heads_by_layer: list[int] | None = None  # of each layer, where some have fewer than n_kv_heads
 
 
 class DataSection(Section):
