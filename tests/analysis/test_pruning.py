@@ -5,10 +5,13 @@ import torch
 
 import storage
 from analysis import heads, pruning
+from data.make_tokenizer import make_tokenizer
 from errors import UserError
 from generation import Generator, SamplingParams
 from model import ThinkerConfig
 from storage import checkpoint
+from storage.gguf import _check
+from storage.huggingface import family_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = torch.arange(40).reshape(2, 20) % 61
@@ -56,14 +59,23 @@ def test_as_many_in_every_layer_is_an_ordinary_model(make_thinker):
 
 
 def test_it_is_saved_loaded_and_sampled_from(make_thinker, tmp_path):
-    left = pruning.prune(make_thinker(n_kv_heads=4), [(0, 2), (0, 3)])
+    tokenizer = make_tokenizer("byte", [])
+    left = pruning.prune(make_thinker(n_kv_heads=4, vocab_size=tokenizer.vocab_size), [(0, 2), (0, 3)])
     checkpoint.save(tmp_path / "pruned", left, {"step": 0})
     again, _ = storage.load(tmp_path / "pruned")
     assert again.config.kv_heads_by_layer == [2, 4]
     assert torch.equal(again(TOKENS), left(TOKENS))
-    params = SamplingParams(max_new_tokens=12, greedy=True)
-    told = [Generator(left, None, use_cache=cached).generate([[3, 4, 5]], params)[0].token_ids for cached in (1, 0)]
-    assert told[0] == told[1]
+    params = SamplingParams(max_new_tokens=24, temperature=0)
+    modes = [{"use_cache": False}, {}, {"speculate": 4}, {"window": 60}]
+    told = [Generator(left, tokenizer, **mode).generate(["abc"], params)[0].token_ids for mode in modes]
+    assert told[1:] == told[:1] * 3
+    Generator(left, tokenizer, int8=True).generate(["abc"], params)
+
+
+@pytest.mark.parametrize("write", [family_of, _check])
+def test_it_has_no_form_elsewhere(make_thinker, write):
+    with pytest.raises(UserError, match="kv_heads_by_layer"):
+        write(pruning.prune(make_thinker(n_kv_heads=4), [(0, 2)]).config)
 
 
 def test_looking_into_it(make_thinker):
