@@ -102,10 +102,26 @@ class Importance:
     high: Tensor
 
 
-def losses(thinker: Thinker, tokens: Tensor) -> Tensor:
-    """The mean cross-entropy of each text, in nats a token: (N, T) -> (N,)."""
-    logits = thinker(tokens[:, :-1]).float()  # (N, T − 1, V)
-    return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(dim=1)
+def losses(thinker: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    """The mean cross-entropy of each text, in nats a token: (N, T) -> (N,).
+
+    targets: (N, T), −1 where nothing is counted; unless given, each text's next tokens, the last having none.
+    """
+    return torch.cat([_losses(thinker, *some) for some in _batches(thinker, tokens, targets)])
+
+
+def _losses(thinker: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = thinker(tokens).float()  # (B, T, V)
+    nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-1)  # (B, T)
+    return nats.sum(dim=1) / (targets >= 0).sum(dim=1).clamp_min(1)
+
+
+def _batches(thinker: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """So many texts at a time that their logits stay below 256 MiB."""
+    if targets is None:
+        tokens, targets = tokens[:, :-1], tokens[:, 1:]
+    rows = max(1, 2**26 // (tokens.shape[1] * thinker.config.vocab_size))
+    return list(zip(tokens.split(rows), targets.split(rows)))
 
 
 def _without(group: range, instead: Tensor | float) -> Callable[[Tensor], Tensor]:
@@ -124,6 +140,8 @@ def importance_by_ablation(
     thinker: Thinker,
     tokens: Tensor,
     how: str = "zero",
+    *,
+    targets: Tensor | None = None,
     share: float = 0.95,
     by_group: bool = False,
     progress: bool = False,
@@ -131,25 +149,29 @@ def importance_by_ablation(
     """What each head's absence costs: the mean over texts of CE(with the head's output replaced) − CE, in nats a token.
 
     Args:
-        tokens: (N, T), at least two texts.
+        tokens: (N, T), at least two texts; targets as in losses().
         how: "zero", or "mean": its mean over all texts and positions given.
         share: of the confidence interval, over texts, each compared with itself.
         by_group: of all query heads of a key head together, (layers, K).
     """
     names = [f"blocks.{layer}.attention.heads" for layer in range(len(thinker.blocks))]
+    sums, passes = dict.fromkeys(names, 0.0), _batches(thinker, tokens, targets)
     with thinker.tap(*names) as seen:
-        plain = losses(thinker, tokens)  # (N,)
-    means = {name: seen[name].mean(dim=(0, 2))[:, None] for name in names}  # (H, 1, D)
-    seen.clear(), seen.passes.clear()
+        plain = []
+        for some in passes:
+            plain.append(_losses(thinker, *some))
+            sums = {name: sums[name] + seen[name].sum(dim=(0, 2))[:, None] for name in names}  # (H, 1, D)
+            seen.passes.clear()
+    plain, n_tokens = torch.cat(plain), sum(some.numel() for some, _ in passes)
     groups = [_groups(block.attention, by_group) for block in thinker.blocks]
     bar = tqdm(total=sum(map(len, groups)), desc="leaving out heads", disable=not progress)
     costs = []
     for name, some in zip(names, groups):
         found = []
         for group in some:
-            instead = 0.0 if how == "zero" else means[name][group.start : group.stop]
+            instead = 0.0 if how == "zero" else sums[name][group.start : group.stop] / n_tokens
             with thinker.edit({name: _without(group, instead)}):
-                found.append(losses(thinker, tokens) - plain)
+                found.append(losses(thinker, tokens, targets) - plain)
             bar.update()
         costs.append(torch.stack(found))  # (H, N)
     bar.close()
@@ -171,21 +193,28 @@ def _means(values: list[Tensor], share: float) -> Importance:
     return Importance(*pad_sequence(found, batch_first=True, padding_value=math.nan).unbind(-1))
 
 
-def importance_by_gradient(thinker: Thinker, tokens: Tensor, share: float = 0.95, by_group: bool = False) -> Importance:
+def importance_by_gradient(
+    thinker: Thinker,
+    tokens: Tensor,
+    *,
+    targets: Tensor | None = None,
+    share: float = 0.95,
+    by_group: bool = False,
+) -> Importance:
     """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
 
     z (T, D) is a head's output, L the mean loss of a text x; the absolute value is taken text by text. One backward
-    pass for all heads. tokens: (N, T). The interval is over texts, scaled with the value. by_group: as by ablation.
+    pass for all heads. The interval is over texts, scaled with the value. Arguments as in importance_by_ablation().
     """
     free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
-    with torch.enable_grad(), thinker.edit(free), thinker.tap("blocks.*.attention.heads") as seen:
-        loss = losses(thinker, tokens).sum()
-        heads = list(seen.values())  # (N, H, T − 1, D) each
-        gradients = torch.autograd.grad(loss, heads)
-    each = []
-    for block, z, g in zip(thinker.blocks, heads, gradients):
-        groups = _groups(block.attention, by_group)
-        each.append((z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T)  # (H, N)
-    found = _means(each, share)
+    each: list[list[Tensor]] = [[] for _ in thinker.blocks]  # by layer: (H, B) each
+    for some in _batches(thinker, tokens, targets):
+        with torch.enable_grad(), thinker.edit(free), thinker.tap("blocks.*.attention.heads") as seen:
+            loss, heads = _losses(thinker, *some).sum(), list(seen.values())  # (B, H, T, D) each
+            gradients = torch.autograd.grad(loss, heads)
+        for found, block, z, g in zip(each, thinker.blocks, heads, gradients):
+            groups = _groups(block.attention, by_group)
+            found.append((z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T)
+    found = _means([torch.cat(parts, dim=1) for parts in each], share)
     size = found.value.nan_to_num().norm(dim=1, keepdim=True).clamp_min(1e-30)
     return Importance(found.value / size, found.low / size, found.high / size)

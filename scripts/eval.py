@@ -106,15 +106,10 @@ def find_tokens(
     arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path
 ) -> tuple[str, int | None, str, Any]:
     """The source's name, the length of the training's windows where it is known, how documents lie, and the tokens."""
-    from data.make_tokenizer import load_tokenizer
     from data.sources import open_source
     from evaluation.text import tokenize
-    from storage.load import run_of
-    from training.loop import prepare_data
-    from training.recipe import load_recipe
+    from training.held_out import held_out, recipe_of
 
-    run = run_of(folder)
-    recipe = None if run is None else load_recipe(run / "config.yaml", [])
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}
         most = arguments.max_tokens or MOST_TOKENS
@@ -122,16 +117,11 @@ def find_tokens(
             options |= {"max_documents": 1 + most // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
         tokens = tokenize(source, tokenizer, most, scratch)
-        packing = "documents" if arguments.source == "tales" else "contiguous"
+        packing, recipe = "documents" if arguments.source == "tales" else "contiguous", recipe_of(folder)
         return arguments.source, recipe and recipe.data.seq_len, packing, tokens
-    if recipe is None:
-        raise UserError(f"{folder} lies in no run directory, whose text could be taken; say which with --source")
-    own = recipe.run.init_from is not None or recipe.data.chat_template is not None
-    corpus = prepare_data(recipe, tokenizer if own else None)
-    if corpus.tokenizer.content_hash != load_tokenizer(run).content_hash:
-        raise UserError(f"the text of data.source={recipe.data.source} is not that of the training; give --source")
+    recipe, tokens = held_out(folder, tokenizer, "--source")
     packing = "documents" if recipe.data.source == "tales" else recipe.data.packing
-    return recipe.data.source, recipe.data.seq_len, packing, corpus.val
+    return recipe.data.source, recipe.data.seq_len, packing, tokens
 
 
 def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
