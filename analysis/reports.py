@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from analysis import attribution, flow, heads
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model import Thinker
 
+LENS_COLUMNS = 16  # positions of its picture, the last before the one that is asked for
+Measure = Callable[[Tensor], Tensor]  # (B, H, T, T) -> (B, H, ...)
 MOST_FLOWS = 64  # positions, each of which takes a maximum flow from every other
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A matrix to be drawn as a heatmap: values (rows, columns), with a label for each row and column."""
+    """A matrix to be drawn: values (rows, columns), nan where there is nothing, and labels, spread evenly if fewer.
+
+    "text": tokens in a row, colored; "table": every cell with what it says; "lines": a line for each column.
+    """
 
     title: str
     values: Tensor
@@ -26,6 +35,9 @@ class Panel:
     columns: list[str]
     signed: bool = False  # colors from below zero to above it
     top: float | None = None  # where colors end; the largest value unless given
+    style: Literal["heatmap", "text", "table", "lines"] = "heatmap"
+    cells: list[list[str]] | None = None  # of a table
+    row: int | None = None  # one to be framed
 
 
 @dataclass(frozen=True)
@@ -38,13 +50,18 @@ class Report:
     data: dict[str, Any]
     panels: list[Panel] = field(default_factory=list)
     after: str = ""
+    across: int = 1  # panels beside each other in a picture
 
     def table(self) -> str:
         """As text: columns as wide as their cells."""
         lines = [f"{name:>12}  {value}" for name, value in self.about.items()]
         cells = [self.columns, *self.rows]
         widths = [max(len(row[at]) for row in cells) for at in range(len(self.columns))]
-        lines += [""] + ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip() for row in cells]
+        words = [any(row[at][:1].strip("+-.0123456789") for row in self.rows) for at in range(len(widths))]
+        place = [str.ljust if is_words else str.rjust for is_words in words]
+        lines.append("")
+        for row in cells:
+            lines.append("  ".join(put(cell, width) for put, cell, width in zip(place, row, widths)).rstrip())
         return "\n".join([*lines, "", self.after] if self.after else lines)
 
 
@@ -89,10 +106,11 @@ def explain(thinker: Thinker, prompt: Prompt, layer: int, head: int, query: int)
         thinker(prompt.tokens[None])
     q, k, v, weights, z = (seen[name][0].double().cpu() for name in names)
     group = head // (len(q) // len(k))  # the key head that this query head shares
-    scores = k[group] @ q[head, query]  # (T,)
-    scaled = scores * q.shape[-1] ** -0.5
+    every = q[head] @ k[group].T * q.shape[-1] ** -0.5  # (T, T)
     softcap = thinker.config.softcap
-    capped = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+    every = every if softcap is None else softcap * torch.tanh(every / softcap)
+    scores, capped = k[group] @ q[head, query], every[query]  # (T,) each
+    scaled = scores * q.shape[-1] ** -0.5
     row, sizes = weights[head, query], v[group].norm(dim=-1)  # (T,) each
     visible = row > 0
     total = capped[visible].exp().sum()
@@ -111,7 +129,15 @@ def explain(thinker: Thinker, prompt: Prompt, layer: int, head: int, query: int)
     data = {"layer": layer, "head": head, "query": query, "tokens": prompt.labels, "q": q[head, query].tolist()}
     data |= {"scores": scores.tolist(), "scaled": scaled.tolist(), "capped": capped.tolist(), "weights": row.tolist()}
     data |= {"values": v[group].tolist(), "output": made.tolist(), "head_output": z[head, query].tolist()}
-    return Report(about, [*columns, "weight", "|v|", "weight·|v|"], rows, data, after=after)
+    names, blind = prompt.numbered(), weights[head] == 0
+    pictures = (
+        ("scores, scaled", every, True),
+        ("masked: what is not seen is left out", every.masked_fill(blind, torch.nan), True),
+        ("softmax: the weights", weights[head].masked_fill(blind, torch.nan), False),
+        ("had every token been seen", every.softmax(dim=-1), False),
+    )
+    panels = [Panel(title, x, names, names, signed, row=query) for title, x, signed in pictures]
+    return Report(about, [*columns, "weight", "|v|", "weight·|v|"], rows, data, panels, after, across=2)
 
 
 def map_head(thinker: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
@@ -123,11 +149,12 @@ def map_head(thinker: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
     rows = []
     for query, text in enumerate(prompt.labels):
         top = weights[query].topk(min(3, query + 1))
-        cells = [f"{value:.2f} {key} {prompt.labels[key]}" for value, key in zip(*(x.tolist() for x in top))]
+        cells = [f"{value:.2f} {prompt.labels[key]} ({key})" for value, key in zip(*(x.tolist() for x in top))]
         rows.append([str(query), text, *cells, *[""] * (3 - len(cells))])
     data = {"layer": layer, "head": head, "tokens": prompt.labels, "weights": weights.tolist()}
     title = f"layer {layer}, head {head}: rows are queries"
-    panel = Panel(title, weights, prompt.numbered(), prompt.numbered(), top=1.0)
+    shown = weights.masked_fill(weights == 0, torch.nan)
+    panel = Panel(title, shown, prompt.numbered(), prompt.numbered(), top=1.0)
     about = {"layer": layer, "head": head}
     return Report(about, ["query", "token", "looks most at", "then", "then"], rows, data, [panel])
 
@@ -143,29 +170,91 @@ ON_REPEATS = {"duplicate": heads.duplicate_token, "induction": heads.induction}
 
 
 @torch.no_grad()
-def measure_heads(thinker: Thinker, prompt: Prompt | None, n: int = 24, batch: int = 8) -> Report:
-    """The measures of analysis.heads for every head: on the prompt, or without one on random tokens repeated once.
+def measured(thinker: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) -> dict[str, list[Tensor]]:
+    """Of each layer what the measures make of its weights, a mean over texts: (B, T) -> (H, ...) each.
 
-    Induction and duplicate-token scores always are of the latter: n distinct tokens, `batch` times.
+    In one pass, which holds one layer's weights at a time.
     """
+    found: dict[str, list[Tensor]] = {name: [] for name in measures}
+
+    def measure(weights: Tensor) -> Tensor:
+        for name, of in measures.items():
+            found[name].append(of(weights).mean(dim=0).cpu())
+        return weights
+
+    with thinker.edit({"blocks.*.attention.weights": measure}):
+        thinker(tokens)
+    return found
+
+
+def random_repeats(thinker: Thinker, n: int = 24, batch: int = 8) -> Tensor:
+    """Tokens for induction scores: n distinct ones, repeated once, or as many as the model can take; (batch, 2n)."""
     n = min(n, thinker.config.vocab_size, thinker.config.max_seq_len // 2)
-    repeated = thinker.attention_weights(heads.repeated_tokens(thinker.config.vocab_size, n, batch).to(thinker.device))
-    weights = repeated if prompt is None else thinker.attention_weights(prompt.tokens[None])  # (layers, B, H, T, T)
-    found = {name: measure(weights).mean(dim=1).cpu() for name, measure in MEASURES.items()}  # (layers, H) each
-    found |= {name: measure(repeated).mean(dim=1).cpu() for name, measure in ON_REPEATS.items()}
-    layers, H = found["entropy"].shape
-    rows = [
-        [str(layer), str(head), *(f"{values[layer, head]:.3f}" for values in found.values())]
-        for layer in range(layers)
-        for head in range(H)
-    ]
-    data = {name: values.tolist() for name, values in found.items()}
-    names = [f"layer {layer}" for layer in range(layers)], [f"head {head}" for head in range(H)]
-    sizes = ("entropy", "distance")  # the others lie between 0 and 1
+    return heads.repeated_tokens(thinker.config.vocab_size, n, batch).to(thinker.device)
+
+
+def scores(thinker: Thinker, tokens: Tensor) -> dict[str, Tensor]:
+    """All measures of tokens (B, T), (layers, H) each; induction and duplicate-token scores of random_repeats()."""
+    found = measured(thinker, tokens, MEASURES) | measured(thinker, random_repeats(thinker), ON_REPEATS)
+    return {name: pad_sequence(x, batch_first=True, padding_value=torch.nan) for name, x in found.items()}
+
+
+def by_layer_and_head(values: Tensor) -> tuple[list[str], list[str]]:
+    """Labels of (layers, H)."""
+    return [f"layer {layer}" for layer in range(len(values))], [f"head {head}" for head in range(values.shape[1])]
+
+
+def all_heads(values: Tensor) -> list[tuple[int, int]]:
+    """Every (layer, head) that there is: nan where there is none; (layers, H)."""
+    return [(layer, head) for layer, head in (~values.isnan()).nonzero().tolist()]
+
+
+def numbers(values: Tensor) -> Any:
+    """As lists for JSON, which knows no nan."""
+    flat = [None if math.isnan(x) else x for x in values.flatten().tolist()]
+    for size in reversed(values.shape[1:]):
+        flat = [flat[at : at + size] for at in range(0, len(flat), size)]
+    return flat
+
+
+@torch.no_grad()
+def measure_heads(thinker: Thinker, prompt: Prompt | None) -> Report:
+    """The measures of analysis.heads for every head, on the prompt, or without one on random tokens repeated once."""
+    random = random_repeats(thinker)
+    tokens = random if prompt is None else prompt.tokens[None]
+    found, apart = scores(thinker, tokens), measured(thinker, tokens, {"apart": heads.redundancy})["apart"]  # (H, H)
+    rows = []
+    for layer, head in all_heads(found["entropy"]):
+        others = [(x, other) for other, x in enumerate(apart[layer][head].tolist()) if other != head]
+        like = "{1} ({0:.3f})".format(*min(others)) if others else ""
+        rows.append([str(layer), str(head), *(f"{values[layer, head]:.3f}" for values in found.values()), like])
+    names, sizes = by_layer_and_head(found["entropy"]), ("entropy", "distance")  # the others lie between 0 and 1
     panels = [Panel(name, x, *names, top=None if name in sizes else 1.0) for name, x in found.items()]
-    text = "the prompt" if prompt is not None else f"{n} random tokens, repeated once"
-    about = {"measured on": f"{text}; duplicate and induction on {n} random tokens, repeated once"}
-    return Report(about, ["layer", "head", *found], rows, data, panels)
+    panels.insert(0, Panel("what every head looks at", _tiles(thinker, tokens[:1]), *names))
+    what = f"{random.shape[1] // 2} random tokens, repeated once"
+    about = {"measured on": f"{'the prompt' if prompt is not None else what}; duplicate and induction on {what}"}
+    about["most like"] = (
+        "the head of the layer that looks most alike, and how far apart they are (Jensen–Shannon, nats)"
+    )
+    data = {name: numbers(values) for name, values in found.items()} | {"redundancy": [x.tolist() for x in apart]}
+    return Report(about, ["layer", "head", *found, "most like"], rows, data, panels, across=2)
+
+
+def _tiles(thinker: Thinker, tokens: Tensor, most: int = 64) -> Tensor:
+    """The maps of all heads side by side, with nan between them; of long texts the largest weight of each square.
+
+    Each map is divided by its largest weight but for that on the first token, where many heads look at all times.
+    """
+
+    def shrunk(weights: Tensor) -> Tensor:
+        maps = F.max_pool2d(weights.float(), -(-weights.shape[-1] // most), ceil_mode=True)  # (1, H, S, S)
+        return (maps / maps[..., 1:].amax(dim=(2, 3), keepdim=True).clamp_min(1e-9)).clamp_max(1)
+
+    maps = measured(thinker, tokens, {"maps": shrunk})["maps"]
+    every = pad_sequence(maps, batch_first=True, padding_value=torch.nan)  # (layers, H, S, S)
+    gap = 1 + every.shape[-1] // 16
+    every = F.pad(every, (0, gap, 0, gap), value=torch.nan)
+    return every.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -203,16 +292,15 @@ def attribute(
     rows = [["token", text, f"{value:+.4f}"] for text, value in zip(prompt.numbered(), given.tolist())]
     layers = range(len(parts.mlps))
     named = [("embedding", parts.embedding)] + [(f"MLP {layer}", parts.mlps[layer].item()) for layer in layers]
-    named += [(f"head {layer}.{h}", x) for layer in layers for h, x in enumerate(parts.heads[layer].tolist())]
+    named += [(f"head {layer}.{h}", x) for layer, h in all_heads(parts.heads) for x in [parts.heads[layer, h].item()]]
     rows += [["part", name, f"{value:+.4f}"] for name, value in sorted(named, key=lambda part: -abs(part[1]))]
     what = label(tokenizer, target) + ("" if against is None else f" rather than {label(tokenizer, against)}")
     about = {"prediction": f"{what}, after position {position % len(prompt.labels)}", "logit": f"{parts.y:.4f}"}
     data = {"target": target, "against": against, "y": parts.y, "tokens": prompt.labels, "by_token": given.tolist()}
-    data |= {"embedding": parts.embedding, "heads": parts.heads.tolist(), "mlps": parts.mlps.tolist(), "missed": missed}
-    names = [f"layer {layer}" for layer in layers], [f"head {h}" for h in range(parts.heads.shape[1])]
+    data |= {"embedding": parts.embedding, "heads": numbers(parts.heads), "mlps": parts.mlps.tolist(), "missed": missed}
     panels = [
-        Panel("integrated gradients", given[None], ["by token"], prompt.numbered(), signed=True),
-        Panel("direct logit attribution of heads", parts.heads, *names, signed=True),
+        Panel(f"what the tokens give to {what}", given[None], [""], prompt.labels, signed=True, style="text"),
+        Panel("what the heads give (direct logit attribution)", parts.heads, *by_layer_and_head(parts.heads), True),
     ]
     after = f"parts add up to {parts.sum():.4f}; tokens to the logit less that of empty embeddings, "
     after += f"missed by {abs(missed):.1e}"
@@ -222,9 +310,10 @@ def attribute(
 def show_lens(thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: int) -> Report:
     """What the model would say after each layer, at one position: its three likeliest tokens there."""
     position %= len(prompt.tokens)
-    shares = attribution.logit_lens(thinker, prompt.tokens, position)[:, 0].softmax(dim=-1).cpu()  # (layers + 1, V)
-    top = shares.topk(min(3, shares.shape[1]), dim=-1)
-    names = ["embedding", *(f"layer {layer}" for layer in range(len(shares) - 1))]
+    before = slice(max(0, position - LENS_COLUMNS + 1), position + 1)
+    every = attribution.logit_lens(thinker, prompt.tokens, before).softmax(dim=-1).cpu()  # (layers + 1, positions, V)
+    top = every[:, -1].topk(min(3, every.shape[-1]), dim=-1)
+    names = ["embedding", *(f"layer {layer}" for layer in range(len(every) - 1))]
     rows = [
         [name, *(f"{share:.3f} {label(tokenizer, token)}" for share, token in zip(some.tolist(), tokens.tolist()))]
         for name, some, tokens in zip(names, *top)
@@ -232,7 +321,11 @@ def show_lens(thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: 
     data = {"position": position, "top": [[[label(tokenizer, t), t, s] for s, t in zip(a.tolist(), b.tolist())]
                                           for a, b in zip(*top)]}  # fmt: skip
     about = {"position": f"{position} {prompt.labels[position]}"}
-    return Report(about, ["after", "likeliest", "then", "then"][: len(rows[0])], rows, data)
+    shares, best = every.max(dim=-1)  # (layers + 1, positions) each
+    cells = [[label(tokenizer, token) for token in row] for row in best.tolist()]
+    title = "what the model would say next after each layer, and how surely"
+    panel = Panel(title, shares, names, prompt.numbered()[before], top=1.0, style="table", cells=cells)
+    return Report(about, ["after", "likeliest", "then", "then"][: len(rows[0])], rows, data, [panel])
 
 
 def show_patch(

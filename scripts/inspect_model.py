@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,27 @@ from generate import Parser
 COMMANDS = {
     "explain": "one attention row, number by number (--layer --head --query)",
     "map": "whom each token looks at in one head (--layer --head)",
-    "heads": "entropy, distance, previous-token, induction and other scores of all heads; the prompt may be left out",
+    "heads": "scores of all heads: entropy, distance, previous token, induction, ...; no prompt needed\n"
+    "             --over-training: at every checkpoint of a run; --importance: what each head is worth",
     "flow": "rollout and maximum flow from one position down to the tokens (--position)",
     "attribute": "which tokens, heads and MLPs a prediction comes from (--target --against --position)",
     "lens": "what the model would say after each layer (--position)",
     "patch": "which place brings a prediction back in another prompt (--corrupt --target --against)",
+    "compare": "two models, or two steps of a run (--other --other-checkpoint); no prompt needed",
+    "prune": "take the least important heads out for good (--count or --groups, --out FOLDER)",
 }
 READ = {  # what each command reads beside the prompt
     "explain": ("layer", "head", "query"),
     "map": ("layer", "head"),
-    "heads": (),
+    "heads": ("importance", "text", "texts", "over_training"),
     "flow": ("position",),
     "attribute": ("target", "against", "position"),
     "lens": ("position",),
     "patch": ("corrupt", "target", "against"),
+    "compare": ("other", "other_checkpoint"),
+    "prune": ("importance", "text", "texts", "count", "groups", "out"),
 }
+WITHOUT_PROMPT = ("heads", "compare", "prune")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,31 +52,64 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", metavar="TEXT")
     parser.add_argument("--layer", type=int, metavar="N", help="from 0 (default 0)")
     parser.add_argument("--head", type=int, metavar="N", help="from 0 (default 0)")
-    parser.add_argument(
-        "--query", type=int, metavar="N", help="a position, from 0, or from the end below 0 (default -1)"
-    )
+    position = "a position, from 0, or from the end below 0 (default -1)"
+    parser.add_argument("--query", type=int, metavar="N", help=position)
     parser.add_argument("--position", type=int, metavar="N", help="likewise")
     parser.add_argument("--target", metavar="TOKEN", help="text of one token (default: the likeliest next one)")
     parser.add_argument("--against", metavar="TOKEN", help="another token, whose logit is taken off")
-    parser.add_argument(
-        "--corrupt", metavar="TEXT", help="a prompt with as many tokens, where the prediction is another"
-    )
+    parser.add_argument("--corrupt", metavar="TEXT", help="a prompt with as many tokens and another prediction")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="a picture of it")
+    group = parser.add_argument_group("heads, compare and prune")
+    group.add_argument("--over-training", action="store_const", const=True, help="at every checkpoint that is kept")
+    group.add_argument("--importance", choices=("zero", "mean", "gradient"),
+                       help="what is lost without it, or by its gradient (default of prune: zero)")  # fmt: skip
+    group.add_argument("--text", type=Path, metavar="FILE", help="to measure on (default: the run's validation text)")
+    group.add_argument("--texts", type=int, metavar="N", help="at most so many pieces of it (default 32)")
+    group.add_argument("--other", metavar="MODEL", help="the second model (default: the same)")
+    group.add_argument("--other-checkpoint", metavar="NAME", help="of it (default latest)")
+    group.add_argument("--count", type=int, metavar="N", help="so many key heads, with the query heads that share them")
+    group.add_argument("--groups", metavar="L.K,...", help="these key heads, as layer.head")
+    group.add_argument("--out", type=Path, metavar="FOLDER", help="where the pruned model is written")
+    group = parser.add_argument_group("what comes out")
+    group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the table, or in a file")
+    group.add_argument("--png", type=Path, metavar="FILE", help="a picture of it")
     arguments = parser.parse_args()
+    check_together(arguments)
+    return arguments
+
+
+def check_together(arguments: argparse.Namespace) -> None:
+    """Refuse what would not be read, what is missing, and files that cannot be written, before long work begins."""
     command = arguments.command
-    for name in {name for names in READ.values() for name in names} - set(READ[command]):
+    for name in sorted({name for names in READ.values() for name in names} - set(READ[command])):
         if getattr(arguments, name) is not None:
-            raise UserError(f"--{name} does not go with {command}; leave it out")
-    if arguments.prompt is None and command != "heads":
+            raise UserError(f"--{name.replace('_', '-')} does not go with {command}; leave it out")
+    if arguments.prompt is None and command not in WITHOUT_PROMPT:
         raise UserError(f"{command} needs a text: --prompt TEXT")
+    needs_text = arguments.importance is not None or command == "prune"
+    if arguments.prompt is not None and needs_text:
+        raise UserError("importance is measured on many texts (--text FILE), not on a --prompt; leave it out")
+    if not needs_text and (arguments.text is not None or arguments.texts is not None):
+        raise UserError("--text and --texts are read with --importance; leave them out")
+    if arguments.over_training and needs_text:
+        raise UserError("--over-training and --importance contradict each other; leave one out")
+    if arguments.over_training and arguments.checkpoint != "latest":
+        raise UserError("--over-training takes every checkpoint; leave out --checkpoint")
+    if arguments.texts is not None and arguments.texts < 2:
+        raise UserError(f"--texts is {arguments.texts}; it must be at least 2")
     if command == "patch" and arguments.corrupt is None:
         raise UserError("patch needs a second prompt: --corrupt TEXT")
-    if arguments.png is not None and command in ("explain", "lens"):
-        raise UserError(f"there is no picture of {command}; leave out --png")
-    return arguments
+    if command == "compare" and arguments.other is None and arguments.other_checkpoint is None:
+        raise UserError("compare needs a second model: --other MODEL, or --other-checkpoint NAME of the same")
+    if command == "prune" and (arguments.count is None) == (arguments.groups is None):
+        raise UserError("prune needs either --count N or --groups LAYER.HEAD,...")
+    if arguments.out is not None and arguments.out.exists():
+        raise UserError(f"--out {arguments.out} exists; give a new folder")
+    files = {"png": arguments.png, "json": arguments.json, "out": arguments.out}
+    for file in (Path(file) for file in files.values() if file not in (None, "-")):
+        if not file.absolute().parent.is_dir():
+            raise UserError(f"cannot write {file}: its folder does not exist")
 
 
 def chosen(name: str, value: int | None, size: int, default: int) -> int:
@@ -90,47 +130,120 @@ def one_token(tokenizer: Any, name: str, text: str | None) -> int | None:
     return ids[0]
 
 
+def of_prompt(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -> Any:
+    """The report of a command about one prompt."""
+    from analysis import reports
+
+    command, prompt = arguments.command, reports.Prompt.read(thinker, tokenizer, arguments.prompt)
+    layer = chosen("layer", arguments.layer, len(thinker.blocks), 0)
+    head = chosen("head", arguments.head, thinker.blocks[layer].attention.n_heads, 0)
+    name = "query" if command == "explain" else "position"
+    position = chosen(name, getattr(arguments, name), len(prompt.tokens), -1)
+    against, target = (one_token(tokenizer, name, getattr(arguments, name)) for name in ("against", "target"))
+    if target is None and "target" in READ[command]:
+        target = reports.choose_target(thinker, prompt, position)
+    match command:
+        case "explain":
+            return reports.explain(thinker, prompt, layer, head, position)
+        case "map":
+            return reports.map_head(thinker, prompt, layer, head)
+        case "flow":
+            return reports.show_flow(thinker, prompt, position)
+        case "attribute":
+            return reports.attribute(thinker, tokenizer, prompt, target, against, position)
+        case "lens":
+            return reports.show_lens(thinker, tokenizer, prompt, position)
+    corrupt = reports.Prompt.read(thinker, tokenizer, arguments.corrupt)
+    return reports.show_patch(thinker, tokenizer, prompt, corrupt, target, against)
+
+
+def of_heads(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, device: Any) -> Any:
+    """The report of heads, compare and prune."""
+    from analysis import changes, reports
+    from storage import load
+    from training.held_out import sample_texts
+
+    prompt = None if arguments.prompt is None else reports.Prompt.read(thinker, tokenizer, arguments.prompt)
+    if arguments.command == "compare":
+        path, name = arguments.other or arguments.model, arguments.other_checkpoint or "latest"
+        other, its = load(path, device, name)
+        if prompt is not None and (its is None or its.encode(arguments.prompt) != tokenizer.encode(arguments.prompt)):
+            raise UserError("the two models have other tokens for this prompt; leave it out, or compare others")
+        names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
+        return changes.compare(thinker, other, prompt, names)
+    if arguments.over_training:
+        return changes.show_training(steps_of(Path(arguments.model), device), prompt)
+    if arguments.command == "heads" and arguments.importance is None:
+        return reports.measure_heads(thinker, prompt)
+    with tempfile.TemporaryDirectory() as scratch:
+        given = folder, arguments.text, arguments.texts or 32, Path(scratch)
+        texts = sample_texts(thinker, tokenizer, *given)
+    if arguments.command == "heads":
+        return changes.show_importance(thinker, texts, arguments.importance)
+    groups = None if arguments.groups is None else read_groups(arguments.groups)
+    left, report = changes.show_pruning(thinker, texts, arguments.importance or "zero", arguments.count, groups)
+    if arguments.out is not None:
+        from storage import checkpoint
+
+        checkpoint.save(arguments.out, left, {"step": 0})
+        tokenizer.save(arguments.out)
+        print(f"wrote {arguments.out}: python generate.py {arguments.out}", file=sys.stderr)
+    return report
+
+
+def steps_of(run: Path, device: Any) -> list[tuple[int, Any]]:
+    """The steps of a run's checkpoints, and what opens each. Raises UserError where there are fewer than two."""
+    from storage import load
+    from storage.checkpoint import list_checkpoints
+
+    found = list_checkpoints(run / "checkpoints") if (run / "checkpoints").is_dir() else []
+    if len(found) < 2:
+        raise UserError(f"{run} has {len(found)} checkpoints; train with train.keep_every=N, which keeps some")
+    return [(int(path.name.split("-")[1]), lambda path=path: load(path, device)[0]) for path in found]
+
+
+def read_groups(text: str) -> list[tuple[int, int]]:
+    """ "0.1,2.3" as pairs. Raises UserError."""
+    pairs = [part.split(".") for part in text.split(",")]
+    if not all(len(pair) == 2 and all(number.isdecimal() for number in pair) for pair in pairs):
+        raise UserError(f"--groups {text} is no list such as 0.1,2.3: layer and key head, both from 0")
+    return [(int(layer), int(group)) for layer, group in pairs]
+
+
 def main() -> int:
     """Load, look, print, draw. Returns the exit status."""
     arguments = parse_arguments()
-    from analysis import reports
-    from device import choose_device
+    from device import choose_device, tune
     from storage import load
+    from storage.load import find_model
 
-    thinker, tokenizer = load(arguments.model, choose_device(arguments.device), arguments.checkpoint)
+    device = choose_device(arguments.device)
+    tune(device)
+    folder = find_model(arguments.model, arguments.checkpoint)
+    thinker, tokenizer = load(folder, device)
     if tokenizer is None:
         raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a prompt")
-    prompt = None if arguments.prompt is None else reports.Prompt.read(thinker, tokenizer, arguments.prompt)
-    size = 0 if prompt is None else len(prompt.tokens)
-    layer = chosen("layer", arguments.layer, thinker.config.n_layers, 0)
-    head = chosen("head", arguments.head, thinker.config.n_heads, 0)
-    name = "query" if arguments.command == "explain" else "position"
-    position = -1 if prompt is None else chosen(name, getattr(arguments, name), size, -1)
-    against, target = (one_token(tokenizer, name, getattr(arguments, name)) for name in ("against", "target"))
-    if target is None and "target" in READ[arguments.command]:
-        target = reports.choose_target(thinker, prompt, position)
-    match arguments.command:
-        case "explain":
-            report = reports.explain(thinker, prompt, layer, head, position)
-        case "map":
-            report = reports.map_head(thinker, prompt, layer, head)
-        case "heads":
-            report = reports.measure_heads(thinker, prompt)
-        case "flow":
-            report = reports.show_flow(thinker, prompt, position)
-        case "attribute":
-            report = reports.attribute(thinker, tokenizer, prompt, target, against, position)
-        case "lens":
-            report = reports.show_lens(thinker, tokenizer, prompt, position)
-        case "patch":
-            corrupt = reports.Prompt.read(thinker, tokenizer, arguments.corrupt)
-            report = reports.show_patch(thinker, tokenizer, prompt, corrupt, target, against)
-    print(json.dumps(report.data) if arguments.json else report.table())
+    if arguments.command in WITHOUT_PROMPT:
+        report = of_heads(arguments, folder, thinker, tokenizer, device)
+    else:
+        report = of_prompt(arguments, thinker, tokenizer)
+    text = json.dumps(report.data)
+    print(text if arguments.json == "-" else report.table())
+    if arguments.json not in (None, "-"):
+        write(Path(arguments.json), text)
     if arguments.png is not None:
         from analysis.pictures import draw
 
-        draw(report.panels, arguments.png, f"{arguments.model}: {arguments.command}")
+        draw(report.panels, arguments.png, f"{arguments.model}: {arguments.command}", report.across)
     return 0
+
+
+def write(path: Path, text: str) -> None:
+    """A file as a whole. Raises UserError where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_script
 
 import storage
 from analysis import attribution, heads, reports
 from errors import UserError
+from training.held_out import sample_texts
 
 INSPECT = ROOT / "scripts" / "inspect_model.py"
 PROMPT = "Line 7: the cat"
@@ -67,8 +68,8 @@ def test_maps_and_flows(command, tiny_run, model, tmp_path):
     weights = thinker.attention_weights(tokens)
     found = json.loads(command(tiny_run, "map", "--prompt", PROMPT, "--layer", 1, "--json"))
     torch.testing.assert_close(torch.tensor(found["weights"]), weights[1, 0, 0])
-    shown = command(tiny_run, PROMPT and "map", "--prompt", PROMPT, "--png", tmp_path / "map.png")
-    assert "1.00 0 <|bos|>" in shown
+    shown = command(tiny_run, "map", "--prompt", PROMPT, "--png", tmp_path / "map.png")
+    assert "1.00 <|bos|> (0)" in shown
     flows = json.loads(
         command(tiny_run, "flow", "--prompt", PROMPT, "--position", 3, "--json", "--png", tmp_path / "f.png")
     )
@@ -119,6 +120,100 @@ def test_patching_between_two_prompts(command, tiny_run, model, tmp_path):
     assert (tmp_path / "p.png").exists()
 
 
+@pytest.fixture(scope="session")
+def four_heads(tiny, tmp_path_factory):
+    """A run of as many key heads as query heads, all of whose checkpoints are kept."""
+    folder = tmp_path_factory.mktemp("runs") / "four"
+    shape = ("model.n_heads=4", "model.n_kv_heads=4", "train.max_steps=20", "train.save_every=5", "train.keep_every=5")
+    done = run_script(*tiny, f"run.dir={folder}", *shape)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_scores_over_a_training(command, four_heads, tmp_path):
+    found = json.loads(command(four_heads, "heads", "--over-training", "--json", "--png", tmp_path / "o.png"))
+    assert found["steps"] == [5, 10, 15, 20]
+    for step, row in zip(found["steps"], found["previous"]):
+        thinker, _ = storage.load(four_heads, checkpoint=f"step-{step:08d}")
+        known = heads.previous_token(thinker.attention_weights(reports.random_repeats(thinker))).mean(dim=1)
+        assert row == pytest.approx(known.flatten().tolist(), abs=1e-5)
+    shown = command(four_heads, "heads", "--over-training", "--prompt", PROMPT)
+    assert len(shown.strip().split("\n\n")[1].splitlines()) == 5
+    assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "gradient"])
+def test_what_heads_are_worth(command, tiny_run, model, tmp_path, how):
+    text = tmp_path / "text.txt"
+    text.write_text("Line 7: the cat sat on the mat and said nothing. " * 40)
+    found = json.loads(command(tiny_run, "heads", "--importance", how, "--text", text, "--texts", 5, "--json"))
+    thinker, tokenizer = model
+    tokens, targets = sample_texts(thinker, tokenizer, tiny_run, text, 5, tmp_path)
+    if how == "gradient":
+        known = heads.importance_by_gradient(thinker, tokens, targets=targets)
+    else:
+        known = heads.importance_by_ablation(thinker, tokens, how, targets=targets)
+    assert found["value"] == [pytest.approx(row, abs=1e-5) for row in known.value.tolist()]
+    assert found["low"] == [pytest.approx(row, abs=1e-5) for row in known.low.tolist()]
+    shown = command(tiny_run, "heads", "--importance", how, "--texts", 4, "--png", tmp_path / "i.png")  # its own text
+    values = [float(line.split()[2]) for line in shown.strip().split("\n\n")[1].splitlines()[1:]]
+    assert len(values) == 4
+    assert values == sorted(values, reverse=True)
+
+
+def test_texts_lie_evenly_and_count_what_follows(model, tiny_run, tmp_path):
+    thinker, tokenizer = model
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + i % 26) for i in range(4000)))
+    tokens, targets = sample_texts(thinker, tokenizer, tiny_run, text, 4, tmp_path)
+    assert torch.equal(tokens[:, 1:][targets[:, :-1] >= 0], targets[:, :-1][targets[:, :-1] >= 0])
+    assert tokens.shape == (4, thinker.config.max_seq_len)
+    text.write_text("short")
+    with pytest.raises(UserError, match="there must be at least 16"):
+        sample_texts(thinker, tokenizer, tiny_run, text, 4, tmp_path)
+
+
+def test_two_steps_of_a_run(command, four_heads, tmp_path):
+    given = four_heads, "compare", "--checkpoint", "step-00000005", "--other-checkpoint", "step-00000020"
+    found = json.loads(command(*given, "--prompt", PROMPT, "--json", "--png", tmp_path / "c.png"))
+    models = [storage.load(four_heads, checkpoint=name) for name in given[3::2]]
+    tokens = reports.Prompt.read(*models[0], PROMPT).tokens[None]
+    weights = [thinker.attention_weights(tokens) for thinker, _ in models]
+    apart = heads.redundancy(torch.stack([w[1, :, 2] for w in weights], dim=1))[0, 0, 1]
+    assert found["apart"][1][2] == pytest.approx(apart.item(), abs=1e-6)
+    assert found["distance"][1][0] == pytest.approx(heads.mean_distance(weights[1][0, 0]).tolist(), abs=1e-5)
+    logs = [thinker(tokens).log_softmax(-1) for thinker, _ in models]
+    known = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
+    assert found["divergence_of_predictions"] == pytest.approx(known, abs=1e-5)
+    itself = command(four_heads, "compare", "--other", four_heads)
+    assert "= 0.0000 nats a token; the same likeliest token at 100.0%" in itself
+
+
+def test_models_that_cannot_be_compared(command, four_heads, tiny_run):
+    with pytest.raises(UserError, match="the two models have other heads"):
+        command(four_heads, "compare", "--other", tiny_run)
+
+
+def test_pruning_for_good(command, four_heads, tmp_path):
+    given = four_heads, "prune", "--groups", "0.1,1.0,1.2", "--texts", "6", "--out", tmp_path / "pruned"
+    found = json.loads(command(*given, "--json", tmp_path / "p.json") and (tmp_path / "p.json").read_text())
+    assert found["pruned"] == [[0, 1], [1, 0], [1, 2]]
+    left, tokenizer = storage.load(tmp_path / "pruned")
+    whole, _ = storage.load(four_heads)
+    assert left.config.kv_heads_by_layer == [3, 2]
+    tokens = torch.tensor([tokenizer.encode(PROMPT)])
+    with whole.edit({f"blocks.{at}": "zero" for at in ("0.attention.heads.1", "1.attention.heads.[02]")}):
+        torch.testing.assert_close(left(tokens), whole(tokens), rtol=0, atol=1e-4)
+    assert found["parameters"][1] == sum(p.numel() for p in left.parameters()) < found["parameters"][0]
+    tokens, targets = sample_texts(whole, tokenizer, four_heads, None, 6, tmp_path)
+    known = [heads.losses(thinker, tokens[3:], targets[3:]).mean().item() for thinker in (whole, left)]
+    assert [found["loss_before"], found["loss_after"]] == pytest.approx(known, abs=1e-5)
+    again = command(tmp_path / "pruned", "heads")  # it can be looked into as any other
+    assert len(again.strip().split("\n\n")[1].splitlines()) == 1 + 5
+    shown = command(four_heads, "prune", "--count", "3", "--texts", "4", "--png", tmp_path / "p.png")
+    assert [line.split()[2] for line in shown.strip().split("\n\n")[1].splitlines()[1:4]] == ["out"] * 3
+
+
 def test_tokens_that_people_can_read(model):
     from data.make_tokenizer import make_tokenizer
 
@@ -149,7 +244,23 @@ def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
         (["attribute", "--prompt", "ab", "--target", "xyzw,xyzw"], "tokens of this model; one is wanted"),
         (["patch", "--prompt", "ab"], "--corrupt"),
         (["patch", "--prompt", "ab", "--corrupt", "x7y7z"], "as many tokens"),
-        (["lens", "--prompt", "ab", "--png", "x.png"], "no picture of lens"),
+        (["lens", "--prompt", "ab", "--count", "1"], "--count does not go with lens"),
+        (["heads", "--json", "nowhere/x.json"], "cannot write nowhere/x.json: its folder does not exist"),
+        (["heads", "--prompt", "ab", "--importance", "zero"], "not on a --prompt"),
+        (["heads", "--texts", "4"], "--text and --texts are read with --importance"),
+        (["heads", "--importance", "zero", "--texts", "1"], "--texts is 1; it must be at least 2"),
+        (["heads", "--importance", "zero", "--over-training"], "contradict each other"),
+        (["heads", "--over-training", "--checkpoint", "best"], "leave out --checkpoint"),
+        (["compare"], "compare needs a second model"),
+        (["compare", "--other-checkpoint", "step-7"], "has no checkpoint step-7"),
+        (["compare", "--other", "nowhere"], "nowhere does not exist"),
+        (["prune"], "either --count N or --groups"),
+        (["prune", "--count", "1", "--groups", "0.0"], "either --count N or --groups"),
+        (["prune", "--groups", "0-1"], "--groups 0-1 is no list such as 0.1,2.3"),
+        (["prune", "--groups", "0.0"], "layer 0 would have no head left"),
+        (["prune", "--count", "1"], "1 key heads cannot be taken out: 1 to 0 can"),
+        (["prune", "--count", "1", "--texts", "2"], "2 texts are too few"),
+        (["prune", "--count", "1", "--out", "."], "--out . exists; give a new folder"),
         (["map", "--prompt", "ab", "--png", "nowhere/x.png"], "cannot write nowhere/x.png"),
     ],
 )

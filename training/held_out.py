@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.loader import Windows
 from data.make_tokenizer import load_tokenizer
 from data.shards import TokenSet
+from data.sources import open_source
 from data.tokenizer import Tokenizer
 from errors import UserError
+from evaluation.text import tokenize
+from model import Thinker
 from storage.load import run_of
 from training.loop import prepare_data
 from training.recipe import Recipe, load_recipe
@@ -33,3 +41,29 @@ def held_out(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Recipe, T
     if corpus.tokenizer.content_hash != load_tokenizer(run_of(folder)).content_hash:
         raise UserError(f"the text of data.source={recipe.data.source} is not that of the training; give {option}")
     return recipe, corpus.val
+
+
+def sample_texts(
+    thinker: Thinker, tokenizer: Tokenizer, folder: Path, path: Path | None, n: int, scratch: Path, longest: int = 256
+) -> tuple[Tensor, Tensor]:
+    """At most n windows of a text file, or of what the run in `folder` was validated on: tokens and targets, (N, T).
+
+    They lie evenly over the text, of a file over as many of its first tokens as are asked for. Targets are −1 where nothing is counted.
+
+    Raises UserError where there are too few tokens.
+    """
+    T, packing = min(longest, thinker.config.max_seq_len), "contiguous"
+    if path is None:
+        recipe, tokens = held_out(folder, tokenizer, "--text")
+        T, packing = min(T, recipe.data.seq_len), recipe.data.packing
+        packing = "documents" if recipe.data.source == "tales" else packing
+    else:
+        tokens = tokenize(open_source("text", path=str(path)), tokenizer, n * longest + 1, scratch)
+    total = sum(shard.n_tokens for shard in tokens.shards)
+    T = min(T, total // 8)  # of a short text several windows all the same
+    if T < 2:
+        raise UserError(f"{path or 'the text'} has {total} tokens; there must be at least 16")
+    windows = Windows(tokens, T, packing, given=thinker.config.prefix)
+    pairs = [windows[int(i)] for i in np.linspace(0, len(windows) - 1, min(n, len(windows))).round()]
+    inputs, targets = (torch.from_numpy(np.stack(part)).to(thinker.device) for part in zip(*pairs))  # (N, T) each
+    return inputs, targets
