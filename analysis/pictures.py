@@ -60,7 +60,7 @@ def _height(panel: Panel) -> float:
 def _scale(panel: Panel) -> tuple[str, float, float]:
     """The palette, and the values where it begins and ends."""
     known = panel.values[~panel.values.isnan()]
-    top = panel.top or max(known.abs().max().item(), 1e-9)
+    top = panel.top or known.abs().max().item() or 1.0
     return ("RdBu_r", -top, top) if panel.signed else ("Blues", min(0.0, known.min().item()), top)
 
 

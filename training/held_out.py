@@ -48,7 +48,7 @@ def sample_texts(
 ) -> tuple[Tensor, Tensor]:
     """At most n windows of a text file, or of what the run in `folder` was validated on: tokens and targets, (N, T).
 
-    They lie evenly over the text, of a file over as many of its first tokens as are asked for. Targets are −1 where nothing is counted.
+    They lie evenly over the text, or over as much of a file's beginning. Targets are −1 where nothing is counted.
 
     Raises UserError where there are too few tokens.
     """

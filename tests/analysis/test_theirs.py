@@ -1,5 +1,6 @@
 """The weights that transformers gives for its own models, and the memory that mapping a layer takes."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,24 @@ def test_weights_are_those_of_transformers(tmp_path, family):
         known = theirs(tokens, output_attentions=True).attentions
     found = ours.attention_weights(tokens)
     torch.testing.assert_close(found, torch.stack(known), rtol=0, atol=1e-5)
+
+
+def test_bertviz_takes_the_weights(make_thinker):
+    bertviz = pytest.importorskip("bertviz")
+    thinker = make_thinker(n_layers=3)
+    weights = thinker.attention_weights(torch.arange(9)[None])  # (layers, 1, H, T, T)
+    page = bertviz.head_view(list(weights), [f"token{i}" for i in range(9)], html_action="return").data
+    assert "token8" in page
+    for layer, head in ((0, 0), (2, 3)):
+        assert json.dumps(round(weights[layer, 0, head, 5, 2].item(), 4))[:5] in page
+
+
+def test_circuitsvis_takes_the_weights_of_a_layer(make_thinker):
+    circuitsvis = pytest.importorskip("circuitsvis")
+    weights = make_thinker().attention_weights(torch.arange(9)[None])
+    shown = circuitsvis.attention.attention_patterns(tokens=[f"token{i}" for i in range(9)], attention=weights[1, 0])
+    assert "token8" in str(shown)
+    assert str(weights[1, 0, 3, 5, 2].item())[:5] in str(shown)
 
 
 MEASURE = """
