@@ -52,7 +52,7 @@ def _height(panel: Panel) -> float:
     if panel.style == "lines":
         return 4.0
     if panel.style == "text":
-        return 0.8 + 0.3 * len(_wrapped(panel.columns))
+        return 0.6 + 0.3 * len(_wrapped(panel.columns))
     per_row = 0.34 if panel.values.shape[0] == len(panel.rows) else 1.1  # a label for one row, or for a tile of many
     return max(1.6, min(9.0, per_row * len(panel.rows) + 1.4))
 
@@ -84,7 +84,7 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
         for row, column in ((row, column) for row in range(values.shape[0]) for column in range(values.shape[1])):
             value = values[row, column].item()
             if not math.isnan(value):
-                text = f"{value:.2f}" if panel.cells is None else _plain(panel.cells[row][column])
+                text = f"{round(value, 2) + 0.0:.2f}" if panel.cells is None else _plain(panel.cells[row][column])
                 color = "white" if abs(value) > 0.6 * top else "black"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
     if panel.row is not None:
