@@ -72,12 +72,12 @@ async function openHead(layer, head) {
 function selectHead(layer, head) {
   state.wanted = `${layer}-${head}`;
   openHead(layer, head).then((name) => {
-    if (name === state.wanted) update({ layer, head, sides: null }); // or another one has been asked for since
+    if (name === state.wanted) update({ layer, head, from: "choice" }); // or another one has been asked for since
   });
 }
 
 function lock(token) {
-  update({ locked: true, position: token, focus: token, hovered: null, pair: null, sides: null });
+  update({ locked: true, position: token, focus: token, hovered: null, pair: null, from: "choice" });
 }
 
 function unlock() {
@@ -277,7 +277,7 @@ function startExplorer(thumbnails) {
   $("banner").hidden = !facts.banner;
   $("layer").max = layers - 1;
   $("depth").max = layers;
-  const map = new Heatmap($("map"), (query, key, event) => {
+  const pointed = (query, key, event) => {
     if (!event || !matrix()) {
       hover(null, "map");
       return tip("");
@@ -285,7 +285,9 @@ function startExplorer(thumbnails) {
     hover(state.direction === "from" ? query : key, "map");
     update({ pair: [query, key] });
     tip(pairTip(query, key), event.clientX, event.clientY);
-  }, (query, key) => matrix() && lock(state.direction === "from" ? query : key));
+  };
+  const clicked = (query, key) => matrix() && lock(state.direction === "from" ? query : key);
+  const map = (state.map = new Heatmap($("map"), pointed, clicked));
   const openedKey = () => [state.view, state.layer, state.head, Boolean(matrix()), state.direction];
   startTokens();
   startGrid();
@@ -310,7 +312,7 @@ function openFromParts(layer, head) {
 
 function startControls() {
   $("view").addEventListener("change", (event) => setView(event.target.value));
-  $("direction").addEventListener("change", (event) => update({ direction: event.target.value, sides: null }));
+  $("direction").addEventListener("change", (event) => update({ direction: event.target.value, from: "choice" }));
   $("layer").addEventListener("input", (event) => selectHead(Number(event.target.value), state.head));
   $("depth").addEventListener("input", (event) => update({ depth: Number(event.target.value) }));
   const lines = $("lines");

@@ -288,6 +288,7 @@ function paintParts(select) {
 function paintLens(choose) {
   const shown = at(), { tokens, shares, each } = facts.lens, follows = shown < T - 1;
   $("depth").value = state.depth;
+  $("depth").ariaValueText = depthName(state.depth);
   $("depth-name").textContent = depthName(state.depth);
   $("lens-after").textContent = `What the model would say after ${numbered(shown)}, layer by layer; a click on a row colours the tokens by it.`;
   const words = ["", "likeliest", ...range(each - 1).map((place) => `${place + 2}.`)];
