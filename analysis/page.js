@@ -335,29 +335,6 @@ function startControls() {
   lines.addEventListener("click", (event) => tokenAt(event) !== null && lock(tokenAt(event)));
 }
 
-/** The panels of a report: heatmaps whose cells say their value. */
-async function startPanels() {
-  for (let number = 0; $(`panel-${number}`); number++) {
-    const { title, rows, columns, signed: isSigned, top } = JSON.parse($(`panel-${number}`).textContent);
-    const values = new Float32Array(await unpack(`panel-${number}-values`)), C = columns.length;
-    const value = (row, column) => values[row * C + column], box = make("div", { className: "map" });
-    $(`figure-${number}`).append(make("figcaption", { textContent: title }), box);
-    const map = new Heatmap(box, (row, column, event) => {
-      map.cross(row ?? null, column ?? null);
-      tip(event ? `${rows[row]} · ${columns[column]}\n${value(row, column).toFixed(4)}` : "", event?.clientX, event?.clientY);
-    }, () => {});
-    map.canvas.ariaLabel = `${title}: a heatmap of ${rows.length} rows and ${C} columns; the table says the same`;
-    const index = (row, column) =>
-      isSigned ? signedIndex(value(row, column), top) : Math.round(255 * Math.max(0, Math.min(1, value(row, column) / top)));
-    const written = values.length <= 200 ? (row, column) => (value(row, column) ? value(row, column).toFixed(2) : "") : null;
-    painted(() => [], () => {
-      map.show({ rows, columns, index, ramp: isSigned ? colours.signed : colours.heat, number: written, room: Math.min(900, $("report").clientWidth - 40) });
-    });
-  }
-  update();
-}
-
 startTheme();
-startPanels();
 if (facts) unpack("thumbnails").then((buffer) => startExplorer(new Uint8Array(buffer)));
 window.addEventListener("resize", () => update());

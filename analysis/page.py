@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import json
 import math
 import re
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from analysis import attribution
-from analysis.reports import MEASURES, Panel, Prompt, Report, choose_target, label
+from analysis.pictures import draw
+from analysis.reports import MEASURES, Prompt, Report, by_tokens, choose_target, label
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model import Thinker
@@ -100,7 +101,7 @@ def gather(
         thumbnails.append(small)
         weights |= {(layer, head): data for head, data in large.items()}
     facts = {"labels": prompt.labels, "tokens": prompt.tokens.tolist(), "ahead": ahead, "layers": layers, "heads": H}
-    facts |= {"scores": scores, "looks": _in_words(scores), "banner": ""}
+    facts |= {"scores": scores, "looks": _in_words(thinker, scores), "banner": ""}
     if count < layers * H:
         facts["banner"] = (
             f"{T:,} tokens × {layers * H} heads are more than one page holds: {count} heads can be opened, "
@@ -120,6 +121,7 @@ def _layer(
     with thinker.tap(name) as seen:
         thinker(tokens[None])
     weights = seen[name][0].float()  # (H, T, T)
+    weights = F.pad(weights, (0, 0, 0, 0, 0, thinker.config.n_heads - len(weights)))  # what was pruned looks at nothing
     found = {name: measure(weights) for name, measure in MEASURES.items()}
     found["itself"] = weights.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
     # Of the root: small weights keep more of their digits, and the error is at most √w/255.
@@ -133,11 +135,13 @@ def _layer(
     return {name: _rounded(values) for name, values in found.items()}, small, large
 
 
-def _in_words(scores: dict[str, list[list[float]]]) -> list[list[str]]:
+def _in_words(thinker: Thinker, scores: dict[str, list[list[float]]]) -> list[list[str]]:
     """What each head does on the whole, (layers, H)."""
     shares = {"previous": "the previous token", "first": "the first token", "itself": "the token itself"}
 
     def words(layer: int, head: int) -> str:
+        if head >= thinker.blocks[layer].attention.n_heads:
+            return "pruned"
         name = max(shares, key=lambda name: scores[name][layer][head])
         if scores[name][layer][head] >= 0.5:
             return f"looks mostly at {shares[name]}"
@@ -203,11 +207,11 @@ def _attributed(
         "embedding": parts.embedding,
         "position": position,
     }
-    found |= {"heads": [_rounded(row) for row in parts.heads], "mlps": _rounded(parts.mlps)}
+    found |= {"heads": [_rounded(row.nan_to_num()) for row in parts.heads], "mlps": _rounded(parts.mlps)}
     if any(pattern.by_token for pattern in thinker.config.patterns):
         found |= {"given": None, "why": "who looks at whom depends on the tokens' ids here, and gradients have none"}
     else:
-        given, missed = attribution.integrated_gradients(thinker, prompt.tokens, target, against, position)
+        given, _, missed = by_tokens(thinker, tokenizer, prompt, target, against, position)
         found |= {"given": _rounded(given), "missed": missed}
     return {"attribution": found}
 
@@ -230,8 +234,6 @@ def write_page(
         facts = {**explorer.facts, "start": start, "side": explorer.thumbnails.shape[-1]}
         blocks = [_json("facts", facts), _bytes("thumbnails", zlib.compress(explorer.thumbnails.numpy().tobytes()))]
         blocks += [_bytes(f"w-{layer}-{head}", data) for (layer, head), data in explorer.weights.items()]
-    if report is not None:
-        blocks += _panels(report.panels)
     parts = {
         "title": html.escape(title),
         "style": (here / "page.css").read_text("utf-8"),
@@ -263,28 +265,19 @@ def _bytes(name: str, data: bytes) -> str:
     return f'<script type="application/octet-stream;base64" id="{name}">{text}</script>'
 
 
-def _panels(panels: Iterable[Panel]) -> list[str]:
-    """What report panels are drawn from: their labels, and their values as deflated float32."""
-    blocks = []
-    for number, panel in enumerate(panels):
-        values = panel.values.detach().cpu().float().contiguous()
-        top = panel.top or max(values.abs().max().item(), 1e-9)
-        facts = {"title": panel.title, "rows": panel.rows, "columns": panel.columns, "signed": panel.signed, "top": top}
-        blocks += [_json(f"panel-{number}", facts), _bytes(f"panel-{number}-values", zlib.compress(values.numpy()))]
-    return blocks
-
-
 def _report(report: Report) -> str:
     """What a command found, as a table that is there without any script."""
     text = html.escape
     about = "".join(f"<dt>{text(name)}</dt><dd>{text(str(value))}</dd>" for name, value in report.about.items())
     head = "".join(f'<th scope="col">{text(column)}</th>' for column in report.columns)
     rows = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>\n" for row in report.rows)
-    panels = "".join(f'<figure class="panel" id="figure-{at}"></figure>' for at in range(len(report.panels)))
+    picture = io.BytesIO()
+    draw(report.panels, picture, "", report.across)
+    picture = base64.b64encode(picture.getvalue()).decode("ascii")
     return f"""<section class="card" id="report" aria-labelledby="report-name">
 <h2 id="report-name">Report</h2>
 <dl>{about}</dl>
-<div class="panels">{panels}</div>
+<img alt="A picture of what the table says" src="data:image/png;base64,{picture}">
 <div class="scroll" role="region" aria-label="table of the report" tabindex="0">
 <table><thead><tr>{head}</tr></thead><tbody>
 {rows}</tbody></table></div>

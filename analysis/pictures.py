@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import textwrap
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from analysis.reports import Panel
 from errors import UserError
@@ -16,7 +17,7 @@ LABELLED = 64  # rows or columns at most that carry their label each
 LINE = 88  # characters of colored text
 
 
-def draw(panels: list[Panel], path: Path, title: str, across: int = 1) -> None:
+def draw(panels: list[Panel], file: Path | BinaryIO, title: str, across: int = 1) -> None:
     """All panels, `across` of them beside each other, as a PNG. Raises UserError where it cannot be written."""
     down = -(-len(panels) // across)
     heights = [max(_height(panel) for panel in panels[row * across : (row + 1) * across]) for row in range(down)]
@@ -29,16 +30,23 @@ def draw(panels: list[Panel], path: Path, title: str, across: int = 1) -> None:
         axes = figure.add_subplot(grid[divmod(number, across)])
         drawn[panel.style](figure, axes, panel)
         axes.set_title(_plain(panel.title), fontsize=9)
-    figure.suptitle(_plain(title), fontsize=10)
+    if title:
+        figure.suptitle(_plain(title), fontsize=10)
     try:
-        figure.savefig(path, format="png")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for a letter that the font lacks
+            figure.savefig(file, format="png")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _plain(text: str) -> str:
     """A text that matplotlib shall not read as mathematics."""
     return text.replace("$", r"\$")
+
+
+def _short(label: str) -> str:
+    return _plain(label if len(label) <= 28 else label[:27] + "…")
 
 
 def _width(panel: Panel) -> float:
@@ -79,7 +87,7 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
     ):
         if len(labels) <= LABELLED:
             step = size / len(labels)  # 1, unless each stands for several
-            place([(i + 0.5) * step - 0.5 for i in range(len(labels))], map(_plain, labels), rotation=turn, fontsize=8)
+            place([(i + 0.5) * step - 0.5 for i in range(len(labels))], map(_short, labels), rotation=turn, fontsize=8)
     if panel.cells is not None or values.size <= ANNOTATED:
         for row, column in ((row, column) for row in range(values.shape[0]) for column in range(values.shape[1])):
             value = values[row, column].item()

@@ -17,6 +17,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from model import Thinker
 
+EMPTY = "an empty text"  # of beginnings (or of the mean embedding) only
 LENS_COLUMNS = 16  # positions of its picture, the last before the one that is asked for
 Measure = Callable[[Tensor], Tensor]  # (B, H, T, T) -> (B, H, ...)
 MOST_FLOWS = 64  # positions, each of which takes a maximum flow from every other
@@ -283,11 +284,19 @@ def choose_target(thinker: Thinker, prompt: Prompt, position: int) -> int:
         return int(thinker(prompt.tokens[None])[0, position].argmax())
 
 
+def by_tokens(
+    thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
+) -> tuple[Tensor, float, float]:
+    """attribution.integrated_gradients() against a text of nothing but the token that begins texts, if there is one."""
+    start = tokenizer.prompt_start[0] if tokenizer.prompt_start else None
+    return attribution.integrated_gradients(thinker, prompt.tokens, target, against, position, start)
+
+
 def attribute(
     thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
 ) -> Report:
     """Of which tokens (integrated gradients) and of which parts (direct logit attribution) a prediction is made."""
-    given, missed = attribution.integrated_gradients(thinker, prompt.tokens, target, against, position)
+    given, empty, missed = by_tokens(thinker, tokenizer, prompt, target, against, position)
     parts = attribution.direct_logit_attribution(thinker, prompt.tokens, target, against, position)
     rows = [["token", text, f"{value:+.4f}"] for text, value in zip(prompt.numbered(), given.tolist())]
     layers = range(len(parts.mlps))
@@ -298,12 +307,12 @@ def attribute(
     about = {"prediction": f"{what}, after position {position % len(prompt.labels)}", "logit": f"{parts.y:.4f}"}
     data = {"target": target, "against": against, "y": parts.y, "tokens": prompt.labels, "by_token": given.tolist()}
     data |= {"embedding": parts.embedding, "heads": numbers(parts.heads), "mlps": parts.mlps.tolist(), "missed": missed}
+    data |= {"y_of_empty_text": empty}
     panels = [
         Panel(f"what the tokens give to {what}", given[None], [""], prompt.labels, signed=True, style="text"),
         Panel("what the heads give (direct logit attribution)", parts.heads, *by_layer_and_head(parts.heads), True),
     ]
-    after = f"parts add up to {parts.sum():.4f}; tokens to the logit less that of empty embeddings, "
-    after += f"missed by {abs(missed):.1e}"
+    after = f"parts add up to {parts.sum():.4f}; tokens, with the {empty:.4f} of {EMPTY}, to {parts.y + missed:.4f}"
     return Report(about, ["of", "what", "gives"], rows, data, panels, after)
 
 

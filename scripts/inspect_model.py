@@ -38,6 +38,7 @@ READ = {  # what each command reads beside the prompt
     "prune": ("importance", "text", "texts", "count", "groups", "out"),
 }
 WITHOUT_PROMPT = ("heads", "compare", "prune")
+VIEWS = {"attribute": "attribution", "lens": "lens"}  # where a page about another begins: with attention
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -74,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     group = parser.add_argument_group("what comes out")
     group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the table, or in a file")
     group.add_argument("--png", type=Path, metavar="FILE", help="a picture of it")
+    group.add_argument("--html", type=Path, metavar="FILE", help="a page; with a prompt, one to explore")
     arguments = parser.parse_args()
     check_together(arguments)
     return arguments
@@ -106,7 +108,7 @@ def check_together(arguments: argparse.Namespace) -> None:
         raise UserError("prune needs either --count N or --groups LAYER.HEAD,...")
     if arguments.out is not None and arguments.out.exists():
         raise UserError(f"--out {arguments.out} exists; give a new folder")
-    files = {"png": arguments.png, "json": arguments.json, "out": arguments.out}
+    files = {"png": arguments.png, "html": arguments.html, "json": arguments.json, "out": arguments.out}
     for file in (Path(file) for file in files.values() if file not in (None, "-")):
         if not file.absolute().parent.is_dir():
             raise UserError(f"cannot write {file}: its folder does not exist")
@@ -130,11 +132,11 @@ def one_token(tokenizer: Any, name: str, text: str | None) -> int | None:
     return ids[0]
 
 
-def of_prompt(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -> Any:
-    """The report of a command about one prompt."""
+def of_prompt(arguments: argparse.Namespace, thinker: Any, tokenizer: Any, prompt: Any) -> tuple[Any, dict[str, Any]]:
+    """The report of a command about one prompt, and where a page about it begins."""
     from analysis import reports
 
-    command, prompt = arguments.command, reports.Prompt.read(thinker, tokenizer, arguments.prompt)
+    command = arguments.command
     layer = chosen("layer", arguments.layer, len(thinker.blocks), 0)
     head = chosen("head", arguments.head, thinker.blocks[layer].attention.n_heads, 0)
     name = "query" if command == "explain" else "position"
@@ -144,26 +146,29 @@ def of_prompt(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -> An
         target = reports.choose_target(thinker, prompt, position)
     match command:
         case "explain":
-            return reports.explain(thinker, prompt, layer, head, position)
+            report = reports.explain(thinker, prompt, layer, head, position)
         case "map":
-            return reports.map_head(thinker, prompt, layer, head)
+            report = reports.map_head(thinker, prompt, layer, head)
         case "flow":
-            return reports.show_flow(thinker, prompt, position)
+            report = reports.show_flow(thinker, prompt, position)
         case "attribute":
-            return reports.attribute(thinker, tokenizer, prompt, target, against, position)
+            report = reports.attribute(thinker, tokenizer, prompt, target, against, position)
         case "lens":
-            return reports.show_lens(thinker, tokenizer, prompt, position)
-    corrupt = reports.Prompt.read(thinker, tokenizer, arguments.corrupt)
-    return reports.show_patch(thinker, tokenizer, prompt, corrupt, target, against)
+            report = reports.show_lens(thinker, tokenizer, prompt, position)
+        case "patch":
+            corrupt = reports.Prompt.read(thinker, tokenizer, arguments.corrupt)
+            report = reports.show_patch(thinker, tokenizer, prompt, corrupt, target, against)
+    return report, {"layer": layer, "head": head, "position": position, "target": target, "against": against}
 
 
-def of_heads(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, device: Any) -> Any:
+def of_heads(
+    arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, prompt: Any, device: Any
+) -> Any:
     """The report of heads, compare and prune."""
     from analysis import changes, reports
     from storage import load
     from training.held_out import sample_texts
 
-    prompt = None if arguments.prompt is None else reports.Prompt.read(thinker, tokenizer, arguments.prompt)
     if arguments.command == "compare":
         path, name = arguments.other or arguments.model, arguments.other_checkpoint or "latest"
         other, its = load(path, device, name)
@@ -213,6 +218,7 @@ def read_groups(text: str) -> list[tuple[int, int]]:
 def main() -> int:
     """Load, look, print, draw. Returns the exit status."""
     arguments = parse_arguments()
+    from analysis.reports import Prompt
     from device import choose_device, tune
     from storage import load
     from storage.load import find_model
@@ -223,18 +229,30 @@ def main() -> int:
     thinker, tokenizer = load(folder, device)
     if tokenizer is None:
         raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a prompt")
+    prompt, start = None, {}
+    if arguments.prompt is not None:
+        prompt = Prompt.read(thinker, tokenizer, arguments.prompt)
     if arguments.command in WITHOUT_PROMPT:
-        report = of_heads(arguments, folder, thinker, tokenizer, device)
+        report = of_heads(arguments, folder, thinker, tokenizer, prompt, device)
     else:
-        report = of_prompt(arguments, thinker, tokenizer)
-    text = json.dumps(report.data)
+        report, start = of_prompt(arguments, thinker, tokenizer, prompt)
+    text, title = json.dumps(report.data), f"{arguments.model}: {arguments.command}"
     print(text if arguments.json == "-" else report.table())
     if arguments.json not in (None, "-"):
         write(Path(arguments.json), text)
     if arguments.png is not None:
         from analysis.pictures import draw
 
-        draw(report.panels, arguments.png, f"{arguments.model}: {arguments.command}", report.across)
+        draw(report.panels, arguments.png, title, report.across)
+    if arguments.html is not None:
+        from analysis import page
+
+        at = {name: start.pop(name) for name in ("layer", "head") if name in start}
+        explorer = None
+        if prompt is not None:
+            explorer = page.gather(thinker, tokenizer, prompt, around=tuple(at.values()) or (0, 0), **start)
+        at |= {"position": start.get("position", -1), "view": VIEWS.get(arguments.command, "attention")}
+        page.write_page(arguments.html, title, report, explorer, **at)
     return 0
 
 

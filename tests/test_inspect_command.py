@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -212,6 +213,33 @@ def test_pruning_for_good(command, four_heads, tmp_path):
     assert len(again.strip().split("\n\n")[1].splitlines()) == 1 + 5
     shown = command(four_heads, "prune", "--count", "3", "--texts", "4", "--png", tmp_path / "p.png")
     assert [line.split()[2] for line in shown.strip().split("\n\n")[1].splitlines()[1:4]] == ["out"] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        (("map", "--layer", "1", "--head", "1"), {"layer": 1, "head": 1, "view": "attention"}),
+        (("attribute", "--position", "3"), {"position": 3, "view": "attribution"}),
+        (("lens", "--position", "-2"), {"view": "lens"}),
+        (("heads",), {"layer": 0, "head": 0}),
+        (("patch", "--corrupt", PROMPT.replace("7", "8")), {"view": "attention"}),
+    ],
+)
+def test_a_page_begins_where_the_command_looked(command, tiny_run, model, tmp_path, given, start):
+    command(tiny_run, *given, "--prompt", PROMPT, "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    facts = json.loads(re.search(r'id="facts">(.*?)</script>', text)[1])
+    n_tokens = len(reports.Prompt.read(*model, PROMPT).tokens)
+    assert len(facts["labels"]) == n_tokens
+    start = start | ({"position": n_tokens - 2} if "-2" in given else {})
+    assert {name: facts["start"][name] for name in start} == start
+
+
+def test_a_page_of_a_report_alone(command, tiny_run, tmp_path):
+    command(tiny_run, "heads", "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert 'id="facts"' not in text
+    assert text.count("<tr>") == 1 + 4
 
 
 def test_tokens_that_people_can_read(model):

@@ -48,20 +48,39 @@ def test_what_the_circuit_says_comes_from_its_induction_head():
 
 
 @pytest.mark.parametrize("form", FORMS[:4], ids=str)
-def test_integrated_gradients_are_complete(make_thinker, tokens, form):
+@pytest.mark.parametrize("baseline", [None, 5, "embedding"])
+def test_integrated_gradients_are_complete(make_thinker, tokens, form, baseline):
     thinker = make_thinker(weights=0.15, **form)
-    mean = thinker.embedding.weight.detach().mean(dim=0)
-    given, missed = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=mean, steps=128)
+    table = thinker.embedding.weight.detach()
+    x, empty = table[tokens], {None: table.mean(dim=0), 5: table[5], "embedding": torch.full((32,), 0.1)}[baseline]
+    given, y_of_empty, missed = attribution.integrated_gradients(
+        thinker, tokens, 3, 7, baseline=empty if baseline == "embedding" else baseline, tolerance=1e-4
+    )
     assert given.shape == (14,)
     with torch.no_grad():
-        x = thinker.embedding(tokens)
-        both = thinker(embeddings=torch.stack([x, mean.expand_as(x)]))[:, -1]
+        both = thinker(embeddings=torch.stack([x, empty.expand_as(x)]))[:, -1]
     known = both[0, 3] - both[0, 7] - both[1, 3] + both[1, 7]
+    assert y_of_empty == pytest.approx((both[1, 3] - both[1, 7]).item(), abs=1e-5)
     assert given.sum().item() == pytest.approx(known.item(), abs=1e-3)
     assert abs(missed) < 1e-3
     thinker.requires_grad_(False)
-    again, _ = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=mean, steps=128)
+    again = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=empty, tolerance=1e-4)[0]
     torch.testing.assert_close(again, given)
+
+
+def test_as_many_points_as_it_takes(make_thinker, tokens):
+    thinker, nearly_nothing = make_thinker(), torch.full((32,), 1e-3)  # where all directions lie close together
+    coarse = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=nearly_nothing, tolerance=torch.inf)[2]
+    fine = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=nearly_nothing)[2]
+    assert abs(fine) < abs(coarse) / 100
+
+
+def test_what_no_token_gives(make_thinker, tokens):
+    thinker = make_thinker()
+    given, _, _ = attribution.integrated_gradients(thinker, tokens, 3, 7, position=5)
+    assert (given[6:] == 0).all()  # later than what is predicted
+    given, _, _ = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=int(tokens[2]))
+    assert given[2] == 0  # as in the baseline
 
 
 def test_gradient_times_attention_is_what_a_small_change_does(make_thinker, tokens):
