@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from kernels.flex import Flex
 from kernels.fold import fold_keys, fold_places, fold_queries, unfold
 from kernels.varlen import Varlen
 
+ROWS = 128  # queries whose weights are held at a time, by the reference
 BLOCK = 64  # queries at least that are folded together
 KERNELS = ("auto", "sdpa", "blockwise", "fold", "flex", "varlen", "reference")
 
@@ -31,10 +32,21 @@ class Sight:
     kernel: str = "auto"
     blind: bool = False  # a query may see nothing at all
     fold: tuple[int, int, int] | None = None  # queries of a block, keys before it, first keys of all
-    choose: Callable[[Tensor], Tensor] | None = None  # scores (B, H, T, S) -> allowed
+    choose: Callable[[Tensor, slice], Tensor] | None = None  # scores (B, H, rows, S) of these queries -> allowed
     prepared: Any = None  # what the kernels flex and varlen need
     slots: Tensor | None = None  # where in the cache the new keys go, (T,) or (B, T)
     held: int | None = None  # slots of the cache to be read; None: the new keys are all there are
+
+    def of(self, rows: slice, q: Tensor, k: Tensor) -> Sight:
+        """What some of the queries see, for the reference."""
+        allowed, choose = self.allowed, self.choose
+        if self.is_causal:
+            allowed = torch.arange(k.shape[2], device=k.device) <= torch.arange(q.shape[2], device=k.device)[rows, None]
+        elif allowed is not None and allowed.shape[-2] > 1:
+            allowed = allowed[..., rows, :]
+        if choose is not None:
+            return replace(self, allowed=allowed, choose=lambda scores, _: choose(scores, rows))
+        return replace(self, is_causal=False, allowed=allowed)
 
 
 def attend(
@@ -73,12 +85,18 @@ def attend(
         repeats = len(q) // len(sight.allowed)
         allowed = sight.allowed.repeat(repeats, 1, 1, 1)  # (B·blocks, 1 or H, block, first + back + block)
         sight = replace(sight, allowed=allowed)
+    by_head = sight.allowed is not None and sight.allowed.dim() == 4 and sight.allowed.shape[1] > 1
     if softcap is not None or sinks is not None or sight.choose is not None or sight.kernel == "reference":
-        weights = attention_weights(q, k, sight, scale, softcap, sinks)
-        y = weights.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        v, see = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lambda rows: sight.of(rows, q, k)
+        parts = by_rows(q, k, see, scale, softcap, sinks)
+        y = torch.cat([weights.to(v.dtype) @ v for _, weights in parts], dim=2)
     elif sight.kernel == "blockwise":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
         y = attend_blockwise(q, k, v, scale, sight.allowed)
+    elif by_head and not torch.is_grad_enabled():
+        # SDPA writes a mask as numbers, one for each score where heads differ: of some queries at a time.
+        rows = [slice(start, start + 4 * ROWS) for start in range(0, q.shape[2], 4 * ROWS)]
+        y = torch.cat([_sdpa(q[:, :, some], k, v, sight.of(some, q, k), scale) for some in rows], dim=2)
     else:
         y = _sdpa(q, k, v, sight, scale)
     return y if sight.fold is None else unfold(y, length)
@@ -108,7 +126,7 @@ def attention_weights(
     elif allowed is not None and allowed.dtype != torch.bool:
         scores, allowed = scores + allowed, None
     if sight.choose is not None:
-        allowed = sight.choose(scores)
+        allowed = sight.choose(scores, slice(None))
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     if sinks is not None:
@@ -118,30 +136,22 @@ def attention_weights(
     return scores.masked_fill(blind, 0).softmax(dim=-1).masked_fill(blind, 0)  # the first for its gradient: no nan
 
 
-def weights_by_rows(
+def by_rows(
     q: Tensor,
     k: Tensor,
-    sight: Sight,
+    see: Callable[[slice], Sight],
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
-    rows: int = 128,
-) -> Tensor:
-    """attention_weights() with little memory beside the matrix itself: so many queries at a time, (B, H, T, S)."""
-    T, S = q.shape[2], k.shape[2]
-    if sight.choose is not None or rows >= T or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
-        return attention_weights(q, k, sight, scale, softcap, sinks)
-    weights = q.new_empty(*q.shape[:2], T, S, dtype=torch.promote_types(q.dtype, torch.float32))
-    for start in range(0, T, rows):
-        some = slice(start, min(start + rows, T))
-        allowed = sight.allowed
-        if sight.is_causal:
-            allowed = torch.arange(S, device=q.device) <= torch.arange(T, device=q.device)[some, None]
-        elif allowed is not None and allowed.shape[-2] > 1:
-            allowed = allowed[..., some, :]
-        part = replace(sight, is_causal=False, allowed=allowed)
-        weights[:, :, some] = attention_weights(q[:, :, some], k, part, scale, softcap, sinks)
-    return weights
+) -> Iterator[tuple[slice, Tensor]]:
+    """attention_weights() of so many queries at a time, (B, H, ROWS, S), where no gradient needs all of them.
+
+    see: what some of the queries see, by the reference.
+    """
+    T, learning = q.shape[2], torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    for start in range(0, T, T if learning else ROWS):
+        rows = slice(start, T if learning else min(start + ROWS, T))
+        yield rows, attention_weights(q[:, :, rows], k, see(rows), scale, softcap, sinks)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
@@ -230,7 +240,12 @@ def look(
     if slopes is not None:
         bias = -slopes[:, None, None] * (query.position - key.position).abs()  # (H, T, S) or (B, H, T, S)
     if pattern.by_score:
-        sight.allowed, sight.choose = bias, lambda scores: pattern(head, replace(query, scores=scores), key)
+
+        def choose(scores: Tensor, rows: slice) -> Tensor:
+            some = {name: x[..., rows, :] for name, x in vars(query).items() if x is not None}  # (..., rows, 1)
+            return pattern(head, Places(**some | {"scores": scores}), key)
+
+        sight.allowed, sight.choose = bias, choose
         return sight
     sight.allowed = pattern(head, query, key)  # (T, S), (H, T, S) or (B, 1 or H, T, S)
     if bias is None and kernel == "blockwise":

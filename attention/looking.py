@@ -19,6 +19,7 @@ class Placement:
     positions: Tensor  # (T,), or (B, T) where rows differ
     end: int  # one past the last position
     sights: list[Sight]  # of each layer; layers that see alike share one
+    query: Places | None = None  # of a pass whose keys are its own, the queries' places
 
 
 class Looking:
@@ -56,4 +57,9 @@ class Looking:
             if pattern not in sights:
                 linear = isinstance(pattern, Linear)
                 sights[pattern] = Sight(prepared=query.document) if linear else self(pattern, query, query, True)
-        return Placement(query.position, T, [sights[pattern] for pattern in self.patterns])
+        return Placement(query.position, T, [sights[pattern] for pattern in self.patterns], query)
+
+    def of(self, layer: int, query: Places, rows: slice) -> Sight:
+        """What some of the queries of a whole sequence see, for the reference; nothing is made for the others."""
+        some = Places(**{name: x if x is None else x[..., rows] for name, x in vars(query).items()})
+        return look(self.patterns[layer], some, query, self.n_heads, self.dtype, self.slopes, kernel="reference")

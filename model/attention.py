@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from attention.attend import Sight, attend, weights_by_rows
+from attention.attend import Sight, attend, by_rows
 from attention.rope import rotate
 from model.cache import LayerCache
 from model.config import ThinkerConfig
@@ -61,6 +63,17 @@ class Attention(nn.Module):
             q, k, v = cache.store(q, k, v, sight)  # k, v: (B, K, S, D)
         return attend(q, k, v, sight, self.head_dim**-0.5, self.softcap, self.sinks)
 
-    def weights(self, q: Tensor, k: Tensor, sight: Sight) -> Tensor:
-        """What each query takes of each key, by the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
-        return weights_by_rows(q, k, sight, self.head_dim**-0.5, self.softcap, self.sinks)
+    def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], Sight]) -> Tensor:
+        """What each query takes of each key, by the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S).
+
+        `see` says what some of the queries see; little memory is taken beside the matrix itself.
+        """
+        parts = by_rows(q, k, see, self.head_dim**-0.5, self.softcap, self.sinks)
+        rows, first = next(parts)
+        if rows.stop == q.shape[2]:
+            return first
+        weights = first.new_empty(*q.shape[:3], k.shape[2])
+        weights[:, :, rows] = first
+        for rows, part in parts:
+            weights[:, :, rows] = part
+        return weights

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from attention.attend import Sight
+from attention.attend import ROWS, Sight
 from kernels.linear_attention import LinearState, linear_attention, random_features
 from model.attention import Attention
 from model.cache import LinearLayer
@@ -31,10 +34,12 @@ class LinearAttention(Attention):
             cache.sums, cache.shift = state.sums, state.shift
         return y
 
-    def weights(self, q: Tensor, k: Tensor, sight: Sight) -> Tensor:
-        """The matrix that the sums come to: what they make of values that are the unit vectors."""
-        unit = torch.eye(k.shape[2], device=k.device).expand(*k.shape[:2], -1, -1)  # (B, K, T, T)
-        return LinearAttention.mix(self, q.float(), k.float(), unit, sight, None)
+    def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], Sight]) -> Tensor:
+        """The matrix that the sums come to: what they make of values that are the unit vectors, some at a time."""
+        sight, T = see(slice(None)), k.shape[2]
+        unit = torch.eye(T, device=k.device).expand(*k.shape[:2], -1, -1)  # (B, K, T, T)
+        mix = partial(LinearAttention.mix, self, q.float(), k.float(), sight=sight, cache=None)
+        return torch.cat([mix(v=part) for part in unit.split(ROWS, dim=-1)], dim=-1)  # (B, H, T, T)
 
     @torch._disable_dynamo  # as in kernels/blockwise.py
     def draw(self, device: torch.device) -> Tensor:

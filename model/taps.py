@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from attention.attend import Sight
 from attention.looking import Placement
+from attention.patterns import Places
 from errors import UserError, nearest
 from model.linear_attention import LinearAttention
 
@@ -113,7 +115,6 @@ class Points:
     def __init__(self, thinker: Thinker) -> None:
         self.thinker, self.undo = thinker, ExitStack()
         self.hooks: list[tuple[str, Callable[[Tensor], Tensor | None]]] = []
-        self.placement: Placement | None = None  # of this pass, laid out for the reference
 
     def through(self, name: str, x: Tensor) -> Tensor:
         """x after all hooks of that name; x itself where none changes it, a view where one gives it back."""
@@ -156,17 +157,20 @@ class Points:
     def place(
         self, place: Callable[..., Placement], given: Tensor, tokens: Any, documents: Any = None, cache: Any = None
     ) -> Placement:
-        """Thinker.place; beside it the same for the reference: kernels have what is seen in forms of their own."""
-        found = self.placement = place(given, tokens, documents, cache)
-        if cache is None:
-            thinker = self.thinker
-            before = thinker.kernel, thinker.looking
-            thinker.kernel = "reference"
-            try:
-                self.placement = place(given, tokens, documents)
-            finally:
-                thinker.kernel, thinker.looking = before
-        return found
+        """Thinker.place, whose result is needed for the weights."""
+        self.placement, self.tokens = place(given, tokens, documents, cache), tokens
+        self.looking = self.thinker.looking if cache is None else cache.looking
+        return self.placement
+
+    def see(self, layer: int, sight: Sight, q: Tensor, k: Tensor) -> Callable[[slice], Sight]:
+        """What some of the queries see, for the reference: kernels have it in forms of their own."""
+        place, looking = self.placement, self.looking
+        if isinstance(self.thinker.blocks[layer].attention, LinearAttention):
+            return lambda rows: sight
+        if sight.held is not None:  # of a cache; what it makes of its keys is a plain mask
+            return lambda rows: sight.of(rows, q, k)
+        query = place.query or Places(place.positions, token=self.tokens if looking.by_token else None)
+        return lambda rows: looking.of(layer, query, rows)
 
     def mix(
         self,
@@ -192,7 +196,7 @@ class Points:
             raise UserError(
                 f"{path}.weights: a layer of linear attention keeps no keys, so that it has none with a cache"
             )
-        weights = module.weights(q, k, self.placement.sights[layer])  # (B, H, T, S)
+        weights = module.weights(q, k, self.see(layer, sight, q, k))  # (B, H, T, S)
         changed = self.through(f"{path}.weights", weights)
         if changed is weights:
             return mix(q, k, v, sight, cache)
