@@ -62,9 +62,17 @@ def visit(browser):
         assert asked == [path.as_uri()]
 
 
+QUIET = """async () => {
+    const figures = (what) => document.querySelectorAll(`.panel ${what}`).length;
+    const unpacked = () => matrix() || !isHeld(state.layer, state.head);
+    const opened = () => !facts || (state.wanted === `${state.layer}-${state.head}` && unpacked());
+    do await new Promise(requestAnimationFrame); while (waiting || !opened() || figures("canvas") < figures(".map"));
+}"""
+
+
 def settle(tab):
     """Until what was begun is painted."""
-    tab.evaluate("new Promise(done => setTimeout(() => requestAnimationFrame(() => setTimeout(done)), 60))")
+    tab.evaluate(QUIET)
 
 
 class Shown:
