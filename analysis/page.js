@@ -93,7 +93,7 @@ function setView(view) {
   if (view === "attribution" && state.measure === "none") state.measure = "contribution";
   for (const name of ["attention", "attribution", "lens"]) $("inside").classList.toggle(name, name === view);
   const shown = { "all-heads": "attention attribution", "one-head": "attention", "lines-card": "attention" };
-  Object.assign(shown, { "parts-card": "attribution", "lens-card": "lens" });
+  Object.assign(shown, { "tokens-card": "attribution", "parts-card": "attribution", "lens-card": "lens" });
   for (const [id, views] of Object.entries(shown)) $(id).hidden = !views.split(" ").includes(view);
   $("direction").hidden = view !== "attention";
   document.querySelector(`#view [value=${view}]`).checked = true;

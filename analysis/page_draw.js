@@ -127,7 +127,7 @@ class Heatmap {
       Math.min(most, Math.ceil(Math.max(...labels.map((text) => measure.measureText(text).width)))) + 8;
     let left = R <= 80 && labelled ? longest(rows, 130) : 34;
     const fit = (cell) => (cell * dense >= 1 ? Math.floor(cell * dense) / dense : cell); // whole pixels of the screen
-    this.cw = Math.min(largest * (number ? 1.6 : 1), fit((room - left) / C));
+    this.cw = Math.min(largest * (number ? 1.6 : 1), fit(Math.max(60, room - left) / C));
     this.ch = number || R * 4 < C ? Math.max(1 / dense, Math.min(24, fit(480 / R))) : Math.min(largest, this.cw);
     const named = { rows: labelled && R <= 80 && this.ch >= 11, columns: labelled && this.cw >= 11 };
     if (!named.rows) left = 34;

@@ -276,9 +276,9 @@ function paintParts(select) {
   show("by-part", parts);
   $("parts-what").textContent = `The ${what} is ${y.toFixed(4)}.`;
   $("token-sum").textContent = given
-    ? `By integrated gradients; they add up to ${sum(tokens).toFixed(4)}.`
+    ? `What each adds, by integrated gradients; they add up to ${sum(tokens).toFixed(4)}.`
     : `None: ${why}.`;
-  $("part-sum").textContent = `By what each writes straight into the logit; they add up to ${sum(parts).toFixed(4)}.`;
+  $("part-sum").textContent = `What each writes straight into the logit (direct logit attribution); a head opens by a click. They add up to ${sum(parts).toFixed(4)}.`;
   $("parts-missed").hidden = !given || Math.abs(missed) < 0.05 * Math.max(1, Math.abs(sum(tokens) - missed));
   $("parts-missed").textContent =
     `Read the tokens' values with care: they should add up to ${given && (sum(tokens) - missed).toFixed(4)}, the logit less ` +

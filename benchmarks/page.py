@@ -91,12 +91,14 @@ def run(arguments: argparse.Namespace) -> None:
 def random_explorer(tokens: int, layers: int, heads: int) -> page.Explorer:
     """Of a model whose heads look sharply at tokens, all differently."""
     torch.manual_seed(1)
-    config = ThinkerConfig(vocab_size=257, d_model=8 * heads, n_layers=layers, n_heads=heads, max_seq_len=tokens)
-    thinker = Thinker(config).eval()
+    shape = {"vocab_size": 257, "d_model": 8 * heads, "n_layers": layers, "n_heads": heads, "max_seq_len": tokens}
+    thinker = Thinker(ThinkerConfig(**shape, qk_norm=False)).eval()
     with torch.no_grad():
         for name, parameter in thinker.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 1.5 * parameter.shape[1] ** -0.5 if "embedding" not in name else 1.0)
+            if parameter.dim() == 2 and "embedding" not in name:
+                parameter.normal_(0, parameter.shape[1] ** -0.5)
+            if name.endswith("q_proj.weight"):
+                parameter.view(heads, -1).mul_(torch.linspace(1, 6, heads)[:, None])
     words = ["the", "fox", "and", "a", "bird", "said", "saw", "little", "then", "who", "one", "day"]
     text = " ".join(random.Random(1).choices(words, k=tokens))[: tokens - 1]
     tokenizer = make_tokenizer("byte", [])
