@@ -76,7 +76,15 @@ function selectHead(layer, head) {
   });
 }
 
+/** Scroll the prompt, not the page, to a token. */
+function reveal(token) {
+  const box = $("tokens"), { offsetTop, offsetHeight } = box.children[token];
+  const seen = offsetTop >= box.scrollTop && offsetTop + offsetHeight <= box.scrollTop + box.clientHeight;
+  if (!seen) box.scrollTop = offsetTop - box.clientHeight / 2;
+}
+
 function lock(token) {
+  reveal(token);
   update({ locked: true, position: token, focus: token, hovered: null, pair: null, from: "choice" });
 }
 
@@ -301,6 +309,7 @@ function startExplorer(thumbnails) {
   painted(() => [state.view, at(), state.depth], () => state.view === "lens" && paintLens((depth) => update({ depth })));
   startControls();
   setView(start.view);
+  reveal(start.position);
   selectHead(start.layer, start.head);
 }
 

@@ -3,7 +3,7 @@
 const facts = $("facts") && JSON.parse($("facts").textContent);
 const T = facts?.labels.length ?? 0;
 const MANY = 36; // tokens on each side of the lines
-const LISTED = 14; // of what a prediction is made of
+const LISTED = 15; // of what a prediction is made of
 const matrices = new Map(); // "layer-head" -> Matrix, of those that have been opened
 const state = {};
 
@@ -61,7 +61,7 @@ function tokenValue(token) {
   }
   if (token === T - 1) return [-1, "nothing follows"];
   const share = followShare(state.depth, token);
-  return [Math.round(255 * Math.sqrt(share)), `${percent(share)} for ${facts.labels[token + 1]}, which follows`];
+  return [Math.round(255 * Math.sqrt(share)), `${percent(share)} for ‘${facts.labels[token + 1]}’, which follows`];
 }
 
 function paintTokens() {
@@ -141,7 +141,7 @@ function paintNext() {
   const share = followShare(facts.layers, shown);
   $("follows").textContent = shown === T - 1
     ? "The prompt ends here."
-    : `Really follows: ${facts.labels[shown + 1]}, ${percent(share)}, rank ${facts.rank[shown]}`;
+    : `Really follows: ‘${facts.labels[shown + 1]}’ with ${percent(share)}, rank ${facts.rank[shown]}`;
 }
 
 // ---- one head ------------------------------------------------------------------------------------------------------
@@ -265,8 +265,9 @@ function paintParts(select) {
     const top = Math.max(...entries.map(([, value]) => Math.abs(value)), 1e-9);
     const line = ([name, value, click]) => bar(name, Math.max(-1, Math.min(1, value / top)), signed(value), { whole: 50, click });
     entries = entries.toSorted((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
-    const lines = entries.slice(0, LISTED).map(line);
-    if (entries.length > LISTED) lines.push(line([`${entries.length - LISTED} others`, sum(entries.slice(LISTED))]));
+    const count = entries.length > LISTED ? LISTED - 1 : LISTED, others = entries.slice(count);
+    const lines = entries.slice(0, count).map(line);
+    if (others.length) lines.push(line([`${others.length} others`, sum(others)]));
     $(box).replaceChildren(...lines);
   };
   const tokens = (given ?? []).map((value, token) => [numbered(token), value]);
@@ -292,7 +293,7 @@ function paintLens(choose) {
   $("depth-name").textContent = depthName(state.depth);
   $("lens-after").textContent = `What the model would say after ${numbered(shown)}, layer by layer; a click on a row colours the tokens by it.`;
   const words = ["", "likeliest", ...range(each - 1).map((place) => `${place + 2}.`)];
-  if (follows) words.push(`really follows: ${facts.labels[shown + 1]}`);
+  if (follows) words.push(`follows: ‘${facts.labels[shown + 1]}’`);
   const head = make("tr", {}, ...words.map((text) => make("th", { scope: "col", textContent: text })));
   const cell = (text, share) => {
     const index = Math.round(255 * Math.sqrt(share)), number = make("span", { className: "share", textContent: percent(share) });

@@ -48,7 +48,7 @@ def visit(browser):
         tab.on("request", lambda request: asked.append(request.url))
         tab.on("console", lambda message: faults.append(message.text))
         tab.on("pageerror", lambda error: faults.append(str(error)))
-        tab.on("dialog", lambda dialog: faults.append(dialog.message))
+        tab.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
         tab.set_default_timeout(5000)
         tab.goto(path.as_uri())
         settle(tab)
@@ -245,6 +245,24 @@ def test_the_heatmap_answers_the_pointer(shown, visit):
     assert tokens(tab).nth(12).get_attribute("aria-pressed") == "true"
 
 
+def test_a_long_prompt_scrolls_to_the_token(tmp_path, visit):
+    shown = Shown(tmp_path, "a long prompt " * 40, max_seq_len=1024, n_layers=1)
+    page.write_page(shown.path, "long", None, shown.explorer)
+    tab = visit(shown.path)
+    inside = """token => {
+        const [box, one] = [$("tokens"), $("tokens").children[token]].map(part => part.getBoundingClientRect());
+        return one.top >= box.top && one.bottom <= box.bottom;
+    }"""
+    assert tab.evaluate(inside, shown.T - 1)
+    assert not tab.evaluate(inside, 0)
+    first, *_ = tab.evaluate("state.sides[1].tokens.map(([token]) => token)")
+    tab.locator("#lines").click(position={"x": 320 - 34 - 10, "y": 10})
+    settle(tab)
+    assert tokens(tab).nth(first).get_attribute("aria-pressed") == "true"
+    assert tab.evaluate(inside, first)
+    assert tab.evaluate("scrollY") == 0
+
+
 def test_lines_answer_the_pointer(shown, visit):
     tab = visit(shown.path)
     before = tab.evaluate("$('lines').toDataURL()")
@@ -383,7 +401,7 @@ def test_what_comes_next(shown, visit):
     rank = int((shown.shares[5] > follows).sum()) + 1
     said = tab.locator("#follows").inner_text()
     assert said.endswith(f"rank {rank}")
-    assert share(said.split(", ")[-2]) == pytest.approx(follows.item(), abs=6e-4)
+    assert share(re.search(r"with (.*), rank", said)[1]) == pytest.approx(follows.item(), abs=6e-4)
     tokens(tab).nth(shown.T - 1).hover()
     settle(tab)
     assert tab.locator("#follows").inner_text() == "The prompt ends here."
