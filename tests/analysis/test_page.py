@@ -25,6 +25,7 @@ def test_it_holds_every_weight_within_1_255(shown, visit):
     error = (torch.tensor(found) - shown.weights).abs()
     assert 0 < error.max() <= 1 / 255
     assert tab.title() == "a model"
+    assert tab.locator(".banner:visible").count() == 0
 
 
 def test_a_click_on_a_head_shows_it(shown, visit):

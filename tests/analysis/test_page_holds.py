@@ -111,6 +111,7 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
     shown = Shown(tmp_path)
     assert len(shown.explorer.weights) == 5
     tab = visit(shown.path)
+    assert tab.locator("#banner").is_visible()
     assert tab.locator("#banner").inner_text() == (
         "29 tokens × 12 heads are more than one page holds: 5 heads can be opened, "
         "the others show thumbnails and scores only"
@@ -118,6 +119,7 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
     missing = next((n, h) for n in range(3) for h in range(4) if (n, h) not in shown.explorer.weights)
     cell(tab, *missing).click()
     settle(tab)
+    assert tab.locator("#not-held").is_visible()
     assert "cannot be opened" in tab.locator("#not-held").inner_text()
     assert "cannot be opened" in tab.locator("#status").inner_text()
     assert pixel(tab, 20, 3) == pytest.approx(heat(shown.byte(*missing, 20, 3)), abs=2)
