@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from analysis import heads, pruning
 from analysis.heads import Importance
-from analysis.reports import Panel, Prompt, Report, all_heads, by_layer_and_head, numbers, random_repeats, scores
+from analysis.reports import Panel, Prompt, Report, all_heads, by_layer_and_head, numbers, scores
 from errors import UserError
 from evaluation.text import ratio
 from model import Thinker
@@ -18,13 +18,17 @@ from model import Thinker
 Texts = tuple[Tensor, Tensor]  # tokens and targets, (N, T) each
 
 
-def show_training(steps: Iterable[tuple[int, Callable[[], Thinker]]], prompt: Prompt | None) -> Report:
-    """The scores of all heads at each step of a training: of every measure the highest, and which head has it."""
+def show_training(
+    steps: Iterable[tuple[int, Callable[[], Thinker]]], prompt: Prompt | None, random: Tensor, origin: str
+) -> Report:
+    """The scores of all heads at each step of a training: of every measure the highest, and which head has it.
+
+    random, origin: as in reports.measure_heads.
+    """
     at, found = [], []
     for step, open_model in tqdm(list(steps), desc="measuring", unit=" checkpoints"):
         at.append(step)
-        thinker = open_model()
-        found.append(scores(thinker, random_repeats(thinker) if prompt is None else prompt.tokens[None]))
+        found.append(scores(open_model(), random if prompt is None else prompt.tokens[None], random))
     names = [name for name in found[0] if name not in ("entropy", "normalised", "distance")]  # from 0 to 1
     heads_there = all_heads(found[0]["entropy"])
     labels = [f"{layer}.{head}" for layer, head in heads_there]
@@ -38,12 +42,15 @@ def show_training(steps: Iterable[tuple[int, Callable[[], Thinker]]], prompt: Pr
         Panel(f"{name} score of every head", curves[name], [str(step) for step in at], labels, top=1.0, style="lines")
         for name in reversed(names)
     ]
-    about = {"checkpoints": f"{len(at)}, steps {at[0]} to {at[-1]}", "cells": "the highest score, and (layer.head)"}
+    about = {"random": f"{random.shape[1] // 2} tokens of {origin}, repeated once"}
+    about |= {"checkpoints": f"{len(at)}, steps {at[0]} to {at[-1]}", "cells": "the highest score, and (layer.head)"}
     return Report(about, ["step", *names], rows, data, panels, across=2)
 
 
 @torch.no_grad()
-def compare(one: Thinker, other: Thinker, prompt: Prompt | None, names: tuple[str, str]) -> Report:
+def compare(
+    one: Thinker, other: Thinker, prompt: Prompt | None, random: Tensor, origin: str, names: tuple[str, str]
+) -> Report:
     """Two models on the same tokens: how differently each head looks, its scores in both, and what they predict.
 
     Of the prompt, or without one of random tokens repeated once. Raises UserError where the models do not have the same
@@ -51,8 +58,8 @@ def compare(one: Thinker, other: Thinker, prompt: Prompt | None, names: tuple[st
     """
     if one.config.vocab_size != other.config.vocab_size:
         raise UserError("the two models have vocabularies of different sizes: they do not read the same tokens")
-    tokens = random_repeats(one) if prompt is None else prompt.tokens[None]
-    found = [scores(model, tokens) for model in (one, other)]
+    tokens = random if prompt is None else prompt.tokens[None]
+    found = [scores(model, tokens, random) for model in (one, other)]
     shapes = [tuple(part["entropy"].shape) for part in found]
     if shapes[0] != shapes[1] or len({tuple(all_heads(part["entropy"])) for part in found}) > 1:
         raise UserError(f"the two models have other heads: {shapes[0]} and {shapes[1]} layers and heads")
@@ -74,6 +81,7 @@ def compare(one: Thinker, other: Thinker, prompt: Prompt | None, names: tuple[st
     data |= {name: [numbers(part[name]) for part in found] for name in found[0]}
     after = f"predictions: KL(first ‖ second) = {divergence:.4f} nats a token; the same likeliest token at {same:.1%}"
     about = {"first": names[0], "second": names[1]}
+    about |= {"random": f"{random.shape[1] // 2} tokens of {origin}, repeated once"}
     return Report(about, ["layer", "head", "apart", *shown], rows, data, panels, after, across=2)
 
 

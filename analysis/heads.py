@@ -51,15 +51,16 @@ def first_token(weights: Tensor) -> Tensor:
     return weights[..., 1:, 0].mean(dim=-1)
 
 
-def repeated_tokens(vocab_size: int, n: int, batch: int = 8, seed: int = 0) -> Tensor:
+def repeated_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
     """Rows of n distinct random tokens, repeated once: (batch, 2n), for induction() and duplicate_token().
 
-    Raises UserError where the vocabulary has fewer than n.
+    ids: those to draw from, or how many there are, from 0. Raises UserError where there are fewer than n.
     """
-    if vocab_size < n:
-        raise UserError(f"{n} distinct tokens cannot be drawn of a vocabulary of {vocab_size}")
+    ids = torch.arange(ids) if isinstance(ids, int) else ids
+    if len(ids) < n:
+        raise UserError(f"{n} distinct tokens cannot be drawn of a vocabulary of {len(ids)}")
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.stack([torch.randperm(vocab_size, generator=generator)[:n] for _ in range(batch)])  # (B, n)
+    rows = torch.stack([ids[torch.randperm(len(ids), generator=generator)[:n]] for _ in range(batch)])  # (B, n)
     return rows.repeat(1, 2)
 
 

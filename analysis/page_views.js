@@ -283,7 +283,7 @@ function paintParts(select) {
   $("parts-missed").hidden = !given || Math.abs(missed) < 0.05 * Math.max(1, Math.abs(sum(tokens) - missed));
   $("parts-missed").textContent =
     `Read the tokens' values with care: they should add up to ${given && (sum(tokens) - missed).toFixed(4)}, the logit less ` +
-    `that of empty embeddings, and miss it by ${given && Math.abs(missed).toFixed(4)}, the error of the integration.`;
+    `that of an empty text, and miss it by ${given && Math.abs(missed).toFixed(4)}, the error of the integration.`;
 }
 
 function paintLens(choose) {

@@ -148,8 +148,8 @@ def _lines(figure: Any, axes: Any, panel: Panel) -> None:
     ends = values.nan_to_num(-math.inf).amax(dim=0).argsort(descending=True).tolist()
     for rank, column in enumerate(ends):
         named = rank < 6
-        style = {"linewidth": 1.8, "label": panel.columns[column]} if named else {"linewidth": 0.9, "color": GREY}
-        axes.plot(x, values[:, column].tolist(), alpha=1 if named else 0.5, **style)
+        style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": f"C{column % 10}"}
+        axes.plot(x, values[:, column].tolist(), **style if named else {"linewidth": 0.9, "color": GREY, "alpha": 0.5})
     axes.set(xlabel="step", ylim=(-0.02, panel.top and panel.top * 1.02))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=8, ncols=2)

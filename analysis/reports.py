@@ -188,15 +188,19 @@ def measured(thinker: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) 
     return found
 
 
-def random_repeats(thinker: Thinker, n: int = 24, batch: int = 8) -> Tensor:
-    """Tokens for induction scores: n distinct ones, repeated once, or as many as the model can take; (batch, 2n)."""
-    n = min(n, thinker.config.vocab_size, thinker.config.max_seq_len // 2)
-    return heads.repeated_tokens(thinker.config.vocab_size, n, batch).to(thinker.device)
+def random_repeats(thinker: Thinker, ids: Tensor | None = None, n: int = 24, batch: int = 8) -> Tensor:
+    """Tokens for induction scores: n distinct ones, repeated once, or as many as the model can take; (batch, 2n).
+
+    ids: those to draw from, such as occur in a text; all of the vocabulary unless given.
+    """
+    ids = torch.arange(thinker.config.vocab_size) if ids is None else ids
+    n = min(n, len(ids), thinker.config.max_seq_len // 2)
+    return heads.repeated_tokens(ids, n, batch).to(thinker.device)
 
 
-def scores(thinker: Thinker, tokens: Tensor) -> dict[str, Tensor]:
+def scores(thinker: Thinker, tokens: Tensor, random: Tensor) -> dict[str, Tensor]:
     """All measures of tokens (B, T), (layers, H) each; induction and duplicate-token scores of random_repeats()."""
-    found = measured(thinker, tokens, MEASURES) | measured(thinker, random_repeats(thinker), ON_REPEATS)
+    found = measured(thinker, tokens, MEASURES) | measured(thinker, random, ON_REPEATS)
     return {name: pad_sequence(x, batch_first=True, padding_value=torch.nan) for name, x in found.items()}
 
 
@@ -219,11 +223,14 @@ def numbers(values: Tensor) -> Any:
 
 
 @torch.no_grad()
-def measure_heads(thinker: Thinker, prompt: Prompt | None) -> Report:
-    """The measures of analysis.heads for every head, on the prompt, or without one on random tokens repeated once."""
-    random = random_repeats(thinker)
+def measure_heads(thinker: Thinker, prompt: Prompt | None, random: Tensor, origin: str) -> Report:
+    """The measures of analysis.heads for every head, on the prompt, or without one on random tokens repeated once.
+
+    random: random_repeats(), and of what they were drawn.
+    """
     tokens = random if prompt is None else prompt.tokens[None]
-    found, apart = scores(thinker, tokens), measured(thinker, tokens, {"apart": heads.redundancy})["apart"]  # (H, H)
+    found = scores(thinker, tokens, random)
+    apart = measured(thinker, tokens, {"apart": heads.redundancy})["apart"]  # (H, H) each
     rows = []
     for layer, head in all_heads(found["entropy"]):
         others = [(x, other) for other, x in enumerate(apart[layer][head].tolist()) if other != head]
@@ -232,8 +239,8 @@ def measure_heads(thinker: Thinker, prompt: Prompt | None) -> Report:
     names, sizes = by_layer_and_head(found["entropy"]), ("entropy", "distance")  # the others lie between 0 and 1
     panels = [Panel(name, x, *names, top=None if name in sizes else 1.0) for name, x in found.items()]
     panels.insert(0, Panel("what every head looks at", _tiles(thinker, tokens[:1]), *names))
-    what = f"{random.shape[1] // 2} random tokens, repeated once"
-    about = {"measured on": f"{'the prompt' if prompt is not None else what}; duplicate and induction on {what}"}
+    what = f"{random.shape[1] // 2} random tokens of {origin}, repeated once"
+    about = {"measured on": what if prompt is None else f"the prompt; duplicate and induction on {what}"}
     about["most like"] = (
         "the head of the layer that looks most alike, and how far apart they are (Jensen–Shannon, nats)"
     )

@@ -18,7 +18,7 @@ from kernels.flex import Flex
 from kernels.fold import fold_keys, fold_places, fold_queries, unfold
 from kernels.varlen import Varlen
 
-ROWS = 128  # queries whose weights are held at a time, by the reference
+ROWS = 64  # queries whose weights are held at a time, by the reference
 BLOCK = 64  # queries at least that are folded together
 KERNELS = ("auto", "sdpa", "blockwise", "fold", "flex", "varlen", "reference")
 
@@ -95,7 +95,7 @@ def attend(
         y = attend_blockwise(q, k, v, scale, sight.allowed)
     elif by_head and not torch.is_grad_enabled():
         # SDPA writes a mask as numbers, one for each score where heads differ: of some queries at a time.
-        rows = [slice(start, start + 4 * ROWS) for start in range(0, q.shape[2], 4 * ROWS)]
+        rows = [slice(start, start + 8 * ROWS) for start in range(0, q.shape[2], 8 * ROWS)]
         y = torch.cat([_sdpa(q[:, :, some], k, v, sight.of(some, q, k), scale) for some in rows], dim=2)
     else:
         y = _sdpa(q, k, v, sight, scale)

@@ -167,22 +167,25 @@ def of_heads(
     """The report of heads, compare and prune."""
     from analysis import changes, reports
     from storage import load
-    from training.held_out import sample_texts
+    from training.held_out import ids_in_use, sample_texts
 
+    if arguments.importance is None and arguments.command != "prune":
+        ids = ids_in_use(folder, tokenizer)
+        origin = "the whole vocabulary" if ids is None else "those in the run's text"
+        given = prompt, reports.random_repeats(thinker, ids), origin
     if arguments.command == "compare":
         path, name = arguments.other or arguments.model, arguments.other_checkpoint or "latest"
         other, its = load(path, device, name)
         if prompt is not None and (its is None or its.encode(arguments.prompt) != tokenizer.encode(arguments.prompt)):
             raise UserError("the two models have other tokens for this prompt; leave it out, or compare others")
         names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
-        return changes.compare(thinker, other, prompt, names)
+        return changes.compare(thinker, other, *given, names)
     if arguments.over_training:
-        return changes.show_training(steps_of(Path(arguments.model), device), prompt)
+        return changes.show_training(steps_of(Path(arguments.model), device), *given)
     if arguments.command == "heads" and arguments.importance is None:
-        return reports.measure_heads(thinker, prompt)
+        return reports.measure_heads(thinker, *given)
     with tempfile.TemporaryDirectory() as scratch:
-        given = folder, arguments.text, arguments.texts or 32, Path(scratch)
-        texts = sample_texts(thinker, tokenizer, *given)
+        texts = sample_texts(thinker, tokenizer, folder, arguments.text, arguments.texts or 32, Path(scratch))
     if arguments.command == "heads":
         return changes.show_importance(thinker, texts, arguments.importance)
     groups = None if arguments.groups is None else read_groups(arguments.groups)

@@ -95,7 +95,7 @@ def test_sizes():
     lengths = {path: len(path.read_text().splitlines()) for path in FILES}
     extras = ("linear_attention.py", "lora.py", "taps.py")  # off the main path
     assert sum(n for path, n in lengths.items() if room(path) == "model" and path.name not in extras) <= 900
-    assert sum(n for path, n in lengths.items() if room(path) == "model") <= 1200
+    assert sum(n for path, n in lengths.items() if room(path) == "model") <= 1250
     of_benchmarks = sum(n for path, n in lengths.items() if room(path) == "benchmarks")
     assert of_benchmarks <= 2300  # they measure the toolkit, as tests do
     assert sum(lengths.values()) - of_benchmarks <= 15000

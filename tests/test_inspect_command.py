@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from conftest import ROOT, run_script
 import storage
 from analysis import attribution, heads, reports
 from errors import UserError
-from training.held_out import sample_texts
+from training.held_out import ids_in_use, sample_texts
 
 INSPECT = ROOT / "scripts" / "inspect_model.py"
 PROMPT = "Line 7: the cat"
@@ -80,15 +81,27 @@ def test_maps_and_flows(command, tiny_run, model, tmp_path):
 
 
 def test_scores_of_all_heads(command, tiny_run, model, tmp_path):
-    thinker, _ = model
+    thinker, tokenizer = model
     found = json.loads(command(tiny_run, "heads", "--json", "--png", tmp_path / "heads.png"))
-    n = thinker.config.max_seq_len // 2
-    weights = thinker.attention_weights(heads.repeated_tokens(thinker.config.vocab_size, min(24, n)))
+    ids = ids_in_use(tiny_run, tokenizer)
+    weights = thinker.attention_weights(heads.repeated_tokens(ids, min(24, thinker.config.max_seq_len // 2)))
     assert torch.tensor(found["induction"]).shape == (2, 2)
     torch.testing.assert_close(torch.tensor(found["induction"]), heads.induction(weights).mean(dim=1))
     shown = command(tiny_run, "heads", "--prompt", PROMPT)
     assert "measured on  the prompt" in shown
     assert len(shown.strip().split("\n\n")[1].splitlines()) == 1 + 4
+
+
+def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run, model, tmp_path):
+    _, tokenizer = model
+    ids = ids_in_use(tiny_run, tokenizer)
+    assert 10 < len(ids) < tokenizer.vocab_size
+    assert tokenizer.bos_id not in ids
+    assert set(tokenizer.encode(PROMPT)) & set(ids.tolist())
+    assert "random tokens of those in the run's text" in command(tiny_run, "heads")
+    shutil.copytree(tiny_run / "checkpoints", tmp_path / "alone" / "checkpoints")  # a run that has lost its recipe
+    shutil.copy(tiny_run / "thinker-tokenizer.json", tmp_path / "alone")
+    assert "random tokens of the whole vocabulary" in command(tmp_path / "alone", "heads")
 
 
 def test_what_a_prediction_is_made_of(command, tiny_run, model, tmp_path):
@@ -135,8 +148,9 @@ def test_scores_over_a_training(command, four_heads, tmp_path):
     found = json.loads(command(four_heads, "heads", "--over-training", "--json", "--png", tmp_path / "o.png"))
     assert found["steps"] == [5, 10, 15, 20]
     for step, row in zip(found["steps"], found["previous"]):
-        thinker, _ = storage.load(four_heads, checkpoint=f"step-{step:08d}")
-        known = heads.previous_token(thinker.attention_weights(reports.random_repeats(thinker))).mean(dim=1)
+        thinker, tokenizer = storage.load(four_heads, checkpoint=f"step-{step:08d}")
+        random = reports.random_repeats(thinker, ids_in_use(four_heads, tokenizer))
+        known = heads.previous_token(thinker.attention_weights(random)).mean(dim=1)
         assert row == pytest.approx(known.flatten().tolist(), abs=1e-5)
     shown = command(four_heads, "heads", "--over-training", "--prompt", PROMPT)
     assert len(shown.strip().split("\n\n")[1].splitlines()) == 5

@@ -43,6 +43,19 @@ def held_out(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Recipe, T
     return recipe, corpus.val
 
 
+def ids_in_use(folder: Path, tokenizer: Tokenizer, most: int = 1 << 20) -> Tensor | None:
+    """The token ids that occur in a run's validation text, but for special ones; None where there is no such text."""
+    if recipe_of(folder) is None:
+        return None
+    try:
+        _, tokens = held_out(folder, tokenizer, "another run")
+    except UserError:
+        return None  # it is not there any more
+    found = np.unique(np.concatenate([shard.tokens[:most] for shard in tokens.shards]))
+    special = list(tokenizer.special_tokens.values())
+    return torch.from_numpy(found[~np.isin(found, special)].astype(np.int64))
+
+
 def sample_texts(
     thinker: Thinker, tokenizer: Tokenizer, folder: Path, path: Path | None, n: int, scratch: Path, longest: int = 256
 ) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from built import T, V, induction_circuit
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis import heads
@@ -83,6 +83,14 @@ def test_a_circuit_built_by_hand_has_the_scores_of_one():
         heads.repeated_tokens(V, 13)
 
 
+def test_random_tokens_of_some_ids():
+    found = heads.repeated_tokens(torch.tensor([3, 5, 8]), 2, batch=50)
+    assert set(found.flatten().tolist()) == {3, 5, 8}
+    assert torch.equal(found[:, :2], found[:, 2:])
+    assert (found[:, 0] != found[:, 1]).all()
+
+
+@settings(deadline=None)
 @given(st.integers(0, 99))
 def test_redundancy(seed):
     torch.manual_seed(seed)

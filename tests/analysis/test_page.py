@@ -209,7 +209,8 @@ def test_attribution(shown, visit):
     tab = visit(shown.path)
     view(tab, "Attribution")
     target = int(shown.shares[-1].argmax())
-    given, missed = attribution.integrated_gradients(shown.thinker, shown.tokens, target)
+    start = shown.tokenizer.prompt_start[0]
+    given, _, missed = attribution.integrated_gradients(shown.thinker, shown.tokens, target, baseline=start)
     parts = attribution.direct_logit_attribution(shown.thinker, shown.tokens, target)
     labels = tokens(tab).evaluate_all("all => all.map(one => one.ariaLabel)")
     found = [float(text.rsplit("adds ", 1)[1].replace("−", "-")) for text in labels]
