@@ -170,7 +170,8 @@ def of_heads(
     from training.held_out import ids_in_use, sample_texts
 
     if arguments.importance is None and arguments.command != "prune":
-        ids = ids_in_use(folder, tokenizer)
+        with tempfile.TemporaryDirectory() as scratch:
+            ids = ids_in_use(folder, tokenizer, Path(scratch))
         origin = "the whole vocabulary" if ids is None else "those in the run's text"
         given = prompt, reports.random_repeats(thinker, ids), origin
     if arguments.command == "compare":

@@ -83,7 +83,7 @@ def test_maps_and_flows(command, tiny_run, model, tmp_path):
 def test_scores_of_all_heads(command, tiny_run, model, tmp_path):
     thinker, tokenizer = model
     found = json.loads(command(tiny_run, "heads", "--json", "--png", tmp_path / "heads.png"))
-    ids = ids_in_use(tiny_run, tokenizer)
+    ids = ids_in_use(tiny_run, tokenizer, tmp_path)
     weights = thinker.attention_weights(heads.repeated_tokens(ids, min(24, thinker.config.max_seq_len // 2)))
     assert torch.tensor(found["induction"]).shape == (2, 2)
     torch.testing.assert_close(torch.tensor(found["induction"]), heads.induction(weights).mean(dim=1))
@@ -94,7 +94,7 @@ def test_scores_of_all_heads(command, tiny_run, model, tmp_path):
 
 def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run, model, tmp_path):
     _, tokenizer = model
-    ids = ids_in_use(tiny_run, tokenizer)
+    ids = ids_in_use(tiny_run, tokenizer, tmp_path)
     assert 10 < len(ids) < tokenizer.vocab_size
     assert tokenizer.bos_id not in ids
     assert set(tokenizer.encode(PROMPT)) & set(ids.tolist())
@@ -149,7 +149,7 @@ def test_scores_over_a_training(command, four_heads, tmp_path):
     assert found["steps"] == [5, 10, 15, 20]
     for step, row in zip(found["steps"], found["previous"]):
         thinker, tokenizer = storage.load(four_heads, checkpoint=f"step-{step:08d}")
-        random = reports.random_repeats(thinker, ids_in_use(four_heads, tokenizer))
+        random = reports.random_repeats(thinker, ids_in_use(four_heads, tokenizer, tmp_path))
         known = heads.previous_token(thinker.attention_weights(random)).mean(dim=1)
         assert row == pytest.approx(known.flatten().tolist(), abs=1e-5)
     shown = command(four_heads, "heads", "--over-training", "--prompt", PROMPT)

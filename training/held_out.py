@@ -43,15 +43,21 @@ def held_out(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Recipe, T
     return recipe, corpus.val
 
 
-def ids_in_use(folder: Path, tokenizer: Tokenizer, most: int = 1 << 20) -> Tensor | None:
-    """The token ids that occur in a run's validation text, but for special ones; None where there is no such text."""
-    if recipe_of(folder) is None:
+def ids_in_use(folder: Path, tokenizer: Tokenizer, scratch: Path, most: int = 50_000) -> Tensor | None:
+    """The token ids, but for special ones, in the first so many tokens of what a run was trained on.
+
+    None where the folder lies in no run, its text is not there any more, or would have to be downloaded.
+    """
+    recipe = recipe_of(folder)
+    if recipe is None or recipe.data.source == "hub":
         return None
+    column = {} if recipe.data.column is None else {"column": recipe.data.column}
     try:
-        _, tokens = held_out(folder, tokenizer, "another run")
+        source = open_source(recipe.data.source, path=recipe.data.path, seed=recipe.run.seed, **column)
+        tokens = tokenize(source, tokenizer, most, scratch)
     except UserError:
-        return None  # it is not there any more
-    found = np.unique(np.concatenate([shard.tokens[:most] for shard in tokens.shards]))
+        return None
+    found = np.unique(np.concatenate([shard.tokens for shard in tokens.shards]))
     special = list(tokenizer.special_tokens.values())
     return torch.from_numpy(found[~np.isin(found, special)].astype(np.int64))
 
