@@ -211,8 +211,8 @@ def _attributed(
     if any(pattern.by_token for pattern in thinker.config.patterns):
         found |= {"given": None, "why": "who looks at whom depends on the tokens' ids here, and gradients have none"}
     else:
-        given, _, missed = by_tokens(thinker, tokenizer, prompt, target, against, position)
-        found |= {"given": _rounded(given), "missed": missed}
+        given, empty, missed = by_tokens(thinker, tokenizer, prompt, target, against, position)
+        found |= {"given": _rounded(given), "empty": empty, "missed": missed}
     return {"attribution": found}
 
 
@@ -225,8 +225,12 @@ def write_page(
     head: int = 0,
     position: int = -1,
     view: str = "attention",
+    fold: bool = False,
 ) -> None:
-    """Write the page, opened at a head, a position and one of VIEWS. Raises UserError where it cannot be written."""
+    """Write the page, opened at a head, a position and one of VIEWS; the report may be folded.
+
+    Raises UserError where it cannot be written.
+    """
     here = Path(__file__).parent
     blocks = []
     if explorer is not None:
@@ -237,7 +241,7 @@ def write_page(
     parts = {
         "title": html.escape(title),
         "style": (here / "page.css").read_text("utf-8"),
-        "report": "" if report is None else _report(report),
+        "report": "" if report is None else _report(report, fold),
         "blocks": "\n".join(blocks),
         "script": "".join((here / name).read_text("utf-8") for name in SCRIPTS),
     }
@@ -265,7 +269,7 @@ def _bytes(name: str, data: bytes) -> str:
     return f'<script type="application/octet-stream;base64" id="{name}">{text}</script>'
 
 
-def _report(report: Report) -> str:
+def _report(report: Report, fold: bool) -> str:
     """What a command found, as a table that is there without any script."""
     text = html.escape
     about = "".join(f"<dt>{text(name)}</dt><dd>{text(str(value))}</dd>" for name, value in report.about.items())
@@ -274,12 +278,12 @@ def _report(report: Report) -> str:
     picture = io.BytesIO()
     draw(report.panels, picture, "", report.across)
     picture = base64.b64encode(picture.getvalue()).decode("ascii")
-    return f"""<section class="card" id="report" aria-labelledby="report-name">
-<h2 id="report-name">Report</h2>
+    return f"""<details class="card" id="report"{"" if fold else " open"}>
+<summary>The command's table</summary>
 <dl>{about}</dl>
 <img alt="A picture of what the table says" src="data:image/png;base64,{picture}">
 <div class="scroll" role="region" aria-label="table of the report" tabindex="0">
 <table><thead><tr>{head}</tr></thead><tbody>
 {rows}</tbody></table></div>
 <p>{text(report.after)}</p>
-</section>"""
+</details>"""

@@ -34,7 +34,7 @@ const at = () => (state.locked ? state.position : (state.hovered ?? state.positi
 
 /** The byte between the shown token and another one, in the chosen direction. */
 const between = (other, from = at()) => (state.direction === "from" ? matrix().at(from, other) : matrix().at(other, from));
-const asWeight = (byte) => ((Math.max(0, byte) / 255) ** 2).toFixed(3);
+const asWeight = (byte) => ((Math.max(0, byte) / 255) ** 2).toFixed(2);
 
 /** The tokens with the largest weights, largest first. */
 function strongest(count, from = at()) {
@@ -259,7 +259,7 @@ function placed(tokens) {
 // ---- attribution and lens ------------------------------------------------------------------------------------------
 
 function paintParts(select) {
-  const { what, y, given, why, embedding, mlps, heads, missed } = facts.attribution;
+  const { what, y, given, why, empty, embedding, mlps, heads, missed } = facts.attribution;
   const sum = (entries) => entries.reduce((total, [, value]) => total + value, 0);
   const show = (box, entries) => {
     const top = Math.max(...entries.map(([, value]) => Math.abs(value)), 1e-9);
@@ -277,7 +277,7 @@ function paintParts(select) {
   show("by-part", parts);
   $("parts-what").textContent = `The ${what} is ${y.toFixed(4)}.`;
   $("token-sum").textContent = given
-    ? `What each adds, by integrated gradients; they add up to ${sum(tokens).toFixed(4)}.`
+    ? `What each adds, by integrated gradients; they add up to ${sum(tokens).toFixed(4)}; with the ${empty.toFixed(4)} of an empty text that is the logit.`
     : `None: ${why}.`;
   $("part-sum").textContent = `What each writes straight into the logit (direct logit attribution); a head opens by a click. They add up to ${sum(parts).toFixed(4)}.`;
   $("parts-missed").hidden = !given || Math.abs(missed) < 0.05 * Math.max(1, Math.abs(sum(tokens) - missed));

@@ -13,7 +13,7 @@ from errors import UserError
 from training.picture import GREY, new_figure
 
 ANNOTATED = 200  # cells at most that carry their number
-LABELLED = 64  # rows or columns at most that carry their label each
+LABELLED = 64  # rows or columns at most that carry their label, of more every so many
 LINE = 88  # characters of colored text
 
 
@@ -53,7 +53,13 @@ def _width(panel: Panel) -> float:
     """Inches."""
     if panel.style in ("text", "lines"):
         return 9.0
-    return min(8.0, max(5.0, (0.85 if panel.style == "table" else 0.42) * len(panel.columns) + 2.5))
+    return min(8.0 if panel.cells is None else 16.0, max(5.0, _column(panel) * len(panel.columns) + 2.5))
+
+
+def _column(panel: Panel) -> float:
+    if panel.cells is None:
+        return 0.42
+    return 0.25 + 0.075 * max(len(text) for row in panel.cells for text in row)
 
 
 def _height(panel: Panel) -> float:
@@ -61,7 +67,8 @@ def _height(panel: Panel) -> float:
         return 4.0
     if panel.style == "text":
         return 0.6 + 0.3 * len(_wrapped(panel.columns))
-    per_row = 0.34 if panel.values.shape[0] == len(panel.rows) else 1.1  # a label for one row, or for a tile of many
+    tiles = panel.values.shape[0] > len(panel.rows)  # maps side by side, which are square
+    per_row = 4.4 / len(panel.columns) if tiles else 0.34
     return max(1.6, min(9.0, per_row * len(panel.rows) + 1.4))
 
 
@@ -77,17 +84,20 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
 
     colors, low, top = _scale(panel)
     values = panel.values.detach().float().numpy()
+    tiles = len(panel.rows) < len(values)  # maps side by side
     palette = colormaps[colors].with_extremes(bad="#e9e9ec")
-    image = axes.imshow(values, cmap=palette, vmin=low, vmax=top, aspect="auto", interpolation="nearest")
+    image = axes.imshow(
+        values, cmap=palette, vmin=low, vmax=top, aspect="equal" if tiles else "auto", interpolation="nearest"
+    )
     longest = max(map(len, panel.columns), default=0)
     upright = 90 if len(panel.columns) > 8 or longest > 12 else 0
     for labels, size, place, turn in (
         (panel.columns, values.shape[1], axes.set_xticks, upright),
         (panel.rows, values.shape[0], axes.set_yticks, 0),
     ):
-        if len(labels) <= LABELLED:
-            step = size / len(labels)  # 1, unless each stands for several
-            place([(i + 0.5) * step - 0.5 for i in range(len(labels))], map(_short, labels), rotation=turn, fontsize=8)
+        step, every = size / len(labels), -(-len(labels) // LABELLED)  # step 1, unless each stands for several
+        ticks = [(i + 0.5) * step - 0.5 for i in range(0, len(labels), every)]
+        place(ticks, map(_short, labels[::every]), rotation=turn, fontsize=8)
     if panel.cells is not None or values.size <= ANNOTATED:
         for row, column in ((row, column) for row in range(values.shape[0]) for column in range(values.shape[1])):
             value = values[row, column].item()
@@ -96,7 +106,8 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
                 color = "white" if abs(value) > 0.6 * top else "black"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
     if panel.row is not None:
-        axes.axhspan(panel.row - 0.5, panel.row + 0.5, fill=False, edgecolor="#d9662b", linewidth=1.6)
+        axes.axhspan(panel.row - 0.5, panel.row + 0.5, fill=False, edgecolor="#d9662b", linewidth=1.6, clip_on=False)
+    axes.set(xlabel=panel.axes[0], ylabel=panel.axes[1])
     axes.grid(False)
     figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01).ax.tick_params(labelsize=8)
 

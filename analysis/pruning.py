@@ -57,16 +57,17 @@ def _part(name: str, weight: Tensor, groups: list[int], shared: int, D: int) -> 
     return weight.unflatten(axis, (-1, heads[name])).index_select(axis, kept).flatten(axis, axis + 1)
 
 
-def least_important(importance: Importance, n: int) -> list[tuple[int, int]]:
-    """The n (layer, group) of the smallest importance, at least one group of each layer being kept.
-
-    Raises UserError where there are not so many to take.
-    """
-    value = importance.value
-    left = (~value.isnan()).sum(dim=1).tolist()
-    most = sum(left) - len(left)
+def check_count(thinker: Thinker, n: int) -> None:
+    """Raise UserError where n groups cannot be taken out, at least one of each layer being kept."""
+    most = sum(block.attention.n_kv_heads - 1 for block in thinker.blocks)
     if not 1 <= n <= most:
         raise UserError(f"{n} key heads cannot be taken out: 1 to {most} can, since every layer keeps one")
+
+
+def least_important(importance: Importance, n: int) -> list[tuple[int, int]]:
+    """The n (layer, group) of the smallest importance, at least one group of each layer being kept: see check_count."""
+    value = importance.value
+    left = (~value.isnan()).sum(dim=1).tolist()
     found: list[tuple[int, int]] = []
     for flat in value.nan_to_num(torch.inf).flatten().argsort(stable=True).tolist():
         layer, group = divmod(flat, value.shape[1])

@@ -17,6 +17,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from model import Thinker
 
+AXES = "looked at (key)", "who looks (query)"
 EMPTY = "an empty text"  # of beginnings (or of the mean embedding) only
 LENS_COLUMNS = 16  # positions of its picture, the last before the one that is asked for
 Measure = Callable[[Tensor], Tensor]  # (B, H, T, T) -> (B, H, ...)
@@ -39,6 +40,7 @@ class Panel:
     style: Literal["heatmap", "text", "table", "lines"] = "heatmap"
     cells: list[list[str]] | None = None  # of a table
     row: int | None = None  # one to be framed
+    axes: tuple[str, str] = ("", "")  # what columns and rows are
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Prompt:
         """Begun as all its texts. Raises UserError where there are fewer than two tokens, or more than the context."""
         ids = [*tokenizer.prompt_start, *tokenizer.encode(text)]
         if not 2 <= len(ids) <= thinker.config.max_seq_len:
-            raise UserError(f"the prompt has {len(ids)} tokens; there must be 2 to {thinker.config.max_seq_len}")
+            begun = " with the one that begins texts" if tokenizer.prompt_start else ""
+            longest = thinker.config.max_seq_len
+            raise UserError(f"the prompt has {len(ids)} token(s){begun}; there must be 2 to {longest}")
         return cls(torch.tensor(ids, device=thinker.device), [label(tokenizer, i) for i in ids])
 
     def numbered(self) -> list[str]:
@@ -135,9 +139,9 @@ def explain(thinker: Thinker, prompt: Prompt, layer: int, head: int, query: int)
         ("scores, scaled", every, True),
         ("masked: what is not seen is left out", every.masked_fill(blind, torch.nan), True),
         ("softmax: the weights", weights[head].masked_fill(blind, torch.nan), False),
-        ("had every token been seen", every.softmax(dim=-1), False),
+        ("softmax, had every token been seen", every.softmax(dim=-1), False),
     )
-    panels = [Panel(title, x, names, names, signed, row=query) for title, x, signed in pictures]
+    panels = [Panel(title, x, names, names, signed, row=query, axes=AXES) for title, x, signed in pictures]
     return Report(about, [*columns, "weight", "|v|", "weight·|v|"], rows, data, panels, after, across=2)
 
 
@@ -153,9 +157,9 @@ def map_head(thinker: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
         cells = [f"{value:.2f} {prompt.labels[key]} ({key})" for value, key in zip(*(x.tolist() for x in top))]
         rows.append([str(query), text, *cells, *[""] * (3 - len(cells))])
     data = {"layer": layer, "head": head, "tokens": prompt.labels, "weights": weights.tolist()}
-    title = f"layer {layer}, head {head}: rows are queries"
+    title = f"whom each token looks at, layer {layer}, head {head}"
     shown = weights.masked_fill(weights == 0, torch.nan)
-    panel = Panel(title, shown, prompt.numbered(), prompt.numbered(), top=1.0)
+    panel = Panel(title, shown, prompt.numbered(), prompt.numbered(), top=1.0, axes=AXES)
     about = {"layer": layer, "head": head}
     return Report(about, ["query", "token", "looks most at", "then", "then"], rows, data, [panel])
 
@@ -167,6 +171,11 @@ MEASURES = {
     "previous": heads.previous_token,
     "first": heads.first_token,
 }
+TITLES = {
+    "entropy": "entropy (nats)", "normalised": "entropy, of the largest possible", "distance": "mean distance (tokens)",
+    "previous": "share on the previous token", "first": "share on the first token",
+    "duplicate": "duplicate-token score", "induction": "induction score",
+}  # fmt: skip
 ON_REPEATS = {"duplicate": heads.duplicate_token, "induction": heads.induction}
 
 
@@ -237,15 +246,22 @@ def measure_heads(thinker: Thinker, prompt: Prompt | None, random: Tensor, origi
         like = "{1} ({0:.3f})".format(*min(others)) if others else ""
         rows.append([str(layer), str(head), *(f"{values[layer, head]:.3f}" for values in found.values()), like])
     names, sizes = by_layer_and_head(found["entropy"]), ("entropy", "distance")  # the others lie between 0 and 1
-    panels = [Panel(name, x, *names, top=None if name in sizes else 1.0) for name, x in found.items()]
-    panels.insert(0, Panel("what every head looks at", _tiles(thinker, tokens[:1]), *names))
+    panels = [Panel(TITLES[name], x, *names, top=None if name in sizes else 1.0) for name, x in found.items()]
+    panels.insert(0, Panel("whom every head looks at", _tiles(thinker, tokens[:1]), *names))
     what = f"{random.shape[1] // 2} random tokens of {origin}, repeated once"
     about = {"measured on": what if prompt is None else f"the prompt; duplicate and induction on {what}"}
     about["most like"] = (
         "the head of the layer that looks most alike, and how far apart they are (Jensen–Shannon, nats)"
     )
     data = {name: numbers(values) for name, values in found.items()} | {"redundancy": [x.tolist() for x in apart]}
-    return Report(about, ["layer", "head", *found, "most like"], rows, data, panels, across=2)
+    after = f"a head that looks everywhere alike has duplicate and induction scores of {_alike(random):.3f}"
+    return Report(about, ["layer", "head", *found, "most like"], rows, data, panels, after, across=2)
+
+
+def _alike(random: Tensor) -> float:
+    """The induction score of uniform attention."""
+    T = random.shape[1]
+    return sum(1 / (i + 1) for i in range(T // 2, T)) / (T // 2)
 
 
 def _tiles(thinker: Thinker, tokens: Tensor, most: int = 64) -> Tensor:
@@ -262,7 +278,7 @@ def _tiles(thinker: Thinker, tokens: Tensor, most: int = 64) -> Tensor:
     every = pad_sequence(maps, batch_first=True, padding_value=torch.nan)  # (layers, H, S, S)
     gap = 1 + every.shape[-1] // 16
     every = F.pad(every, (0, gap, 0, gap), value=torch.nan)
-    return every.transpose(1, 2).flatten(2).flatten(0, 1)
+    return every.transpose(1, 2).flatten(2).flatten(0, 1)[:-gap, :-gap]
 
 
 @torch.no_grad()
@@ -279,8 +295,9 @@ def show_flow(thinker: Thinker, prompt: Prompt, position: int) -> Report:
     layers = [f"layer {layer}" for layer in range(len(rolled))]
     data = {"position": position, "tokens": prompt.labels, "rollout": rolled.tolist()}
     data |= {"max_flow": None if flows is None else flows.tolist()}
-    panel = Panel(f"rollout from position {position}", rolled, layers, prompt.numbered())
-    after = "" if flows is not None else f"no maximum flow: it takes hours beyond {MOST_FLOWS} tokens"
+    panel = Panel(f"rollout: how much of each token is in position {position}", rolled, layers, prompt.numbered())
+    after = "after each layer the share of the token in that position (rollout); max flow: the most that could arrive"
+    after += "" if flows is not None else f" (left out: it takes hours beyond {MOST_FLOWS} tokens)"
     about = {"position": f"{position} {prompt.labels[position]}"}
     return Report(about, ["key", "token", *layers, "max flow"], rows, data, [panel], after)
 
@@ -312,7 +329,14 @@ def attribute(
     rows += [["part", name, f"{value:+.4f}"] for name, value in sorted(named, key=lambda part: -abs(part[1]))]
     what = label(tokenizer, target) + ("" if against is None else f" rather than {label(tokenizer, against)}")
     about = {"prediction": f"{what}, after position {position % len(prompt.labels)}", "logit": f"{parts.y:.4f}"}
-    data = {"target": target, "against": against, "y": parts.y, "tokens": prompt.labels, "by_token": given.tolist()}
+    data = {
+        "prediction": what,
+        "target": target,
+        "against": against,
+        "y": parts.y,
+        "tokens": prompt.labels,
+        "by_token": given.tolist(),
+    }
     data |= {"embedding": parts.embedding, "heads": numbers(parts.heads), "mlps": parts.mlps.tolist(), "missed": missed}
     data |= {"y_of_empty_text": empty}
     panels = [
@@ -327,6 +351,7 @@ def show_lens(thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: 
     """What the model would say after each layer, at one position: its three likeliest tokens there."""
     position %= len(prompt.tokens)
     before = slice(max(0, position - LENS_COLUMNS + 1), position + 1)
+    n = len(range(*before.indices(len(prompt.tokens))))
     every = attribution.logit_lens(thinker, prompt.tokens, before).softmax(dim=-1).cpu()  # (layers + 1, positions, V)
     top = every[:, -1].topk(min(3, every.shape[-1]), dim=-1)
     names = ["embedding", *(f"layer {layer}" for layer in range(len(every) - 1))]
@@ -334,12 +359,15 @@ def show_lens(thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: 
         [name, *(f"{share:.3f} {label(tokenizer, token)}" for share, token in zip(some.tolist(), tokens.tolist()))]
         for name, some, tokens in zip(names, *top)
     ]
-    data = {"position": position, "top": [[[label(tokenizer, t), t, s] for s, t in zip(a.tolist(), b.tolist())]
-                                          for a, b in zip(*top)]}  # fmt: skip
+    said = [[{"token": label(tokenizer, t), "id": t, "probability": p} for p, t in zip(some.tolist(), tokens.tolist())]
+            for some, tokens in zip(*top)]  # fmt: skip
     about = {"position": f"{position} {prompt.labels[position]}"}
     shares, best = every.max(dim=-1)  # (layers + 1, positions) each
     cells = [[label(tokenizer, token) for token in row] for row in best.tolist()]
+    data = {"position": position, "after": names, "likeliest": said, "tokens": prompt.labels[before], "said": cells}
+    data["probability"] = shares.tolist()
     title = "what the model would say next after each layer, and how surely"
+    title += "" if n == len(prompt.tokens) else f": the last {n} of {position + 1} positions"
     panel = Panel(title, shares, names, prompt.numbered()[before], top=1.0, style="table", cells=cells)
     return Report(about, ["after", "likeliest", "then", "then"][: len(rows[0])], rows, data, [panel])
 
@@ -349,12 +377,14 @@ def show_patch(
 ) -> Report:
     """How much of a prediction comes back when one place of the stream is as in the clean prompt."""
     found = attribution.patch(thinker, clean.tokens, corrupt.tokens, target, against)
-    names = list(found)
-    values = torch.stack([found[name].cpu() for name in names])  # (layers + 1, T)
+    values = torch.stack([x.cpu() for x in found.values()])  # (layers + 1, T)
+    names = ["embedding", *(f"layer {layer}" for layer in range(len(values) - 1))]
     pairs = [a if a == b else f"{a}/{b}" for a, b in zip(clean.labels, corrupt.labels)]
     rows = [[str(at), text, *(f"{x:.3f}" for x in values[:, at].tolist())] for at, text in enumerate(pairs)]
     what = label(tokenizer, target) + ("" if against is None else f" rather than {label(tokenizer, against)}")
     data = {"target": target, "against": against, "tokens": pairs, **{name: x.tolist() for name, x in found.items()}}
     columns = [f"{at} {text}" for at, text in enumerate(pairs)]
     panel = Panel(f"what brings back {what}", values, names, columns, signed=True)
-    return Report({"prediction": what}, ["position", "token", *names], rows, data, [panel])
+    about = {"prediction": what, "clean": "".join(clean.labels), "corrupt": "".join(corrupt.labels)}
+    after = "0: that place brings nothing of the clean prompt's prediction back, 1: all of it"
+    return Report(about, ["position", "token", *names], rows, data, [panel], after)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,12 @@ def parse_arguments() -> argparse.Namespace:
     listed = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     parser = Parser(
         description=f"What a model does with a text, from the inside.\n\ncommands:\n{listed}",
+        epilog='example: %(prog)s runs/quickstart attribute --prompt "Once upon a" --png why.png',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a run directory, a checkpoint, or a Hugging Face folder")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=", ".join(COMMANDS))
-    parser.add_argument("--prompt", metavar="TEXT")
+    parser.add_argument("--prompt", metavar="TEXT", help="what the model reads")
     parser.add_argument("--layer", type=int, metavar="N", help="from 0 (default 0)")
     parser.add_argument("--head", type=int, metavar="N", help="from 0 (default 0)")
     position = "a position, from 0, or from the end below 0 (default -1)"
@@ -100,6 +102,8 @@ def check_together(arguments: argparse.Namespace) -> None:
         raise UserError("--over-training takes every checkpoint; leave out --checkpoint")
     if arguments.texts is not None and arguments.texts < 2:
         raise UserError(f"--texts is {arguments.texts}; it must be at least 2")
+    if arguments.target is not None and arguments.target == arguments.against:
+        raise UserError(f"--target and --against are both {arguments.target!r}; give another token to compare with")
     if command == "patch" and arguments.corrupt is None:
         raise UserError("patch needs a second prompt: --corrupt TEXT")
     if command == "compare" and arguments.other is None and arguments.other_checkpoint is None:
@@ -128,7 +132,8 @@ def one_token(tokenizer: Any, name: str, text: str | None) -> int | None:
         return None
     ids = tokenizer.encode(text, allow_special=True)
     if len(ids) != 1:
-        raise UserError(f"--{name} {text!r} is {len(ids)} tokens of this model; one is wanted (with its space: ' cat')")
+        parts = " ".join(repr(tokenizer.decode([i])) for i in ids)
+        raise UserError(f"--{name} {text!r} is {len(ids)} tokens of this model, {parts}; one is wanted, as in ' cat'")
     return ids[0]
 
 
@@ -197,6 +202,8 @@ def of_heads(
         checkpoint.save(arguments.out, left, {"step": 0})
         tokenizer.save(arguments.out)
         print(f"wrote {arguments.out}: python generate.py {arguments.out}", file=sys.stderr)
+    else:
+        print("nothing is written; --out FOLDER writes the smaller model", file=sys.stderr)
     return report
 
 
@@ -205,9 +212,11 @@ def steps_of(run: Path, device: Any) -> list[tuple[int, Any]]:
     from storage import load
     from storage.checkpoint import list_checkpoints
 
-    found = list_checkpoints(run / "checkpoints") if (run / "checkpoints").is_dir() else []
+    if not (run / "checkpoints").is_dir():
+        raise UserError(f"{run} is no run directory; --over-training needs the checkpoints of one")
+    found = list_checkpoints(run / "checkpoints")
     if len(found) < 2:
-        raise UserError(f"{run} has {len(found)} checkpoints; train with train.keep_every=N, which keeps some")
+        raise UserError(f"{run} keeps {len(found)} checkpoints; train with train.keep_every=N, which keeps more")
     return [(int(path.name.split("-")[1]), lambda path=path: load(path, device)[0]) for path in found]
 
 
@@ -241,6 +250,8 @@ def main() -> int:
     else:
         report, start = of_prompt(arguments, thinker, tokenizer, prompt)
     text, title = json.dumps(report.data), f"{arguments.model}: {arguments.command}"
+    if arguments.prompt is not None:
+        title += f" · {textwrap.shorten(arguments.prompt, 70, placeholder=' …')}"
     print(text if arguments.json == "-" else report.table())
     if arguments.json not in (None, "-"):
         write(Path(arguments.json), text)
@@ -256,7 +267,16 @@ def main() -> int:
         if prompt is not None:
             explorer = page.gather(thinker, tokenizer, prompt, around=tuple(at.values()) or (0, 0), **start)
         at |= {"position": start.get("position", -1), "view": VIEWS.get(arguments.command, "attention")}
-        page.write_page(arguments.html, title, report, explorer, **at)
+        fold = explorer is not None and arguments.command in (
+            "explain",
+            "map",
+            "attribute",
+            "lens",
+        )  # it shows the same
+        page.write_page(arguments.html, title, report, explorer, **at, fold=fold)
+    for file in (arguments.png, arguments.html, arguments.json):
+        if file not in (None, "-"):
+            print(f"wrote {file}", file=sys.stderr)
     return 0
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_script
@@ -116,8 +117,11 @@ def test_what_a_prediction_is_made_of(command, tiny_run, model, tmp_path):
     parts = found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"]))
     assert parts == pytest.approx(found["y"], abs=1e-4)
     lens = json.loads(command(tiny_run, "lens", "--prompt", PROMPT, "--json"))
-    assert lens["top"][-1][0][1] == logits.argmax().item()
-    assert lens["top"][-1][0][2] == pytest.approx(logits.softmax(-1).max().item(), abs=1e-5)
+    assert lens["likeliest"][-1][0]["id"] == logits.argmax().item()
+    assert lens["likeliest"][-1][0]["probability"] == pytest.approx(logits.softmax(-1).max().item(), abs=1e-5)
+    assert lens["probability"][-1][-1] == lens["likeliest"][-1][0]["probability"]
+    assert lens["said"][-1][-1] == lens["likeliest"][-1][0]["token"]
+    assert len(lens["tokens"]) == len(lens["said"][0]) == min(16, tokens.shape[0])
     assert "embedding" in command(tiny_run, "lens", "--prompt", PROMPT)
 
 
@@ -204,9 +208,15 @@ def test_two_steps_of_a_run(command, four_heads, tmp_path):
     assert "= 0.0000 nats a token; the same likeliest token at 100.0%" in itself
 
 
-def test_models_that_cannot_be_compared(command, four_heads, tiny_run):
-    with pytest.raises(UserError, match="the two models have other heads"):
-        command(four_heads, "compare", "--other", tiny_run)
+def test_models_with_other_heads_are_compared_by_what_they_predict(command, four_heads, tiny_run, tmp_path):
+    for given in (), ("--prompt", PROMPT):
+        found = json.loads(command(four_heads, "compare", "--other", tiny_run, *given, "--json"))
+        assert np.mean(found["by_position"]) == pytest.approx(found["divergence_of_predictions"], abs=1e-5)
+        assert found["divergence_of_predictions"] > 0
+        assert "apart" not in found
+    assert "[4, 4] and [2, 2] by layer" in command(
+        four_heads, "compare", "--other", tiny_run, "--png", tmp_path / "c.png"
+    )
 
 
 def test_pruning_for_good(command, four_heads, tmp_path):
@@ -281,9 +291,10 @@ def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
         (["map", "--prompt", "ab", "--layer", "2"], "--layer is 2; there are 2"),
         (["map", "--prompt", "ab", "--head", "-1"], "--head is -1"),
         (["explain", "--prompt", "ab", "--query", "99"], "--query is 99"),
-        (["map", "--prompt", ""], "the prompt has 1 tokens"),
+        (["map", "--prompt", ""], "the prompt has 1 token.s. with the one that begins texts; there must be 2 to"),
         (["map", "--prompt", "x" * 999], "the prompt has"),
-        (["attribute", "--prompt", "ab", "--target", "xyzw,xyzw"], "tokens of this model; one is wanted"),
+        (["attribute", "--prompt", "ab", "--target", "xyzw,xyzw"], "tokens of this model, .*; one is wanted"),
+        (["attribute", "--prompt", "ab", "--target", "a", "--against", "a"], "are both 'a'"),
         (["patch", "--prompt", "ab"], "--corrupt"),
         (["patch", "--prompt", "ab", "--corrupt", "x7y7z"], "as many tokens"),
         (["lens", "--prompt", "ab", "--count", "1"], "--count does not go with lens"),
@@ -302,6 +313,7 @@ def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
         (["prune", "--groups", "0.0"], "layer 0 would have no head left"),
         (["prune", "--count", "1"], "1 key heads cannot be taken out: 1 to 0 can"),
         (["prune", "--count", "1", "--texts", "2"], "2 texts are too few"),
+        (["map", "--prompt", "ab", "--json", "nowhere/x"], "its folder does not exist"),
         (["prune", "--count", "1", "--out", "."], "--out . exists; give a new folder"),
         (["map", "--prompt", "ab", "--png", "nowhere/x.png"], "cannot write nowhere/x.png"),
     ],

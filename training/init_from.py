@@ -75,7 +75,9 @@ def take_up(
 def _refuse_another(spec: str, tokenizer: Tokenizer, source: str) -> None:
     same = check_spec(spec) == "path" and load_tokenizer(spec).content_hash == tokenizer.content_hash
     if not same:
-        raise UserError(f"data.tokenizer={spec} is not that of run.init_from={source}; leave it out")
+        raise UserError(
+            f"data.tokenizer={spec} is not that of run.init_from={source}; leave it out: data.tokenizer=null"
+        )
 
 
 def _with_template(

@@ -109,8 +109,13 @@ def test_the_least_important_are_taken():
     found = heads.Importance(value, value, value)
     assert pruning.least_important(found, 1) == [(1, 1)]
     assert pruning.least_important(found, 3) == [(1, 1), (0, 1), (0, 2)]  # each layer keeps its best one
-    with pytest.raises(UserError, match="4 key heads cannot be taken out: 1 to 3 can"):
-        pruning.least_important(found, 4)
+
+
+def test_one_key_head_stays_in_each_layer(make_thinker):
+    pruning.check_count(make_thinker(n_kv_heads=2), 2)
+    for n in (0, 3):
+        with pytest.raises(UserError, match=f"{n} key heads cannot be taken out: 1 to 2 can"):
+            pruning.check_count(make_thinker(n_kv_heads=2), n)
 
 
 @pytest.mark.parametrize(
