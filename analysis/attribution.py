@@ -24,6 +24,12 @@ def prediction(logits: Tensor, target: int, against: int | None = None, position
     return at[:, target] if against is None else at[:, target] - at[:, against]
 
 
+def predict(thinker: Thinker, target: int, against: int | None, position: int, **given: Tensor) -> Tensor:
+    """y of each text, (B,), with the logits of one position alone: of `tokens` (B, T) or `embeddings` (B, T, C)."""
+    with thinker.edit({"norm": lambda x: x[:, [position]]}):
+        return prediction(thinker(**given), target, against)
+
+
 def gradient_times_attention(
     thinker: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
 ) -> Tensor:
@@ -37,7 +43,8 @@ def gradient_times_attention(
         y = prediction(thinker(tokens[None]), target, against, position).sum()
         weights = list(seen.values())  # (1, H, T, T) each
         gradients = torch.autograd.grad(y, weights)
-    return torch.stack([(A * g)[0] for A, g in zip(weights, gradients)]).detach()
+    each = [(A * g)[0].detach() for A, g in zip(weights, gradients)]
+    return pad_sequence(each, batch_first=True, padding_value=torch.nan)
 
 
 def integrated_gradients(
@@ -67,15 +74,15 @@ def integrated_gradients(
         if isinstance(baseline, int):
             baseline = thinker.embedding(torch.tensor(baseline, device=x.device))
         empty = (thinker.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
-        ends = [prediction(thinker(embeddings=end[None]), target, against, position).item() for end in (x, empty)]
-    rows, points = max(1, 2**24 // (len(tokens) * thinker.config.vocab_size)), 32
+        ends = [predict(thinker, target, against, position, embeddings=end[None]).item() for end in (x, empty)]
+    rows, points = max(1, 2**13 // len(tokens)), 32
     while True:
         nodes, shares = (torch.from_numpy(part).to(x.device) for part in np.polynomial.legendre.leggauss(points))
         total = torch.zeros_like(x, dtype=torch.float64)
         for some, share in zip(((nodes + 1) / 2).split(rows), (shares / 2).split(rows)):
             with torch.enable_grad():
                 inputs = (empty + some[:, None, None].to(x.dtype) * (x - empty)).requires_grad_()  # (rows, T, C)
-                y = prediction(thinker(embeddings=inputs), target, against, position).sum()
+                y = predict(thinker, target, against, position, embeddings=inputs).sum()
                 (gradient,) = torch.autograd.grad(y, inputs)
             total += torch.einsum("r,rtc->tc", share, gradient.double())
         given = (total * (x - empty).double()).sum(dim=-1)  # (T,)
@@ -162,22 +169,23 @@ def patch(
     if clean.shape != corrupt.shape:
         raise UserError(f"the prompts must have as many tokens: {len(clean)} and {len(corrupt)}")
     with thinker.tap(*names) as seen:
-        best = prediction(thinker(clean[None]), target, against, position).item()
-    worst = prediction(thinker(corrupt[None]), target, against, position).item()
+        best = predict(thinker, target, against, position, tokens=clean[None]).item()
+    worst = predict(thinker, target, against, position, tokens=corrupt[None]).item()
     if best == worst:
         raise UserError("the prediction is the same for both prompts: there is nothing to bring back")
     T, found = len(clean), {}
-    rows = torch.arange(T, device=corrupt.device)
     for name, kept in seen.items():
-
-        def put(x: Tensor, kept: Tensor = kept) -> Tensor:
-            x = x.clone()  # (T, T, ...): the corrupt prompt T times
-            x[rows, rows] = kept[0]
-            return x
-
         if kept.dim() != 3:
             raise UserError(f"{name} cannot be patched by position; take the residual stream, an output or one head")
-        with thinker.edit({name: put}):
-            y = prediction(thinker(corrupt.expand(T, T)), target, against, position)  # (T,)
-        found[name] = (y - worst) / (best - worst)
+        parts = []
+        for places in torch.arange(T, device=corrupt.device).split(max(1, 2**13 // T)):
+
+            def put(x: Tensor, kept: Tensor = kept, places: Tensor = places) -> Tensor:
+                x = x.clone()  # (rows, T, ...): the corrupt prompt, each to be mended at one place
+                x[torch.arange(len(places)), places] = kept[0, places]
+                return x
+
+            with thinker.edit({name: put}):
+                parts.append(predict(thinker, target, against, position, tokens=corrupt.expand(len(places), T)))
+        found[name] = (torch.cat(parts) - worst) / (best - worst)  # (T,)
     return found

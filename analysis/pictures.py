@@ -75,6 +75,8 @@ def _height(panel: Panel) -> float:
 def _scale(panel: Panel) -> tuple[str, float, float]:
     """The palette, and the values where it begins and ends."""
     known = panel.values[~panel.values.isnan()]
+    if not len(known):
+        return "Blues", 0.0, 1.0
     top = panel.top or known.abs().max().item() or 1.0
     return ("RdBu_r", -top, top) if panel.signed else ("Blues", min(0.0, known.min().item()), top)
 
@@ -155,11 +157,12 @@ def _box(x: float, y: float, width: float, color: Any) -> Any:
 
 def _lines(figure: Any, axes: Any, panel: Panel) -> None:
     """A line for each column over the rows, whose labels are numbers; those that get highest are named."""
+    palette = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # C7 is grey, as are those without a name
     x, values = [float(row) for row in panel.rows], panel.values
     ends = values.nan_to_num(-math.inf).amax(dim=0).argsort(descending=True).tolist()
     for rank, column in enumerate(ends):
-        named = rank < 6
-        style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": f"C{column % 10}"}
+        named = rank < 8
+        style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": palette[column % 9]}
         axes.plot(x, values[:, column].tolist(), **style if named else {"linewidth": 0.9, "color": GREY, "alpha": 0.5})
     axes.set(xlabel="step", ylim=(-0.02, panel.top and panel.top * 1.02))
     axes.grid(alpha=0.25)

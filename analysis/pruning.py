@@ -36,7 +36,8 @@ def prune(thinker: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     ThinkerConfig.from_dict(values)  # may say no
     if len(set(sizes)) == 1:
         values |= {"n_heads": sizes[0] * shared, "n_kv_heads": sizes[0], "kv_heads_by_layer": None}
-    new = Thinker(ThinkerConfig.from_dict(values)).to(thinker.device).eval()
+    new = Thinker(ThinkerConfig.from_dict(values)).to(thinker.device, thinker.embedding.weight.dtype).eval()
+    new.activation_dtype = thinker.activation_dtype
     weights = {}
     for name, weight in thinker.state_dict().items():
         parts = name.split(".")

@@ -103,48 +103,6 @@ def label(tokenizer: Tokenizer, token: int) -> str:
     return "".join("·" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text) or f"<{token}>"
 
 
-def explain(thinker: Thinker, prompt: Prompt, layer: int, head: int, query: int) -> Report:
-    """Every number of one attention row: scores, scaling, mask, softmax, weighted sum (Vaswani et al. 2017, eq. 1)."""
-    path, query = f"blocks.{layer}.attention", query % len(prompt.tokens)
-    names = [f"{path}.{part}" for part in ("q", "k", "v", "weights", "heads")]
-    with torch.no_grad(), thinker.tap(*names) as seen:
-        thinker(prompt.tokens[None])
-    q, k, v, weights, z = (seen[name][0].double().cpu() for name in names)
-    group = head // (len(q) // len(k))  # the key head that this query head shares
-    every = q[head] @ k[group].T * q.shape[-1] ** -0.5  # (T, T)
-    softcap = thinker.config.softcap
-    every = every if softcap is None else softcap * torch.tanh(every / softcap)
-    scores, capped = k[group] @ q[head, query], every[query]  # (T,) each
-    scaled = scores * q.shape[-1] ** -0.5
-    row, sizes = weights[head, query], v[group].norm(dim=-1)  # (T,) each
-    visible = row > 0
-    total = capped[visible].exp().sum()
-    rows = [
-        [str(at), text, f"{scores[at]:.4f}", f"{scaled[at]:.4f}"]
-        + ([f"{capped[at]:.4f}"] if softcap is not None else [])
-        + (["yes", f"{capped[at].exp():.4f}", f"{row[at]:.4f}"] if visible[at] else ["no", "", "0"])
-        + [f"{sizes[at]:.4f}", f"{row[at] * sizes[at]:.4f}"]
-        for at, text in enumerate(prompt.labels)
-    ]
-    columns = ["key", "token", "q·k", f"÷ √{q.shape[-1]}", *(["capped"] if softcap is not None else []), "seen", "exp"]
-    made = row @ v[group]  # (D,)
-    after = f"Σ exp = {total:.4f}; the weighted sum of the values has the length {made.norm():.4f}, the head's output "
-    after += f"{z[head, query].norm():.4f}"
-    about = {"layer": layer, "head": f"{head}, of key head {group}", "query": f"{query} {prompt.labels[query]}"}
-    data = {"layer": layer, "head": head, "query": query, "tokens": prompt.labels, "q": q[head, query].tolist()}
-    data |= {"scores": scores.tolist(), "scaled": scaled.tolist(), "capped": capped.tolist(), "weights": row.tolist()}
-    data |= {"values": v[group].tolist(), "output": made.tolist(), "head_output": z[head, query].tolist()}
-    names, blind = prompt.numbered(), weights[head] == 0
-    pictures = (
-        ("scores, scaled", every, True),
-        ("masked: what is not seen is left out", every.masked_fill(blind, torch.nan), True),
-        ("softmax: the weights", weights[head].masked_fill(blind, torch.nan), False),
-        ("softmax, had every token been seen", every.softmax(dim=-1), False),
-    )
-    panels = [Panel(title, x, names, names, signed, row=query, axes=AXES) for title, x, signed in pictures]
-    return Report(about, [*columns, "weight", "|v|", "weight·|v|"], rows, data, panels, after, across=2)
-
-
 def map_head(thinker: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
     """Whom each token looks at in one head: its three largest weights."""
     name = f"blocks.{layer}.attention.weights"
@@ -154,7 +112,8 @@ def map_head(thinker: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
     rows = []
     for query, text in enumerate(prompt.labels):
         top = weights[query].topk(min(3, query + 1))
-        cells = [f"{value:.2f} {prompt.labels[key]} ({key})" for value, key in zip(*(x.tolist() for x in top))]
+        pairs = zip(*(x.tolist() for x in top))
+        cells = [f"{value:.2f} {prompt.labels[key]} ({key})" for value, key in pairs if value > 0]
         rows.append([str(query), text, *cells, *[""] * (3 - len(cells))])
     data = {"layer": layer, "head": head, "tokens": prompt.labels, "weights": weights.tolist()}
     title = f"whom each token looks at, layer {layer}, head {head}"
@@ -297,7 +256,7 @@ def show_flow(thinker: Thinker, prompt: Prompt, position: int) -> Report:
     data |= {"max_flow": None if flows is None else flows.tolist()}
     panel = Panel(f"rollout: how much of each token is in position {position}", rolled, layers, prompt.numbered())
     after = "after each layer the share of the token in that position (rollout); max flow: the most that could arrive"
-    after += "" if flows is not None else f" (left out: it takes hours beyond {MOST_FLOWS} tokens)"
+    after += "" if flows is not None else f" (left out: it takes long beyond {MOST_FLOWS} tokens)"
     about = {"position": f"{position} {prompt.labels[position]}"}
     return Report(about, ["key", "token", *layers, "max flow"], rows, data, [panel], after)
 
@@ -344,6 +303,8 @@ def attribute(
         Panel("what the heads give (direct logit attribution)", parts.heads, *by_layer_and_head(parts.heads), True),
     ]
     after = f"parts add up to {parts.sum():.4f}; tokens, with the {empty:.4f} of {EMPTY}, to {parts.y + missed:.4f}"
+    if abs(missed) > 0.05 * max(1, abs(parts.y - empty)):
+        after += ": the integral is not reached, read them with care"
     return Report(about, ["of", "what", "gives"], rows, data, panels, after)
 
 

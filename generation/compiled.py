@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from attention.looking import Placement
+from errors import UserError
 from model import KVCache, Thinker
+from model.taps import is_open
 
 
 class CompiledThinker:
@@ -32,6 +34,8 @@ class CompiledThinker:
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """tokens (B, 1) -> logits (B, 1, V)."""
+        if is_open(self.thinker):
+            raise UserError("a compiled model cannot be tapped or edited; leave compile out")
         if not tokens.is_cuda and len(tokens) > 1:
             return self.thinker(tokens, cache=cache)
         cache.fixed = tokens.is_cuda

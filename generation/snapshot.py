@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from errors import UserError
 from generation.int8 import Int8Linear
 from model import Thinker
 from model.attention import Attention
 from model.linear import Linear
 from model.norm import RMSNorm
+from model.taps import is_open
 
 
 @torch.no_grad()
@@ -30,6 +32,8 @@ def for_decoding(thinker: Thinker, dtype: torch.dtype = torch.float32, int8: boo
         bias = torch.cat(biases).to(dtype) if biases else None
         return Int8Linear(weight, bias) if int8 else _linear(weight.to(dtype), bias)
 
+    if is_open(thinker):
+        raise UserError("what is tapped or edited is not taken along: open that on generator.thinker instead")
     device = thinker.device
     with torch.device("meta"):
         snapshot = Thinker(thinker.config)  # its shape alone

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention.attend import ROWS, Sight
@@ -37,9 +37,11 @@ class LinearAttention(Attention):
     def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], Sight]) -> Tensor:
         """The matrix that the sums come to: what they make of values that are the unit vectors, some at a time."""
         sight, T = see(slice(None)), k.shape[2]
-        unit = torch.eye(T, device=k.device).expand(*k.shape[:2], -1, -1)  # (B, K, T, T)
-        mix = partial(LinearAttention.mix, self, q.float(), k.float(), sight=sight, cache=None)
-        return torch.cat([mix(v=part) for part in unit.split(ROWS, dim=-1)], dim=-1)  # (B, H, T, T)
+        weights = q.new_empty(*q.shape[:3], T, dtype=torch.float32)
+        for keys in torch.arange(T, device=k.device).split(ROWS):
+            unit = F.one_hot(keys, T).float().T.expand(*k.shape[:2], -1, -1)  # (B, K, T, ROWS)
+            weights[..., keys] = LinearAttention.mix(self, q.float(), k.float(), unit, sight, None)
+        return weights
 
     @torch._disable_dynamo  # as in kernels/blockwise.py
     def draw(self, device: torch.device) -> Tensor:

@@ -66,7 +66,7 @@ def taps(thinker: Thinker, names: tuple[str, ...], edits: Mapping[str, Edit]) ->
     """While it is open, keep what is named of every pass, and change what `edits` names.
 
     `*` in a name stands for one part of it. Where several are open, each sees what those before it have changed. Not
-    for a compiled model. Raises UserError for a name that there is not.
+    for a compiled model, nor for several threads at once. Raises UserError for a name that there is not.
     """
     seen, hooks, known = Seen(), [], tap_names(thinker)
     for name in _matching(names, known):
@@ -84,6 +84,8 @@ def taps(thinker: Thinker, names: tuple[str, ...], edits: Mapping[str, Edit]) ->
     finally:
         points.hooks = [hook for hook in points.hooks if hook not in hooks]
         points.lay()
+        if not points.hooks:
+            vars(thinker).pop("_points", None)
 
 
 def _matching(patterns: tuple[str, ...], known: list[str]) -> list[str]:
@@ -105,8 +107,18 @@ def _change(name: str, edit: Edit, x: Tensor) -> Tensor:
         if edit not in ("zero", "mean"):
             raise UserError(f"{name} cannot become {edit!r}; it can be zero, mean, a number, a tensor or a function's")
         places = 0 if name.endswith("weights") else (0, 2) if name.endswith("heads") else (0, 1)
-        edit = x.mean(dim=places, keepdim=True) if edit == "mean" else 0.0  # of this pass: over texts and positions
+        edit = x.mean(dim=places, keepdim=True) if edit == "mean" else 0.0  # of this pass
     return torch.as_tensor(edit, dtype=x.dtype, device=x.device).expand_as(x)
+
+
+def _need_logits(_: nn.Module, given: tuple, options: dict[str, Any]) -> None:
+    if options.get("targets") is not None:
+        raise UserError("with targets a pass makes no logits that could be tapped or edited")
+
+
+def is_open(thinker: Thinker) -> bool:
+    """Whether anything of it is tapped or edited."""
+    return "_points" in vars(thinker)
 
 
 class Points:
@@ -115,6 +127,9 @@ class Points:
     def __init__(self, thinker: Thinker) -> None:
         self.thinker, self.undo = thinker, ExitStack()
         self.hooks: list[tuple[str, Callable[[Tensor], Tensor | None]]] = []
+
+    def __deepcopy__(self, memo: dict) -> Points:
+        raise UserError("a model cannot be copied while its activations are tapped or edited; close that before")
 
     def through(self, name: str, x: Tensor) -> Tensor:
         """x after all hooks of that name; x itself where none changes it, a view where one gives it back."""
@@ -140,6 +155,8 @@ class Points:
         if "embedding" in names:
             embed = thinker.embed
             self.replace(thinker, "embed", lambda *given: self.through("embedding", embed(*given)))
+        if "logits" in names:
+            self.undo.callback(thinker.register_forward_pre_hook(_need_logits, with_kwargs=True).remove)
         for name in names - {"embedding"} - {name for _, some in inside for name in some}:
             if name.endswith(".hidden"):
                 module = thinker.get_submodule(name.removesuffix("hidden") + "down_proj")
@@ -186,10 +203,12 @@ class Points:
         cache: Any,
     ) -> Tensor:
         """Attention.mix, with its hooks called on what it is given, and on the weights."""
-        if cache is not None and not isinstance(module, LinearAttention):
+        held = cache is not None and not isinstance(module, LinearAttention)
+        if held:  # views of what later passes will overwrite
             (q, k, v), cache = cache.store(q, k, v, sight), None
         for name, x in (("q", q), ("k", k), ("v", v)):
-            self.through(f"{path}.{name}", x)
+            if name in wanted:
+                self.through(f"{path}.{name}", x.clone() if held else x)
         if "weights" not in wanted:
             return mix(q, k, v, sight, cache)
         if cache is not None:

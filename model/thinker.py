@@ -252,8 +252,9 @@ class Thinker(nn.Module):
     def edit(self, changes: Mapping[str, Edit]) -> AbstractContextManager[Seen]:
         """`with thinker.edit({"blocks.3.attention.heads.1": "zero"}):` changes what passes there.
 
-        To "zero"; "mean", that of the pass, over its texts and positions; a number or a tensor that can be broadcast;
-        or what a function makes of it. Raises UserError for a name that there is not, or whose activation is only seen.
+        To "zero"; "mean", that of the pass, over its texts and positions (of weights over texts); a number or a tensor
+        that can be broadcast; or what a function makes of it. Raises UserError for a name that there is not, or whose
+        activation is only seen.
         """
         return taps(self, (), changes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import textwrap
@@ -83,6 +84,11 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def needs_text(arguments: argparse.Namespace) -> bool:
+    """Whether it measures the loss on texts."""
+    return arguments.importance is not None or arguments.command == "prune"
+
+
 def check_together(arguments: argparse.Namespace) -> None:
     """Refuse what would not be read, what is missing, and files that cannot be written, before long work begins."""
     command = arguments.command
@@ -91,12 +97,11 @@ def check_together(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} does not go with {command}; leave it out")
     if arguments.prompt is None and command not in WITHOUT_PROMPT:
         raise UserError(f"{command} needs a text: --prompt TEXT")
-    needs_text = arguments.importance is not None or command == "prune"
-    if arguments.prompt is not None and needs_text:
+    if arguments.prompt is not None and needs_text(arguments):
         raise UserError("importance is measured on many texts (--text FILE), not on a --prompt; leave it out")
-    if not needs_text and (arguments.text is not None or arguments.texts is not None):
+    if not needs_text(arguments) and (arguments.text is not None or arguments.texts is not None):
         raise UserError("--text and --texts are read with --importance; leave them out")
-    if arguments.over_training and needs_text:
+    if arguments.over_training and needs_text(arguments):
         raise UserError("--over-training and --importance contradict each other; leave one out")
     if arguments.over_training and arguments.checkpoint != "latest":
         raise UserError("--over-training takes every checkpoint; leave out --checkpoint")
@@ -116,6 +121,13 @@ def check_together(arguments: argparse.Namespace) -> None:
     for file in (Path(file) for file in files.values() if file not in (None, "-")):
         if not file.absolute().parent.is_dir():
             raise UserError(f"cannot write {file}: its folder does not exist")
+        if file.is_dir():
+            raise UserError(f"cannot write {file}: it is a folder")
+        if not os.access(file.absolute().parent, os.W_OK):
+            raise UserError(f"cannot write {file}: nothing can be written in its folder")
+    given = [Path(file).absolute() for file in files.values() if file not in (None, "-")]
+    if len(set(given)) < len(given):
+        raise UserError(f"{given[0].name} is named twice; each result needs a file of its own")
 
 
 def chosen(name: str, value: int | None, size: int, default: int) -> int:
@@ -140,6 +152,7 @@ def one_token(tokenizer: Any, name: str, text: str | None) -> int | None:
 def of_prompt(arguments: argparse.Namespace, thinker: Any, tokenizer: Any, prompt: Any) -> tuple[Any, dict[str, Any]]:
     """The report of a command about one prompt, and where a page about it begins."""
     from analysis import reports
+    from analysis.explain import explain
 
     command = arguments.command
     layer = chosen("layer", arguments.layer, len(thinker.blocks), 0)
@@ -151,7 +164,7 @@ def of_prompt(arguments: argparse.Namespace, thinker: Any, tokenizer: Any, promp
         target = reports.choose_target(thinker, prompt, position)
     match command:
         case "explain":
-            report = reports.explain(thinker, prompt, layer, head, position)
+            report = explain(thinker, prompt, layer, head, position)
         case "map":
             report = reports.map_head(thinker, prompt, layer, head)
         case "flow":
@@ -176,7 +189,7 @@ def of_heads(
 
     if arguments.importance is None and arguments.command != "prune":
         with tempfile.TemporaryDirectory() as scratch:
-            ids = ids_in_use(folder, tokenizer, Path(scratch))
+            ids = None if tokenizer is None else ids_in_use(folder, tokenizer, Path(scratch))
         origin = "the whole vocabulary" if ids is None else "those in the run's text"
         given = prompt, reports.random_repeats(thinker, ids), origin
     if arguments.command == "compare":
@@ -240,8 +253,8 @@ def main() -> int:
     tune(device)
     folder = find_model(arguments.model, arguments.checkpoint)
     thinker, tokenizer = load(folder, device)
-    if tokenizer is None:
-        raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a prompt")
+    if tokenizer is None and (arguments.prompt is not None or needs_text(arguments)):
+        raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a text")
     prompt, start = None, {}
     if arguments.prompt is not None:
         prompt = Prompt.read(thinker, tokenizer, arguments.prompt)
@@ -249,7 +262,11 @@ def main() -> int:
         report = of_heads(arguments, folder, thinker, tokenizer, prompt, device)
     else:
         report, start = of_prompt(arguments, thinker, tokenizer, prompt)
-    text, title = json.dumps(report.data), f"{arguments.model}: {arguments.command}"
+    try:
+        text = json.dumps(report.data, allow_nan=False)
+    except ValueError as error:
+        raise UserError(f"what {arguments.model} computes is not finite: {error}") from error
+    title = f"{arguments.model}: {arguments.command}"
     if arguments.prompt is not None:
         title += f" · {textwrap.shorten(arguments.prompt, 70, placeholder=' …')}"
     print(text if arguments.json == "-" else report.table())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from built import V, induction_circuit
 
-from analysis import attribution
+from analysis import attribution, pruning
 from errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,3 +126,17 @@ def test_patching_all_of_the_stream_brings_all_of_it_back(make_thinker, tokens):
         attribution.patch(thinker, tokens, tokens, 3)
     with pytest.raises(UserError, match="cannot be patched by position"):
         attribution.patch(thinker, tokens, corrupt, 3, names=["blocks.0.attention.weights"])
+
+
+def test_gradient_times_attention_of_a_pruned_model(make_thinker, tokens):
+    left = pruning.prune(make_thinker(n_kv_heads=4), [(0, 3)])
+    found = attribution.gradient_times_attention(left, tokens, 3, 7)
+    assert found.isnan().flatten(2).all(2).tolist() == [[False] * 3 + [True], [False] * 4]
+
+
+def test_one_position_alone_is_predicted(make_thinker, tokens):
+    thinker = make_thinker()
+    for position in (0, 5, -1):
+        found = attribution.predict(thinker, 3, 7, position, tokens=tokens[None])
+        logits = thinker(tokens[None])[0, position]
+        assert found.item() == pytest.approx((logits[3] - logits[7]).item(), abs=1e-5)

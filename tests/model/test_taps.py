@@ -1,5 +1,7 @@
 """Taps: what is kept is what the pass had, and keeping it changes not a bit; what is changed is what an edit says."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,8 @@ from test_forms import ATTENTION, close, forms
 
 from errors import UserError
 from generation import Generator, SamplingParams
+from generation.compiled import CompiledThinker
+from generation.snapshot import for_decoding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T = 20
@@ -202,3 +206,29 @@ def test_a_layer_without_keys_has_no_weights_with_a_cache(make_thinker, tokens):
     thinker = make_thinker(attention=["full", "linear(16)"])
     with thinker.tap("blocks.1.attention.weights"), pytest.raises(UserError, match="linear attention keeps no keys"):
         thinker(tokens, cache=thinker.new_cache(2))
+
+
+def test_what_is_kept_of_a_cache_stays(make_thinker):
+    thinker = make_thinker(attention="window(4)")
+    path, cache = "blocks.0.attention", thinker.new_cache(1, 40)
+    with torch.no_grad(), thinker.tap(f"{path}.v", f"{path}.weights", f"{path}.heads") as seen:
+        for token in range(20):
+            thinker(torch.tensor([[token]]), cache=cache)
+    for v, weights, heads in zip(*(seen.passes[f"{path}.{part}"] for part in ("v", "weights", "heads"))):
+        torch.testing.assert_close(weights @ v.repeat_interleave(2, dim=1), heads, rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_tapped_or_edited_says_so(make_thinker):
+    thinker = make_thinker(vocab_size=300)
+    tokens = torch.arange(6)[None]
+    with thinker.edit({"blocks.0.mlp": "zero"}):
+        with pytest.raises(UserError, match="open that on generator.thinker"):
+            for_decoding(thinker)
+        with pytest.raises(UserError, match="close that before"):
+            copy.deepcopy(thinker)
+        with pytest.raises(UserError, match="leave compile out"):
+            CompiledThinker(thinker)(tokens[:, :1], thinker.new_cache(1))
+    with thinker.tap("logits"), pytest.raises(UserError, match="makes no logits"):
+        thinker(tokens, targets=tokens)
+    thinker(tokens, targets=tokens)
+    assert torch.equal(copy.deepcopy(thinker)(tokens), thinker(tokens))
