@@ -1,5 +1,6 @@
 """scripts/inspect_model.py as a user runs it: tables, JSON and pictures of what the model computed, one-line errors."""
 
+import copy
 import importlib.util
 import json
 import math
@@ -16,6 +17,7 @@ from conftest import ROOT, run_script
 import storage
 from analysis import attribution, heads, reports
 from errors import UserError
+from storage import checkpoint
 from training.held_out import ids_in_use, sample_texts
 
 INSPECT = ROOT / "scripts" / "inspect_model.py"
@@ -209,6 +211,24 @@ def test_two_steps_of_a_run(command, four_heads, tmp_path):
     assert "= 0.0000 nats a token; the same likeliest token at 100.0%" in itself
 
 
+def test_without_a_tokenizer_what_needs_none(command, tiny_run, model, tmp_path):
+    shutil.copytree(next((tiny_run / "checkpoints").glob("step-*")), tmp_path / "step-00000040")
+    assert "random tokens of the whole vocabulary" in command(tmp_path / "step-00000040", "heads")
+    with pytest.raises(UserError, match="has no tokenizer, so it cannot read a text"):
+        command(tmp_path / "step-00000040", "map", "--prompt", "ab")
+
+
+def test_numbers_that_are_none_end_in_one_line(command, model, tmp_path):
+    thinker, tokenizer = copy.deepcopy(model[0]), model[1]
+    with torch.no_grad():
+        thinker.blocks[0].mlp.up_proj.weight.fill_(torch.nan)
+    checkpoint.save(tmp_path / "nan", thinker, {"step": 0})
+    tokenizer.save(tmp_path / "nan")
+    for name in ("lens", "attribute"):
+        with pytest.raises(UserError, match="not finite"):
+            command(tmp_path / "nan", name, "--prompt", "ab")
+
+
 def test_models_with_other_heads_are_compared_by_what_they_predict(command, four_heads, tiny_run, tmp_path):
     for given in (), ("--prompt", PROMPT):
         found = json.loads(command(four_heads, "compare", "--other", tiny_run, *given, "--json"))
@@ -316,6 +336,8 @@ def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
         (["prune", "--count", "1", "--texts", "2"], "2 texts are too few"),
         (["map", "--prompt", "ab", "--json", "nowhere/x"], "its folder does not exist"),
         (["prune", "--count", "1", "--out", "."], "--out . exists; give a new folder"),
+        (["heads", "--png", "."], "cannot write .: it is a folder"),
+        (["heads", "--png", "same", "--html", "same"], "same is named twice"),
         (["map", "--prompt", "ab", "--png", "nowhere/x.png"], "cannot write nowhere/x.png"),
     ],
 )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import causal
 
-from analysis import flow
+from analysis import flow, pruning
 
 EXAMPLE = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())["three_tokens"]
 
@@ -41,3 +41,11 @@ def test_any_attention(layers, n_heads, length, seed):
         second, first = flow.with_residual(weights).flip(0)
         by_hand = torch.minimum(second[:, :, None], first[None]).sum(dim=1)
         torch.testing.assert_close(flows, by_hand, rtol=0, atol=1e-5)
+
+
+def test_heads_that_a_layer_does_not_have_count_for_nothing(make_thinker):
+    left = pruning.prune(make_thinker(n_kv_heads=4), [(0, 1), (0, 2)])
+    weights = left.attention_weights(torch.arange(9)[None])[:, 0]
+    rows = flow.with_residual(weights)
+    torch.testing.assert_close(rows.sum(dim=-1), torch.ones(2, 9))
+    torch.testing.assert_close(rows[0], (weights[0, :2].mean(dim=0) + torch.eye(9)) / 2)

@@ -163,3 +163,53 @@ def test_gradients_find_the_circuit_and_agree_with_autograd_by_hand(make_thinker
     torch.testing.assert_close(found.value, known / known.norm(dim=1, keepdim=True), rtol=0, atol=1e-5)
     thinker.requires_grad_(False)
     torch.testing.assert_close(heads.importance_by_gradient(thinker, tokens).value, found.value)
+
+
+def test_losses_count_what_is_a_target(make_thinker):
+    thinker, tokens = make_thinker(), torch.arange(36).reshape(3, 12)
+    targets = tokens.roll(-1, 1).clone()
+    targets[:, 7:] = -1
+    logs = thinker(tokens).log_softmax(-1).gather(2, targets.clamp_min(0)[..., None])[..., 0]
+    known = -logs[:, :7].mean(dim=1)
+    torch.testing.assert_close(heads.losses(thinker, tokens, targets), known, rtol=0, atol=1e-5)
+
+
+def test_importance_does_not_depend_on_how_many_texts_are_read_at_once(make_thinker, monkeypatch):
+    thinker, tokens = make_thinker(), (torch.arange(60).reshape(5, 12) * 7) % 61
+    whole = [heads.importance_by_ablation(thinker, tokens, "mean"), heads.importance_by_gradient(thinker, tokens)]
+    batches = heads._batches
+    monkeypatch.setattr(heads, "_batches", lambda *given: [
+        (a, b) for x, y in batches(*given) for a, b in zip(x.split(2), y.split(2))
+    ])  # fmt: skip
+    again = [heads.importance_by_ablation(thinker, tokens, "mean"), heads.importance_by_gradient(thinker, tokens)]
+    for one, other in zip(whole, again):
+        torch.testing.assert_close(one.value, other.value, rtol=0, atol=1e-5)
+
+
+def test_the_gradient_of_a_group_is_that_of_its_heads_together(make_thinker):
+    thinker, tokens = make_thinker(n_kv_heads=2), (torch.arange(24).reshape(2, 12) * 5) % 61
+    found = heads.importance_by_gradient(thinker, tokens, by_group=True).value
+    known = torch.zeros(2, 2)
+    for layer in range(2):
+        for group in range(2):  # the derivative of the loss along a gate that scales the group
+            for text in tokens:
+                gate = torch.ones((), requires_grad=True)
+
+                def scale(z, group=group, gate=gate):
+                    return torch.cat(
+                        [z[:, :2] * (gate if group == 0 else 1), z[:, 2:] * (gate if group == 1 else 1)], 1
+                    )
+
+                with thinker.edit({f"blocks.{layer}.attention.heads": scale}):
+                    loss = heads.losses(thinker, text[None]).sum()
+                known[layer, group] += torch.autograd.grad(loss, gate)[0].abs() / 2
+    torch.testing.assert_close(found, known / known.norm(dim=1, keepdim=True), rtol=0, atol=1e-4)
+
+
+def test_a_wider_interval_covers_more(make_thinker):
+    thinker, tokens = make_thinker(), (torch.arange(60).reshape(5, 12) * 7) % 61
+    for measure in (heads.importance_by_ablation, heads.importance_by_gradient):
+        wide, narrow = (measure(thinker, tokens, share=share) for share in (0.99, 0.5))
+        assert ((wide.high - wide.low) > 2 * (narrow.high - narrow.low)).all()
+        usual = measure(thinker, tokens)
+        torch.testing.assert_close(usual.low, measure(thinker, tokens, share=0.95).low)

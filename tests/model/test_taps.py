@@ -232,3 +232,34 @@ def test_what_cannot_be_tapped_or_edited_says_so(make_thinker):
         thinker(tokens, targets=tokens)
     thinker(tokens, targets=tokens)
     assert torch.equal(copy.deepcopy(thinker)(tokens), thinker(tokens))
+
+
+def test_closing_one_leaves_the_others_open(make_thinker):
+    thinker, tokens = make_thinker(), torch.arange(6)[None]
+    with thinker.tap("blocks.0") as outer:
+        with thinker.edit({"blocks.0.mlp": "zero"}):
+            pass
+        thinker(tokens)
+    assert list(outer) == ["blocks.0"]
+
+
+def test_the_mean_is_over_texts_and_positions_and_of_weights_over_texts(make_thinker):
+    thinker, tokens = make_thinker(), torch.arange(18).reshape(3, 6)
+    for name, places in {"heads.1": (0, 1), "heads": (0, 2), "weights": (0,)}.items():
+        path = f"blocks.1.attention.{name}"
+        with thinker.tap(path) as before:
+            thinker(tokens)
+        with thinker.edit({path: "mean"}), thinker.tap(path) as after:
+            thinker(tokens)
+        known = before[path].mean(dim=places, keepdim=True).expand_as(before[path])
+        torch.testing.assert_close(after[path], known, rtol=0, atol=1e-6)
+        assert (known - before[path]).abs().max() > 1e-3
+
+
+def test_patterns_that_ask_for_tokens_have_them_in_a_cache_too(make_thinker):
+    thinker, tokens = make_thinker(attention="token(3) | window(2)"), torch.tensor([[3, 5, 6, 3, 8, 9, 10, 11]])
+    whole = thinker.attention_weights(tokens)
+    with torch.no_grad(), thinker.tap("blocks.*.attention.weights") as seen:
+        thinker(tokens, cache=thinker.new_cache(1, 16))
+    for layer in range(2):
+        torch.testing.assert_close(seen[f"blocks.{layer}.attention.weights"], whole[layer], rtol=0, atol=1e-5)
