@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from analysis import attribution
 from analysis.pictures import draw
-from analysis.reports import MEASURES, Prompt, Report, by_tokens, choose_target, label
+from analysis.reports import MEASURES, NO_GRADIENT, Prompt, Report, by_tokens, choose_target, label
 from data.tokenizer import Tokenizer
 from errors import UserError
 from model import Thinker
@@ -208,10 +208,11 @@ def _attributed(
         "position": position,
     }
     found |= {"heads": [_rounded(row.nan_to_num()) for row in parts.heads], "mlps": _rounded(parts.mlps)}
-    if any(pattern.by_token for pattern in thinker.config.patterns):
-        found |= {"given": None, "why": "who looks at whom depends on the tokens' ids here, and gradients have none"}
+    of_tokens = by_tokens(thinker, tokenizer, prompt, target, against, position)
+    if of_tokens is None:
+        found |= {"given": None, "why": NO_GRADIENT}
     else:
-        given, empty, missed = by_tokens(thinker, tokenizer, prompt, target, against, position)
+        given, empty, missed = of_tokens
         found |= {"given": _rounded(given), "empty": empty, "missed": missed}
     return {"attribution": found}
 

@@ -114,21 +114,17 @@ class Heatmap {
     });
   }
 
-  /**
-   * Draw. `index(row, column)`: of a colour of `ramp`, or -1 where nothing is seen; `rows`, `columns`: labels;
-   * `number(row, column)`, if given: text that is written into cells with room for it; `largest`: of a cell, and `room`:
-   * for all, in pixels.
-   */
-  show({ rows, columns, index, ramp, number = null, largest = 30, room = Math.min(640, this.box.clientWidth), labelled = true }) {
+  /** Draw. `index(row, column)`: of a colour of `ramp`, or -1 where nothing is seen; `rows`, `columns`: labels. */
+  show({ rows, columns, index, ramp, labelled = true }) {
     const [R, C] = (this.shape = [rows.length, columns.length]), dense = window.devicePixelRatio || 1;
+    const room = Math.min(640, this.box.clientWidth), largest = 30; // pixels: of all, of a cell
     const measure = sized(this.canvas, 10, 10);
     measure.font = FONT;
     const longest = (labels, most) =>
       Math.min(most, Math.ceil(Math.max(...labels.map((text) => measure.measureText(text).width)))) + 8;
     let left = R <= 80 && labelled ? longest(rows, 130) : 34;
     const fit = (cell) => (cell * dense >= 1 ? Math.floor(cell * dense) / dense : cell); // whole pixels of the screen
-    this.cw = Math.min(largest * (number ? 1.6 : 1), fit(Math.max(60, room - left) / C));
-    this.ch = number || R * 4 < C ? Math.max(1 / dense, Math.min(24, fit(480 / R))) : Math.min(largest, this.cw);
+    this.cw = this.ch = Math.min(largest, fit(Math.max(60, room - left) / C));
     const named = { rows: labelled && R <= 80 && this.ch >= 11, columns: labelled && this.cw >= 11 };
     if (!named.rows) left = 34;
     const top = named.columns ? longest(columns, 110) : 18;
@@ -151,15 +147,6 @@ class Heatmap {
       context.fillText(text, 0, named.columns ? 0 : -4, named.columns ? top - 8 : 60);
       context.restore();
     }, this.cw);
-    if (number && this.cw >= 34) {
-      context.textAlign = "center";
-      for (let row = 0; row < R; row++) {
-        for (let column = 0; column < C; column++) {
-          context.fillStyle = ramp.ink[index(row, column)] ?? colours.ink;
-          context.fillText(number(row, column), left + (column + 0.5) * this.cw, top + (row + 0.5) * this.ch, this.cw);
-        }
-      }
-    }
   }
 
   /** Labels where there is room, else the numbers of some. */

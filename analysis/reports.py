@@ -19,6 +19,7 @@ from model import Thinker
 
 AXES = "looked at (key)", "who looks (query)"
 EMPTY = "an empty text"  # of beginnings (or of the mean embedding) only
+NO_GRADIENT = "who looks at whom depends on the tokens' ids here, and those have no gradients"
 LENS_COLUMNS = 16  # positions of its picture, the last before the one that is asked for
 Measure = Callable[[Tensor], Tensor]  # (B, H, T, T) -> (B, H, ...)
 MOST_FLOWS = 64  # positions, each of which takes a maximum flow from every other
@@ -269,8 +270,13 @@ def choose_target(thinker: Thinker, prompt: Prompt, position: int) -> int:
 
 def by_tokens(
     thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
-) -> tuple[Tensor, float, float]:
-    """attribution.integrated_gradients() against a text of nothing but the token that begins texts, if there is one."""
+) -> tuple[Tensor, float, float] | None:
+    """attribution.integrated_gradients() against a text of nothing but the token that begins texts, if there is one.
+
+    None where patterns ask for the tokens' ids, and so embeddings alone cannot be read.
+    """
+    if any(pattern.by_token for pattern in thinker.config.patterns):
+        return None
     start = tokenizer.prompt_start[0] if tokenizer.prompt_start else None
     return attribution.integrated_gradients(thinker, prompt.tokens, target, against, position, start)
 
@@ -279,30 +285,30 @@ def attribute(
     thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
 ) -> Report:
     """Of which tokens (integrated gradients) and of which parts (direct logit attribution) a prediction is made."""
-    given, empty, missed = by_tokens(thinker, tokenizer, prompt, target, against, position)
+    of_tokens = by_tokens(thinker, tokenizer, prompt, target, against, position)
     parts = attribution.direct_logit_attribution(thinker, prompt.tokens, target, against, position)
-    rows = [["token", text, f"{value:+.4f}"] for text, value in zip(prompt.numbered(), given.tolist())]
-    layers = range(len(parts.mlps))
+    rows, layers = [], range(len(parts.mlps))
     named = [("embedding", parts.embedding)] + [(f"MLP {layer}", parts.mlps[layer].item()) for layer in layers]
     named += [(f"head {layer}.{h}", x) for layer, h in all_heads(parts.heads) for x in [parts.heads[layer, h].item()]]
     rows += [["part", name, f"{value:+.4f}"] for name, value in sorted(named, key=lambda part: -abs(part[1]))]
     what = label(tokenizer, target) + ("" if against is None else f" rather than {label(tokenizer, against)}")
     about = {"prediction": f"{what}, after position {position % len(prompt.labels)}", "logit": f"{parts.y:.4f}"}
-    data = {
-        "prediction": what,
-        "target": target,
-        "against": against,
-        "y": parts.y,
-        "tokens": prompt.labels,
-        "by_token": given.tolist(),
-    }
-    data |= {"embedding": parts.embedding, "heads": numbers(parts.heads), "mlps": parts.mlps.tolist(), "missed": missed}
-    data |= {"y_of_empty_text": empty}
+    data = {"prediction": what, "target": target, "against": against, "y": parts.y, "tokens": prompt.labels}
+    data |= {"embedding": parts.embedding, "heads": numbers(parts.heads), "mlps": parts.mlps.tolist()}
     panels = [
-        Panel(f"what the tokens give to {what}", given[None], [""], prompt.labels, signed=True, style="text"),
-        Panel("what the heads give (direct logit attribution)", parts.heads, *by_layer_and_head(parts.heads), True),
+        Panel("what the heads give (direct logit attribution)", parts.heads, *by_layer_and_head(parts.heads), True)
     ]
-    after = f"parts add up to {parts.sum():.4f}; tokens, with the {empty:.4f} of {EMPTY}, to {parts.y + missed:.4f}"
+    after = f"parts add up to {parts.sum():.4f}; "
+    if of_tokens is None:
+        after += f"nothing is said of tokens: {NO_GRADIENT}"
+        return Report(about, ["of", "what", "gives"], rows, data, panels, after)
+    given, empty, missed = of_tokens
+    data |= {"by_token": given.tolist(), "missed": missed, "y_of_empty_text": empty}
+    rows = [["token", text, f"{x:+.4f}"] for text, x in zip(prompt.numbered(), given.tolist())] + rows
+    panels.insert(
+        0, Panel(f"what the tokens give to {what}", given[None], [""], prompt.labels, signed=True, style="text")
+    )
+    after += f"tokens, with the {empty:.4f} of {EMPTY}, to {parts.y + missed:.4f}"
     if abs(missed) > 0.05 * max(1, abs(parts.y - empty)):
         after += ": the integral is not reached, read them with care"
     return Report(about, ["of", "what", "gives"], rows, data, panels, after)

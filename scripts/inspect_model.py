@@ -40,6 +40,7 @@ READ = {  # what each command reads beside the prompt
     "prune": ("importance", "text", "texts", "count", "groups", "out"),
 }
 WITHOUT_PROMPT = ("heads", "compare", "prune")
+ON_THE_PAGE = ("explain", "map", "attribute", "lens")  # what its explorer shows, so that the table may be folded
 VIEWS = {"attribute": "attribution", "lens": "lens"}  # where a page about another begins: with attention
 
 
@@ -212,8 +213,11 @@ def of_heads(
     if arguments.out is not None:
         from storage import checkpoint
 
-        checkpoint.save(arguments.out, left, {"step": 0})
-        tokenizer.save(arguments.out)
+        try:
+            checkpoint.save(arguments.out, left, {"step": 0})
+            tokenizer.save(arguments.out)
+        except OSError as error:
+            raise UserError(f"cannot write {arguments.out}: {error.strerror}") from error
         print(f"wrote {arguments.out}: python generate.py {arguments.out}", file=sys.stderr)
     else:
         print("nothing is written; --out FOLDER writes the smaller model", file=sys.stderr)
@@ -284,12 +288,7 @@ def main() -> int:
         if prompt is not None:
             explorer = page.gather(thinker, tokenizer, prompt, around=tuple(at.values()) or (0, 0), **start)
         at |= {"position": start.get("position", -1), "view": VIEWS.get(arguments.command, "attention")}
-        fold = explorer is not None and arguments.command in (
-            "explain",
-            "map",
-            "attribute",
-            "lens",
-        )  # it shows the same
+        fold = arguments.command in ON_THE_PAGE
         page.write_page(arguments.html, title, report, explorer, **at, fold=fold)
     for file in (arguments.png, arguments.html, arguments.json):
         if file not in (None, "-"):

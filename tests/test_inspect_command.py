@@ -16,6 +16,7 @@ from conftest import ROOT, run_script
 
 import storage
 from analysis import attribution, heads, reports
+from data.make_tokenizer import make_tokenizer
 from errors import UserError
 from storage import checkpoint
 from training.held_out import ids_in_use, sample_texts
@@ -128,6 +129,30 @@ def test_what_a_prediction_is_made_of(command, tiny_run, model, tmp_path):
     assert "embedding" in command(tiny_run, "lens", "--prompt", PROMPT)
 
 
+def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, make_thinker, tmp_path):
+    tokenizer = make_tokenizer("byte", [])
+    shape = {"vocab_size": tokenizer.vocab_size, "attention": "token(97) | window(3)"}
+    checkpoint.save(tmp_path / "m", make_thinker(**shape), {"step": 0})
+    tokenizer.save(tmp_path / "m")
+    found = json.loads(
+        command(tmp_path / "m", "attribute", "--prompt", "abcabc", "--json", "--png", tmp_path / "a.png")
+    )
+    assert "by_token" not in found
+    assert found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"])) == pytest.approx(
+        found["y"], abs=1e-3
+    )
+    assert "have no gradients" in command(tmp_path / "m", "attribute", "--prompt", "abcabc")
+
+
+def test_attribution_begins_at_the_token_that_begins_texts(command, tiny_run, model):
+    thinker, tokenizer = model
+    found = json.loads(command(tiny_run, "attribute", "--prompt", PROMPT, "--json"))
+    tokens = reports.Prompt.read(thinker, tokenizer, PROMPT).tokens
+    given = attribution.integrated_gradients(thinker, tokens, found["target"], baseline=tokenizer.bos_id)
+    assert found["by_token"] == pytest.approx(given[0].tolist(), abs=1e-4)
+    assert found["by_token"][0] == 0
+
+
 def test_patching_between_two_prompts(command, tiny_run, model, tmp_path):
     thinker, tokenizer = model
     clean, corrupt = "Line 7", "Line 8"
@@ -229,6 +254,11 @@ def test_numbers_that_are_none_end_in_one_line(command, model, tmp_path):
             command(tmp_path / "nan", name, "--prompt", "ab")
 
 
+def test_a_pruned_model_that_cannot_be_written(command, four_heads):
+    with pytest.raises(UserError, match="cannot write /proc/pruned"):
+        command(four_heads, "prune", "--groups", "0.1", "--texts", "4", "--out", "/proc/pruned")
+
+
 def test_models_with_other_heads_are_compared_by_what_they_predict(command, four_heads, tiny_run, tmp_path):
     for given in (), ("--prompt", PROMPT):
         found = json.loads(command(four_heads, "compare", "--other", tiny_run, *given, "--json"))
@@ -288,8 +318,6 @@ def test_a_page_of_a_report_alone(command, tiny_run, tmp_path):
 
 
 def test_tokens_that_people_can_read(model):
-    from data.make_tokenizer import make_tokenizer
-
     tokenizer = make_tokenizer("byte", [])
     assert [reports.label(tokenizer, i) for i in (65, 32, 10, 0xC3, tokenizer.bos_id)] == [
         "A",

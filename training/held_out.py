@@ -1,4 +1,4 @@
-"""The text that a run was validated on, found again from its folder."""
+"""The text of a run, found again from its folder: what it was validated on, and which tokens occur in it."""
 
 from __future__ import annotations
 
