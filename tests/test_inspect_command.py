@@ -220,6 +220,15 @@ def test_texts_lie_evenly_and_count_what_follows(model, tiny_run, tmp_path):
         sample_texts(thinker, tokenizer, tiny_run, text, 4, tmp_path)
 
 
+def test_what_is_given_is_no_target(make_thinker, tiny_run, tmp_path):
+    tokenizer, text = make_tokenizer("byte", []), tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 30)
+    thinker = make_thinker(vocab_size=tokenizer.vocab_size, attention="prefix(5)")
+    _, targets = sample_texts(thinker, tokenizer, tiny_run, text, 3, tmp_path)
+    assert (targets[:, :4] == -1).all()
+    assert (targets[:-1, 4:] >= 0).all()  # the last window is padded
+
+
 def test_two_steps_of_a_run(command, four_heads, tmp_path):
     given = four_heads, "compare", "--checkpoint", "step-00000005", "--other-checkpoint", "step-00000020"
     found = json.loads(command(*given, "--prompt", PROMPT, "--json", "--png", tmp_path / "c.png"))

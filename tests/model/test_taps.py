@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_forms import ATTENTION, close, forms
 
+from attention import attend
 from errors import UserError
 from generation import Generator, SamplingParams
 from generation.compiled import CompiledThinker
 from generation.snapshot import for_decoding
+from model import linear_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 T = 20
@@ -263,3 +265,16 @@ def test_patterns_that_ask_for_tokens_have_them_in_a_cache_too(make_thinker):
         thinker(tokens, cache=thinker.new_cache(1, 16))
     for layer in range(2):
         torch.testing.assert_close(seen[f"blocks.{layer}.attention.weights"], whole[layer], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", [*ATTENTION, {"softcap": 3.0}, {"sink_logits": True}, {"positions": "alibi"}], ids=str)
+def test_how_many_rows_are_weighed_at_a_time_changes_nothing(make_thinker, monkeypatch, form):
+    letters = {"window": 8} if form == "LG" else {}
+    thinker = make_thinker(**form if isinstance(form, dict) else {"attention": form, **letters})
+    tokens = torch.arange(46).reshape(2, 23) * 5 % 61
+    with torch.no_grad():
+        known = thinker(tokens), thinker.attention_weights(tokens)  # more rows at a time than there are
+        for module, rows in ((attend, 1), (attend, 2), (linear_attention, 4)):  # and eight times as many by SDPA
+            monkeypatch.setattr(module, "ROWS", rows)
+            torch.testing.assert_close(thinker(tokens), known[0], rtol=0, atol=1e-4)
+            torch.testing.assert_close(thinker.attention_weights(tokens), known[1], rtol=0, atol=1e-5)
