@@ -131,7 +131,7 @@ class Optimizers:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"]):
-                    like = torch.empty_like(parameter, device="meta")
+                    like = torch.empty(parameter.shape, device="meta")
                     if isinstance(optimizer, Muon):
                         state = {"momentum_buffer": like, "row_squares": torch.empty(len(parameter), 1, device="meta")}
                     else:

@@ -132,8 +132,10 @@ class TrainSection(Section):
 
     max_steps: Positive | None = None
     max_minutes: Annotated[float, Field(gt=0)] | None = None  # of training, evaluation left out
-    batch_size: Positive = 16  # sequences an optimizer step
-    micro_batch_size: Positive | Literal["auto"] | None = None  # sequences at once; null: batch_size; auto: what fits
+    batch_size: Positive = 16  # sequences an optimizer step, over all ranks
+    micro_batch_size: Positive | Literal["auto"] | None = None  # sequences at once; null: a rank's all; auto: what fits
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several ranks; auto: fsdp where one has no room for a whole
+    rank_timeout_s: Rate = 600.0  # that one rank waits for another
     lora_rank: Positive | None = None  # train adapters of so many columns, and nothing else; null: all weights
     lora_alpha: Rate | None = None  # an adapter counts alpha / rank times; null: twice the rank
     recompute_every: Positive | None = None  # 1: every block's activations are computed again, 2: every other's

@@ -13,7 +13,9 @@ from device import DTYPES
 from model import Thinker, ThinkerConfig
 from model.linear import Linear
 from model.lora import add_lora
-from training.memory import offload, recompute
+from ranks import ALONE, Ranks
+from training.distributed import clip, distribute, synchronised
+from training.memory import offload
 from training.optimizers import Optimizers, fill_rates, pace_of
 from training.recipe import Recipe
 
@@ -28,42 +30,42 @@ class TrainingStep:
         guarded: whether that is looked at.
     """
 
-    def __init__(self, thinker: Thinker, recipe: Recipe, guarded: bool = True) -> None:
-        self.train, self.thinker, self.device = recipe.train, thinker.train(), thinker.device
+    def __init__(self, thinker: Thinker, recipe: Recipe, guarded: bool = True, ranks: Ranks = ALONE) -> None:
+        self.train, self.thinker, self.device, self.ranks = recipe.train, thinker.train(), thinker.device, ranks
         self.thinker.activation_dtype = DTYPES[self.train.precision]
         if self.train.lora_rank is not None:
             rank = self.train.lora_rank
             add_lora(self.thinker, rank, (self.train.lora_alpha or 2 * rank) / rank)
         rates = fill_rates(recipe.optimizer, thinker.config, recipe.train.batch_size, pace_of(recipe))
+        self.model = distribute(self.thinker, self.train, ranks)
         self.optimizers = Optimizers(self.thinker, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.guarded, self.bad = guarded, torch.zeros((), dtype=torch.int64, device=self.device)
-        if self.train.recompute_every:
-            recompute(self.thinker, self.train.recompute_every)
-        if self.train.compile:
-            # A program for each kind of layer; beyond this limit, of 8 unless raised, torch would go on without any.
-            torch._dynamo.config.recompile_limit = 256
-            for block in self.thinker.blocks:
-                block.compile()  # in place: names of parameters stay as they are
 
     def __call__(self, batch: Batch, lr_factor: float) -> tuple[Tensor, Tensor]:
-        """Returns loss (nats a token) and the gradient's norm before clipping, both still on the device."""
+        """Make a step. Returns loss (nats a token) and the gradient's norm before clipping, both still on the device.
+
+        Of several ranks each gives its rows of the batch, `count` being that of them all, and each gets the same.
+        """
         train, size = self.train, self.train.micro_batch_size
         self.optimizers.set_lr(lr_factor)
         total = torch.zeros((), device=self.device)
         with cast_once(self.thinker):
-            for part in range(0, len(batch.inputs), size):
+            for part in range(0, rows := len(batch.inputs), size):
                 x, y, documents = (
                     whole if whole is None else whole[part : part + size].to(self.device, non_blocking=True)  # (b, T)
                     for whole in (batch.inputs, batch.targets, batch.documents)
                 )
-                with offload() if train.offload_activations else contextlib.nullcontext():
-                    loss_sum, _ = self.thinker(x, targets=y, documents=documents)
-                self.scaler.scale(loss_sum / max(batch.count, 1)).backward()
+                with synchronised(self.model, now=part + size >= rows):
+                    with offload() if train.offload_activations else contextlib.nullcontext():
+                        loss_sum, _ = self.model(x, targets=y, documents=documents)
+                    self.scaler.scale(loss_sum / max(batch.count, 1)).backward()
                 total += loss_sum.detach()
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.thinker.parameters(), train.grad_clip or float("inf"))
+        grad_norm = clip(self.thinker, train.grad_clip)
+        if self.ranks.size > 1:
+            torch.distributed.all_reduce(total)
         loss = total / max(batch.count, 1)
         self.optimizers.step(self.skip(loss, grad_norm) if self.guarded else None)
         self.scaler.update()
@@ -90,7 +92,8 @@ def cast_once(thinker: Thinker) -> Iterator[None]:
     Gradients reach the weights themselves and add up in their precision. For as long, the weights must not change.
     """
     weights = thinker.embedding.weight.dtype
-    matrices = [module for module in thinker.modules() if isinstance(module, Linear) and thinker.dtype != weights]
+    sharded = hasattr(thinker, "unshard")  # FSDP2 gathers them in that precision
+    matrices = [m for m in thinker.modules() if isinstance(m, Linear) and thinker.dtype != weights and not sharded]
     try:
         for matrix in matrices:
             matrix.cast = matrix.weight.to(thinker.dtype)

@@ -1,0 +1,195 @@
+"""The processes of one training (ranks): how they meet, agree on what each alone would decide, and end together.
+
+torchrun starts them and tells each its place in the environment; Slurm or a shell may do so too. Tensors go through
+torch's process group. All else goes as JSON through the key-value store that they share, or as a few numbers a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from errors import Stopped, UserError
+
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CONNECTING = 300.0  # seconds in which the store must be there
+ROLL_CALL = 5.0  # seconds in which all that live answer, after one was not heard of
+
+
+class Ranks:
+    """This process among those that train together, or on its own.
+
+    Attributes:
+        rank, size: its number, from 0, and how many there are.
+        local_rank, local_size: the same on its machine.
+        first: whether this is the one that writes, logs and talks.
+    """
+
+    def __init__(self) -> None:
+        """Raises UserError where the environment names a place in part only or wrongly, Stopped without a store."""
+        named = [name for name in PLACE if name in os.environ]
+        if named and len(named) < len(PLACE):
+            missing = ", ".join(name for name in PLACE if name not in named)
+            raise UserError(f"the environment has {', '.join(named)} but not {missing}; start the ranks by torchrun")
+        numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
+        for name in numbers:
+            text = os.environ.get(name, str(numbers[name]))
+            if not text.isdigit():
+                raise UserError(f"the environment has {name}={text!r}, which is no number; start the ranks by torchrun")
+            numbers[name] = int(text)
+        self.rank, self.size, self.local_rank, self.local_size, port = numbers.values()
+        self.first = self.rank == 0
+        self._said = 0
+        if self.size == 1:
+            return
+        from torch.distributed import DistError, PrefixStore, TCPStore
+
+        host, of_agent = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            store = TCPStore(
+                host, port, is_master=self.first and not of_agent, wait_for_workers=False,
+                timeout=timedelta(seconds=CONNECTING),
+            )  # fmt: skip
+        except DistError as error:
+            raise Stopped(
+                f"rank {self.rank} of {self.size} found nobody at {host}:{port} within {CONNECTING:.0f} s"
+            ) from error
+        self.store = PrefixStore(f"thinker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    def meet(self, device_type: str, timeout: float) -> None:
+        """Make torch's process group, on gloo, and NCCL for GPUs.
+
+        Args: timeout: seconds that one rank waits for another, now and later.
+
+        Raises Stopped, naming them, where ranks did not come.
+        """
+        self.device_type = device_type
+        if self.size == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        if missing := self._roll_call("here", timeout):
+            raise Stopped(f"{missing} did not start within {timeout:g} s")
+        if device_type == "cuda":
+            torch.cuda.set_device(self.local_rank)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            store=self.store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout),
+        )  # fmt: skip
+
+    def gather(self, *values: float) -> list[list[float]]:
+        """What each rank has to say, in their order. All say so many numbers, at the same places.
+
+        From host to host: no device is waited for.
+        """
+        if self.size == 1:
+            return [list(values)]
+        import torch
+        import torch.distributed as dist
+
+        rows = torch.empty(self.size, len(values), dtype=torch.float64)
+        dist.all_gather_into_tensor(rows, torch.tensor([values], dtype=torch.float64))
+        return rows.tolist()
+
+    def tell(self, value: Any = None) -> Any:
+        """What rank 0 gives, for all: anything that JSON can hold. The others wait, for as long as it takes."""
+        if self.size == 1:
+            return value
+        self._said += 1
+        key = f"said/{self._said}"
+        if self.first:
+            self.store.set(key, json.dumps(value))
+        self._await(key)
+        return json.loads(self.store.get(key))
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Within it rank 0 goes first, then the first of each other machine, then all others. Once a training."""
+        if self.size == 1:
+            yield
+            return
+        machine = f"done/{socket.gethostname()}"
+        if not self.first:
+            self._await("done" if self.local_rank == 0 else machine)
+        yield
+        for key in ["done"] * self.first + [machine] * (self.local_rank == 0) + [f"done/{self.rank}"]:
+            self.store.set(key, "")
+        self._await(*(f"done/{rank}" for rank in range(self.size)))
+
+    def leave(self) -> None:
+        """Wait until rank 0 has finished: whoever starts the ranks ends the others when one has gone."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            self.tell()
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def verdict(self, error: BaseException) -> BaseException:
+        """What a rank shall end with: the error itself where it is the first, otherwise quiet."""
+        import torch.distributed as dist
+
+        lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+        try:
+            if lost:
+                missing = self._roll_call("alive", ROLL_CALL) or "another rank"
+                what = "hangs" if "timed out" in str(error).lower() else "has gone"
+                error = Stopped(f"{missing} {what}; the same command goes on from the last checkpoint")
+            claimed = self.store.compare_set("failed", "", str(self.rank)).decode()
+        except dist.DistError:
+            return SystemExit(1)  # the store went with the rank, or torchrun, that held it
+        if claimed == str(self.rank):
+            return error
+        return SystemExit(2 if isinstance(error, UserError) else 1)
+
+    def _await(self, *keys: str) -> None:
+        """Wait for these keys, for as long as it takes; not for ranks of which one has failed."""
+        while not self.store.check(list(keys)):
+            if self.store.check(["failed"]):
+                raise SystemExit(1)  # the one that failed says why
+            time.sleep(0.02)
+
+    def _roll_call(self, key: str, seconds: float) -> str:
+        """Answer, and wait for the answers of all. Returns those that are missing, in words, "" where all are there."""
+        self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        missing, end = [str(rank) for rank in range(self.size)], time.monotonic() + seconds
+        while missing and time.monotonic() < end and not self.store.check(["failed"]):
+            missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
+            time.sleep(0.02)
+        return f"rank {', '.join(missing)} of {self.size}" if missing else ""
+
+
+ALONE = Ranks.__new__(Ranks)  # one process, whatever the environment says
+ALONE.rank, ALONE.size, ALONE.local_rank, ALONE.local_size, ALONE.first = 0, 1, 0, 1, True
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks]:
+    """This process's place among those that were started together. Only rank 0 is heard.
+
+    An error on any rank ends all of them, and is raised, and so shown, on the one that was first to fail.
+    """
+    ranks = Ranks()
+    with contextlib.ExitStack() as stack:
+        if not ranks.first:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        try:
+            yield ranks
+            ranks.leave()
+        except Exception as error:
+            if ranks.size == 1:
+                raise
+            verdict = ranks.verdict(error)
+            if verdict is error:
+                raise
+            raise verdict from error

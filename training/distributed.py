@@ -1,0 +1,82 @@
+"""One model on several ranks: what is done to it, in which order, and what their common step does differently.
+
+The model itself knows nothing of it. Every rank sees its own rows of a batch; losses and gradients are summed over the
+ranks and divided by the targets of them all, so that a step is the same however many make it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from model import Thinker
+from ranks import Ranks
+from training.memory import recompute
+from training.recipe import TrainSection
+
+
+def distribute(thinker: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module:
+    """The model as a step calls it. First what is computed again, then compiling, then what the ranks share.
+
+    "ddp": every rank has all of it, and gradients are summed while the backward pass still goes on. "fsdp": every rank
+    has a part of each parameter's rows, and a block's parameters are gathered when their turn comes (ZeRO-3,
+    Rajbhandari et al. 2020, arXiv:1910.02054), in the precision of the activations.
+    """
+    if train.recompute_every:
+        recompute(thinker, train.recompute_every)
+    if train.compile:
+        # A program for each kind of layer; beyond this limit, of 8 unless raised, torch would go on without any.
+        torch._dynamo.config.recompile_limit = 256
+        for block in thinker.blocks:
+            block.compile()  # in place: names of parameters stay as they are
+    if ranks.size == 1:
+        return thinker
+    # Imported here: half a second that one process alone need not wait.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    if train.parallel == "ddp":
+        model = DistributedDataParallel(thinker, gradient_as_bucket_view=True)
+        model.register_comm_hook(None, _summed)
+        return model
+    policy = MixedPrecisionPolicy(param_dtype=thinker.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = init_device_mesh(ranks.device_type, (ranks.size,))
+    for module in (*thinker.blocks, thinker):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)  # a sum
+        module.set_force_sum_reduction_for_comms(True)
+    return thinker
+
+
+def _summed(state, bucket):  # noqa: ANN001, ANN202 - torch refuses annotations that are text
+    """DDP would divide by the number of ranks: exact for powers of two alone."""
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[None]:
+    """Within it a backward pass sums gradients over the ranks only where `now`: at a batch's last micro-batch."""
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(now)
+    elif hasattr(model, "no_sync") and not now:  # DDP
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def clip(thinker: Thinker, limit: float | None) -> Tensor:
+    """Scale all gradients down to a global norm of `limit`, if given. Returns the norm before, of the whole model."""
+    return whole(torch.nn.utils.clip_grad_norm_(thinker.parameters(), limit or float("inf")))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All rows of a tensor that the ranks share, on each of them, which must all ask. Another one as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def own(tensor: Tensor) -> Tensor:
+    """The rows that this rank has of a tensor that the ranks share. Another one as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
