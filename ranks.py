@@ -10,13 +10,15 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from errors import Stopped, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CONNECTING = 300.0  # seconds in which the store must be there
@@ -95,9 +97,9 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        rows = torch.empty(self.size, len(values), dtype=torch.float64)
-        dist.all_gather_into_tensor(rows, torch.tensor([values], dtype=torch.float64))
-        return rows.tolist()
+        said = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.size)]
+        dist.all_gather(said, torch.tensor(values, dtype=torch.float64))
+        return [row.tolist() for row in said]
 
     def tell(self, value: Any = None) -> Any:
         """What rank 0 gives, for all: anything that JSON can hold. The others wait, for as long as it takes."""
@@ -109,6 +111,18 @@ class Ranks:
             self.store.set(key, json.dumps(value))
         self._await(key)
         return json.loads(self.store.get(key))
+
+    def collect(self, value: Any) -> list[Any]:
+        """What each rank gives, anything that JSON can hold, in their order; for the others but rank 0 their own."""
+        if self.size == 1:
+            return [value]
+        self._said += 1
+        keys = [f"said/{self._said}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], json.dumps(value))
+        if not self.first:
+            return [value]
+        self._await(*keys)
+        return [json.loads(self.store.get(key)) for key in keys]
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -143,6 +157,8 @@ class Ranks:
                 missing = self._roll_call("alive", ROLL_CALL) or "another rank"
                 what = "hangs" if "timed out" in str(error).lower() else "has gone"
                 error = Stopped(f"{missing} {what}; the same command goes on from the last checkpoint")
+            elif not self.first:  # rank 0 may have failed alike, and still have files to close
+                self._await("failed", seconds=ROLL_CALL)
             claimed = self.store.compare_set("failed", "", str(self.rank)).decode()
         except dist.DistError:
             return SystemExit(1)  # the store went with the rank, or torchrun, that held it
@@ -150,9 +166,10 @@ class Ranks:
             return error
         return SystemExit(2 if isinstance(error, UserError) else 1)
 
-    def _await(self, *keys: str) -> None:
-        """Wait for these keys, for as long as it takes; not for ranks of which one has failed."""
-        while not self.store.check(list(keys)):
+    def _await(self, *keys: str, seconds: float = float("inf")) -> None:
+        """Wait for these keys, for as long as it takes or as `seconds`; not for ranks of which one has failed."""
+        end = time.monotonic() + seconds
+        while not self.store.check(list(keys)) and time.monotonic() < end:
             if self.store.check(["failed"]):
                 raise SystemExit(1)  # the one that failed says why
             time.sleep(0.02)
@@ -169,6 +186,16 @@ class Ranks:
 
 ALONE = Ranks.__new__(Ranks)  # one process, whatever the environment says
 ALONE.rank, ALONE.size, ALONE.local_rank, ALONE.local_size, ALONE.first = 0, 1, 0, 1, True
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All rows of a tensor that the ranks share, on each of them, which must all ask. Another one as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def own(tensor: Tensor) -> Tensor:
+    """The rows that this rank has of a tensor that the ranks share. Another one as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextlib.contextmanager

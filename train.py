@@ -19,15 +19,18 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
-    from training.recipe import load_recipe  # after parsing: --help and a wrong flag need not wait for torch
+    from ranks import joined  # after parsing: --help and a wrong flag need not wait for torch
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    with joined() as ranks:
+        from training.recipe import load_recipe
 
-    from training.interrupt import lasting_output
-    from training.loop import Trainer
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
 
-    with lasting_output():
-        return Trainer(recipe).train()
+        from training.interrupt import lasting_output
+        from training.loop import Trainer
+
+        with lasting_output():
+            return Trainer(recipe, ranks).train()
 
 
 if __name__ == "__main__":

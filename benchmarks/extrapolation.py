@@ -20,7 +20,7 @@ from device import choose_device, tune
 from errors import UserError
 from evaluation.long import loss_by_position, stretch
 from storage import load
-from training.loop import prepare_data
+from training.corpus import prepare_data
 from training.picture import GREY, new_figure
 from training.recipe import load_recipe
 

@@ -16,7 +16,7 @@ from data.tokenizer import token_byte_lengths
 from device import tune
 from errors import UserError
 from evaluation.loss import Evaluator
-from training.loop import prepare_data
+from training.corpus import prepare_data
 from training.meter import MemoryMeter
 from training.recipe import load_recipe
 from training.schedule import lr_factor

@@ -15,7 +15,6 @@ from tqdm import tqdm, trange
 from benchmarks.machine import finish
 from storage import checkpoint
 from storage.saver import Saver
-from training import resume
 from training.loop import Trainer
 from training.recipe import load_recipe
 
@@ -86,7 +85,7 @@ def saves(trainer: Trainer, folder: Path, count: int) -> dict[str, float]:
     background = Saver(folder / "b", 1, background=True, share=trainer.saver.share)
 
     def save(saver: Saver) -> None:
-        tensors = resume.training_tensors(trainer.train_step)
+        tensors = trainer.train_step.optimizers.tensors()
         state = trainer.state.model_dump(mode="json")
         saver.save("step", trainer.state.step, checkpoint.contents(trainer.thinker, state, tensors))
 
@@ -95,7 +94,7 @@ def saves(trainer: Trainer, folder: Path, count: int) -> dict[str, float]:
         trainer.advance()
 
     def copy(trainer: Trainer) -> None:
-        checkpoint.copied(checkpoint.contents(trainer.thinker, {}, resume.training_tensors(trainer.train_step)))
+        checkpoint.copied(checkpoint.contents(trainer.thinker, {}, trainer.train_step.optimizers.tensors()))
 
     for _ in trange(count, desc="saves"):
         before = timed(trainer, Trainer.advance)

@@ -21,24 +21,26 @@ class Batch(NamedTuple):
 
 
 class Ahead:
-    """A loader whose next batch is always in the making. Batches stay a pure function of the step: nothing is skipped.
+    """A loader whose next batches are always in the making. They stay a pure function of the step: none is skipped.
 
     Args:
         pinned: in page-locked memory, from which a GPU reads while the host goes on.
+        rows: which of each batch's: those of one rank.
+        workers: threads, each making a batch; 0: a batch is made when it is asked for.
     """
 
-    def __init__(self, loader: Loader, pinned: bool = False) -> None:
-        self.loader, self.pinned = loader, pinned
+    def __init__(self, loader: Loader, pinned: bool = False, rows: slice = slice(None), workers: int = 1) -> None:
+        self.loader, self.pinned, self.rows, self.workers = loader, pinned, rows, workers
         self.waited = 0.0  # seconds, in all
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._next: tuple[int, Future[Batch]] | None = None
+        self._pool = ThreadPoolExecutor(max(1, workers), thread_name_prefix="batches")
+        self._coming: dict[int, Future[Batch]] = {}
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step (from 0); begins the one after."""
+        """The batch of a step (from 0); begins those after it."""
         start = time.perf_counter()
-        ready = self._next[1] if self._next is not None and self._next[0] == step else self._begin(step)
-        batch = ready.result()
-        self._next = (step + 1, self._begin(step + 1))
+        batch = self._coming[step].result() if step in self._coming else self._make(step)
+        following = range(step + 1, step + 1 + self.workers)
+        self._coming = {each: self._coming.get(each) or self._pool.submit(self._make, each) for each in following}
         self.waited += time.perf_counter() - start
         return batch
 
@@ -46,11 +48,8 @@ class Ahead:
         """End the thread."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _begin(self, step: int) -> Future[Batch]:
-        return self._pool.submit(self._make, step)
-
     def _make(self, step: int) -> Batch:
-        inputs, targets = self.loader.batch(step)
+        inputs, targets = self.loader.batch(step, self.rows)
         documents, count = self.loader.windows.documents(inputs), int((targets >= 0).sum())
         if self.pinned:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()

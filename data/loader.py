@@ -191,12 +191,18 @@ class Loader:
 
 
 def in_order(
-    windows: Windows, batch_size: int, limit: int | None = None
+    windows: Windows, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first `limit` windows (all, where None) in order, in batches of (inputs, targets); the last may be short."""
+    """The first `limit` windows (all, where None) in order, in batches of (inputs, targets); the last may be short.
+
+    Of several ranks each takes every so many-th batch, all equally many: one that would have none left gets a window
+    in which no target is counted.
+    """
     count = _count(windows, limit)
-    for start in range(0, count, batch_size):
-        yield windows.batch(np.arange(start, min(start + batch_size, count)))
+    for start in range(0, count, batch_size * ranks):
+        own = start + rank * batch_size
+        inputs, targets = windows.batch(np.arange(own, min(own + batch_size, count)) if own < count else [0])
+        yield inputs, targets if own < count else torch.full_like(targets, IGNORED)
 
 
 def entropy_floor(windows: Windows, limit: int | None = None) -> float | None:

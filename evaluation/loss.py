@@ -12,6 +12,7 @@ import torch
 from data.loader import Windows, entropy_floor, in_order
 from errors import UserError
 from model import Thinker
+from ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,17 @@ class Evaluation:
 
 
 class Evaluator:
-    """A fixed part of the validation set, the same at every call."""
+    """A fixed part of the validation set, the same at every call; each of several ranks takes its share of it."""
 
-    def __init__(self, windows: Windows, batch_size: int, byte_lengths: np.ndarray, limit: int | None = None) -> None:
-        self.windows, self.batch_size, self.limit = windows, batch_size, limit
+    def __init__(
+        self,
+        windows: Windows,
+        batch_size: int,
+        byte_lengths: np.ndarray,
+        limit: int | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.windows, self.batch_size, self.limit, self.ranks = windows, batch_size, limit, ranks
         self.byte_lengths = torch.from_numpy(byte_lengths.astype(np.int64))
         self.floor = entropy_floor(windows, limit)
 
@@ -36,7 +44,7 @@ class Evaluator:
     def __call__(self, thinker: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
         """Loss of `thinker` in evaluation mode; the mode it was in is put back.
 
-        `stop` is asked before each batch; once it says yes, there is no result.
+        `stop` is asked before each batch, by all ranks alike; once it says yes, there is no result.
         """
         was_training = thinker.training
         thinker.eval()
@@ -44,7 +52,7 @@ class Evaluator:
         if thinker.device.type in ("cpu", "cuda"):
             nats = nats.to(thinker.device)  # summed where the model is: the host asks once, at the end
         count = n_bytes = 0
-        for inputs, targets in in_order(self.windows, self.batch_size, self.limit):
+        for inputs, targets in in_order(self.windows, self.batch_size, self.limit, self.ranks.rank, self.ranks.size):
             if stop():
                 thinker.train(was_training)
                 return None
@@ -56,7 +64,8 @@ class Evaluator:
             loss, _ = thinker(given[0], targets=given[1], documents=given[2])
             nats += loss.to(nats.device, nats.dtype)
         thinker.train(was_training)
+        said = zip(*self.ranks.gather(nats.item(), count, n_bytes))
+        total, count, n_bytes = math.fsum(next(said)), *(int(sum(each)) for each in said)
         if not count:
             raise UserError("nothing in the validation set is to be predicted; its texts are shorter than the prefix")
-        total = nats.item()
         return Evaluation(total / count, total / math.log(2) / max(n_bytes, 1), self.floor, count)

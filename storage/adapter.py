@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from errors import UserError
 from model import Thinker, ThinkerConfig
 from model.lora import RANK_OF
-from storage.checkpoint import Damaged, opened, read_json
+from storage.checkpoint import MODEL, Damaged, header, opened, read, read_json
 from storage.huggingface import dump, is_folder, load_folder, read_config, their_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -41,15 +40,17 @@ def write_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: P
                 f"model.{name} is {ours[name]}, in {base} it is {theirs[name]}, which an adapter cannot change; "
                 "without --adapter the whole model is written"
             )
-    tensors: dict[str, Tensor] = {}
-    with opened(checkpoint / "model.safetensors") as file:
-        names = list(file.keys())
-        if RANK_OF not in names:
-            raise UserError(f"{checkpoint} has no adapters: it was not trained with train.lora_rank")
-        rank = file.get_slice(RANK_OF).get_shape()[0]
-        scale = file.get_tensor(RANK_OF.replace("lora_A", "lora_scale")).item()
-        for name in (name for name in names if name.endswith(("lora_A", "lora_B"))):
-            tensors[f"{PREFIX}{their_name(name)}.weight"] = file.get_tensor(name)
+    shapes = {name: shape for name, (_, *shape) in header(checkpoint).items()}
+    if RANK_OF not in shapes:
+        raise UserError(f"{checkpoint} has no adapters: it was not trained with train.lora_rank")
+    like = {name: torch.empty(shape, device="meta") if ".lora_" in name else None for name, shape in shapes.items()}
+    adapters = read(checkpoint, MODEL, like)
+    rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
+    tensors = {
+        f"{PREFIX}{their_name(name)}.weight": tensor
+        for name, tensor in adapters.items()
+        if not name.endswith("lora_scale")
+    }
     values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
     values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
     dump(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})

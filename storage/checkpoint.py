@@ -6,9 +6,11 @@ manifest, and only then renamed. Nothing is ever unpickled.
     step-00000500/                      best-00000400/, bad-00000512/
         config.json          the model's shape           config.json
         model.safetensors    its weights                 model.safetensors
-        training.safetensors optimizer, random state     state.json
+        training.safetensors the optimizer's             state.json
         state.json           all else that decides       manifest.json
         manifest.json        {file: [bytes, sha256]}
+
+Where many ranks train a large model, both files of tensors are instead one file a rank: see storage/sharded.py.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from torch import Tensor
 from errors import UserError
 from model import Thinker, ThinkerConfig
 from model.lora import RANK_OF, add_lora, merge_lora
+from ranks import ALONE, Ranks, whole
+from storage import sharded
 
 MANIFEST = "manifest.json"
-ALWAYS = ("config.json", "model.safetensors", "state.json")  # in every checkpoint
+MODEL, TRAINING = "model.safetensors", "training.safetensors"
 KINDS = "(?:step|best|bad)"
 JSON_BYTES = 1 << 24  # no JSON of ours is larger; a file from a stranger shall not fill the memory
-DTYPES = {torch.float32: "F32", torch.uint8: "U8"}  # of what is saved here, as safetensors calls them
+DTYPES = {torch.float32: "F32", torch.uint8: "U8"}  # as safetensors calls them; U8 was the random state
 PIECE = 1 << 18  # bytes that are written and hashed at once
 
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or what JSON can hold
@@ -59,32 +63,61 @@ def contents(thinker: Thinker, state: dict[str, Any], training: dict[str, Tensor
         state: what JSON can hold: step, tokens, losses.
         training: the tensors that resuming needs; left out, the checkpoint is for sampling only.
     """
-    files = {"config.json": thinker.config.to_dict(), "model.safetensors": model_tensors(thinker), "state.json": state}
-    return files if training is None else files | {"training.safetensors": training}
+    files = {"config.json": thinker.config.to_dict(), MODEL: model_tensors(thinker), "state.json": state}
+    return files if training is None else files | {TRAINING: training}
 
 
-def copied(files: Files) -> Files:
-    """The same with copies of all tensors, in the host's memory: training may go on while they are written."""
-    return {
-        name: {key: tensor.to("cpu", copy=True) for key, tensor in file.items()} if _holds_tensors(name) else file
-        for name, file in files.items()
-    }
+def copied(files: Files, ranks: Ranks = ALONE, always: bool = True) -> Files:
+    """The same, all tensors whole and in the host's memory, where training may go on while they are written.
+
+    Args:
+        ranks: those that share tensors, which must all ask; only rank 0 gets something.
+        always: copy what is there already, too.
+    """
+    found: Files = {}
+    for name, file in files.items():
+        if not _holds_tensors(name):
+            found[name] = file
+            continue
+        found[name] = {}
+        for key, tensor in file.items():
+            gathered = whole(tensor.detach())  # one after the other: there may be no room for all
+            if ranks.first:
+                found[name][key] = gathered.to("cpu", copy=always and not hasattr(tensor, "to_local"))
+    return found
 
 
-def write(folder: Path, files: Files, rest: Callable[[float], None] = lambda seconds: None) -> None:
+def write(
+    folder: Path,
+    files: Files,
+    rest: Callable[[float], None] = lambda seconds: None,
+    shared_by: Ranks | None = None,
+) -> None:
     """Write files so that `folder` appears whole or not at all; a folder of that name is replaced.
 
     Args:
         rest: called after every piece with the seconds it took; it may wait, so that others come to their turn.
+        shared_by: ranks that all call this, each to write its part of the tensors into a file of its own.
 
     Raises OSError where the disk is full; nothing of the attempt stays.
     """
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, listed = folder.with_name(f".{folder.name}.tmp"), {}
+    first = shared_by is None or shared_by.first
     try:
-        temporary.mkdir()
-        manifest = {name: _write(temporary / name, files[name], rest) for name in sorted(files)}
-        _write(temporary / MANIFEST, manifest, rest)
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+        if shared_by is not None:
+            shared_by.tell()  # the folder is there
+            tensors = {key: part for name, file in files.items() if _holds_tensors(name) for key, part in file.items()}
+            own = sharded.write(temporary, tensors, shared_by)
+            told = shared_by.collect({path.name: [path.stat().st_size, _sha256(path)] for path in own})
+            listed = {name: sums for each in told for name, sums in each.items()}
+            files = {name: file for name, file in files.items() if not _holds_tensors(name)}
+        if not first:
+            return
+        listed |= {name: _write(temporary / name, files[name], rest) for name in sorted(files)}
+        _write(temporary / MANIFEST, dict(sorted(listed.items())), rest)
         flush(temporary)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
@@ -94,7 +127,8 @@ def write(folder: Path, files: Files, rest: Callable[[float], None] = lambda sec
         flush(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -119,7 +153,9 @@ def verify(folder: Path) -> None:
         raise Damaged(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
     if not whole:
         raise Damaged(f"{folder / MANIFEST} is not as it was written")
-    needed = (*ALWAYS, "training.safetensors") if folder.name.startswith("step-") else ALWAYS
+    needed = ["config.json", "state.json"]
+    if not any(name.startswith("shard-") for name in manifest):
+        needed += [MODEL, TRAINING] if folder.name.startswith("step-") else [MODEL]
     if missing := [name for name in needed if name not in manifest]:
         raise Damaged(f"{folder / MANIFEST} does not list {missing[0]}")
     for name, listed in manifest.items():
@@ -169,16 +205,43 @@ def read_tensors(path: Path, expected: dict[str, Tensor | None] | None = None) -
         return {name: file.get_tensor(name) for name in names}
 
 
-def tensor_names(path: Path) -> list[str]:
-    """The names in a safetensors file. Raises Damaged where it is missing or broken."""
-    with opened(path) as file:
-        return list(file.keys())
+def read(folder: Path, name: str, expected: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """As read_tensors(), the tensors of a checkpoint's file of this name, or of the files that its ranks wrote instead.
+
+    `expected` may be tensors that the ranks share: then each rank reads its own rows, into these.
+    """
+    if not sharded.is_sharded(folder) and not any(hasattr(like, "to_local") for like in expected.values()):
+        return read_tensors(folder / name, expected)
+    wanted = {key: like for key, like in expected.items() if like is not None}
+    found = {key: shape for key, shape in header(folder, name).items() if expected.get(key, key) is not None}
+    _compare(folder, found, {key: (DTYPES[like.dtype], *like.shape) for key, like in wanted.items()})
+    try:
+        return sharded.read(folder, wanted)
+    except sharded.Torn as error:
+        raise Damaged(str(error)) from error
 
 
-def lora_rank(path: Path) -> int | None:
-    """The rank of the adapters in a file of weights, None where it has none. Raises Damaged as tensor_names."""
-    with opened(path) as file:
-        return max(1, *file.get_slice(RANK_OF).get_shape()[:1]) if RANK_OF in file.keys() else None  # noqa: SIM118
+def header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
+    """Type and shape of each tensor in a checkpoint's file of this name, or what its ranks wrote instead.
+
+    Raises Damaged where that is missing or broken.
+    """
+    if not sharded.is_sharded(folder):
+        with opened(folder / name) as file:
+            parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            return {key: (part.get_dtype(), *part.get_shape()) for key, part in parts.items()}
+    try:
+        found = sharded.header(folder)
+    except sharded.Torn as error:
+        raise Damaged(str(error)) from error
+    ours = {key: shape for key, shape in found.items() if key.startswith("optimizer.") == (name == TRAINING)}
+    return {key: (DTYPES.get(dtype, str(dtype)), *shape) for key, (dtype, shape) in ours.items()}
+
+
+def lora_rank(folder: Path) -> int | None:
+    """The rank of a checkpoint's adapters, None where it has none. Raises Damaged as header()."""
+    shape = header(folder).get(RANK_OF)
+    return None if shape is None else max(1, *shape[1:2])
 
 
 def load_thinker(folder: Path, device: torch.device | str = "cpu") -> Thinker:
@@ -186,12 +249,12 @@ def load_thinker(folder: Path, device: torch.device | str = "cpu") -> Thinker:
 
     Raises Damaged or UserError where files and shape disagree.
     """
-    config, path = ThinkerConfig.from_dict(read_json(folder / "config.json")), folder / "model.safetensors"
-    if config.n_layers > len(tensor_names(path)):  # or building so many blocks could take for ever
-        raise Damaged(f"{path} has fewer tensors than its configuration has layers ({config.n_layers})")
+    config = ThinkerConfig.from_dict(read_json(folder / "config.json"))
+    if config.n_layers > len(header(folder)):  # or building so many blocks could take for ever
+        raise Damaged(f"{folder / MODEL} has fewer tensors than its configuration has layers ({config.n_layers})")
     with torch.device("meta"):
         thinker = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
-    rank = lora_rank(path)
+    rank = lora_rank(folder)
     if rank:
         add_lora(thinker, rank)
     load_weights(thinker, folder, assign=True)
@@ -205,7 +268,7 @@ def load_weights(thinker: Thinker, folder: Path, assign: bool = False) -> None:
 
     They are copied into the parameters, or with `assign` become the parameters.
     """
-    tensors = read_tensors(folder / "model.safetensors", model_tensors(thinker))
+    tensors = read(folder, MODEL, model_tensors(thinker))
     thinker.load_state_dict(tensors, strict=not thinker.config.tie_embeddings, assign=assign)
     if thinker.config.tie_embeddings:
         thinker.head.weight = thinker.embedding.weight

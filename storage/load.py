@@ -13,6 +13,7 @@ from model import Thinker
 from storage import adapter, huggingface
 from storage.checkpoint import Damaged, list_checkpoints, load_thinker, verify
 from storage.run_directory import RunDirectory
+from storage.sharded import is_sharded
 
 
 def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
@@ -26,14 +27,15 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
             f"{path} does not exist; give a run directory, such as runs/quickstart, a checkpoint in it, or a Hugging "
             "Face folder"
         )
-    if (path / "model.safetensors").is_file() and (path / "manifest.json").is_file():
+    has_weights = (path / "model.safetensors").is_file() or is_sharded(path)
+    if has_weights and (path / "manifest.json").is_file():
         if checkpoint != "latest":
             raise UserError(
                 f"{path} is one checkpoint; --checkpoint {checkpoint} chooses among those of a run directory"
             )
         verify(path)
         return path
-    if (path / "model.safetensors").is_file() and (path / "config.json").is_file() and (path / "state.json").is_file():
+    if has_weights and (path / "config.json").is_file() and (path / "state.json").is_file():
         raise UserError(f"{path} is a checkpoint without its manifest.json, so that nothing tells whether it is whole")
     run = RunDirectory(path)
     if not run.checkpoints.is_dir():

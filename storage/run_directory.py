@@ -20,10 +20,13 @@ from storage.checkpoint import Damaged, flush, list_checkpoints, verify
 
 
 class RunDirectory:
-    """The files of one run. Nothing is created before create()."""
+    """The files of one run. Nothing is created before create().
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    Args: writes: false on all ranks but the first, where nothing is written, and nothing locked.
+    """
+
+    def __init__(self, path: str | Path, writes: bool = True) -> None:
+        self.path, self.writes = Path(path), writes
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -31,6 +34,8 @@ class RunDirectory:
 
     def create(self) -> None:
         """Make the folders. Raises UserError where that is not allowed or a file is in the way."""
+        if not self.writes:
+            return
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -44,7 +49,7 @@ class RunDirectory:
         The lock is the system's, so that one of a dead process does not outlive it; the file only tells whose it is.
         Raises UserError where a training is at work here, or the folder cannot be written to.
         """
-        if self._lock is not None or not self.path.is_dir():
+        if self._lock is not None or not self.writes or not self.path.is_dir():
             return
         path = self.path / ".lock"
         try:
@@ -88,17 +93,21 @@ class RunDirectory:
 
     def write_config(self, tree: dict[str, Any]) -> None:
         """Write the resolved recipe, whole or not at all."""
+        if not self.writes:
+            return
         replace_file(self.config, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl. Raises Stopped where the folder is gone."""
         self.check()
+        if not self.writes:
+            return
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def flush_metrics(self) -> None:
         """Have the disk hold every line, before it holds a checkpoint of the same step."""
-        if self.metrics.exists():
+        if self.writes and self.metrics.exists():
             flush(self.metrics)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
@@ -115,6 +124,8 @@ class RunDirectory:
 
     def cut_metrics(self, step: int, evaluated_at: int | None) -> None:
         """Keep what was logged up to `step`, and of evaluations up to `evaluated_at`: the run goes on from there."""
+        if not self.writes:
+            return
         if self.metrics.is_symlink():
             self.metrics.unlink()  # it could lead anywhere
         if not self.metrics.exists():

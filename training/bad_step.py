@@ -14,6 +14,7 @@ from data.loader import Loader
 from data.tokenizer import Tokenizer
 from model import Thinker
 from model.lora import RANK_OF, add_lora
+from ranks import whole
 from storage.run_directory import RunDirectory, replace_file
 
 TEXT_CHARS = 200  # of each sample, in a report
@@ -26,26 +27,26 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
     "first_not_finite": the first module whose output is not; "gradients_not_finite": parameters whose gradient's norm
     is not; "largest_weight": [name, size], None for a size that is not finite.
     """
-    plain, samples, found = _plain(thinker), [], {"module": None}
+    model, samples, found = plain(thinker), [], {"module": None}
     bad: set[str] = set()
-    for name, module in plain.named_modules():
+    for name, module in model.named_modules():
         module.register_forward_hook(_watch(found, name or "loss"))
     for row, number in enumerate(loader.sample_ids(step)):
         inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
         given = (inputs, targets, loader.windows.documents(inputs))
         given = [x if x is None else x.to(thinker.device) for x in given]
-        loss_sum, count = plain(given[0], targets=given[1], documents=given[2])
+        loss_sum, count = model(given[0], targets=given[1], documents=given[2])
         loss = loss_sum / max(int(count), 1)
         loss.backward()
         loss = loss.detach()
-        gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not math.isfinite(norm):
             bad |= {name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())}
-        plain.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         text = tokenizer.decode(inputs[0].tolist())[:TEXT_CHARS]
         samples.append({"id": number, "loss": finite(loss), "grad_norm": finite(norm), "text": text})
-    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in thinker.named_parameters()}
+    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in model.named_parameters()}
     largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,
@@ -58,7 +59,8 @@ def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) 
 def write_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
     """Keep a report in the run directory, under the step's number (from 1). Returns its path."""
     path = run.path / f"bad-step-{step:08d}.json"
-    replace_file(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    if run.writes:
+        replace_file(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return str(path)
 
 
@@ -67,18 +69,18 @@ def finite(value: Tensor | float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _plain(thinker: Thinker) -> Thinker:
-    """The same weights in a model that is not compiled, for evaluation."""
-    weights = thinker.state_dict()
+def plain(thinker: Thinker) -> Thinker:
+    """The same weights, whole, in a model that is not compiled, for evaluation. All ranks that share them must ask."""
+    weights = {name: whole(tensor) for name, tensor in thinker.state_dict().items()}
     with torch.device("meta"):
-        plain = Thinker(thinker.config)
+        model = Thinker(thinker.config)
     if RANK_OF in weights:
-        add_lora(plain, len(weights[RANK_OF]))
-    plain.load_state_dict(weights, assign=True)
+        add_lora(model, len(weights[RANK_OF]))
+    model.load_state_dict(weights, assign=True)
     if thinker.config.tie_embeddings:
-        plain.head.weight = plain.embedding.weight
-    plain.activation_dtype = thinker.activation_dtype
-    return plain.requires_grad_().eval()
+        model.head.weight = model.embedding.weight
+    model.activation_dtype = thinker.activation_dtype
+    return model.requires_grad_().eval()
 
 
 def _watch(found: dict[str, str | None], name: str) -> Callable[[nn.Module, Any, Any], None]:

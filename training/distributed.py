@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from model import Thinker
-from ranks import Ranks
+from ranks import Ranks, whole
 from training.memory import recompute
 from training.recipe import TrainSection
 
@@ -70,13 +70,3 @@ def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[None]:
 def clip(thinker: Thinker, limit: float | None) -> Tensor:
     """Scale all gradients down to a global norm of `limit`, if given. Returns the norm before, of the whole model."""
     return whole(torch.nn.utils.clip_grad_norm_(thinker.parameters(), limit or float("inf")))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All rows of a tensor that the ranks share, on each of them, which must all ask. Another one as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def own(tensor: Tensor) -> Tensor:
-    """The rows that this rank has of a tensor that the ranks share. Another one as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

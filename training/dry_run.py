@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from data.ahead import Batch
 from errors import UserError
 from model import Thinker, ThinkerConfig
+from ranks import ALONE, Ranks
 from training.recipe import Recipe
 from training.step import TrainingStep
 
@@ -95,8 +96,13 @@ def predict_memory(recipe: Recipe, config: ThinkerConfig, micro_batch_size: int,
     return Memory(weights, weights, persistent - weights - tokens.numel() * 8, activations, alive.peak)
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken now."""
+def usable(device: torch.device) -> float:
+    """The share of free memory that tensors can have: allocators lose some between them (docs/training.md)."""
+    return 0.9 if device.type == "cuda" else 0.6  # where it is malloc
+
+
+def free_memory(device: torch.device, ranks: Ranks = ALONE) -> int:
+    """Bytes that could be taken now; of a host's memory by each of the ranks on it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -108,20 +114,22 @@ def free_memory(device: torch.device) -> int:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
         free = min(free, int(limit) - int((group / "memory.current").read_text()))
-    return free
+    return free // ranks.local_size
 
 
-def largest_micro_batch(recipe: Recipe, config: ThinkerConfig, device: torch.device, free: int) -> int:
-    """The largest divisor of train.batch_size whose predicted peak fits into `free` bytes.
-
-    With room for what allocators lose between tensors: a tenth on a GPU, 0.4 where it is malloc (docs/training.md).
+def largest_micro_batch(
+    recipe: Recipe, config: ThinkerConfig, device: torch.device, free: int, ranks: Ranks = ALONE
+) -> int:
+    """The largest divisor of a rank's share of train.batch_size whose predicted peak fits into `free` bytes.
 
     Raises UserError where a single sequence is too much.
     """
-    batch, share = recipe.train.batch_size, 0.9 if device.type == "cuda" else 0.6
+    batch = recipe.train.batch_size // ranks.size
+    elsewhere = 1 - 1 / ranks.size if recipe.train.parallel == "fsdp" else 0.0  # of weights and optimizer
     for size in (n for n in range(batch, 0, -1) if batch % n == 0):
-        peak = predict_memory(recipe, config, size, device).peak
-        if peak <= share * free:
+        memory = predict_memory(recipe, config, size, device)
+        peak = memory.peak - elsewhere * (memory.weights + memory.optimizer)
+        if peak <= usable(device) * free:
             return size
     raise UserError(
         f"one sequence of {recipe.data.seq_len} tokens takes {peak / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "

@@ -17,7 +17,7 @@ from errors import UserError
 from evaluation.text import tokenize
 from model import Thinker
 from storage.load import run_of
-from training.loop import prepare_data
+from training.corpus import prepare_data
 from training.recipe import Recipe, load_recipe
 
 

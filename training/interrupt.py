@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -17,18 +18,19 @@ class Interrupt:
     """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `number`; a second one ends the process at once.
 
     A signal that was ignored when the process began (nohup, a shell's background job) stays ignored.
+
+    Args: together: this is one of several ranks, and whoever started them passes on a signal that they may have got
+        themselves; what comes within ECHO seconds after the first is taken for the same one.
     """
+
+    ECHO = 5.0
 
     NUMBERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
-        self.number: int | None = None
+    def __init__(self, together: bool = False) -> None:
+        self.number = 0
+        self.together = together
         self._before: dict[int, Any] = {}
-
-    @property
-    def status(self) -> int:
-        """The exit status that tells which signal it was, as shells do: 129, 130, 143."""
-        return 128 + (self.number or 0)
 
     def __enter__(self) -> Interrupt:
         ours = [number for number in self.NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
@@ -40,12 +42,16 @@ class Interrupt:
             signal.signal(number, handler)
 
     def __bool__(self) -> bool:
-        return self.number is not None
+        return self.number != 0
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self.number = number
-        for each in self._before:
+        if self.number and time.monotonic() < self._first_at + self.ECHO:
+            return
+        for each in self._before if self.number or not self.together else ():
             signal.signal(each, signal.SIG_DFL)  # the system's own: it does not wait for Python's turn
+        if self.number:
+            os.kill(os.getpid(), number)
+        self.number, self._first_at = number, time.monotonic()
         with contextlib.suppress(OSError):  # past Python's stream, in whose midst the signal may have come
             os.write(sys.stderr.fileno(), b"\nfinishing this step and saving; once more leaves at once\n")
 

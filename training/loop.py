@@ -13,19 +13,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.ahead import Ahead
-from data.corpus import Corpus, prepare
 from data.loader import Loader, Windows
-from data.tokenizer import Tokenizer, token_byte_lengths
+from data.tokenizer import token_byte_lengths
 from device import be_deterministic, choose_device, tune
 from errors import Stopped, UserError
 from evaluation.loss import Evaluation, Evaluator
 from generation import Generator, SamplingParams
 from generation.engine import check_length
+from ranks import ALONE, Ranks
 from storage import checkpoint
 from storage.run_directory import RunDirectory
 from storage.saver import Saver
 from training import resume
-from training.bad_step import diagnose, finite, write_report
+from training.bad_step import diagnose, finite, plain, write_report
+from training.corpus import prepare_data
 from training.init_from import take_up
 from training.interrupt import Interrupt, was_compiling
 from training.meter import MemoryMeter, flops_per_token, peak_flops
@@ -34,52 +35,44 @@ from training.recipe import Recipe
 from training.report import report
 from training.resume import RunState
 from training.schedule import lr_factor
-from training.settle import Chosen, settle_precision, settle_size
+from training.settle import Chosen, settle_precision, settle_ranks, settle_size
 from training.step import TrainingStep, draw
 from training.tracking import Tracker
 
 CPU_SHARE = 0.005  # of a core, for background saves where training has use for every core (docs/resuming.md)
 
 
-def prepare_data(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
-    """The recipe's corpus as tokens on disk; `tokenizer`: instead of the one that the recipe names."""
-    data = recipe.data
-    options = {name: getattr(data, name) for name in ("path", "config", "split", "column", "streaming")}
-    return prepare(
-        source=data.source,
-        **{name: value for name, value in options.items() if value is not None},
-        tokenizer=tokenizer or data.tokenizer,
-        loss_on=data.loss_on,
-        val_fraction=data.val_fraction,
-        max_documents=data.max_documents,
-        cache_dir=data.cache_dir,
-        seed=recipe.run.seed,
-    )
-
-
 class Trainer:
-    """One run: its data, model, optimizer and files, and where it stands."""
+    """One run: its data, model, optimizer and files, and where it stands. Of several ranks each makes one."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, ranks: Ranks = ALONE) -> None:
         """Check everything, build everything, and take up the run where its newest checkpoint left it.
 
         Raises UserError before anything is written where the recipe does not fit the machine, the data or the run.
         """
-        self.recipe, train = recipe, recipe.train
-        self.run = RunDirectory(recipe.run.dir)
+        self.recipe, self.ranks, train = recipe, ranks, recipe.train
+        self.run = RunDirectory(recipe.run.dir, writes=ranks.first)
         if train.deterministic:
             be_deterministic()
         self.device = choose_device(train.device)
+        ranks.meet(self.device.type, train.rank_timeout_s)
         self.run.lock()
-        checkpoint.clear(self.run.checkpoints)
-        folder = self.run.latest()
+        folder = None
+        if ranks.first:
+            checkpoint.clear(self.run.checkpoints)
+            folder = self.run.latest()
+        else:
+            recipe.tracking.wandb = "disabled"  # rank 0 sends for all
+        name = ranks.tell(folder and folder.name)
+        folder = name and self.run.checkpoints / name
         before = resume.read_state(folder) if folder else None
         begun, tokenizer = take_up(recipe, before, self.run.path)
         if before is not None:
             resume.refuse_changes(self.run, before, recipe, "run", "data", "optimizer", "train")
         chosen = before.chosen if before else None
-        settle_precision(recipe, self.device, chosen)
-        self.corpus = prepare_data(recipe, tokenizer)
+        settle_precision(recipe, self.device, chosen, ranks)
+        with ranks.in_turn():
+            self.corpus = prepare_data(recipe, tokenizer)
         config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
         recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width and rate
         recipe.optimizer = fill_rates(recipe.optimizer, config, train.batch_size, pace_of(recipe))
@@ -87,7 +80,8 @@ class Trainer:
             resume.refuse_changes(self.run, before, recipe, "model")
             resume.refuse_another_corpus(self.run, before, self.corpus, recipe.data.path or recipe.data.source)
         tune(self.device)
-        settle_size(recipe, config, self.device, chosen)
+        rows = settle_ranks(recipe, config, self.device, ranks)
+        settle_size(recipe, config, self.device, chosen, ranks)
         aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
         seen = {"isolate": recipe.data.isolate_documents, "given": config.prefix}
         self.loader = Loader(
@@ -95,45 +89,51 @@ class Trainer:
             train.batch_size,
             recipe.run.seed,
         )
-        self.batches = Ahead(self.loader, pinned=self.device.type == "cuda")
+        self.batches = Ahead(self.loader, self.device.type == "cuda", rows, recipe.data.workers)
         self.evaluator = Evaluator(
             Windows(self.corpus.val, recipe.data.seq_len, aligned, **seen),
             train.micro_batch_size,
             token_byte_lengths(self.corpus.tokenizer),
             train.eval_windows,
+            ranks,
         )
         self.memory = MemoryMeter(self.device)
-        self.thinker = draw(config, recipe.run.seed, self.device, begun)
-        self.train_step = TrainingStep(self.thinker, recipe)
+        sharded = ranks.size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole
+        self.thinker = draw(config, recipe.run.seed, torch.device("cpu") if sharded else self.device, begun)
+        self.train_step = TrainingStep(self.thinker, recipe, ranks=ranks)
         if train.sample_every:
             check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], config, config.longest)
         self.run.create()
         self.run.lock()
-        if folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
+        if ranks.first and folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
             raise UserError(f"another training has just been at work in {self.run.path}; run the same command again")
         self.state = self.begin(folder, before)
         self.saved = self.state.model_copy(deep=True) if folder else None
         self.last: Evaluation | None = None
-        self.step_begun = False
+        self.agreed = 0  # a signal that any rank has been sent, as all know it
         self.unread: list[Tensor] = []  # (loss, gradient norm) of the last steps, still on the device
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # when the last line was: seconds, tokens, waited
         self.saver = Saver(
             self.run.checkpoints, train.keep_last, train.keep_every, train.background_save,
-            share=CPU_SHARE if self.device.type == "cpu" else 1.0,
+            share=CPU_SHARE if self.device.type == "cpu" else 1.0, ranks=ranks, sharded=train.save_sharded,
         )  # fmt: skip
-        self.interrupt = Interrupt()
+        self.interrupt = Interrupt(together=ranks.size > 1)
+        self.agree(time.perf_counter())
         self.finished = self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
         if not self.finished:
             self.run.write_config(recipe.model_dump(mode="json"))
-        self.corpus.tokenizer.save(self.run.path)
+        if ranks.first:
+            self.corpus.tokenizer.save(self.run.path)
 
     def begin(self, folder: Path | None, before: RunState | None) -> RunState:
         """Take up the checkpoint, if there is one. Returns where the run stands."""
-        recipe, machine = self.recipe, resume.describe_machine(self.device)
+        recipe, first = self.recipe, self.ranks.first
+        machine = resume.describe_machine(self.device, self.ranks, recipe.train.parallel)
         if folder is None or before is None:
-            resume.keep_best_of_a_lost_beginning(self.run)
+            if first:
+                resume.keep_best_of_a_lost_beginning(self.run)
         else:
-            for newer in checkpoint.list_checkpoints(self.run.checkpoints):
+            for newer in checkpoint.list_checkpoints(self.run.checkpoints) if first else ():
                 if newer.name > folder.name:
                     checkpoint.set_aside(newer, "damaged")  # or it would count as one of the last that are kept
             if before.skipped > recipe.train.skip_bad_steps:
@@ -143,7 +143,7 @@ class Trainer:
                 )
             resume.restore(folder, self.train_step, before)
             resume.say_what_differs(before, machine, recipe)
-            before.best_val_loss = resume.best_so_far(self.run, before, recipe)
+            before.best_val_loss = self.ranks.tell(resume.best_so_far(self.run, before, recipe) if first else None)
         state = before or RunState()
         self.run.cut_metrics(state.step, state.evaluated_at)
         self.tracker = Tracker(recipe, self.run, state.wandb_id)
@@ -179,10 +179,10 @@ class Trainer:
                 self.saver.close()
                 self.tracker.finish(whole=not self.evaluation_was_left())
                 self.run.unlock()
-            if self.interrupt:
+            if self.stopping:
                 print(f"saved step {self.state.step} in {self.run.path}; the same command goes on from there",
                       file=sys.stderr)  # fmt: skip
-                return self.interrupt.status
+                return 128 + self.stopping  # as shells tell which signal it was: 129, 130, 143
             report(self.run, self.state, self.thinker.config.prefix, self.corpus.train.has_conversations)
         return 0
 
@@ -192,8 +192,7 @@ class Trainer:
         try:
             if self.is_due(train.eval_every):  # the run was stopped in the midst of it
                 self.evaluate()
-            while self.progress() < 1 and not self.interrupt:
-                self.random = resume.random_states(self.device)
+            while self.progress() < 1 and not self.stopping:
                 self.advance()
                 if self.is_due(train.eval_every):
                     self.evaluate()
@@ -201,13 +200,11 @@ class Trainer:
                     self.save()
                 if train.sample_every and self.state.step % train.sample_every == 0:
                     self.bar.write(f"step {self.state.step}: {self.sample()}", file=sys.stderr)
-            if not self.interrupt:
+            if not self.stopping:
                 self.evaluate()
         except RuntimeError as error:
-            if not (self.interrupt and was_compiling(error)):
+            if not (self.stopping and was_compiling(error)):
                 raise
-            if self.step_begun:  # it has drawn random numbers, and will again
-                resume.set_random_states(self.random, self.device)
         self.save()
         self.bar.update(self.progress() - self.bar.n)
 
@@ -215,20 +212,39 @@ class Trainer:
         """One optimizer step, and a line of metrics where one is due."""
         state, started = self.state, time.perf_counter()
         factor = self.lr_factor()
-        batch = self.batches.batch(state.step)
-        self.step_begun = True
-        loss, grad_norm = self.train_step(batch, factor)
-        self.step_begun = False
+        resume.seed_step(self.recipe.run.seed, state.step, self.ranks.rank)
+        loss, grad_norm = self.train_step(self.batch, factor)
         self.unread.append(torch.stack((loss, grad_norm)))
         state.step += 1
-        state.tokens += batch.count
-        if state.step % self.recipe.train.log_every:
-            state.elapsed_s += time.perf_counter() - started
-        else:
-            self.read_losses()
-            state.elapsed_s += time.perf_counter() - started  # the device has finished
+        state.tokens += self.batch.count
+        due = state.step % self.recipe.train.log_every == 0
+        if due:
+            self.read_losses()  # the device has finished
+        self.agree(started)
+        if due:
             self.log_steps(factor)
         self.bar.update(self.progress() - self.bar.n)
+
+    def agree(self, started: float) -> None:
+        """Fetch the next batch, and have all ranks know alike what it counts, how late it is, and of signals.
+
+        `started`: when what is to be added to the time of training began.
+        """
+        batch = self.batches.batch(self.state.step)
+        elapsed = self.state.elapsed_s + time.perf_counter() - started
+        counts, clocks, signals = zip(*self.ranks.gather(batch.count, elapsed, self.interrupt.number))
+        self.batch = batch._replace(count=int(sum(counts)))
+        self.state.elapsed_s, self.agreed = clocks[0], int(max(signals))
+
+    @property
+    def stopping(self) -> int:
+        """The signal that ends the run, 0 if there is none: of several ranks one that all know of."""
+        return self.agreed if self.ranks.size > 1 else self.interrupt.number
+
+    def hear(self) -> bool:
+        """Ask all ranks, which must all ask, for signals. Returns whether the run shall end."""
+        self.agreed = int(max(number for (number,) in self.ranks.gather(self.interrupt.number)))
+        return bool(self.stopping)
 
     def read_losses(self) -> None:
         """Fetch what the last steps have found: of all a step does, only this waits for the device.
@@ -259,6 +275,7 @@ class Trainer:
         notes |= diagnose(self.thinker, self.loader, self.corpus.tokenizer, step)
         path = write_report(self.run, number, notes)
         self.saver.save("bad", number, checkpoint.contents(self.thinker, {"step": number}))
+        self.ranks.gather(number)  # who leaves first ends the others
         name, size = notes["largest_weight"]
         largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
         raise Stopped(
@@ -298,7 +315,7 @@ class Trainer:
     def evaluation_was_left(self) -> bool:
         """Whether a signal ended the evaluation that belongs to this step."""
         due = self.is_due(self.recipe.train.eval_every) or self.progress() >= 1
-        return bool(self.interrupt) and due and self.state.evaluated_at != self.state.step
+        return bool(self.stopping) and due and self.state.evaluated_at != self.state.step
 
     def lr_factor(self) -> float:
         """What the next step's learning rates are of their peaks."""
@@ -340,7 +357,7 @@ class Trainer:
         """
         state = self.state
         self.read_losses()
-        found = None if state.evaluated_at == state.step else self.evaluator(self.thinker, self.interrupt.__bool__)
+        found = None if state.evaluated_at == state.step else self.evaluator(self.thinker, self.hear)
         if found is None:
             return
         if not math.isfinite(found.loss):
@@ -363,7 +380,7 @@ class Trainer:
         self.read_losses()
         self.state.scaler = self.train_step.scaler.state_dict()
         if self.state != self.saved:
-            tensors = resume.training_tensors(self.train_step)
+            tensors = self.train_step.optimizers.tensors()
             files = checkpoint.contents(self.thinker, self.state.model_dump(mode="json"), tensors)
             self.run.check()
             self.run.flush_metrics()
@@ -371,8 +388,11 @@ class Trainer:
             self.saved = self.state.model_copy(deep=True)
 
     def sample(self) -> str:
-        """A line from the model as it is now."""
-        generator = Generator(self.thinker, self.corpus.tokenizer)
+        """A line from the model as it is now. All ranks ask; only rank 0 gets one."""
+        thinker = plain(self.thinker) if hasattr(self.thinker, "unshard") else self.thinker
+        if not self.ranks.first:
+            return ""
+        generator = Generator(thinker, self.corpus.tokenizer)
         prompt, seed = self.recipe.train.sample_prompt, self.state.step
         completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
         return " ".join((prompt + completion[0].text).split())

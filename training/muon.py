@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.distributed import own
+from ranks import own
 
 # The quintics a·σ + b·σ³ + c·σ⁵ that one after the other bring all singular values from [0.01, 1] nearest to one: each
 # is the best in the maximum norm on the interval that the one before it leaves (Amsel et al. 2025, Polar Express,
@@ -102,7 +102,7 @@ def orthogonalise(x: Tensor) -> Tensor:
 
 
 def by_owners(parts: Tensor, rows: int, first: int, group: Any) -> Tensor:
-    """orthogonalise() of n matrices of which each rank has a part of the rows, (n, its rows, columns), and gets it back.
+    """orthogonalise() of n matrices of which each rank has a part of the rows and gets it back: (n, its rows, columns).
 
     Matrix after matrix belongs to a rank, from rank `first` on, in even shares. All send it their rows, and it sends
     theirs back: twice what a rank has of the matrices goes over the wire, and no matrix is computed twice.

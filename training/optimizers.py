@@ -126,16 +126,18 @@ class Optimizers:
         return found
 
     def expected(self) -> dict[str, Tensor]:
-        """Tensors of the shapes that tensors() has after a first step, without contents."""
+        """Tensors of the shapes that tensors() has after a first step, without contents; zeros where ranks share."""
         found = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"]):
-                    like = torch.empty(parameter.shape, device="meta")
+                    like = parameter.detach()
+                    like = torch.zeros_like(like) if hasattr(like, "to_local") else like.to("meta")
                     if isinstance(optimizer, Muon):
-                        state = {"momentum_buffer": like, "row_squares": torch.empty(len(parameter), 1, device="meta")}
+                        state = {"momentum_buffer": like, "row_squares": torch.zeros_like(like[:, :1])}
                     else:
-                        state = {"step": torch.empty((), device="meta"), "exp_avg": like, "exp_avg_sq": like}
+                        state = {"step": torch.empty((), device="meta"), "exp_avg": like}
+                        state["exp_avg_sq"] = torch.zeros_like(like)
                     found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
         return found
 

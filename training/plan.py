@@ -12,9 +12,9 @@ import torch
 from data.ahead import Batch
 from device import DTYPES, choose_device, tune
 from model import KVCache, Thinker, ThinkerConfig
+from training.corpus import prepare_data
 from training.dry_run import free_memory, predict_memory
 from training.init_from import take_up
-from training.loop import prepare_data
 from training.meter import MemoryMeter, flops_per_token, peak_flops
 from training.recipe import Recipe
 from training.settle import settle_precision, settle_size

@@ -109,6 +109,7 @@ class DataSection(Section):
     isolate_documents: bool = False  # no token sees across a document's border, and positions begin anew there
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     max_documents: Positive | None = None
+    workers: Annotated[int, Field(ge=0, le=64)] = 1  # threads that make batches ahead; 0: made when they are needed
     cache_dir: str = ".cache"
 
 
@@ -155,6 +156,7 @@ class TrainSection(Section):
     keep_last: Positive = 2  # checkpoints; the best one is kept beside them
     keep_every: Positive | None = None  # steps: checkpoints at their multiples are never removed; null: none
     background_save: bool = False  # written from a copy of the state, while training goes on
+    save_sharded: bool | Literal["auto"] = "auto"  # one file a rank; auto: where the weights take more than 8 GB
     skip_bad_steps: Annotated[int, Field(ge=0)] = 0  # so many may have a loss or gradient that is not finite
     deterministic: bool = False  # the same recipe twice gives the same bits, on the same machine
     sample_every: Positive | None = None  # steps; null: no samples while training
@@ -198,6 +200,8 @@ class Recipe(Section):
                 f"train.batch_size ({train.batch_size}) must be a multiple of train.micro_batch_size "
                 f"({train.micro_batch_size}); possible: {', '.join(map(str, divisors))}"
             )
+        if train.background_save and train.save_sharded is True:
+            raise ValueError("train.background_save writes whole files; with train.save_sharded=true leave it out")
         if train.schedule == "cosine" and train.decay_fraction is not None:
             raise ValueError(
                 "train.decay_fraction is read by the schedule wsd only; with cosine write train.decay_fraction=null"

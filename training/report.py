@@ -15,6 +15,8 @@ def report(run: RunDirectory, state: RunState, prefix: int = 0, talks: bool = Fa
 
     Args: prefix: how many tokens a prompt must have; talks: it was trained on conversations.
     """
+    if not run.writes:
+        return
     lines = list(run.read_metrics())
     val = next((line for line in reversed(lines) if "val_loss" in line), None)
     if val is None:

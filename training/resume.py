@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from data.corpus import Corpus
 from data.tokenizer import FILE_NAME
 from device import device_name
 from errors import UserError
+from ranks import Ranks
 from storage import checkpoint
 from storage.checkpoint import Damaged
 from storage.run_directory import RunDirectory
@@ -63,9 +65,10 @@ def read_state(folder: Path) -> RunState:
         raise Damaged(f"{path} holds no state of a run of this version: {where} is wrong") from error
 
 
-def describe_machine(device: torch.device) -> dict[str, str]:
+def describe_machine(device: torch.device, ranks: Ranks, parallel: str) -> dict[str, str]:
     """What has to stay the same for the same bits."""
-    return {"device": device_name(device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    machine = {"device": device_name(device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    return machine | ({"ranks": f"{ranks.size} ({parallel})"} if ranks.size > 1 else {})
 
 
 def refuse_changes(run: RunDirectory, before: RunState, recipe: Recipe, *sections: str) -> None:
@@ -103,8 +106,8 @@ def say_what_differs(before: RunState, machine: dict[str, str], recipe: Recipe) 
     ]
     if changes:
         print(f"changed since it was saved: {', '.join(changes)}", file=sys.stderr)
-    for key, value in machine.items():
-        then = before.machine.get(key)
+    for key in before.machine | machine:
+        then, value = (each.get(key, "1" if key == "ranks" else None) for each in (before.machine, machine))
         if then != value:
             print(
                 f"{key} was {then} and is {value} now: what follows differs slightly from a run that was never stopped",
@@ -135,48 +138,26 @@ def keep_best_of_a_lost_beginning(run: RunDirectory) -> None:
         checkpoint.set_aside(folder, "earlier")
 
 
-def training_tensors(step: TrainingStep) -> dict[str, Tensor]:
-    """Optimizer and random states, live."""
-    return step.optimizers.tensors() | random_states(step.device)
-
-
 def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
-    """Put a checkpoint into model, optimizers, scaler and random generators, its shapes having been checked.
+    """Put a checkpoint into model, optimizers and scaler, its shapes having been checked.
 
     Raises Damaged where a file holds something else.
     """
-    path = folder / "training.safetensors"
-    names, random = checkpoint.tensor_names(path), random_states(step.device)
-    expected: dict[str, Tensor | None] = {name: random.get(name) for name in names if name.startswith("random.")}
-    expected["random.cpu"] = random["random.cpu"]
-    begun = any(name.startswith("optimizer.") for name in names)  # not before the first step
-    tensors = checkpoint.read_tensors(path, expected | (step.optimizers.expected() if begun else {}))
+    names = checkpoint.header(folder, checkpoint.TRAINING)
+    expected: dict[str, Tensor | None] = {name: None for name in names if name.startswith("random.")}  # of old ones
+    begun = len(names) > len(expected)  # there is nothing before the first step
+    tensors = checkpoint.read(folder, checkpoint.TRAINING, expected | (step.optimizers.expected() if begun else {}))
     checkpoint.load_weights(step.thinker, folder)
     if begun:
         step.optimizers.load_tensors(tensors)
-    try:
-        set_random_states(tensors, step.device)
-        if state.scaler:
+    if state.scaler:
+        try:
             step.scaler.load_state_dict(state.scaler)
-    except (RuntimeError, KeyError) as error:
-        raise Damaged(f"{folder} holds no random state or loss scale: {error}") from error
+        except (RuntimeError, KeyError) as error:
+            raise Damaged(f"{folder} holds no loss scale: {error}") from error
     step.bad.fill_(state.skipped)
 
 
-def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """The inverse of random_states(). Raises RuntimeError for tensors that are none."""
-    torch.set_rng_state(states["random.cpu"])
-    if "random.cuda" in states:
-        torch.cuda.set_rng_state(states["random.cuda"], device)
-    if "random.mps" in states:
-        torch.mps.set_rng_state(states["random.mps"])
-
-
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Of the generators that training draws from."""
-    states = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["random.cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        states["random.mps"] = torch.mps.get_rng_state()
-    return states
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Have dropout draw what belongs to this step of this run, on this rank: wherever it was stopped before."""
+    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:7], "little"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from typing import Literal
@@ -12,13 +13,15 @@ from pydantic import BaseModel, Field
 from device import choose_precision, matmul_flops
 from errors import UserError
 from model import Thinker, ThinkerConfig
-from training.dry_run import free_memory, largest_micro_batch
+from ranks import ALONE, Ranks
+from training.dry_run import free_memory, largest_micro_batch, predict_memory, usable
 from training.meter import flops_per_token, peak_flops
 from training.recipe import Recipe
 
 # What compiling the blocks costs, in seconds, and the share of a step that it saves from which width on, widest first:
 # measured on a CPU in fp32 (docs/training.md), a guess on a GPU.
 COMPILING = {"cpu": (35.0, {384: 0.12, 256: 0.04, 0: 0.0}), "cuda": (60.0, {0: 0.3})}
+SHARDED_ABOVE = 8e9  # bytes of weights: gathering and writing them in one place would keep all ranks waiting
 REACHED = 0.4  # the share of the device's matrix products that a step comes to, for a first guess of its time
 
 
@@ -30,7 +33,7 @@ class Chosen(BaseModel):
     micro_batch_size: int = Field(ge=1)
 
 
-def settle_precision(recipe: Recipe, device: torch.device, before: Chosen | None) -> None:
+def settle_precision(recipe: Recipe, device: torch.device, before: Chosen | None, ranks: Ranks = ALONE) -> None:
     """`before`: of a run that goes on. Raises UserError where the device has no such precision."""
     train = recipe.train
     if train.precision == "auto" and before is not None:
@@ -40,16 +43,51 @@ def settle_precision(recipe: Recipe, device: torch.device, before: Chosen | None
             raise UserError(f"the run was begun in {before.precision}: {error}") from error
     if train.precision == "auto" and train.deterministic and device.type == "cpu":
         train.precision = "fp32"  # the choice would rest on a measurement, which differs from run to run
-    train.precision = choose_precision(train.precision, device)
+    train.precision = ranks.tell(choose_precision(train.precision, device))
 
 
-def settle_size(recipe: Recipe, config: ThinkerConfig, device: torch.device, before: Chosen | None) -> None:
+def settle_ranks(recipe: Recipe, config: ThinkerConfig, device: torch.device, ranks: Ranks) -> slice:
+    """How several ranks share the work, and in which files they save. Returns the rows of each batch that are ours.
+
+    Raises UserError where a batch cannot be split evenly, or what is asked for does not go with sharing.
+    """
+    train = recipe.train
+    unit = ranks.size * (train.micro_batch_size if isinstance(train.micro_batch_size, int) else 1)
+    if train.batch_size % unit:
+        below = train.batch_size // unit * unit
+        near = " or ".join(str(size) for size in (below, below + unit) if size)
+        parts = "" if unit == ranks.size else f" in parts of train.micro_batch_size={train.micro_batch_size}"
+        raise UserError(
+            f"train.batch_size ({train.batch_size}) is split over {ranks.size} ranks{parts}: it must be a multiple of "
+            f"{unit}, such as {near}"
+        )
+    with torch.device("meta"):
+        weights = sum(parameter.nbytes for parameter in Thinker(config).parameters())
+    if train.save_sharded == "auto":
+        train.save_sharded = ranks.size > 1 and weights > SHARDED_ABOVE and not train.background_save
+    if ranks.size > 1 and train.parallel == "auto":
+        free, peak = free_memory(device, ranks), predict_memory(recipe, config, 1, device).peak
+        fits = peak <= usable(device) * free
+        train.parallel = ranks.tell("ddp" if fits else "fsdp")
+        print(
+            f"{train.parallel}: with one sequence the whole model takes {peak / 1e9:.1f} GB, of {free / 1e9:.1f} GB "
+            f"that are free for each of {ranks.size} ranks", file=sys.stderr,
+        )  # fmt: skip
+    if ranks.size > 1 and train.parallel == "fsdp" and train.precision == "fp16":
+        raise UserError("train.parallel=fsdp goes with train.precision=bf16 or fp32")
+    rows = train.batch_size // ranks.size
+    return slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+
+
+def settle_size(
+    recipe: Recipe, config: ThinkerConfig, device: torch.device, before: Chosen | None, ranks: Ranks = ALONE
+) -> None:
     """How many sequences at once, and whether blocks are compiled; what was chosen is said on stderr.
 
     Raises UserError where not one sequence fits, activations have no other memory to go to, or a run that was begun
     compiled cannot be here.
     """
-    train = recipe.train
+    train, rows = recipe.train, recipe.train.batch_size // ranks.size
     if train.offload_activations and device.type != "cuda":
         raise UserError(
             f"train.offload_activations moves activations off a CUDA GPU; this run is on {device.type}. "
@@ -57,12 +95,12 @@ def settle_size(recipe: Recipe, config: ThinkerConfig, device: torch.device, bef
         )
     if train.micro_batch_size == "auto":
         if before is not None:
-            train.micro_batch_size = before.micro_batch_size
+            train.micro_batch_size = math.gcd(before.micro_batch_size, rows)  # there may be more ranks now
         else:
-            free = free_memory(device)
-            train.micro_batch_size = largest_micro_batch(recipe, config, device, free)
+            free = free_memory(device, ranks)
+            train.micro_batch_size = largest_micro_batch(recipe, config, device, free, ranks)
             print(f"{train.micro_batch_size} sequences at once fit into {free / 1e9:.1f} GB", file=sys.stderr)
-    train.micro_batch_size = train.micro_batch_size or train.batch_size
+    train.micro_batch_size = train.micro_batch_size or rows
     if train.compile == "auto":
         if before is not None:
             train.compile = before.compile
@@ -76,6 +114,7 @@ def settle_size(recipe: Recipe, config: ThinkerConfig, device: torch.device, bef
         else:
             train.compile, reason = compiling_pays(recipe, config, device)
             print(f"{'compiling' if train.compile else 'not compiling'} the blocks: {reason}", file=sys.stderr)
+    train.micro_batch_size, train.compile = ranks.tell([train.micro_batch_size, train.compile])
 
 
 def compiling_pays(recipe: Recipe, config: ThinkerConfig, device: torch.device) -> tuple[bool, str]:

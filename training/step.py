@@ -31,13 +31,14 @@ class TrainingStep:
     """
 
     def __init__(self, thinker: Thinker, recipe: Recipe, guarded: bool = True, ranks: Ranks = ALONE) -> None:
-        self.train, self.thinker, self.device, self.ranks = recipe.train, thinker.train(), thinker.device, ranks
+        self.train, self.thinker, self.ranks = recipe.train, thinker.train(), ranks
         self.thinker.activation_dtype = DTYPES[self.train.precision]
         if self.train.lora_rank is not None:
             rank = self.train.lora_rank
             add_lora(self.thinker, rank, (self.train.lora_alpha or 2 * rank) / rank)
         rates = fill_rates(recipe.optimizer, thinker.config, recipe.train.batch_size, pace_of(recipe))
         self.model = distribute(self.thinker, self.train, ranks)
+        self.device = self.thinker.device  # where it may have been brought by sharing it
         self.optimizers = Optimizers(self.thinker, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.guarded, self.bad = guarded, torch.zeros((), dtype=torch.int64, device=self.device)

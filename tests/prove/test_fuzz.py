@@ -20,7 +20,7 @@ from errors import UserError
 from storage import checkpoint, load
 from storage.run_directory import RunDirectory
 from training.recipe import check_recipe, load_recipe
-from training.resume import RunState, read_state, restore, training_tensors
+from training.resume import RunState, read_state, restore
 from training.step import TrainingStep, draw
 
 NASTY = [None, True, -1, 0, 1, 2**31, 2**63, 10**30, -(10**18), 1e308, -0.0, float("nan"), float("inf"), "",
@@ -113,7 +113,7 @@ def stage(tmp_path_factory, text_file):
     step(Batch(tokens, tokens, 18), 1.0)
     state = RunState(step=1, recipe=recipe.model_dump(mode="json"), pending_losses=1.5, scaler={"scale": 2.0})
     folder = run.checkpoints / "step-00000001"
-    checkpoint.save(folder, step.thinker, state.model_dump(mode="json"), training_tensors(step))
+    checkpoint.save(folder, step.thinker, state.model_dump(mode="json"), step.optimizers.tensors())
     (run.path / "recipe.yaml").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())
     run.log({"step": 1, "train_loss": 2.5})
     corpus = prepare(source="text", path=text_file, tokenizer="byte", cache_dir=run.path / "c", progress=False)

@@ -76,9 +76,9 @@ def test_the_old_one_goes_only_when_the_new_one_is_whole(tmp_path, background, m
 def test_training_may_change_the_tensors_while_they_are_written(tmp_path, monkeypatch):
     may_write, write = threading.Event(), checkpoint.write
 
-    def late(folder, contents, rest):
+    def late(folder, contents, rest, shared_by):
         assert may_write.wait(20)
-        write(folder, contents, rest)
+        write(folder, contents, rest, shared_by)
 
     monkeypatch.setattr(checkpoint, "write", late)
     saver = Saver(tmp_path, 2, None, background=True)
@@ -95,10 +95,10 @@ def test_training_may_change_the_tensors_while_they_are_written(tmp_path, monkey
 def test_one_is_written_at_a_time_so_memory_for_one_copy_is_enough(tmp_path, monkeypatch):
     writing, most, write = [], [], checkpoint.write
 
-    def watched(folder, contents, rest):
+    def watched(folder, contents, rest, shared_by):
         writing.append(folder)
         most.append(len(writing))
-        write(folder, contents, rest)
+        write(folder, contents, rest, shared_by)
         writing.remove(folder)
 
     monkeypatch.setattr(checkpoint, "write", watched)

@@ -15,10 +15,10 @@ from data.corpus import prepare
 from data.loader import Loader, Windows
 from storage import checkpoint
 from training.bad_step import diagnose
-from training.loop import prepare_data
+from training.corpus import prepare_data
 from training.muon import Muon
 from training.recipe import check_recipe, load_recipe
-from training.resume import RunState, restore, training_tensors
+from training.resume import RunState, restore
 from training.step import TrainingStep, draw
 
 
@@ -119,7 +119,7 @@ def test_how_many_were_left_out_is_restored(tmp_path):
     step = make_step(skip_bad_steps=3)
     step(a_batch(0), 1.0)
     before = copy_of(step)
-    checkpoint.save(tmp_path / "step-00000001", step.thinker, {}, training_tensors(step))
+    checkpoint.save(tmp_path / "step-00000001", step.thinker, {}, step.optimizers.tensors())
     other = make_step(skip_bad_steps=3)
     restore(tmp_path / "step-00000001", other, RunState(step=1, skipped=3))
     assert same_bits(before, everything(other))

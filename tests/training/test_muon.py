@@ -35,7 +35,7 @@ def test_it_moves_every_matrix_as_torchs_own_does(options, monkeypatch):
         return torch.stack(each).float()
 
     monkeypatch.setattr(muon, "orthogonalise", torchs_own)
-    monkeypatch.setattr(muon, "even_rows", lambda updates, rows, weight: updates)
+    monkeypatch.setattr(muon, "even_rows", lambda updates, rows, weight, group: updates)
     mine, theirs = parameters(1), parameters(1)
     ours = moved(Muon(mine, dtype=torch.float32, lr=0.1, **options), mine)
     peer = moved(torch.optim.Muon(theirs, lr=0.1, adjust_lr_fn="original", **options), theirs)
