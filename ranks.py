@@ -72,7 +72,7 @@ class Ranks:
 
         Raises Stopped, naming them, where ranks did not come.
         """
-        self.device_type = device_type
+        self.device_type, self.timeout = device_type, timeout
         if self.size == 1:
             return
         import torch
@@ -154,8 +154,9 @@ class Ranks:
         lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
         try:
             if lost:
-                missing = self._roll_call("alive", ROLL_CALL) or "another rank"
-                what = "hangs" if "timed out" in str(error).lower() else "has gone"
+                missing = self._roll_call("alive", ROLL_CALL) or f"another rank of {self.size}"
+                hangs = f"gave no answer for {self.timeout:g} s (train.rank_timeout_s)"
+                what = hangs if "timed out" in str(error).lower() else "has gone"
                 error = Stopped(f"{missing} {what}; the same command goes on from the last checkpoint")
             elif not self.first:  # rank 0 may have failed alike, and still have files to close
                 self._await("failed", seconds=ROLL_CALL)
@@ -177,11 +178,13 @@ class Ranks:
     def _roll_call(self, key: str, seconds: float) -> str:
         """Answer, and wait for the answers of all. Returns those that are missing, in words, "" where all are there."""
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        missing, end = [str(rank) for rank in range(self.size)], time.monotonic() + seconds
+        missing, end = list(range(self.size)), time.monotonic() + seconds
         while missing and time.monotonic() < end and not self.store.check(["failed"]):
             missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
             time.sleep(0.02)
-        return f"rank {', '.join(missing)} of {self.size}" if missing else ""
+        here = {rank: f"here/{rank}" for rank in missing if self.store.check([f"here/{rank}"])}
+        who = [f"{rank} ({self.store.get(here[rank]).decode()})" if rank in here else str(rank) for rank in missing]
+        return f"rank {', '.join(who[:4])}{' and more' * (len(who) > 4)} of {self.size}" if missing else ""
 
 
 ALONE = Ranks.__new__(Ranks)  # one process, whatever the environment says

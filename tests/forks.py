@@ -1,19 +1,24 @@
 """Commands of ours in processes of their own that a server forks: without the seconds that importing torch takes."""
 
 import atexit
+import json
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOADED = [
     "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
     "training.loop",
     "training.plan",
     "generation.terminal",
@@ -36,6 +41,60 @@ def server():
     else:
         os.environ["PYTHONPATH"] = before
     return context
+
+
+def together(size, target, *given, timeout=300):
+    """Call target(ranks, *given) in `size` processes, its ranks; returns what each gives back, JSON or None.
+
+    Raises AssertionError with what a process has written on its standard error where one fails.
+    """
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            server().Process(target=_be_a_rank, args=(rank, size, port, folder, target, given)) for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+        said = "".join(Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(size))
+        assert codes == [0] * size, f"{codes}: {said[-3000:]}"
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def place(rank, size, port):
+    """The environment of a rank, as torchrun makes it."""
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _be_a_rank(rank, size, port, folder, target, given):
+    os.dup2(os.open(Path(folder, f"{rank}.err"), os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)  # noqa: SIM115
+    os.environ.update(place(rank, size, port) if size > 1 else {})
+    import torch
+
+    from ranks import joined
+
+    torch.set_num_threads(1)
+    try:
+        with joined() as ranks:
+            found = target(ranks, *given)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
 
 
 def run(arguments, cwd, environment, timeout):

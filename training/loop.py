@@ -118,7 +118,7 @@ class Trainer:
             share=CPU_SHARE if self.device.type == "cpu" else 1.0, ranks=ranks, sharded=train.save_sharded,
         )  # fmt: skip
         self.interrupt = Interrupt(together=ranks.size > 1)
-        self.agree(time.perf_counter())
+        self.agree()
         self.finished = self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
         if not self.finished:
             self.run.write_config(recipe.model_dump(mode="json"))
@@ -225,13 +225,13 @@ class Trainer:
             self.log_steps(factor)
         self.bar.update(self.progress() - self.bar.n)
 
-    def agree(self, started: float) -> None:
+    def agree(self, started: float | None = None) -> None:
         """Fetch the next batch, and have all ranks know alike what it counts, how late it is, and of signals.
 
         `started`: when what is to be added to the time of training began.
         """
         batch = self.batches.batch(self.state.step)
-        elapsed = self.state.elapsed_s + time.perf_counter() - started
+        elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
         counts, clocks, signals = zip(*self.ranks.gather(batch.count, elapsed, self.interrupt.number))
         self.batch = batch._replace(count=int(sum(counts)))
         self.state.elapsed_s, self.agreed = clocks[0], int(max(signals))

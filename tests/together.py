@@ -1,0 +1,136 @@
+"""What several ranks do in tests, each in a process of its own: targets for forks.together()."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.ahead import Batch
+from model import ThinkerConfig
+from ranks import whole
+from storage import checkpoint
+from storage.saver import Saver
+from training import resume
+from training.loop import Trainer
+from training.recipe import check_recipe, load_recipe
+from training.resume import RunState
+from training.step import TrainingStep, draw
+
+CPU, ROWS, T = torch.device("cpu"), 8, 24
+SHAPE = {"vocab_size": 97, "d_model": 31, "n_layers": 3, "n_heads": 3, "n_kv_heads": 1, "head_dim": 10, "d_ff": 77}
+CONFIG = ThinkerConfig(**SHAPE, max_seq_len=T)  # nothing divides by two or four
+
+
+def batch(step, ranks, isolate=False):
+    """A rank's rows of a step's batch; in the last rows hardly a target is counted, and in the first all are."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(97, (ROWS, T + 1), generator=generator)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < torch.linspace(0, 0.95, ROWS)[:, None]] = -1
+    count, rows = int((targets >= 0).sum()), ROWS // ranks.size
+    own = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+    return Batch(inputs[own], targets[own], count, (inputs[own] < 9).cumsum(1) if isolate else None)
+
+
+def make_step(ranks, config=CONFIG, optimizer="adamw", **train):
+    """A training step of the model that seed 1 draws."""
+    train = {"max_steps": 50, "batch_size": ROWS, "precision": "fp32", "compile": False, "parallel": "ddp"} | train
+    train.setdefault("micro_batch_size", ROWS // ranks.size)
+    recipe = check_recipe({"train": train, "optimizer": {"name": optimizer}})
+    ranks.meet("cpu", 60)
+    return TrainingStep(draw(config, 1, CPU), recipe, ranks=ranks)
+
+
+def everything(step):
+    """Weights and optimizer state, whole, as a safetensors file can hold them."""
+    tensors = checkpoint.model_tensors(step.thinker) | step.optimizers.tensors()
+    return {name: whole(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()}
+
+
+def learn(ranks, out, steps, options):
+    """Make so many steps. Returns (loss, gradient norm) of each; `out` gets all that there is then."""
+    step = make_step(ranks, **options)
+    found = [[float(number) for number in step(batch(number, ranks), 1.0)] for number in range(steps)]
+    tensors = everything(step)
+    if ranks.first:
+        save_file(tensors, out)
+    return found
+
+
+def gradients(ranks, folder, steps, options):
+    """The clipped gradients of each step, into a file each; where there are files already, from the weights in them.
+
+    Returns: for each step how far each gradient is, relative to its norm, from that in the file.
+    """
+    step, found, far = make_step(ranks, **options), {}, []
+    update = step.optimizers.step
+
+    def kept(skip):
+        found.clear()
+        for name, parameter in step.thinker.named_parameters():
+            found[name] = whole(parameter.grad.detach()).clone()
+        update(skip)
+
+    step.optimizers.step = kept
+    for number in range(steps):
+        path = Path(folder, f"{number}.safetensors")
+        if path.exists():
+            theirs = load_file(path)
+            with torch.no_grad():
+                for name, parameter in step.thinker.named_parameters():
+                    value = theirs[f"weight {name}"]
+                    if hasattr(parameter, "to_local"):
+                        own, parts = parameter.to_local(), value.chunk(ranks.size)
+                        if len(own):
+                            own.copy_(parts[ranks.rank])
+                    else:
+                        parameter.copy_(value)
+        else:
+            weights = {f"weight {name}": p.detach().clone() for name, p in step.thinker.named_parameters()}
+        step(batch(number, ranks), 1.0)
+        if path.exists():
+            sizes = {name: float(theirs[name].norm()) or 1.0 for name in found}
+            far.append({name: float((g - theirs[name]).norm()) / sizes[name] for name, g in found.items()})
+        else:
+            save_file(found | weights, path)
+    return far
+
+
+def save(ranks, folder, sharded, options):
+    """Two steps, then a checkpoint of them."""
+    step = make_step(ranks, **options)
+    for number in range(2):
+        step(batch(number, ranks), 1.0)
+    saver = Saver(Path(folder), 1, ranks=ranks, sharded=sharded)
+    state = RunState(step=2).model_dump(mode="json")
+    saver.save("step", 2, checkpoint.contents(step.thinker, state, step.optimizers.tensors()))
+    ranks.tell()  # rank 0 has written
+    tensors = everything(step)
+    if ranks.first:
+        save_file(tensors, Path(folder, "was.safetensors"))
+
+
+def load(ranks, folder, options):
+    """Take a checkpoint up. Returns the names of what is not bit for bit as it was saved, and a step's loss."""
+    step = make_step(ranks, **options)
+    resume.restore(Path(folder, "step-00000002"), step, RunState(step=2))
+    found, was = everything(step), load_file(Path(folder, "was.safetensors"))
+    assert found.keys() == was.keys()
+    return [name for name in was if not torch.equal(found[name], was[name])], float(step(batch(2, ranks), 1.0)[0])
+
+
+def train(ranks, recipe, overrides):
+    """Train by a recipe, from where its run stands. Returns the inputs of each step as this rank saw them."""
+    trainer, seen = Trainer(load_recipe(recipe, overrides), ranks), []
+
+    class Noting:
+        def __call__(self, given, factor):
+            seen.append(given.inputs.tolist())
+            return step(given, factor)
+
+        def __getattr__(self, name):
+            return getattr(step, name)
+
+    step, trainer.train_step = trainer.train_step, Noting()
+    assert trainer.train() == 0
+    return seen

@@ -1,0 +1,88 @@
+"""A step of several ranks is the step of one: gradients, losses, weights, samples, checkpoints."""
+
+import pytest
+import together
+from forks import together as run
+from runs import metrics
+from safetensors.torch import load_file
+
+FORMS = [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
+
+
+RECIPE = """
+model: {d_model: 31, n_layers: 3, n_heads: 3, n_kv_heads: 1, head_dim: 10, d_ff: 77}
+data: {source: jsonl, path: PATH, seq_len: 96, tokenizer: "bpe:301", packing: documents}
+train: {max_steps: 50, batch_size: 8, eval_every: 25, save_every: null, precision: fp32, compile: false, device: cpu}
+"""  # windows of whole documents, few or many, end in padding: ranks count unequally many targets
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """Train by the recipe in so many processes, each form once. Returns the run's folder and the ranks' samples."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+    draw, words = (
+        random.Random(1),
+        ["the", "a", "red", "old", "cat", "dog", "tree", "saw", "ate", "and", "then", "slept", "under", "near"],
+    )
+    texts = (" ".join(draw.choices(words, k=draw.randrange(4, 60))) for _ in range(400))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "recipe.yaml").write_text(RECIPE.replace("PATH", str(folder / "texts.jsonl")))
+
+    def by(size, *overrides):
+        key = " ".join([str(size), *overrides])
+        if key not in made:
+            path = folder / str(len(made))
+            places = [f"run.dir={path}", f"data.cache_dir={folder / 'cache'}"]
+            made[key] = path, run(size, together.train, str(folder / "recipe.yaml"), [*places, *overrides])
+        return made[key]
+
+    return by
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("size", "parallel"), FORMS)
+def test_fifty_losses_do_not_depend_on_the_ranks(training, size, parallel, optimizer):
+    (theirs, _), (ours, seen) = (
+        training(n, f"optimizer.name={optimizer}", f"train.parallel={parallel}") for n in (1, size)
+    )
+    counts = [sum(sum(x != row[0] for x in row) for row in rank[0]) for rank in seen]
+    assert len(set(counts)) == size  # the ranks do not learn from equally many tokens
+    theirs, ours = metrics(theirs), metrics(ours)
+    assert [line["step"] for line in ours if "train_loss" in line] == [*range(1, 51)]
+    assert [(line["step"], line["tokens"]) for line in ours] == [(line["step"], line["tokens"]) for line in theirs]
+    limit = 1e-6 if optimizer == "adamw" else 1e-3
+    for key in ("train_loss", "val_loss"):
+        pairs = [(a[key], b[key]) for a, b in zip(ours, theirs) if key in a]
+        assert max(abs(a - b) / b for a, b in pairs) <= limit
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
+    options = {"optimizer": optimizer, "micro_batch_size": together.ROWS // 2}
+    ours, theirs = (run(size, together.learn, str(tmp_path / f"{size}"), 50, options) for size in (2, 1))
+    assert ours == [theirs[0]] * 2  # every loss and every norm, known to both ranks
+    assert (tmp_path / "2").read_bytes() == (tmp_path / "1").read_bytes()
+
+
+def test_ranks_accumulate_too(tmp_path):
+    """Two ranks with two micro-batches each; under FSDP2 gradients are summed over ranks at the last one only."""
+    (tmp_path / "alone").mkdir()
+    run(1, together.gradients, str(tmp_path / "alone"), 3, {})
+    for parallel in ("ddp", "fsdp"):
+        for optimizer in ("adamw", "muon"):
+            options = {"parallel": parallel, "micro_batch_size": 2, "optimizer": optimizer}
+            far = run(2, together.gradients, str(tmp_path / "alone"), 3, options)[0]
+            assert max(max(step.values()) for step in far) <= 1e-6
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("size", "parallel"), FORMS)
+def test_every_gradient_is_that_of_one_process(tmp_path, size, parallel, optimizer):
+    """From the same weights at each step: Muon magnifies the last bit of what went before."""
+    options = {"optimizer": optimizer, "parallel": parallel}
+    run(1, together.gradients, str(tmp_path), 50, options)
+    far = run(size, together.gradients, str(tmp_path), 50, options)[0]
+    assert len(far) == 50
+    assert len(far[0]) == len(load_file(tmp_path / "0.safetensors")) // 2
+    worst = {name: max(step[name] for step in far) for name in far[0]}
+    assert max(worst.values()) <= 1e-6, worst
