@@ -116,6 +116,7 @@ def load(ranks, folder, options):
     resume.restore(Path(folder, "step-00000002"), step, RunState(step=2))
     found, was = everything(step), load_file(Path(folder, "was.safetensors"))
     assert found.keys() == was.keys()
+    assert any(name.startswith("optimizer.") for name in was)
     return [name for name in was if not torch.equal(found[name], was[name])], float(step(batch(2, ranks), 1.0)[0])
 
 

@@ -1,5 +1,8 @@
 """A step of several ranks is the step of one: gradients, losses, weights, samples, checkpoints."""
 
+import json
+import random
+
 import pytest
 import together
 from forks import together as run
@@ -20,10 +23,7 @@ train: {max_steps: 50, batch_size: 8, eval_every: 25, save_every: null, precisio
 def training(tmp_path_factory):
     """Train by the recipe in so many processes, each form once. Returns the run's folder and the ranks' samples."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
-    draw, words = (
-        random.Random(1),
-        ["the", "a", "red", "old", "cat", "dog", "tree", "saw", "ate", "and", "then", "slept", "under", "near"],
-    )
+    draw, words = random.Random(1), "the a red old cat dog tree saw ate and then slept under near".split()  # noqa: SIM905
     texts = (" ".join(draw.choices(words, k=draw.randrange(4, 60))) for _ in range(400))
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "recipe.yaml").write_text(RECIPE.replace("PATH", str(folder / "texts.jsonl")))
@@ -32,7 +32,7 @@ def training(tmp_path_factory):
         key = " ".join([str(size), *overrides])
         if key not in made:
             path = folder / str(len(made))
-            places = [f"run.dir={path}", f"data.cache_dir={folder / 'cache'}"]
+            places = [f"run.dir={path}", f"data.cache_dir={folder / 'cache'}", "train.parallel=ddp"]
             made[key] = path, run(size, together.train, str(folder / "recipe.yaml"), [*places, *overrides])
         return made[key]
 
@@ -86,3 +86,55 @@ def test_every_gradient_is_that_of_one_process(tmp_path, size, parallel, optimiz
     assert len(far[0]) == len(load_file(tmp_path / "0.safetensors")) // 2
     worst = {name: max(step[name] for step in far) for name in far[0]}
     assert max(worst.values()) <= 1e-6, worst
+
+
+def joined_rows(parts):
+    """The rows of each step, those of the ranks one after the other."""
+    return [sum(rows, []) for rows in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (2, 2), (4, 0), (4, 2)])
+def test_samples_do_not_depend_on_ranks_and_workers(training, size, workers):
+    _, alone = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
+    _, seen = training(size, "optimizer.name=adamw", f"data.workers={workers}", "optimizer.lr=0.003")
+    assert joined_rows(seen) == alone[0]
+
+
+def test_each_sample_comes_once_an_epoch_though_the_ranks_change(training, tmp_path):
+    """2 ranks, then one process, then 4."""
+    _, alone = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
+    order = []
+    for size, steps, parallel in ((2, 13, "fsdp"), (1, 30, "ddp"), (4, 50, "ddp")):
+        overrides = "optimizer.name=adamw", "data.workers=2", f"train.max_steps={steps}", f"train.parallel={parallel}"
+        _, seen = training(size, f"run.dir={tmp_path}", *overrides)
+        order += joined_rows(seen)
+    assert order == alone[0]
+    rows = [tuple(row) for step in order for row in step]
+    windows = len(set(rows))
+    assert 2 * windows < len(rows)  # two epochs and more
+    assert len(set(rows[:windows])) == len(set(rows[windows : 2 * windows])) == windows
+    assert [line["step"] for line in metrics(tmp_path) if "train_loss" in line] == [*range(1, 51)]
+
+
+SAVED_BY = [(1, "ddp", False), (1, "ddp", True), (2, "ddp", False), (2, "ddp", True), (2, "fsdp", False)]
+SAVED_BY += [(2, "fsdp", True), (4, "fsdp", True)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("size", "parallel", "sharded"), SAVED_BY)
+def test_what_some_ranks_save_any_others_take_up_to_the_bit(tmp_path, size, parallel, sharded, optimizer):
+    """No width and no vocabulary here divides by two or four, and three of four ranks have all rows of a gain."""
+    run(size, together.save, str(tmp_path), sharded, {"optimizer": optimizer, "parallel": parallel})
+    folder = tmp_path / "step-00000002"
+    checkpoint.verify(folder)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) == (size if sharded else 2), files
+    losses = []
+    for others, other in ((1, "ddp"), (2, "ddp"), (2, "fsdp"), (4, "fsdp")):
+        for changed, loss in run(others, together.load, str(tmp_path), {"optimizer": optimizer, "parallel": other}):
+            assert changed == []
+            losses.append(loss)
+    assert max(losses) - min(losses) <= 1e-6 * min(losses)
+    thinker = checkpoint.load_thinker(folder)  # as generate.py does
+    was = load_file(tmp_path / "was.safetensors")
+    assert all(torch.equal(value, was[name]) for name, value in thinker.named_parameters())
