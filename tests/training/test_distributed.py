@@ -46,75 +46,10 @@ def training(tmp_path_factory):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("size", "parallel"), FORMS)
 def test_fifty_losses_do_not_depend_on_the_ranks(training, size, parallel, optimizer):
-    (theirs, _), (ours, seen) = (
-        training(n, f"optimizer.name={optimizer}", f"train.parallel={parallel}") for n in (1, size)
-    )
-    counts = [sum(sum(x != row[0] for x in row) for row in rank[0]) for rank in seen]
-    assert len(set(counts)) == size  # the ranks do not learn from equally many tokens
-    theirs, ours = metrics(theirs), metrics(ours)
-    assert [line["step"] for line in ours if "train_loss" in line] == [*range(1, 51)]
-    assert [(line["step"], line["tokens"]) for line in ours] == [(line["step"], line["tokens"]) for line in theirs]
-    limit = 1e-6 if optimizer == "adamw" else 1e-3
-    for key in ("train_loss", "val_loss"):
-        pairs = [(a[key], b[key]) for a, b in zip(ours, theirs) if key in a]
-        assert max(abs(a - b) / b for a, b in pairs) <= limit
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
-    options = {"optimizer": optimizer, "micro_batch_size": together.ROWS // 2}
-    ours, theirs = (run(size, together.learn, str(tmp_path / f"{size}"), 50, options) for size in (2, 1))
-    assert ours == [theirs[0]] * 2  # every loss and every norm, known to both ranks
-    assert (tmp_path / "2").read_bytes() == (tmp_path / "1").read_bytes()
-
-
-def test_ranks_accumulate_too(tmp_path):
-    """Two ranks with two micro-batches each; under FSDP2 gradients are summed over ranks at the last one only."""
-    (tmp_path / "alone").mkdir()
-    run(1, together.gradients, str(tmp_path / "alone"), 3, {})
-    for parallel in ("ddp", "fsdp"):
-        for optimizer in ("adamw", "muon"):
-            options = {"parallel": parallel, "micro_batch_size": 2, "optimizer": optimizer}
-            far = run(2, together.gradients, str(tmp_path / "alone"), 3, options)[0]
-            assert max(max(step.values()) for step in far) <= 1e-6
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(("size", "parallel"), FORMS)
-def test_every_gradient_is_that_of_one_process(tmp_path, size, parallel, optimizer):
-    """From the same weights at each step: Muon magnifies the last bit of what went before."""
-    options = {"optimizer": optimizer, "parallel": parallel}
-    run(1, together.gradients, str(tmp_path), 50, options)
-    far = run(size, together.gradients, str(tmp_path), 50, options)[0]
-    assert len(far) == 50
-    assert len(far[0]) == len(load_file(tmp_path / "0.safetensors")) // 2
-    worst = {name: max(step[name] for step in far) for name in far[0]}
-    assert max(worst.values()) <= 1e-6, worst
-
-
-def joined_rows(parts):
-    """The rows of each step, those of the ranks one after the other."""
-    return [list(itertools.chain(*rows)) for rows in zip(*parts, strict=True)]
-
-
-@pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (2, 2), (4, 0), (4, 2)])
-def test_samples_do_not_depend_on_ranks_and_workers(training, size, workers):
-    _, alone = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
-    _, seen = training(size, "optimizer.name=adamw", f"data.workers={workers}", "optimizer.lr=0.003")
-    assert joined_rows(seen) == alone[0]
-
-
-def test_each_sample_comes_once_an_epoch_though_the_ranks_change(training, tmp_path):
-    """2 ranks, then one process, then 4."""
-    _, alone = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
-    order = []
-    for size, steps, parallel in ((2, 13, "fsdp"), (1, 30, "ddp"), (4, 50, "ddp")):
-        overrides = [f"optimizer.name={optimizer}", f"train.parallel={parallel}"]
+    overrides = [f"optimizer.name={optimizer}", f"train.parallel={parallel}"]
     if optimizer == "adamw":
         overrides.append("optimizer.lr=0.003")  # usual; at 0.03 one process in other micro-batches is 8e-5 off, too
-    (theirs, _), (ours, seen) = (
-        training(n, f"optimizer.name={optimizer}", f"train.parallel={parallel}") for n in (1, size)
-    )
+    (theirs, _), (ours, seen) = (training(n, *overrides) for n in (1, size))
     counts = [sum(sum(x != row[0] for x in row) for row in rank[0]) for rank in seen]
     assert len(set(counts)) == size  # the ranks do not learn from equally many tokens
     theirs, ours = metrics(theirs), metrics(ours)
