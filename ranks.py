@@ -53,10 +53,10 @@ class Ranks:
             return
         from torch.distributed import DistError, PrefixStore, TCPStore
 
-        host, of_agent = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host, self.of_agent = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             store = TCPStore(
-                host, port, is_master=self.first and not of_agent, wait_for_workers=False,
+                host, port, is_master=self.first and not self.of_agent, wait_for_workers=False,
                 timeout=timedelta(seconds=CONNECTING),
             )  # fmt: skip
         except DistError as error:
@@ -161,6 +161,9 @@ class Ranks:
             elif not self.first:  # rank 0 may have failed alike, and still have files to close
                 self._await("failed", seconds=ROLL_CALL)
             claimed = self.store.compare_set("failed", "", str(self.rank)).decode()
+            self.store.set(f"left/{self.rank}", "")
+            if self.first and not self.of_agent:  # the store goes with this process
+                self._roll_call("left", ROLL_CALL, to_the_end=True)
         except dist.DistError:
             return SystemExit(1)  # the store went with the rank, or torchrun, that held it
         if claimed == str(self.rank):
@@ -175,11 +178,14 @@ class Ranks:
                 raise SystemExit(1)  # the one that failed says why
             time.sleep(0.02)
 
-    def _roll_call(self, key: str, seconds: float) -> str:
-        """Answer, and wait for the answers of all. Returns those that are missing, in words, "" where all are there."""
+    def _roll_call(self, key: str, seconds: float, to_the_end: bool = False) -> str:
+        """Answer, and wait for the answers of all. Returns those that are missing, in words, "" where all are there.
+
+        Where one has failed nobody waits, unless `to_the_end`.
+        """
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         missing, end = list(range(self.size)), time.monotonic() + seconds
-        while missing and time.monotonic() < end and not self.store.check(["failed"]):
+        while missing and time.monotonic() < end and (to_the_end or not self.store.check(["failed"])):
             missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
             time.sleep(0.02)
         here = {rank: f"here/{rank}" for rank in missing if self.store.check([f"here/{rank}"])}

@@ -46,27 +46,37 @@ def server():
 def together(size, target, *given, timeout=300):
     """Call target(ranks, *given) in `size` processes, its ranks; returns what each gives back, JSON or None.
 
-    Raises AssertionError with what a process has written on its standard error where one fails.
+    Raises AssertionError with what they have written on standard error where one fails.
     """
-    port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            server().Process(target=_be_a_rank, args=(rank, size, port, folder, target, given)) for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0, end - time.monotonic()))
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-        said = "".join(Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(size))
-        assert codes == [0] * size, f"{codes}: {said[-3000:]}"
+        ended = outcomes(size, target, *given, timeout=timeout, folder=folder)
+        assert all(code == 0 for code, _ in ended), ended
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def _free_port():
+def outcomes(size, target, *given, timeout=300, folder, during=lambda processes: None):
+    """As together(), whatever becomes of them: (exit status, standard error) of each rank.
+
+    `during` is called with the processes while they run; those that outlive `timeout` are killed.
+    """
+    port = free_port()
+    processes = [
+        server().Process(target=_be_a_rank, args=(rank, size, port, str(folder), target, given)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    during(processes)
+    end = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0, end - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.join()
+    said = [Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(size)]
+    return [(process.exitcode, text) for process, text in zip(processes, said)]
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
@@ -84,17 +94,26 @@ def _be_a_rank(rank, size, port, folder, target, given):
     os.environ.update(place(rank, size, port) if size > 1 else {})
     import torch
 
+    from errors import run_command
     from ranks import joined
 
     torch.set_num_threads(1)
-    try:
+
+    def main():
         with joined() as ranks:
             found = target(ranks, *given)
+        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        return 0
+
+    status = 1
+    try:
+        run_command(main)
+    except SystemExit as end:
+        status = end.code
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def run(arguments, cwd, environment, timeout):

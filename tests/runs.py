@@ -52,12 +52,14 @@ def debris(run):
 EVERYWHERE_ELSE = ("elapsed_s", "tokens_per_second", "peak_memory_bytes", "data_wait")  # times, and what follows
 
 
+def numbers(run):
+    """What is logged but for times."""
+    return [{key: value for key, value in line.items() if key not in EVERYWHERE_ELSE} for line in metrics(run)]
+
+
 def assert_same(a, b, step):
     """Two runs have logged the same numbers, and are at the same bits after `step`."""
-    ours, theirs = (
-        [{key: value for key, value in line.items() if key not in EVERYWHERE_ELSE} for line in metrics(run)]
-        for run in (a, b)
-    )
+    ours, theirs = numbers(a), numbers(b)
     assert ours == theirs
     folders = [run / "checkpoints" / f"step-{step:08d}" for run in (a, b)]
     for name in ("model.safetensors", "training.safetensors"):

@@ -1,11 +1,15 @@
 """What several ranks do in tests, each in a process of its own: targets for forks.together()."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from data.ahead import Batch
+from errors import UserError
 from model import ThinkerConfig
 from ranks import whole
 from storage import checkpoint
@@ -37,7 +41,8 @@ def make_step(ranks, config=CONFIG, optimizer="adamw", **train):
     train = {"max_steps": 50, "batch_size": ROWS, "precision": "fp32", "compile": False, "parallel": "ddp"} | train
     train.setdefault("micro_batch_size", ROWS // ranks.size)
     recipe = check_recipe({"train": train, "optimizer": {"name": optimizer}})
-    ranks.meet("cpu", 60)
+    if not torch.distributed.is_initialized():
+        ranks.meet("cpu", 60.0)
     return TrainingStep(draw(config, 1, CPU), recipe, ranks=ranks)
 
 
@@ -135,3 +140,23 @@ def train(ranks, recipe, overrides):
     step, trainer.train_step = trainer.train_step, Noting()
     assert trainer.train() == 0
     return seen
+
+
+def fail(ranks, what):
+    """Rank 1 fails before the third step, in some way; the others wait for it."""
+    ranks.meet("cpu", 4.0)
+    step = make_step(ranks)
+    for number in range(5):
+        if number == 2 and ranks.rank == 1:
+            if what == "raise":
+                raise ZeroDivisionError("boom on rank 1")
+            if what == "mistake":
+                raise UserError("rank 1 cannot read its data")
+            if what == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "hang":
+                time.sleep(600)
+        if number == 2 and what == "mistake of all":
+            raise UserError("nobody can read the data")
+        ranks.gather(number)
+        step(batch(number, ranks), 1.0)
