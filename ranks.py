@@ -174,7 +174,7 @@ class Ranks:
         """Wait for these keys, for as long as it takes or as `seconds`; not for ranks of which one has failed."""
         end = time.monotonic() + seconds
         while not self.store.check(list(keys)) and time.monotonic() < end:
-            if self.store.check(["failed"]):
+            if "failed" not in keys and self.store.check(["failed"]):
                 raise SystemExit(1)  # the one that failed says why
             time.sleep(0.02)
 

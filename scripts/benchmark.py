@@ -13,11 +13,11 @@ from errors import run_command
 
 def main() -> int:
     """Choose a benchmark and run it. Returns the exit status."""
-    from benchmarks import ablation, attention, decode, extrapolation, head, page, saving, sweep, train, trained
+    from benchmarks import ablation, attention, decode, extrapolation, head, page, saving, sweep, train, trained, wire
 
     parser = argparse.ArgumentParser(description="Measures beside peers in one run; ends with one line of JSON.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (ablation, attention, decode, extrapolation, head, page, saving, sweep, train, trained):
+    for module in (ablation, attention, decode, extrapolation, head, page, saving, sweep, train, trained, wire):
         name = module.__name__.split(".")[-1]
         command = commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0])
         command.set_defaults(run_benchmark=module.run)

@@ -54,10 +54,10 @@ def together(size, target, *given, timeout=300):
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
 
 
-def outcomes(size, target, *given, timeout=300, folder, during=lambda processes: None):
+def outcomes(size, target, *given, timeout=300, folder, hanging=()):
     """As together(), whatever becomes of them: (exit status, standard error) of each rank.
 
-    `during` is called with the processes while they run; those that outlive `timeout` are killed.
+    Those that outlive `timeout`, or are `hanging` when the others have ended, are killed.
     """
     port = free_port()
     processes = [
@@ -65,10 +65,10 @@ def outcomes(size, target, *given, timeout=300, folder, during=lambda processes:
     ]
     for process in processes:
         process.start()
-    during(processes)
     end = time.monotonic() + timeout
-    for process in processes:
-        process.join(max(0, end - time.monotonic()))
+    for rank, process in enumerate(processes):
+        if rank not in hanging:
+            process.join(max(0, end - time.monotonic()))
     for process in processes:
         process.kill()
         process.join()

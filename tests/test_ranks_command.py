@@ -174,7 +174,7 @@ def test_a_rank_that_never_comes_is_named(recipe, tmp_path, rank, monkeypatch):
 )
 def test_how_one_rank_of_four_fails_is_said_once(tmp_path, what, codes, said):
     start = time.monotonic()
-    ended = forks.outcomes(4, together.fail, what, folder=tmp_path, timeout=25)
+    ended = forks.outcomes(4, together.fail, what, folder=tmp_path, timeout=40, hanging=[1] * (what == "hang"))
     assert time.monotonic() - start < 30
     assert [code for code, _ in ended] == [*codes, codes[-1]]
     texts = [text for _, text in ended]

@@ -101,28 +101,37 @@ def gradients(ranks, folder, steps, options):
     return far
 
 
-def save(ranks, folder, sharded, options):
-    """Two steps, then a checkpoint of them."""
-    step = make_step(ranks, **options)
-    for number in range(2):
-        step(batch(number, ranks), 1.0)
-    saver = Saver(Path(folder), 1, ranks=ranks, sharded=sharded)
-    state = RunState(step=2).model_dump(mode="json")
-    saver.save("step", 2, checkpoint.contents(step.thinker, state, step.optimizers.tensors()))
-    ranks.tell()  # rank 0 has written
-    tensors = everything(step)
-    if ranks.first:
-        save_file(tensors, Path(folder, "was.safetensors"))
+def save(ranks, folder, parallel):
+    """Two steps with each optimizer, then checkpoints of them, whole and sharded, and what was saved in them."""
+    for optimizer in ("adamw", "muon"):
+        step = make_step(ranks, optimizer=optimizer, parallel=parallel)
+        for number in range(2):
+            step(batch(number, ranks), 1.0)
+        tensors = everything(step)
+        for sharded in (False, True):
+            place = Path(folder, f"{optimizer}-{ranks.size}-{parallel}-{'sharded' if sharded else 'whole'}")
+            if ranks.first:
+                place.mkdir()
+                save_file(tensors, place / "was.safetensors")
+            ranks.tell()
+            saver = Saver(place, 1, ranks=ranks, sharded=sharded)
+            state = RunState(step=2).model_dump(mode="json")
+            saver.save("step", 2, checkpoint.contents(step.thinker, state, step.optimizers.tensors()))
+            ranks.tell()  # rank 0 has written
 
 
-def load(ranks, folder, options):
-    """Take a checkpoint up. Returns the names of what is not bit for bit as it was saved, and a step's loss."""
-    step = make_step(ranks, **options)
-    resume.restore(Path(folder, "step-00000002"), step, RunState(step=2))
-    found, was = everything(step), load_file(Path(folder, "was.safetensors"))
-    assert found.keys() == was.keys()
-    assert any(name.startswith("optimizer.") for name in was)
-    return [name for name in was if not torch.equal(found[name], was[name])], float(step(batch(2, ranks), 1.0)[0])
+def load(ranks, folder, parallel):
+    """Take every checkpoint up. Returns what is not bit for bit as it was saved, and the loss of a step from each."""
+    changed, losses = [], {}
+    for place in sorted(Path(folder).iterdir()):
+        step = make_step(ranks, optimizer=place.name.split("-")[0], parallel=parallel)
+        resume.restore(place / "step-00000002", step, RunState(step=2))
+        found, was = everything(step), load_file(place / "was.safetensors")
+        assert found.keys() == was.keys()
+        assert any(name.startswith("optimizer.") for name in was)
+        changed += [f"{place.name} {name}" for name in was if not torch.equal(found[name], was[name])]
+        losses[place.name] = float(step(batch(2, ranks), 1.0)[0])
+    return changed, losses
 
 
 def train(ranks, recipe, overrides):

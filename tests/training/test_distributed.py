@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 
 import pytest
 import together
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from storage import checkpoint
 
 FORMS = [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
+ALL_FORMS = [(1, "ddp"), *FORMS]
 
 
 RECIPE = """
@@ -69,26 +71,27 @@ def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
     assert (tmp_path / "2").read_bytes() == (tmp_path / "1").read_bytes()
 
 
-def test_ranks_accumulate_too(tmp_path):
+def test_ranks_accumulate_too(gradients):
     """Two ranks with two micro-batches each; under FSDP2 gradients are summed over ranks at the last one only."""
-    (tmp_path / "alone").mkdir()
-    run(1, together.gradients, str(tmp_path / "alone"), 3, {})
     for parallel in ("ddp", "fsdp"):
-        for optimizer in ("adamw", "muon"):
-            options = {"parallel": parallel, "micro_batch_size": 2, "optimizer": optimizer}
-            far = run(2, together.gradients, str(tmp_path / "alone"), 3, options)[0]
-            assert max(max(step.values()) for step in far) <= 1e-6
+        far = run(2, together.gradients, str(gradients), 3, {"parallel": parallel, "micro_batch_size": 2})[0]
+        assert max(max(step.values()) for step in far) <= 1e-6
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory):
+    """Weights and gradients of fifty steps of one process."""
+    folder = tmp_path_factory.mktemp("gradients")
+    run(1, together.gradients, str(folder), 50, {"optimizer": "muon"})
+    return folder
+
+
 @pytest.mark.parametrize(("size", "parallel"), FORMS)
-def test_every_gradient_is_that_of_one_process(tmp_path, size, parallel, optimizer):
+def test_every_gradient_is_that_of_one_process(gradients, size, parallel):
     """From the same weights at each step: Muon magnifies the last bit of what went before."""
-    options = {"optimizer": optimizer, "parallel": parallel}
-    run(1, together.gradients, str(tmp_path), 50, options)
-    far = run(size, together.gradients, str(tmp_path), 50, options)[0]
+    far = run(size, together.gradients, str(gradients), 50, {"optimizer": "muon", "parallel": parallel})[0]
     assert len(far) == 50
-    assert len(far[0]) == len(load_file(tmp_path / "0.safetensors")) // 2
+    assert len(far[0]) == len(load_file(gradients / "0.safetensors")) // 2
     worst = {name: max(step[name] for step in far) for name in far[0]}
     assert max(worst.values()) <= 1e-6, worst
 
@@ -121,25 +124,52 @@ def test_each_sample_comes_once_an_epoch_though_the_ranks_change(training, tmp_p
     assert [line["step"] for line in metrics(tmp_path) if "train_loss" in line] == [*range(1, 51)]
 
 
-SAVED_BY = [(1, "ddp", False), (1, "ddp", True), (2, "ddp", False), (2, "ddp", True), (2, "fsdp", False)]
-SAVED_BY += [(2, "fsdp", True), (4, "fsdp", True)]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of the same two steps, as each form saves them."""
+    folder = tmp_path_factory.mktemp("saved")
+    for size, parallel in ALL_FORMS:
+        run(size, together.save, str(folder), parallel)
+    return folder
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(("size", "parallel", "sharded"), SAVED_BY)
-def test_what_some_ranks_save_any_others_take_up_to_the_bit(tmp_path, size, parallel, sharded, optimizer):
-    """No width and no vocabulary here divides by two or four, and three of four ranks have all rows of a gain."""
-    run(size, together.save, str(tmp_path), sharded, {"optimizer": optimizer, "parallel": parallel})
+@pytest.mark.parametrize(("size", "parallel"), ALL_FORMS)
+def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel):
+    """No width and no vocabulary here divides by two or four, and a gain's rows are not enough for four ranks."""
+    told = run(size, together.load, str(saved), parallel)
+    assert all(changed == [] for changed, _ in told)
+    for optimizer in ("adamw", "muon"):
+        losses = [loss for _, losses in told for name, loss in losses.items() if name.startswith(optimizer)]
+        assert len(losses) == size * 2 * len(ALL_FORMS)
+        assert max(losses) - min(losses) <= 1e-6 * min(losses)
+
+
+def test_a_model_is_read_from_files_of_many_ranks(saved):
+    """As generate.py does, in one process; the manifest lists the file of each rank."""
+    for place in saved.iterdir():
+        folder, was = place / "step-00000002", load_file(place / "was.safetensors")
+        checkpoint.verify(folder)
+        _, size, _, form = place.name.split("-")
+        assert len(list(folder.glob("*.safetensors"))) == (int(size) if form == "sharded" else 2)
+        thinker = checkpoint.load_thinker(folder)
+        assert all(torch.equal(value, was[name]) for name, value in thinker.named_parameters())
+
+
+def test_files_of_ranks_that_lost_or_doubled_rows_are_damaged(saved, tmp_path):
     folder = tmp_path / "step-00000002"
-    checkpoint.verify(folder)
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert len(files) == (size if sharded else 2), files
-    losses = []
-    for others, other in ((1, "ddp"), (2, "ddp"), (2, "fsdp"), (4, "fsdp")):
-        for changed, loss in run(others, together.load, str(tmp_path), {"optimizer": optimizer, "parallel": other}):
-            assert changed == []
-            losses.append(loss)
-    assert max(losses) - min(losses) <= 1e-6 * min(losses)
-    thinker = checkpoint.load_thinker(folder)  # as generate.py does
-    was = load_file(tmp_path / "was.safetensors")
-    assert all(torch.equal(value, was[name]) for name, value in thinker.named_parameters())
+    shutil.copytree(saved / "adamw-4-fsdp-sharded" / folder.name, folder)
+    parts = sorted(folder.glob("shard-*"))
+    kept, more = parts[1].read_bytes(), folder / "shard-00009-model-00001-of-00001.safetensors"
+    for spoil, mend in (
+        (parts[1].unlink, lambda: parts[1].write_bytes(kept)),
+        (lambda: shutil.copy(parts[2], more), more.unlink),
+    ):
+        spoil()
+        with pytest.raises(checkpoint.Damaged, match="does not hold every row of"):
+            checkpoint.load_thinker(folder)
+        mend()
+    parts[0].write_bytes(b"{}")
+    with pytest.raises(checkpoint.Damaged, match="not as it was written"):
+        checkpoint.verify(folder)
+    with pytest.raises(checkpoint.Damaged, match="is no whole safetensors file"):
+        checkpoint.load_thinker(folder)
