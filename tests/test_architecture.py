@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "errors": 0,
     "device": 0,
+    "ranks": 0,
     "kernels": 0,
     "attention": 1,
     "model": 2,
@@ -23,7 +24,7 @@ ROOMS = {
 FILES = [
     path
     for path in sorted(ROOT.rglob("*.py"))
-    if path.relative_to(ROOT).parts[0] in {*ROOMS, "train.py", "generate.py", "errors.py", "device.py", "scripts"}
+    if path.relative_to(ROOT).parts[0] in {*ROOMS, "train.py", "generate.py", "errors.py", "device.py", "ranks.py", "scripts"}
 ]
 
 
