@@ -316,14 +316,6 @@ def _story(text: str, events: list[Choice]) -> Story:
     return Story(text, choices, sum(choice.log_prob for choice in choices))
 
 
-def entropy_by_kind(story: Story) -> dict[str, float]:
-    """The nats of the story's negative log-probability that its facts, its plot and its filler account for."""
-    nats = {"fact": 0.0, "plot": 0.0, "filler": 0.0}
-    for choice in story.choices:
-        nats[choice.kind] -= choice.log_prob
-    return nats
-
-
 @cache
 def entropy() -> float:
     """The exact entropy of the grammar in nats a story: the mean of the negative log-probability over all stories."""
@@ -338,53 +330,3 @@ def entropy() -> float:
         )
 
     return of(GRAMMAR.story)
-
-
-@cache
-def count_stories() -> int:
-    """The number of different stories: exact, as each has one derivation."""
-
-    def of_op(op: Op) -> int:
-        return of(op.rule) if isinstance(op, Call) else len(op.items) if isinstance(op, Draw) else 1
-
-    def of(rule: Rule) -> int:
-        return sum(math.prod(map(of_op, ops)) for ops in rule.alternatives)
-
-    return of(GRAMMAR.story)
-
-
-@cache
-def length_bounds() -> tuple[int, int]:
-    """The least and the greatest number of words, split at white space, that a story can have."""
-
-    def of(rule: Rule) -> tuple[int, int]:
-        bounds = []
-        for ops in rule.alternatives:
-            words = len(_skeleton(ops).split())  # in which a rule counts as one word
-            inner = [of(op.rule) for op in ops if isinstance(op, Call)]
-            bounds.append([words + sum(pair[end] - 1 for pair in inner) for end in (0, 1)])
-        return min(least for least, _ in bounds), max(greatest for _, greatest in bounds)
-
-    return of(GRAMMAR.story)
-
-
-@cache
-def vocabulary() -> set[str]:
-    """All lower-cased words and numbers that stories are made of."""
-    words = set()
-    for rule in GRAMMAR.rules.values():
-        for ops in rule.alternatives:
-            words.update(word for word in WORD.findall(_skeleton(ops).lower()) if "_" not in word)
-            for op in ops:
-                if isinstance(op, Draw):
-                    words.update(word for surface in op.by_surface for word in surface.lower().split())
-    for items in GRAMMAR.lists.values():
-        words.update(form.lower() for item in items for key, form in item.items() if key.startswith("."))
-    return words
-
-
-def _skeleton(ops: tuple[Op, ...]) -> str:
-    """The alternative's text with _ for every slot and every rule."""
-    return "".join(
-        op.text if isinstance(op, Text) else "a _" if getattr(op, "form", None) in ("a", "A") else "_" for op in ops
-    )

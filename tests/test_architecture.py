@@ -24,7 +24,8 @@ ROOMS = {
 FILES = [
     path
     for path in sorted(ROOT.rglob("*.py"))
-    if path.relative_to(ROOT).parts[0] in {*ROOMS, "train.py", "generate.py", "errors.py", "device.py", "ranks.py", "scripts"}
+    if path.relative_to(ROOT).parts[0]
+    in {*ROOMS, "train.py", "generate.py", "errors.py", "device.py", "ranks.py", "scripts"}
 ]
 
 
@@ -98,8 +99,8 @@ def test_sizes():
     assert sum(n for path, n in lengths.items() if room(path) == "model" and path.name not in extras) <= 900
     assert sum(n for path, n in lengths.items() if room(path) == "model") <= 1250
     of_benchmarks = sum(n for path, n in lengths.items() if room(path) == "benchmarks")
-    assert of_benchmarks <= 2300  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks <= 15000
+    assert of_benchmarks <= 2400  # they measure the toolkit, as tests do
+    assert sum(lengths.values()) - of_benchmarks <= 15250
     assert {path.name: n for path, n in lengths.items() if n > 400} == {}
 
 
