@@ -144,7 +144,7 @@ class Ranks:
             import torch.distributed as dist
 
             self.tell()
-            dist.barrier()
+            self.gather()
             dist.destroy_process_group()
 
     def verdict(self, error: BaseException) -> BaseException:

@@ -230,3 +230,20 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
     for name in ("plain", "compiled"):
         for mine, right in zip(found[name], found["reference"], strict=True):
             assert mine == pytest.approx(right, rel=0.02)  # loss, and the gradient's norm
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_two_gpus_learn_as_one_and_save_for_one(tmp_path, parallel):
+    """NCCL: each rank on a GPU of its own, from the commands that docs/scaling-out.md gives."""
+    common = ["data.max_documents=200", "data.seq_len=64", "train.batch_size=8", "train.precision=fp32",
+              "train.compile=false", "optimizer.name=adamw", "optimizer.lr=0.003", "train.max_steps=20", "train.max_minutes=null",
+              "train.device=cuda", f"data.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
+    recipe = ROOT / "configs" / "quickstart.yaml"
+    assert run_script(ROOT / "train.py", recipe, *common, f"run.dir={tmp_path / '1'}", timeout=300).returncode == 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "train.py", recipe]
+    options = [f"train.parallel={parallel}", "train.save_sharded=true", f"run.dir={tmp_path / '2'}"]
+    done = run_script(*torchrun, *common, *options, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+    assert run_script(ROOT / "generate.py", tmp_path / "2", "--max-new-tokens", "8").returncode == 0

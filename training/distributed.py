@@ -34,6 +34,7 @@ def distribute(thinker: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module
             block.compile()  # in place: names of parameters stay as they are
     if ranks.size == 1:
         return thinker
+    assert train.parallel != "auto", "settled before"
     # Imported here: half a second that one process alone need not wait.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
