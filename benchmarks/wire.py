@@ -104,7 +104,8 @@ def work(
     ranks.meet("cpu", 600)
     train = {"max_steps": 1, "batch_size": arguments.batch_size, "micro_batch_size": rows, "compile": False}
     train |= {"precision": arguments.precision, "parallel": parallel}
-    recipe = check_recipe({"train": train, "optimizer": {"name": optimizer}})
+    tree = {"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": arguments.seq_len}}
+    recipe = check_recipe(tree)
     config = ThinkerConfig(
         vocab_size=4096, d_model=arguments.width, n_layers=arguments.layers, n_heads=4, max_seq_len=arguments.seq_len
     )

@@ -236,9 +236,9 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_two_gpus_learn_as_one_and_save_for_one(tmp_path, parallel):
     """NCCL: each rank on a GPU of its own, from the commands that docs/scaling-out.md gives."""
-    common = ["data.max_documents=200", "data.seq_len=64", "train.batch_size=8", "train.precision=fp32",
-              "train.compile=false", "optimizer.name=adamw", "optimizer.lr=0.003", "train.max_steps=20", "train.max_minutes=null",
-              "train.device=cuda", f"data.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
+    common = ["data.max_documents=200", "data.seq_len=64", "train.batch_size=8", "train.precision=fp32"]
+    common += ["train.compile=false", "optimizer.name=adamw", "optimizer.lr=0.003", "train.max_steps=20"]
+    common += ["train.max_minutes=null", "train.device=cuda", f"data.cache_dir={tmp_path / 'cache'}"]
     recipe = ROOT / "configs" / "quickstart.yaml"
     assert run_script(ROOT / "train.py", recipe, *common, f"run.dir={tmp_path / '1'}", timeout=300).returncode == 0
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "train.py", recipe]

@@ -40,7 +40,7 @@ def make_step(ranks, config=CONFIG, optimizer="adamw", **train):
     """A training step of the model that seed 1 draws."""
     train = {"max_steps": 50, "batch_size": ROWS, "precision": "fp32", "compile": False, "parallel": "ddp"} | train
     train.setdefault("micro_batch_size", ROWS // ranks.size)
-    recipe = check_recipe({"train": train, "optimizer": {"name": optimizer}})
+    recipe = check_recipe({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
     if not torch.distributed.is_initialized():
         ranks.meet("cpu", 60.0)
     return TrainingStep(draw(config, 1, CPU), recipe, ranks=ranks)

@@ -42,6 +42,16 @@ class TrainingStep:
         self.optimizers = Optimizers(self.thinker, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.guarded, self.bad = guarded, torch.zeros((), dtype=torch.int64, device=self.device)
+        if hasattr(self.model, "no_sync"):
+            # DDP puts gradients into buckets as its first backward pass finds them, and a sum's last bits depend on
+            # its place there. After this pass no step is a first one, neither of a new run nor of one that goes on.
+            tokens = torch.zeros(
+                self.train.micro_batch_size, recipe.data.seq_len, dtype=torch.int64, device=self.device
+            )
+            with cast_once(self.thinker):
+                documents = tokens if recipe.data.isolate_documents else None
+                (self.model(tokens, targets=tokens, documents=documents)[0] * 0).backward()
+            self.optimizers.zero_grad()
 
     def __call__(self, batch: Batch, lr_factor: float) -> tuple[Tensor, Tensor]:
         """Make a step. Returns loss (nats a token) and the gradient's norm before clipping, both still on the device.

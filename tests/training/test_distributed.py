@@ -155,6 +155,18 @@ def test_a_model_is_read_from_files_of_many_ranks(saved):
         assert all(torch.equal(value, was[name]) for name, value in thinker.named_parameters())
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_four_ranks_go_on_to_the_bit(training, tmp_path, parallel):
+    """In whatever order they sum: with two ranks there is only one."""
+    form = [f"train.parallel={parallel}", "data.workers=0", "train.save_every=10"]
+    for steps in (20, 50):
+        training(4, f"run.dir={tmp_path}", *form, f"train.max_steps={steps}", "train.decay_fraction=0")
+    straight, _ = training(4, *form, "train.decay_fraction=0")
+    for name in ("model.safetensors", "training.safetensors"):
+        ours, theirs = (folder / "checkpoints" / "step-00000050" / name for folder in (tmp_path, straight))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_files_of_ranks_that_lost_or_doubled_rows_are_damaged(saved, tmp_path):
     folder = tmp_path / "step-00000002"
     shutil.copytree(saved / "adamw-4-fsdp-sharded" / folder.name, folder)
