@@ -63,7 +63,9 @@ class Ranks:
             raise Stopped(
                 f"rank {self.rank} of {self.size} found nobody at {host}:{port} within {CONNECTING:.0f} s"
             ) from error
-        self.store = PrefixStore(f"thinker/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        # What ranks said before torchrun started them anew stays in its store: after a failure, or because one came in.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = PrefixStore(f"thinker/{attempt}/{self.size}", store)
 
     def meet(self, device_type: str, timeout: float) -> None:
         """Make torch's process group, on gloo, and NCCL for GPUs.
