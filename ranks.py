@@ -1,7 +1,7 @@
 """The processes of one training (ranks): how they meet, agree on what each alone would decide, and end together.
 
-torchrun starts them and tells each its place in the environment; Slurm or a shell may do so too. Tensors go through
-torch's process group. All else goes as JSON through the key-value store that they share, or as a few numbers a step.
+torchrun starts them and tells each its place in the environment. Tensors go through torch's process group. All else
+goes as JSON through the key-value store that they share, or as a few numbers a step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from errors import Stopped, UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-CONNECTING = 300.0  # seconds in which the store must be there
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CONNECTING = 60.0  # seconds in which the store must be there
 ROLL_CALL = 5.0  # seconds in which all that live answer, after one was not heard of
 
 
@@ -36,17 +36,19 @@ class Ranks:
 
     def __init__(self) -> None:
         """Raises UserError where the environment names a place in part only or wrongly, Stopped without a store."""
-        named = [name for name in PLACE if name in os.environ]
-        if named and len(named) < len(PLACE):
-            missing = ", ".join(name for name in PLACE if name not in named)
-            raise UserError(f"the environment has {', '.join(named)} but not {missing}; start the ranks by torchrun")
-        numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
-        for name in numbers:
-            text = os.environ.get(name, str(numbers[name]))
-            if not text.isdigit():
-                raise UserError(f"the environment has {name}={text!r}, which is no number; start the ranks by torchrun")
-            numbers[name] = int(text)
-        self.rank, self.size, self.local_rank, self.local_size, port = numbers.values()
+        self.rank, self.size, self.local_rank, self.local_size, port = 0, 1, 0, 1, 0
+        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+            if missing := [name for name in PLACE if name not in os.environ]:
+                raise UserError(
+                    f"the environment says RANK or WORLD_SIZE, but not {', '.join(missing)}; start several ranks by "
+                    "torchrun, or take those out of the environment"
+                )
+            texts = [os.environ[name] for name in PLACE if name != "MASTER_ADDR"]
+            if all(text.isdigit() for text in texts):
+                self.rank, self.size, self.local_rank, self.local_size, port = map(int, texts)
+            if not all(text.isdigit() for text in texts) or self.rank >= self.size:
+                said = ", ".join(f"{name}={os.environ[name]}" for name in PLACE)
+                raise UserError(f"the environment's {said} is no place among ranks; start them by torchrun")
         self.first = self.rank == 0
         self._said = 0
         if self.size == 1:
@@ -104,14 +106,14 @@ class Ranks:
         return [row.tolist() for row in said]
 
     def tell(self, value: Any = None) -> Any:
-        """What rank 0 gives, for all: anything that JSON can hold. The others wait, for as long as it takes."""
+        """What rank 0 gives, for all: anything that JSON can hold."""
         if self.size == 1:
             return value
         self._said += 1
         key = f"said/{self._said}"
         if self.first:
             self.store.set(key, json.dumps(value))
-        self._await(key)
+        self._await(key, seconds=self.timeout)
         return json.loads(self.store.get(key))
 
     def collect(self, value: Any) -> list[Any]:
@@ -123,7 +125,7 @@ class Ranks:
         self.store.set(keys[self.rank], json.dumps(value))
         if not self.first:
             return [value]
-        self._await(*keys)
+        self._await(*keys, seconds=self.timeout)
         return [json.loads(self.store.get(key)) for key in keys]
 
     @contextlib.contextmanager
@@ -145,7 +147,9 @@ class Ranks:
         if self.size > 1:
             import torch.distributed as dist
 
-            self.tell()
+            if self.first:
+                self.store.set("done all", "")
+            self._await("done all")
             self.gather(0)
             dist.destroy_process_group()
 
@@ -153,31 +157,36 @@ class Ranks:
         """What a rank shall end with: the error itself where it is the first, otherwise quiet."""
         import torch.distributed as dist
 
-        lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+        gloos = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        of_others = gloos or isinstance(error, dist.DistError | TimeoutError)
+        end = time.monotonic() + ROLL_CALL
         try:
-            if lost:
-                missing = self._roll_call("alive", ROLL_CALL) or f"another rank of {self.size}"
+            if of_others and (missing := self._roll_call("alive", ROLL_CALL)):
                 hangs = f"gave no answer for {self.timeout:g} s (train.rank_timeout_s)"
                 what = hangs if "timed out" in str(error).lower() else "has gone"
                 error = Stopped(f"{missing} {what}; the same command goes on from the last checkpoint")
-            elif not self.first:  # rank 0 may have failed alike, and still have files to close
-                self._await("failed", seconds=ROLL_CALL)
+            while not self.first and time.monotonic() < end and not self.store.check(["failed"]):
+                time.sleep(0.02)  # rank 0 may have failed alike, and still have files to close
             claimed = self.store.compare_set("failed", "", str(self.rank)).decode()
             self.store.set(f"left/{self.rank}", "")
             if self.first and not self.of_agent:  # the store goes with this process
                 self._roll_call("left", ROLL_CALL, to_the_end=True)
-        except dist.DistError:
-            return SystemExit(1)  # the store went with the rank, or torchrun, that held it
+        except dist.DistError:  # the store went with torchrun, or with the rank that held it
+            return (
+                SystemExit(1) if self.of_agent else Stopped(f"rank 0 of {self.size}, which keeps the store, has gone")
+            )
         if claimed == str(self.rank):
             return error
         return SystemExit(2 if isinstance(error, UserError) else 1)
 
     def _await(self, *keys: str, seconds: float = float("inf")) -> None:
-        """Wait for these keys, for as long as it takes or as `seconds`; not for ranks of which one has failed."""
+        """Wait for these keys, but not for ranks of which one has failed. Raises TimeoutError after `seconds`."""
         end = time.monotonic() + seconds
-        while not self.store.check(list(keys)) and time.monotonic() < end:
-            if "failed" not in keys and self.store.check(["failed"]):
+        while not self.store.check(list(keys)):
+            if self.store.check(["failed"]):
                 raise SystemExit(1)  # the one that failed says why
+            if time.monotonic() > end:
+                raise TimeoutError(f"timed out: no answer for {seconds:g} s")
             time.sleep(0.02)
 
     def _roll_call(self, key: str, seconds: float, to_the_end: bool = False) -> str:

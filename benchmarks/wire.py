@@ -68,7 +68,7 @@ def expected(step: TrainingStep, ranks: int, parallel: str, precision: str, gloo
     if parallel == "ddp":
         return 2 * others * 4 * total  # a sum of fp32 gradients: each part goes round to be added, and round again
     width = 2 if precision == "bf16" else 4
-    gathered = others * width * (total + blocks)  # blocks for the forward and the backward pass, the rest once
+    gathered = others * (2 * width * blocks + 4 * (total - blocks))  # blocks for both passes, the rest once, in fp32
     summed = (2 if gloo else 1) * others * 4 * total
     shared = step.optimizers.optimizers[0].param_groups if len(step.optimizers.optimizers) == 2 else []
     matrices = sum(parameter.numel() for group in shared for parameter in group["params"])

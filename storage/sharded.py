@@ -6,6 +6,7 @@ process whole; and so can the files of a checkpoint that was saved whole. A file
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -82,7 +83,9 @@ def read(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in like.items()
     }
     try:
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as each rank reads for itself
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
         raise Torn(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error
     return tensors

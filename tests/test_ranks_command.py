@@ -131,7 +131,10 @@ def test_a_mistake_is_shown_once_and_ends_all(torchrun, recipe, tmp_path):
     process, log = torchrun("train.py", recipe, f"run.dir={tmp_path / 'run'}", "train.batch_size=7")
     assert process.wait(60) != 0
     errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
-    assert errors == ["error: train.batch_size (7) is split over 2 ranks: it must be a multiple of 2, such as 6 or 8"]
+    assert errors == [
+        "error: train.batch_size (7) is split over 2 ranks: it must be a multiple of 2, such as 6 or 8; "
+        "7 goes with so many ranks: 1, 7"
+    ]
     assert not (tmp_path / "run").exists()
 
 

@@ -21,7 +21,16 @@ from training.resume import RunState
 from training.step import TrainingStep, draw
 
 CPU, ROWS, T = torch.device("cpu"), 8, 24
-SHAPE = {"vocab_size": 97, "d_model": 31, "n_layers": 3, "n_heads": 3, "n_kv_heads": 1, "head_dim": 10, "d_ff": 77}
+SHAPE = {
+    "sink_logits": True,
+    "vocab_size": 97,
+    "d_model": 31,
+    "n_layers": 2,
+    "n_heads": 3,
+    "n_kv_heads": 1,
+    "head_dim": 10,
+    "d_ff": 77,
+}
 CONFIG = ThinkerConfig(**SHAPE, max_seq_len=T)  # nothing divides by two or four
 
 
@@ -38,7 +47,13 @@ def batch(step, ranks, isolate=False):
 
 def make_step(ranks, config=CONFIG, optimizer="adamw", **train):
     """A training step of the model that seed 1 draws."""
-    train = {"max_steps": 50, "batch_size": ROWS, "precision": "fp32", "compile": False, "parallel": "ddp"} | train
+    train = {
+        "max_steps": 50,
+        "batch_size": max(ROWS, train.get("micro_batch_size", 1) * ranks.size),
+        "precision": "fp32",
+        "compile": False,
+        "parallel": "ddp",
+    } | train
     train.setdefault("micro_batch_size", ROWS // ranks.size)
     recipe = check_recipe({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
     if not torch.distributed.is_initialized():
@@ -92,7 +107,8 @@ def gradients(ranks, folder, steps, options):
                         parameter.copy_(value)
         else:
             weights = {f"weight {name}": p.detach().clone() for name, p in step.thinker.named_parameters()}
-        step(batch(number, ranks), 1.0)
+        norm = step(batch(number, ranks), 1.0)[1]
+        found["norm of all"] = norm.reshape(1)
         if path.exists():
             sizes = {name: float(theirs[name].norm()) or 1.0 for name in found}
             far.append({name: float((g - theirs[name]).norm()) / sizes[name] for name, g in found.items()})
@@ -149,6 +165,44 @@ def train(ranks, recipe, overrides):
     step, trainer.train_step = trainer.train_step, Noting()
     assert trainer.train() == 0
     return seen
+
+
+def frequent(ranks, precision, parallel):
+    """The gradients of a long batch in which every fourth token is the same one, without clipping, as lists."""
+    step = make_step(ranks, parallel=parallel, precision=precision, grad_clip=1e9, micro_batch_size=64 // ranks.size)
+    tokens = torch.randint(97, (64, T), generator=torch.Generator().manual_seed(3))
+    tokens[:, ::4] = 5
+    rows, found = slice(ranks.rank * 64 // ranks.size, (ranks.rank + 1) * 64 // ranks.size), {}
+    update = step.optimizers.step
+
+    def kept(skip):
+        found.update({name: whole(p.grad.detach()).flatten().tolist() for name, p in step.thinker.named_parameters()})
+        update(skip)
+
+    for _ in range(3):  # from the second on the blocks are not the identity any more
+        step.optimizers.step = kept
+        step(Batch(tokens[rows], tokens[rows].roll(-1, 1), tokens.numel()), 0.1)
+    return found
+
+
+def when_summed(ranks, parallel):
+    """Before each of two micro-batches: whether a matrix has no gradient yet, which FSDP2 sums before it is there."""
+    step, seen = make_step(ranks, parallel=parallel, micro_batch_size=2), []
+    weight = step.optimizers.optimizers[0].param_groups[0]["params"][0]
+    step.thinker.register_forward_pre_hook(lambda *given: seen.append(weight.grad is None))
+    step(batch(0, ranks), 1.0)
+    return seen
+
+
+def hear(ranks, recipe, overrides):
+    """A signal to the last rank alone, as all hear of it, and what an evaluation says before and after."""
+    trainer = Trainer(load_recipe(recipe, overrides), ranks)
+    before = trainer.evaluator(trainer.thinker, trainer.hear)
+    if ranks.rank == ranks.size - 1:
+        trainer.interrupt.number = 15
+    after = trainer.evaluator(trainer.thinker, trainer.hear)
+    trainer.batches.close()
+    return before.loss, before.n_tokens, after, trainer.stopping
 
 
 def fail(ranks, what):

@@ -102,7 +102,13 @@ def usable(device: torch.device) -> float:
 
 
 def free_memory(device: torch.device, ranks: Ranks = ALONE) -> int:
-    """Bytes that could be taken now; of a host's memory by each of the ranks on it."""
+    """Bytes that each rank could take now, all of which ask: of a host's memory the ranks on it have equal parts."""
+    return int(
+        min(free for (free,) in ranks.gather(_free_here(device) // (1 if device.type == "cuda" else ranks.local_size)))
+    )
+
+
+def _free_here(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
@@ -114,7 +120,7 @@ def free_memory(device: torch.device, ranks: Ranks = ALONE) -> int:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
         free = min(free, int(limit) - int((group / "memory.current").read_text()))
-    return free // ranks.local_size
+    return free
 
 
 def largest_micro_batch(

@@ -203,8 +203,9 @@ class Trainer:
             if not self.stopping:
                 self.evaluate()
         except RuntimeError as error:
-            if not (self.stopping and was_compiling(error)):
+            if not (self.interrupt and was_compiling(error)):
                 raise
+            self.agreed = self.interrupt.number  # other ranks' compilers have been ended alike
         self.save()
         self.bar.update(self.progress() - self.bar.n)
 

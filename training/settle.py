@@ -52,30 +52,32 @@ def settle_ranks(recipe: Recipe, config: ThinkerConfig, device: torch.device, ra
     Raises UserError where a batch cannot be split evenly, or what is asked for does not go with sharing.
     """
     train = recipe.train
-    unit = ranks.size * (train.micro_batch_size if isinstance(train.micro_batch_size, int) else 1)
-    if train.batch_size % unit:
-        below = train.batch_size // unit * unit
-        near = " or ".join(str(size) for size in (below, below + unit) if size)
-        parts = "" if unit == ranks.size else f" in parts of train.micro_batch_size={train.micro_batch_size}"
+    rows, rest = divmod(train.batch_size, ranks.size)
+    if rest:
+        near = " or ".join(str(size) for size in (rows * ranks.size, (rows + 1) * ranks.size) if size)
+        numbers = ", ".join(str(n) for n in range(1, train.batch_size + 1) if train.batch_size % n == 0)
         raise UserError(
-            f"train.batch_size ({train.batch_size}) is split over {ranks.size} ranks{parts}: it must be a multiple of "
-            f"{unit}, such as {near}"
+            f"train.batch_size ({train.batch_size}) is split over {ranks.size} ranks: it must be a multiple of "
+            f"{ranks.size}, such as {near}; {train.batch_size} goes with so many ranks: {numbers}"
+        )
+    if isinstance(train.micro_batch_size, int) and rows % train.micro_batch_size:
+        divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        raise UserError(
+            f"train.micro_batch_size ({train.micro_batch_size}) must divide what each of {ranks.size} ranks has of "
+            f"train.batch_size ({train.batch_size}), {rows} sequences; possible: {divisors}"
         )
     with torch.device("meta"):
         weights = sum(parameter.nbytes for parameter in Thinker(config).parameters())
     if train.save_sharded == "auto":
         train.save_sharded = ranks.size > 1 and weights > SHARDED_ABOVE and not train.background_save
     if ranks.size > 1 and train.parallel == "auto":
-        free, peak = free_memory(device, ranks), predict_memory(recipe, config, 1, device).peak
-        fits = peak <= usable(device) * free
-        train.parallel = ranks.tell("ddp" if fits else "fsdp")
-        print(
-            f"{train.parallel}: with one sequence the whole model takes {peak / 1e9:.1f} GB, of {free / 1e9:.1f} GB "
-            f"that are free for each of {ranks.size} ranks", file=sys.stderr,
-        )  # fmt: skip
+        peak = predict_memory(recipe, config, 1, device).peak
+        train.parallel = ranks.tell("ddp" if peak <= usable(device) * free_memory(device, ranks) else "fsdp")
+    if ranks.size > 1:
+        has = {"ddp": "the whole model", "fsdp": "a part of the model"}[train.parallel]
+        print(f"{ranks.size} ranks, each with {rows} sequences and {has} ({train.parallel})", file=sys.stderr)
     if ranks.size > 1 and train.parallel == "fsdp" and train.precision == "fp16":
         raise UserError("train.parallel=fsdp goes with train.precision=bf16 or fp32")
-    rows = train.batch_size // ranks.size
     return slice(ranks.rank * rows, (ranks.rank + 1) * rows)
 
 

@@ -103,7 +103,7 @@ def cast_once(thinker: Thinker) -> Iterator[None]:
     Gradients reach the weights themselves and add up in their precision. For as long, the weights must not change.
     """
     weights = thinker.embedding.weight.dtype
-    sharded = hasattr(thinker, "unshard")  # FSDP2 gathers them in that precision
+    sharded = hasattr(thinker, "unshard")  # FSDP2 gathers those of blocks in that precision
     matrices = [m for m in thinker.modules() if isinstance(m, Linear) and thinker.dtype != weights and not sharded]
     try:
         for matrix in matrices:

@@ -254,3 +254,22 @@ def test_the_first_tokens_of_a_window_can_be_given(make_tokens):
     given_inputs, given_targets = Windows(tokens, 10, "contiguous", given=4)[1]
     assert given_inputs.tolist() == inputs.tolist()
     assert given_targets.tolist() == [-1, -1, -1, *targets[3:]]
+
+
+@PACKINGS
+@given(
+    lengths=LENGTHS,
+    seq_len=st.integers(1, 30),
+    size=st.integers(1, 5),
+    ranks=st.integers(1, 5),
+    limit=st.integers(1, 9),
+)
+def test_ranks_see_each_window_once_in_equally_many_batches(packing, lengths, seq_len, size, ranks, limit, make_tokens):
+    windows = Windows(make_tokens(lengths), seq_len, packing)
+    whole = [row for _, targets in in_order(windows, size, limit) for row in targets.tolist()]
+    parts = [list(in_order(windows, size, limit, rank, ranks)) for rank in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    assert all(len(inputs) == len(targets) > 0 for part in parts for inputs, targets in part)
+    rows = [row for part in parts for _, targets in part for row in targets.tolist()]
+    counted = [[row for row in each if max(row) >= 0] for each in (rows, whole)]
+    assert sorted(counted[0]) == sorted(counted[1])

@@ -19,7 +19,7 @@ ALL_FORMS = [(1, "ddp"), *FORMS]
 
 
 RECIPE = """
-model: {d_model: 31, n_layers: 3, n_heads: 3, n_kv_heads: 1, head_dim: 10, d_ff: 77}
+model: {d_model: 31, n_layers: 2, n_heads: 3, n_kv_heads: 1, head_dim: 10, d_ff: 77}
 data: {source: jsonl, path: PATH, seq_len: 96, tokenizer: "bpe:301", packing: documents}
 train: {max_steps: 50, batch_size: 8, eval_every: 25, save_every: null, precision: fp32, compile: false, device: cpu}
 """  # windows of whole documents, few or many, end in padding: ranks count unequally many targets
@@ -91,9 +91,39 @@ def test_every_gradient_is_that_of_one_process(gradients, size, parallel):
     """From the same weights at each step: Muon magnifies the last bit of what went before."""
     far = run(size, together.gradients, str(gradients), 50, {"optimizer": "muon", "parallel": parallel})[0]
     assert len(far) == 50
-    assert len(far[0]) == len(load_file(gradients / "0.safetensors")) // 2
+    assert len(far[0]) == len(load_file(gradients / "0.safetensors")) // 2 + 1  # and the norm of all
     worst = {name: max(step[name] for step in far) for name in far[0]}
     assert max(worst.values()) <= 1e-6, worst
+
+
+def test_gradients_are_summed_at_the_last_micro_batch_alone():
+    assert run(2, together.when_summed, "fsdp") == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_gradients_in_bf16_are_as_good_as_one_process_has_them(parallel):
+    """A token that is every fourth one has its embedding's gradients added in fp32, and ranks theirs likewise."""
+    exact, alone, ours = (
+        run(size, together.frequent, precision, parallel)[0]
+        for size, precision in ((1, "fp32"), (1, "bf16"), (2, "bf16"))
+    )
+    for name, right in exact.items():
+        right, one, two = (torch.tensor(each) for each in (right, alone[name], ours[name]))
+        off, limit = ((each - right).norm() / right.norm() for each in (two, one))
+        assert off <= 1.5 * limit + 1e-3, name
+
+
+@pytest.mark.parametrize(("size", "windows"), [(2, 5), (4, 2)])
+def test_ranks_evaluate_each_window_once_and_all_hear_of_a_signal(training, tmp_path, size, windows):
+    """With batches of one window some ranks have none left; a signal to one rank ends the evaluation on all."""
+    folder, _ = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
+    overrides = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={folder.parent / 'cache'}", "train.micro_batch_size=1"]
+    overrides += [f"train.eval_windows={windows}", "train.parallel=fsdp"]
+    alone, told = (run(n, together.hear, str(folder.parent / "recipe.yaml"), overrides) for n in (1, size))
+    assert told == [told[0]] * size
+    assert told[0][0] == pytest.approx(alone[0][0], rel=1e-6)
+    assert told[0][1:] == alone[0][1:]
+    assert alone[0][2:] == [None, 15]
 
 
 def joined_rows(parts):
@@ -135,7 +165,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(("size", "parallel"), ALL_FORMS)
 def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel):
-    """No width and no vocabulary here divides by two or four, and a gain's rows are not enough for four ranks."""
+    """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank has none."""
     told = run(size, together.load, str(saved), parallel)
     assert all(changed == [] for changed, _ in told)
     for optimizer in ("adamw", "muon"):
@@ -151,6 +181,8 @@ def test_a_model_is_read_from_files_of_many_ranks(saved):
         checkpoint.verify(folder)
         _, size, _, form = place.name.split("-")
         assert len(list(folder.glob("*.safetensors"))) == (int(size) if form == "sharded" else 2)
+        listed = checkpoint.read_json(folder / "manifest.json")
+        assert {path.name for path in folder.iterdir()} == {*listed, "manifest.json"}
         thinker = checkpoint.load_thinker(folder)
         assert all(torch.equal(value, was[name]) for name, value in thinker.named_parameters())
 
