@@ -168,21 +168,27 @@ def train(ranks, recipe, overrides):
 
 
 def frequent(ranks, precision, parallel):
-    """The gradients of a long batch in which every fourth token is the same one, without clipping, as lists."""
-    step = make_step(ranks, parallel=parallel, precision=precision, grad_clip=1e9, micro_batch_size=64 // ranks.size)
-    tokens = torch.randint(97, (64, T), generator=torch.Generator().manual_seed(3))
-    tokens[:, ::4] = 5
-    rows, found = slice(ranks.rank * 64 // ranks.size, (ranks.rank + 1) * 64 // ranks.size), {}
+    """The gradients of a batch in which every other one of 12,288 tokens is the same, unclipped; and how many of a
+    matrix's numbers bf16 could hold.
+    """
+    rows = 512 // ranks.size
+    step = make_step(ranks, parallel=parallel, precision=precision, grad_clip=1e9, micro_batch_size=rows)
+    tokens = torch.randint(97, (512, T), generator=torch.Generator().manual_seed(3))
+    tokens[:, ::2] = 5
+    tokens, found = tokens[ranks.rank * rows : (ranks.rank + 1) * rows], {}
     update = step.optimizers.step
 
     def kept(skip):
-        found.update({name: whole(p.grad.detach()).flatten().tolist() for name, p in step.thinker.named_parameters()})
+        found.update({name: whole(p.grad.detach()).clone() for name, p in step.thinker.named_parameters()})
         update(skip)
 
+    step.optimizers.step = kept
     for _ in range(3):  # from the second on the blocks are not the identity any more
-        step.optimizers.step = kept
-        step(Batch(tokens[rows], tokens[rows].roll(-1, 1), tokens.numel()), 0.1)
-    return found
+        step(Batch(tokens, tokens.roll(-1, 1), 512 * T), 0.1)
+    matrix = found["blocks.0.mlp.down_proj.weight"]
+    return {name: g.flatten().tolist() for name, g in found.items()}, float(
+        (matrix.bfloat16() == matrix).float().mean()
+    )
 
 
 def when_summed(ranks, parallel):

@@ -103,10 +103,11 @@ def test_gradients_are_summed_at_the_last_micro_batch_alone():
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_gradients_in_bf16_are_as_good_as_one_process_has_them(parallel):
     """A token that is every fourth one has its embedding's gradients added in fp32, and ranks theirs likewise."""
-    exact, alone, ours = (
+    (exact, _), (alone, _), (ours, short) = (
         run(size, together.frequent, precision, parallel)[0]
         for size, precision in ((1, "fp32"), (1, "bf16"), (2, "bf16"))
     )
+    assert short < 0.7  # where the ranks' gradients are added in bf16 it is 1
     for name, right in exact.items():
         right, one, two = (torch.tensor(each) for each in (right, alone[name], ours[name]))
         off, limit = ((each - right).norm() / right.norm() for each in (two, one))
