@@ -86,17 +86,17 @@ def together(ranks: int, arguments: argparse.Namespace, parallel: str, optimizer
     processes = [context.Process(target=work, args=(rank, *given)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    found = queue.get(timeout=600)
     for process in processes:
         process.join()
-    return found
+    return queue.get(timeout=10)
 
 
 def work(
     rank: int, size: int, port: int, arguments: argparse.Namespace, parallel: str, optimizer: str, queue: Queue
 ) -> None:
     """One rank: steps on random tokens, and between rounds, in which nobody sends, a look at the device's counter."""
-    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     torch.set_flush_denormal(True)
