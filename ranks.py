@@ -233,6 +233,10 @@ def joined() -> Iterator[Ranks]:
         try:
             yield ranks
             ranks.leave()
+        except KeyboardInterrupt:
+            if ranks.first:
+                raise
+            raise SystemExit(130) from None
         except Exception as error:
             if ranks.size == 1:
                 raise
