@@ -25,6 +25,10 @@ CONNECTING = 60.0  # seconds in which the store must be there
 ROLL_CALL = 5.0  # seconds in which all that live answer, after one was not heard of
 
 
+class Silence(Exception):
+    """Another rank has not answered in time."""
+
+
 class Ranks:
     """This process among those that train together, or on its own.
 
@@ -134,7 +138,7 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        machine = f"done/{socket.gethostname()}"
+        machine = f"done on/{socket.gethostname()}"
         if not self.first:
             self._await("done" if self.local_rank == 0 else machine)
         yield
@@ -158,7 +162,7 @@ class Ranks:
         import torch.distributed as dist
 
         gloos = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-        of_others = gloos or isinstance(error, dist.DistError | TimeoutError)
+        of_others = gloos or isinstance(error, dist.DistError | Silence)
         end = time.monotonic() + ROLL_CALL
         try:
             if of_others and (missing := self._roll_call("alive", ROLL_CALL)):
@@ -180,13 +184,13 @@ class Ranks:
         return SystemExit(2 if isinstance(error, UserError) else 1)
 
     def _await(self, *keys: str, seconds: float = float("inf")) -> None:
-        """Wait for these keys, but not for ranks of which one has failed. Raises TimeoutError after `seconds`."""
+        """Wait for these keys, but not for ranks of which one has failed. Raises Silence after `seconds`."""
         end = time.monotonic() + seconds
         while not self.store.check(list(keys)):
             if self.store.check(["failed"]):
                 raise SystemExit(1)  # the one that failed says why
             if time.monotonic() > end:
-                raise TimeoutError(f"timed out: no answer for {seconds:g} s")
+                raise Silence(f"timed out: no answer for {seconds:g} s")
             time.sleep(0.02)
 
     def _roll_call(self, key: str, seconds: float, to_the_end: bool = False) -> str:

@@ -33,9 +33,10 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> list[Path]:
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        save(
-            {name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer, no_dist=ranks.size == 1
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may write so, too
+            values = {name: tensor.detach() for name, tensor in tensors.items()}
+            save(values, storage_writer=writer, no_dist=ranks.size == 1)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
     return [path for path in folder.glob(PATTERN) if int(path.name.split("-")[1]) == ranks.rank + 1]  # from 1

@@ -219,12 +219,16 @@ def fail(ranks, what):
         if number == 2 and ranks.rank == 1:
             if what == "raise":
                 raise ZeroDivisionError("boom on rank 1")
+            if what == "network":
+                raise TimeoutError("the hub timed out")  # a fault of its own, not another rank's silence
             if what == "mistake":
                 raise UserError("rank 1 cannot read its data")
             if what == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what == "hang":
+            if what in ("hang", "silence"):
                 time.sleep(600)
+        if number == 2 and what == "silence":
+            ranks.collect(number)  # rank 1 does not come to it
         if number == 2 and what == "mistake of all":
             raise UserError("nobody can read the data")
         ranks.gather(number)
