@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from errors import UserError, run_command
+from thinker.runtime.errors import UserError, run_command
 
 DRAWING = {  # what decides the next token, with its default
     "max_new_tokens": 256,
@@ -169,9 +169,9 @@ def main() -> int:
     biases = parse_bias(arguments.logit_bias)
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
 
-    from device import DTYPES, choose_decoding_precision, choose_device
-    from generation import Generator, SamplingParams, terminal
-    from storage import load
+    from thinker.generation import Generator, SamplingParams, terminal
+    from thinker.interop import load
+    from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
 
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
     params = SamplingParams(
@@ -220,7 +220,7 @@ def main() -> int:
         return 0
     asked = None
     if arguments.chat:
-        from data import chat
+        from thinker.data import chat
 
         if tokenizer.chat_template is None:
             raise UserError(
@@ -243,5 +243,10 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run main() and exit with its status: the installed command."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

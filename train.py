@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from errors import run_command
+from thinker.runtime.errors import run_command
 
 
 def main() -> int:
@@ -19,19 +19,24 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
-    from ranks import joined  # after parsing: --help and a wrong flag need not wait for torch
+    from thinker.runtime.process_group import joined  # after parsing: --help and a wrong flag need not wait for torch
 
     with joined() as ranks:
-        from training.recipe import load_recipe
+        from thinker.training.config import load_recipe
 
         recipe = load_recipe(arguments.recipe, arguments.overrides)
 
-        from training.interrupt import lasting_output
-        from training.loop import Trainer
+        from thinker.training.signals import lasting_output
+        from thinker.training.trainer import Trainer
 
         with lasting_output():
             return Trainer(recipe, ranks).train()
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run main() and exit with its status: the installed command."""
     run_command(main)
+
+
+if __name__ == "__main__":
+    command()

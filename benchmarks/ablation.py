@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import finish
-from benchmarks.trainings import Training, train_all
-from data.ahead import Batch
-from device import tune
-from errors import UserError
-from training.optimizers import fill_rates
-from training.picture import BLUE, GREY, new_figure
-from training.recipe import load_recipe
-from training.step import TrainingStep, draw
+from thinker.benchmarks.environment import finish
+from thinker.benchmarks.training_runs import Training, train_all
+from thinker.data.prefetch import Batch
+from thinker.runtime.device import tune
+from thinker.runtime.errors import UserError
+from thinker.runtime.plotting import BLUE, GREY, new_figure
+from thinker.training.config import load_recipe
+from thinker.training.optimizers import fill_rates
+from thinker.training.step import TrainingStep, draw
 
 # token(46) is the full stop in both corpora.
 FORMS: dict[str, list[str]] = {
@@ -39,7 +39,7 @@ FORMS: dict[str, list[str]] = {
     "sink logits": ["model.sink_logits=true"],
     "isolated documents": ["data.isolate_documents=true"],
 }  # fmt: skip
-RECIPES = {"tales": ("tales-default.yaml", 16, 100), "pydocs": ("pydocs-default.yaml", 8, 120)}  # sequences, steps
+RECIPES = {"tales": ("tales-default.yaml", 16, 100), "pysource": ("pysource-default.yaml", 8, 120)}  # sequences, steps
 ALWAYS = ["train.eval_every=null", "train.precision=bf16", "train.compile=false", "train.device=cpu"]
 
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
             for seed in range(1, arguments.seeds + 1):
                 overrides = [*ALWAYS, *keys, f"run.seed={seed}", f"train.max_steps={arguments.steps or steps}"]
                 overrides.append(f"train.batch_size={batch_size}")
-                path = Path(__file__).parent / "recipes" / recipe
+                path = Path(__file__).parent / "configs" / recipe
                 folder = arguments.folder / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
                 load_recipe(path, overrides)  # a mistake shows before the first hour of training
                 trainings[corpus, name, seed] = Training(f"{corpus}, {name}, {seed}", path, overrides, folder)
@@ -102,7 +102,7 @@ def time_forms(corpus: str, forms: dict[str, list[str]], rounds: int) -> dict[st
     for name, keys in forms.items():
         file, batch_size, _ = RECIPES[corpus]
         overrides = [*ALWAYS, *keys, f"train.batch_size={batch_size}"]
-        recipe = load_recipe(Path(__file__).parent / "recipes" / file, overrides)
+        recipe = load_recipe(Path(__file__).parent / "configs" / file, overrides)
         recipe.train.micro_batch_size = recipe.train.batch_size
         config = recipe.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
         recipe.optimizer = fill_rates(recipe.optimizer, config, recipe.train.batch_size)

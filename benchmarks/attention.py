@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention.attend import KERNELS, attend, look
-from attention.patterns import CAUSAL, Linear, Pattern, Places, parse
-from benchmarks.machine import finish
-from device import DTYPES, tune
-from errors import UserError
-from kernels.linear_attention import linear_attention, random_features
-from model import KVCache, Thinker, ThinkerConfig
-from training.dry_run import Alive
-from training.picture import new_figure
+from thinker.benchmarks.environment import finish
+from thinker.model import KVCache, Thinker, ThinkerConfig
+from thinker.model.attend import KERNELS, attend, look
+from thinker.model.kernels.linear_attention import linear_attention, random_features
+from thinker.model.patterns import CAUSAL, Linear, Pattern, Places, parse
+from thinker.runtime.device import DTYPES, tune
+from thinker.runtime.errors import UserError
+from thinker.runtime.plotting import new_figure
+from thinker.training.memory_estimate import Alive
 
 FORMS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
          "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "linear(64)")  # fmt: skip

@@ -1,8 +1,8 @@
-"""Does a minute of training on `pydocs` beat a bigram model of the same tokens?
+"""Does a minute of training on `pysource` beat a bigram model of the same tokens?
 
     python benchmarks/bigram.py [--minutes 1]
 
-Trains configs/pydocs.yaml for that long on the CPU, counts bigrams in the same training tokens, and measures both on
+Trains configs/pysource.yaml for that long on the CPU, counts bigrams in the same training tokens, and measures both on
 the same validation windows. The bigram model is interpolated with the unigram one (Witten-Bell: the more kinds of
 tokens have followed a token, the more weight the unigram model gets after it). One line of JSON at the end.
 """
@@ -10,18 +10,15 @@ tokens have followed a token, the more weight the unigram model gets after it). 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.machine import finish
-from data.loader import Windows, in_order
-from data.shards import TokenSet
-from training.loop import Trainer
-from training.recipe import load_recipe
+from thinker.benchmarks.environment import finish
+from thinker.data.batches import Windows, in_order
+from thinker.data.shards import TokenSet
+from thinker.training.config import load_recipe
+from thinker.training.trainer import Trainer
 
 
 def bigram_loss(train: TokenSet, windows: Windows, vocab_size: int, limit: int | None) -> float:
@@ -51,7 +48,7 @@ def main() -> None:
     parser.add_argument("--run", default="runs/bigram-peer", help="the run directory, to be trained if it is not there")
     arguments = parser.parse_args()
     recipe = load_recipe(
-        Path(__file__).resolve().parents[1] / "configs" / "pydocs.yaml",
+        Path(__file__).resolve().parents[1] / "configs" / "pysource.yaml",
         [f"run.dir={arguments.run}", f"train.max_minutes={arguments.minutes}", "train.device=cpu",
          "train.eval_every=null", "train.sample_every=null"],
     )  # fmt: skip

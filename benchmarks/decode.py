@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import finish, read_bandwidth
-from benchmarks.peers import as_transformers
-from data.make_tokenizer import make_tokenizer
-from device import DTYPES, choose_device
-from errors import UserError
-from generation import Generator, SamplingParams
-from generation.rolling import RollingKVCache
-from generation.snapshot import for_decoding, matrix_bytes
-from model import Thinker, ThinkerConfig
-from training.picture import BLUE, GREY, ORANGE, new_figure
+from thinker.benchmarks.baselines import as_transformers
+from thinker.benchmarks.environment import finish, read_bandwidth
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams
+from thinker.generation.inference_model import for_decoding, matrix_bytes
+from thinker.generation.sink_cache import RollingKVCache
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.device import DTYPES, choose_device
+from thinker.runtime.errors import UserError
+from thinker.runtime.plotting import BLUE, GREY, ORANGE, new_figure
 
 SHAPES = {
     "tiny": {"vocab_size": 512, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128},

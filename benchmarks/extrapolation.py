@@ -12,17 +12,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.ablation import ALWAYS, RECIPES
-from benchmarks.machine import finish
-from benchmarks.trainings import Training, train_all
-from data.loader import Windows
-from device import choose_device, tune
-from errors import UserError
-from evaluation.long import loss_by_position, stretch
-from storage import load
-from training.corpus import prepare_data
-from training.picture import GREY, new_figure
-from training.recipe import load_recipe
+from thinker.benchmarks.ablation import ALWAYS, RECIPES
+from thinker.benchmarks.environment import finish
+from thinker.benchmarks.training_runs import Training, train_all
+from thinker.data.batches import Windows
+from thinker.evaluation.long_context import loss_by_position, stretch
+from thinker.interop import load
+from thinker.runtime.device import choose_device, tune
+from thinker.runtime.errors import UserError
+from thinker.runtime.plotting import GREY, new_figure
+from thinker.training.config import load_recipe
+from thinker.training.corpus import prepare_data
 
 TIMES = (1, 2, 4)
 KINDS = ("rope", "alibi", "learned", "sinusoidal", "none")
@@ -32,7 +32,7 @@ SCALINGS = ("linear", "dynamic", "yarn", "llama3")  # of the model with rope, wi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=RECIPES["pydocs"][2])
+    parser.add_argument("--steps", type=int, default=RECIPES["pysource"][2])
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, the cores shared out")
     parser.add_argument("--windows", type=int, default=64, help="of the longest length; shorter ones cut the same text")
     parser.add_argument("--folder", type=Path, default=Path("runs/extrapolation"), help="what is there is not repeated")
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Train each kind, read the same text in windows of each length, print a table and a line of JSON."""
     if arguments.windows < 1:
         raise UserError(f"--windows is {arguments.windows}; it must be at least 1")
-    file, batch_size, _ = RECIPES["pydocs"]
-    path, trainings = Path(__file__).parent / "recipes" / file, {}
+    file, batch_size, _ = RECIPES["pysource"]
+    path, trainings = Path(__file__).parent / "configs" / file, {}
     length = load_recipe(path, []).data.seq_len
     for kind in KINDS:
         for seed in range(1, arguments.seeds + 1):

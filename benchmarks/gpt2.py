@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.trainings import Training
-from data.loader import Loader, Windows
-from data.tokenizer import token_byte_lengths
-from device import tune
-from errors import UserError
-from evaluation.loss import Evaluator
-from training.corpus import prepare_data
-from training.meter import MemoryMeter
-from training.recipe import load_recipe
-from training.schedule import lr_factor
+from thinker.benchmarks.training_runs import Training
+from thinker.data.batches import Loader, Windows
+from thinker.data.tokenizer import token_byte_lengths
+from thinker.evaluation.loss import Evaluator
+from thinker.runtime.device import tune
+from thinker.runtime.errors import UserError
+from thinker.training.config import load_recipe
+from thinker.training.corpus import prepare_data
+from thinker.training.metrics import MemoryMeter
+from thinker.training.schedule import lr_factor
 
 
 @dataclass

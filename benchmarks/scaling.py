@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.machine import finish
-from benchmarks.trainings import Training, read_shapes, train_all
-from errors import UserError
-from training.picture import GREY, ORANGE, new_figure
-from training.plan import make_plan
-from training.recipe import load_recipe
+from thinker.benchmarks.environment import finish
+from thinker.benchmarks.training_runs import Training, read_shapes, train_all
+from thinker.runtime.errors import UserError
+from thinker.runtime.plotting import GREY, ORANGE, new_figure
+from thinker.training.config import load_recipe
+from thinker.training.plan import make_plan
 
 
 @dataclass

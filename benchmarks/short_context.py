@@ -13,19 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.machine import describe
-from data import tales
-from data.tokenizer import Tokenizer
-from model import Thinker
-from training.loop import Trainer
-from training.recipe import load_recipe
+from thinker.benchmarks.environment import describe
+from thinker.data import tales
+from thinker.data.tokenizer import Tokenizer
+from thinker.model import Thinker
+from thinker.training.config import load_recipe
+from thinker.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import finish
-from benchmarks.trainings import Training, read_shapes, train_all
-from errors import UserError
-from training.optimizers import fill_rates
-from training.picture import GREY, new_figure
-from training.recipe import Recipe, load_recipe
+from thinker.benchmarks.environment import finish
+from thinker.benchmarks.training_runs import Training, read_shapes, train_all
+from thinker.runtime.errors import UserError
+from thinker.runtime.plotting import GREY, new_figure
+from thinker.training.config import Recipe, load_recipe
+from thinker.training.optimizers import fill_rates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import race
-from benchmarks.machine import finish
-from benchmarks.peers import as_transformers
-from data.ahead import Batch
-from device import DTYPES, choose_device, choose_precision, tune
-from model import Thinker, ThinkerConfig
-from training.meter import MemoryMeter, flops_per_token, peak_flops
-from training.picture import BLUE, GREY, new_figure
-from training.recipe import check_recipe
-from training.step import TrainingStep, draw
+from thinker.benchmarks import time_to_loss
+from thinker.benchmarks.baselines import as_transformers
+from thinker.benchmarks.environment import finish
+from thinker.data.prefetch import Batch
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.device import DTYPES, choose_device, choose_precision, tune
+from thinker.runtime.plotting import BLUE, GREY, new_figure
+from thinker.training.config import check_recipe
+from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.step import TrainingStep, draw
 
 # layers, width, heads, vocabulary, T, sequences a step
 SHAPES = {
@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave out what torch.compile makes")
     parser.add_argument("--png", type=Path, help="draw it")
     parser.add_argument("--out", type=Path, help="append the line of JSON there")
-    race.add_arguments(parser)
+    time_to_loss.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Time whole steps in turn, so that all contenders meet the same noise; print a table and a line of JSON."""
     if arguments.recipes:
-        race.run(arguments)
+        time_to_loss.run(arguments)
         return
     device = choose_device(arguments.device)
     precision = choose_precision(arguments.precision, device)

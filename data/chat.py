@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from data.tokenizer import Tokenizer
-from errors import UserError
+from thinker.data.tokenizer import Tokenizer
+from thinker.runtime.errors import UserError
 
 JSON = (str, int, float, bool, list, dict, type(None))
 Message = dict[str, Any]  # {"role": "user", "content": "..."}; roles are those that the template knows

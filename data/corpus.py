@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import chat
-from data.make_tokenizer import check_spec, load_tokenizer, make_tokenizer
-from data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenSet
-from data.sources import Document, Source, open_source
-from data.tokenizer import Tokenizer
-from errors import FULL_DISK, UserError
+from thinker.data import chat
+from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenSet
+from thinker.data.sources import Document, Source, open_source
+from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
+from thinker.runtime.errors import FULL_DISK, UserError
 
 INDEX_FORMAT = 2  # of corpus.json
 BATCH_CHARS = 4 << 20  # text that is tokenized at once, in threads

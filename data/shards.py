@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.tokenizer import Tokenizer
-from errors import UserError
+from thinker.data.tokenizer import Tokenizer
+from thinker.runtime.errors import UserError
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.chat import Message, check_messages
-from errors import FULL_DISK, UserError, nearest
+from thinker.data.chat import Message, check_messages
+from thinker.runtime.errors import FULL_DISK, UserError, nearest
 
-SOURCES = ("tales", "pydocs", "repeats", "text", "jsonl", "parquet", "hub")
+SOURCES = ("tales", "pysource", "repeats", "text", "jsonl", "parquet", "hub")
 GENERATED_DOCUMENTS = 25_000  # of tales and repeats, which have no end of their own, unless max_documents says other
 PIECE_BYTES = 1 << 20  # a single text is read in pieces of about this size
 REPEAT_ALPHABET = "".join(chr(c) for c in range(33, 127))
@@ -111,8 +111,8 @@ def open_source(
 
     if source in ("tales", "repeats"):
         return _generated(source, max_documents or GENERATED_DOCUMENTS, seed)
-    if source == "pydocs":
-        return _pydocs(max_documents)
+    if source == "pysource":
+        return _pysource(max_documents)
     if source == "hub":
         return _hub(str(path), config, split, column, streaming, max_documents)
     files = _find_files(source, str(path))
@@ -148,7 +148,7 @@ def _generated(name: str, count: int, seed: int) -> Source:
     if name == "repeats":
         key = _key(name, seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
         return Source(name, key, lambda: (_repeat(seed, i) for i in range(count)), n_documents=count)
-    from data import tales
+    from thinker.data import tales
 
     def read() -> Iterator[Document]:
         for index in range(count):
@@ -169,7 +169,7 @@ def _repeat(seed: int, index: int) -> Document:
 # Files of text
 
 
-def _pydocs(max_documents: int | None) -> Source:
+def _pysource(max_documents: int | None) -> Source:
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for folder, subfolders, names in os.walk(root):
@@ -185,8 +185,8 @@ def _pydocs(max_documents: int | None) -> Source:
                 continue
             yield Document(text)
 
-    key = _key("pydocs", platform.python_version(), _stamps(files), max_documents)
-    return Source("pydocs", key, lambda: _bounded(read(), max_documents))
+    key = _key("pysource", platform.python_version(), _stamps(files), max_documents)
+    return Source("pysource", key, lambda: _bounded(read(), max_documents))
 
 
 def _find_files(source: str, path: str) -> list[str]:

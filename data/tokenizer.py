@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from errors import UserError
+from thinker.runtime.errors import UserError
 
 FILE_NAME = "thinker-tokenizer.json"
 FILE_FORMAT = 1

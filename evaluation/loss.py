@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.loader import Windows, entropy_floor, in_order
-from errors import UserError
-from model import Thinker
-from ranks import ALONE, Ranks
+from thinker.data.batches import Windows, entropy_floor, in_order
+from thinker.model import Thinker
+from thinker.runtime.errors import UserError
+from thinker.runtime.process_group import ALONE, Ranks
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data import tales
-from data.tokenizer import Tokenizer
-from errors import UserError
-from evaluation.long import hidden_states
-from model import Thinker
+from thinker.data import tales
+from thinker.data.tokenizer import Tokenizer
+from thinker.evaluation.long_context import hidden_states
+from thinker.model import Thinker
+from thinker.runtime.errors import UserError
 
 # What stands before a fact's word both times. The lists of words have the facts' names.
 MARKS = {"town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was"}

@@ -1,7 +1,7 @@
 """Sampling: text in, text out."""
 
-from generation.engine import Generator, Score
-from generation.row import Completion
-from generation.sampler import SamplingParams
+from thinker.generation.engine import Generator, Score
+from thinker.generation.sampler import SamplingParams
+from thinker.generation.sequence import Completion
 
 __all__ = ["Completion", "Generator", "SamplingParams", "Score"]

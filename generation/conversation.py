@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from generation.engine import Generator
-from generation.row import Completion
-from generation.sampler import SamplingParams
+from thinker.generation.engine import Generator
+from thinker.generation.sampler import SamplingParams
+from thinker.generation.sequence import Completion
 
 
 class Conversation:

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.patterns import Linear
-from data.tokenizer import Tokenizer
-from errors import UserError
-from generation.compiled import CompiledThinker
-from generation.rolling import RollingKVCache
-from generation.row import Completion, Drawn, Row, choose, top_logprobs
-from generation.sampler import SamplingParams
-from generation.snapshot import for_decoding
-from generation.speculative import DraftModel, PromptLookup, check_draft_model, room
-from model import KVCache, Thinker, ThinkerConfig
+from thinker.data.tokenizer import Tokenizer
+from thinker.generation.compiled_decode import CompiledThinker
+from thinker.generation.inference_model import for_decoding
+from thinker.generation.sampler import SamplingParams
+from thinker.generation.sequence import Completion, Drawn, Row, choose, top_logprobs
+from thinker.generation.sink_cache import RollingKVCache
+from thinker.generation.speculation import DraftModel, PromptLookup, check_draft_model, room
+from thinker.model import KVCache, Thinker, ThinkerConfig
+from thinker.model.patterns import Linear
+from thinker.runtime.errors import UserError
 
 PREFILL_CHUNK = 512  # positions a pass: what a long prompt needs in memory does not grow with it
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from errors import UserError
+from thinker.runtime.errors import UserError
 
 _LARGEST, _SMALLEST = sys.float_info.max, math.ulp(0.0)  # the ends of the finite floats above 0
 _NUMBERS = {  # field of SamplingParams: its type, the lowest and the highest value, both in words

@@ -10,11 +10,11 @@ import sys
 import time
 from typing import Any
 
-from errors import UserError, nearest
-from generation.conversation import Conversation
-from generation.engine import Generator, Score
-from generation.row import Completion
-from generation.sampler import SamplingParams
+from thinker.generation.conversation import Conversation
+from thinker.generation.engine import Generator, Score
+from thinker.generation.sampler import SamplingParams
+from thinker.generation.sequence import Completion
+from thinker.runtime.errors import UserError, nearest
 
 HELP = r"""Whatever you type is added to the text, and the model goes on from there; an empty line: it just goes on.
 \n in what you type is a new line. Ctrl-C ends the model's turn and keeps what it said.

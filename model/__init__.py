@@ -1,7 +1,7 @@
 """The Thinker: token ids (or embeddings) in, logits out."""
 
-from model.cache import KVCache
-from model.config import ThinkerConfig
-from model.thinker import Thinker
+from thinker.model.config import ThinkerConfig
+from thinker.model.kv_cache import KVCache
+from thinker.model.transformer import Thinker
 
 __all__ = ["KVCache", "Thinker", "ThinkerConfig"]

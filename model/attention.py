@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from attention.attend import Sight, attend, by_rows
-from attention.rope import rotate
-from model.cache import LayerCache
-from model.config import ThinkerConfig
-from model.linear import Linear
-from model.norm import RMSNorm
+from thinker.model.attend import Sight, attend, by_rows
+from thinker.model.config import ThinkerConfig
+from thinker.model.kv_cache import LayerCache
+from thinker.model.linear import Linear
+from thinker.model.norm import RMSNorm
+from thinker.model.rope import rotate
 
 
 class Attention(nn.Module):

@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from attention.patterns import Linear, Pattern, by_layer
-from attention.rope import RopeScaling
-from errors import UserError
+from thinker.model.patterns import Linear, Pattern, by_layer
+from thinker.model.rope import RopeScaling
+from thinker.runtime.errors import UserError
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
 LARGEST = 1 << 24  # of any size: the shapes of a file from a stranger shall stay numbers that can be reckoned with

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.attend import ROWS, Sight
-from kernels.linear_attention import LinearState, linear_attention, random_features
-from model.attention import Attention
-from model.cache import LinearLayer
-from model.config import ThinkerConfig
+from thinker.model.attend import ROWS, Sight
+from thinker.model.attention import Attention
+from thinker.model.config import ThinkerConfig
+from thinker.model.kernels.linear_attention import LinearState, linear_attention, random_features
+from thinker.model.kv_cache import LinearLayer
 
 
 class LinearAttention(Attention):

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.linear import Linear
-from model.thinker import Thinker
+from thinker.model.linear import Linear
+from thinker.model.transformer import Thinker
 
 
 class LoraLinear(Linear):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.norm import rms_norm
+from thinker.model.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

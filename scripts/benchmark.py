@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from errors import run_command
+from thinker.runtime.errors import run_command
 
 
 def main() -> int:
     """Choose a benchmark and run it. Returns the exit status."""
-    from benchmarks import ablation, attention, decode, extrapolation, head, page, saving, sweep, train, trained, wire
+    from thinker.benchmarks import (
+        ablation,
+        attention,
+        checkpoint_overhead,
+        comm_volume,
+        decode,
+        extrapolation,
+        html_report,
+        linear_cross_entropy,
+        speculative,
+        sweep,
+        train,
+    )
 
     parser = argparse.ArgumentParser(description="Measures beside peers in one run; ends with one line of JSON.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for module in (ablation, attention, decode, extrapolation, head, page, saving, sweep, train, trained, wire):
+    for module in (
+        ablation,
+        attention,
+        checkpoint_overhead,
+        comm_volume,
+        decode,
+        extrapolation,
+        html_report,
+        linear_cross_entropy,
+        speculative,
+        sweep,
+        train,
+    ):
         name = module.__name__.split(".")[-1]
         command = commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0])
         command.set_defaults(run_benchmark=module.run)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from errors import UserError, run_command
-from generate import Parser
+from thinker.generate import Parser
+from thinker.runtime.errors import UserError, run_command
 
 FOR_TASKS = ("include", "shots", "limit")
 MOST_TOKENS = 200_000
@@ -23,7 +20,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Loss, perplexity and bits per byte on a text, with intervals; tasks; long texts.")
     parser.add_argument("run", metavar="PATH", help="a run directory, a checkpoint in it, or a Hugging Face folder")
     group = parser.add_argument_group("what is read")
-    sources = ["tales", "pydocs", "text", "jsonl", "parquet"]
+    sources = ["tales", "pysource", "text", "jsonl", "parquet"]
     group.add_argument("--source", choices=sources, help="default: what the run validates on")
     group.add_argument("--path", metavar="FILE", help="of text, jsonl and parquet: a file, a folder or a glob")
     group.add_argument("--column", metavar="NAME", help="of jsonl and parquet (default text)")
@@ -106,9 +103,9 @@ def find_tokens(
     arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path
 ) -> tuple[str, int | None, str, Any]:
     """The source's name, the length of the training's windows where it is known, how documents lie, and the tokens."""
-    from data.sources import open_source
-    from evaluation.text import tokenize
-    from training.held_out import held_out, recipe_of
+    from thinker.data.sources import open_source
+    from thinker.evaluation.perplexity import tokenize
+    from thinker.training.validation_data import held_out, recipe_of
 
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}
@@ -126,7 +123,7 @@ def find_tokens(
 
 def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
     """Loss by position, an eighth of the trained length a point, beside the needles' accuracy by distance."""
-    from training.picture import BLUE, GREY, ORANGE, new_figure
+    from thinker.runtime.plotting import BLUE, GREY, ORANGE, new_figure
 
     figure, panels = new_figure(11 if needles else 6, 4.2, 2 if needles else 1, share=False)
     length, T = loss.trained_length, loss.nats.shape[1]
@@ -163,9 +160,9 @@ def show(about: dict[str, Any]) -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, scratch: Path) -> None:
     """Loss, perplexity and bits per byte at every length of context."""
-    from data.loader import Windows
-    from data.tokenizer import token_byte_lengths
-    from evaluation.text import table, text_loss
+    from thinker.data.batches import Windows
+    from thinker.data.tokenizer import token_byte_lengths
+    from thinker.evaluation.perplexity import table, text_loss
 
     source, trained, packing, tokens = find_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or min(thinker.config.max_seq_len, 1024)
@@ -195,13 +192,13 @@ def measure(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer
 
 def measure_long(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, scratch: Path) -> None:
     """Loss by position in texts longer than those of the training, and on tales the needles."""
-    from evaluation import long, needle
+    from thinker.evaluation import long_context, needle
 
     source, trained, _, tokens = find_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or thinker.config.max_seq_len
     longest, needles = arguments.factor * trained, []
-    windows = long.long_windows(thinker.config, tokens, longest)
-    loss = long.loss_by_position(thinker, windows, max(1, 4096 // windows.seq_len), arguments.windows, trained)
+    windows = long_context.long_windows(thinker.config, tokens, longest)
+    loss = long_context.loss_by_position(thinker, windows, max(1, 4096 // windows.seq_len), arguments.windows, trained)
     if source == "tales":
         farthest = min(longest, 1 << 14)  # longer stories take minutes
         distances = [2**n for n in range(4, farthest.bit_length()) if 2**n <= farthest]
@@ -226,7 +223,7 @@ def measure_long(arguments: argparse.Namespace, folder: Path, thinker: Any, toke
 def measure_tasks(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -> None:
     """What the harness finds, a task a line."""
     try:
-        from evaluation.harness import run_tasks
+        from thinker.evaluation.lm_eval_harness import run_tasks
     except ModuleNotFoundError as error:
         raise UserError(f"--tasks needs the package {error.name}: pip install lm-eval") from error
     names = [name for name in arguments.tasks.split(",") if name]
@@ -247,10 +244,10 @@ def measure_tasks(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -
 def main() -> int:
     """Evaluate, print, draw. Returns the exit status."""
     arguments = parse_arguments()
-    from device import choose_device, tune
-    from evaluation import long
-    from storage import load
-    from storage.load import find_model
+    from thinker.evaluation import long_context
+    from thinker.interop import load
+    from thinker.interop.load import find_model
+    from thinker.runtime.device import choose_device, tune
 
     device = choose_device(arguments.device)
     tune(device)
@@ -259,7 +256,7 @@ def main() -> int:
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer beside it, without which there is nothing to read")
     if arguments.rope_scaling is not None:
-        long.stretch(thinker, arguments.rope_scaling)
+        long_context.stretch(thinker, arguments.rope_scaling)
     if arguments.tasks is not None:
         measure_tasks(arguments, thinker, tokenizer)
     else:

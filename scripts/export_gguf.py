@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from errors import UserError, run_command
-from generate import Parser
+from thinker.generate import Parser
+from thinker.runtime.errors import UserError, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -26,9 +23,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     """Load, write, prove, and only then let the file appear. Returns the exit status."""
     arguments = parse_arguments()
-    from evaluation.parity import prove_gguf
-    from storage import load
-    from storage.gguf import write_gguf
+    from thinker.interop import load
+    from thinker.interop.gguf import write_gguf
+    from thinker.interop.verify_export import prove_gguf
 
     out = arguments.out
     if os.path.lexists(out):

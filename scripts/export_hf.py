@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from errors import UserError, run_command
-from generate import Parser
+from thinker.generate import Parser
+from thinker.runtime.errors import UserError, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -34,7 +31,7 @@ def base_of(run: Path | None) -> Path:
     """The Hugging Face folder that a run began with. Raises UserError where it began otherwise."""
     import yaml
 
-    from storage import huggingface
+    from thinker.interop import huggingface
 
     config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     base = Path(str(config.get("run", {}).get("init_from")))
@@ -49,12 +46,12 @@ def base_of(run: Path | None) -> Path:
 def main() -> int:
     """Load, write, prove, and only then let the folder appear. Returns the exit status."""
     arguments = parse_arguments()
-    from data import tokenizer_json
-    from evaluation.parity import prove
-    from storage import huggingface, load
-    from storage.adapter import write_adapter
-    from storage.card import model_card
-    from storage.load import find_checkpoint, run_of
+    from thinker.data import tokenizer_conversion
+    from thinker.interop import huggingface, load
+    from thinker.interop.load import find_checkpoint, run_of
+    from thinker.interop.model_card import model_card
+    from thinker.interop.peft_adapter import write_adapter
+    from thinker.interop.verify_export import prove
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -77,7 +74,7 @@ def main() -> int:
         else:
             huggingface.save_folder(thinker, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:
-            tokenizer_json.write(tokenizer, temporary, thinker.config.max_seq_len)
+            tokenizer_conversion.write(tokenizer, temporary, thinker.config.max_seq_len)
         parity = prove(thinker, tokenizer, temporary, base=base)
         card = model_card(thinker, tokenizer, run_of(path), out.name, str(parity), base, adapter)
         (temporary / "README.md").write_text(card, encoding="utf-8")

@@ -11,10 +11,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from errors import UserError, run_command
-from generate import Parser
+from thinker.generate import Parser
+from thinker.runtime.errors import UserError, run_command
 
 COMMANDS = {
     "explain": "one attention row, number by number (--layer --head --query)",
@@ -152,8 +150,8 @@ def one_token(tokenizer: Any, name: str, text: str | None) -> int | None:
 
 def of_prompt(arguments: argparse.Namespace, thinker: Any, tokenizer: Any, prompt: Any) -> tuple[Any, dict[str, Any]]:
     """The report of a command about one prompt, and where a page about it begins."""
-    from analysis import reports
-    from analysis.explain import explain
+    from thinker.interpretability import reports
+    from thinker.interpretability.explain import explain
 
     command = arguments.command
     layer = chosen("layer", arguments.layer, len(thinker.blocks), 0)
@@ -184,9 +182,9 @@ def of_heads(
     arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, prompt: Any, device: Any
 ) -> Any:
     """The report of heads, compare and prune."""
-    from analysis import changes, reports
-    from storage import load
-    from training.held_out import ids_in_use, sample_texts
+    from thinker.interop import load
+    from thinker.interpretability import comparison, reports
+    from thinker.training.validation_data import ids_in_use, sample_texts
 
     if arguments.importance is None and arguments.command != "prune":
         with tempfile.TemporaryDirectory() as scratch:
@@ -199,19 +197,19 @@ def of_heads(
         if prompt is not None and (its is None or its.encode(arguments.prompt) != tokenizer.encode(arguments.prompt)):
             raise UserError("the two models have other tokens for this prompt; leave it out, or compare others")
         names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
-        return changes.compare(thinker, other, *given, names)
+        return comparison.compare(thinker, other, *given, names)
     if arguments.over_training:
-        return changes.show_training(steps_of(Path(arguments.model), device), *given)
+        return comparison.show_training(steps_of(Path(arguments.model), device), *given)
     if arguments.command == "heads" and arguments.importance is None:
         return reports.measure_heads(thinker, *given)
     with tempfile.TemporaryDirectory() as scratch:
         texts = sample_texts(thinker, tokenizer, folder, arguments.text, arguments.texts or 32, Path(scratch))
     if arguments.command == "heads":
-        return changes.show_importance(thinker, texts, arguments.importance)
+        return comparison.show_importance(thinker, texts, arguments.importance)
     groups = None if arguments.groups is None else read_groups(arguments.groups)
-    left, report = changes.show_pruning(thinker, texts, arguments.importance or "zero", arguments.count, groups)
+    left, report = comparison.show_pruning(thinker, texts, arguments.importance or "zero", arguments.count, groups)
     if arguments.out is not None:
-        from storage import checkpoint
+        from thinker.checkpoint import checkpoint
 
         try:
             checkpoint.save(arguments.out, left, {"step": 0})
@@ -226,8 +224,8 @@ def of_heads(
 
 def steps_of(run: Path, device: Any) -> list[tuple[int, Any]]:
     """The steps of a run's checkpoints, and what opens each. Raises UserError where there are fewer than two."""
-    from storage import load
-    from storage.checkpoint import list_checkpoints
+    from thinker.checkpoint.checkpoint import list_checkpoints
+    from thinker.interop import load
 
     if not (run / "checkpoints").is_dir():
         raise UserError(f"{run} is no run directory; --over-training needs the checkpoints of one")
@@ -248,10 +246,10 @@ def read_groups(text: str) -> list[tuple[int, int]]:
 def main() -> int:
     """Load, look, print, draw. Returns the exit status."""
     arguments = parse_arguments()
-    from analysis.reports import Prompt
-    from device import choose_device, tune
-    from storage import load
-    from storage.load import find_model
+    from thinker.interop import load
+    from thinker.interop.load import find_model
+    from thinker.interpretability.reports import Prompt
+    from thinker.runtime.device import choose_device, tune
 
     device = choose_device(arguments.device)
     tune(device)
@@ -277,19 +275,19 @@ def main() -> int:
     if arguments.json not in (None, "-"):
         write(Path(arguments.json), text)
     if arguments.png is not None:
-        from analysis.pictures import draw
+        from thinker.interpretability.plots import draw
 
         draw(report.panels, arguments.png, title, report.across)
     if arguments.html is not None:
-        from analysis import page
+        from thinker.interpretability import html_report
 
         at = {name: start.pop(name) for name in ("layer", "head") if name in start}
         explorer = None
         if prompt is not None:
-            explorer = page.gather(thinker, tokenizer, prompt, around=tuple(at.values()) or (0, 0), **start)
+            explorer = html_report.gather(thinker, tokenizer, prompt, around=tuple(at.values()) or (0, 0), **start)
         at |= {"position": start.get("position", -1), "view": VIEWS.get(arguments.command, "attention")}
         fold = arguments.command in ON_THE_PAGE
-        page.write_page(arguments.html, title, report, explorer, **at, fold=fold)
+        html_report.write_page(arguments.html, title, report, explorer, **at, fold=fold)
     for file in (arguments.png, arguments.html, arguments.json):
         if file not in (None, "-"):
             print(f"wrote {file}", file=sys.stderr)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from errors import run_command
+from thinker.runtime.errors import run_command
 
 
 def main() -> int:
@@ -20,8 +16,8 @@ def main() -> int:
     parser.add_argument("--no-steps", action="store_true", help="predict only: make no steps, measure no time")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
     arguments = parser.parse_args()
-    from training.plan import make_plan, show_plan
-    from training.recipe import load_recipe
+    from thinker.training.config import load_recipe
+    from thinker.training.plan import make_plan, show_plan
 
     plan = make_plan(load_recipe(arguments.recipe, arguments.overrides), measure=not arguments.no_steps)
     print(json.dumps(plan) if arguments.json else show_plan(plan))

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forks
+import fork_server
 import pytest
 import torch
 
-from model import Thinker, ThinkerConfig
+from thinker.model import Thinker, ThinkerConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +40,7 @@ def run_script(*arguments, cwd=ROOT, timeout=120, **environment):
     """
     arguments, everything = [str(argument) for argument in arguments], {**os.environ, "PYTHONUTF8": "1", **environment}
     if not environment and Path(arguments[0]).is_relative_to(ROOT):
-        return forks.run(arguments, cwd, everything, timeout)
+        return fork_server.run(arguments, cwd, everything, timeout)
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=everything, capture_output=True, text=True, timeout=timeout
     )

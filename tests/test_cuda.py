@@ -15,7 +15,7 @@ pytestmark = [
 PYDOCS = [
     ROOT / "train.py",
     ROOT / "configs" / "gpu-124m.yaml",
-    "data.source=pydocs",
+    "data.source=pysource",
     "data.path=null",
     "data.config=null",
     "data.max_documents=null",
@@ -67,10 +67,10 @@ def test_cached_logits_equal_uncached_ones(make_thinker):
 
 
 def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
-    from data.ahead import Batch
-    from model import ThinkerConfig
-    from training.recipe import check_recipe
-    from training.step import TrainingStep, draw
+    from thinker.data.prefetch import Batch
+    from thinker.model import ThinkerConfig
+    from thinker.training.config import check_recipe
+    from thinker.training.step import TrainingStep, draw
 
     config = ThinkerConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)
     train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
@@ -92,8 +92,8 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
 
 def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
     """A pattern, places, slopes, softcap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
-    from attention.patterns import Places, parse
-    from attention.positions import slopes
+    from thinker.model.patterns import Places, parse
+    from thinker.model.positions import slopes
 
     generator = torch.Generator().manual_seed(0)
     position, document, token = torch.arange(T), None, None
@@ -112,7 +112,7 @@ def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
 
 
 def values_and_gradients(kernel, dtype, pattern, places, alibi, softcap, leaves):
-    from attention.attend import attend, look
+    from thinker.model.attend import attend, look
 
     q, k, v, *sinks = leaves
     plain = softcap is None and not sinks
@@ -171,8 +171,8 @@ def test_flex_takes_further_lengths_and_patterns_without_end():
 
 
 def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
-    from attention.attend import attend, look
-    from attention.patterns import Places, parse
+    from thinker.model.attend import attend, look
+    from thinker.model.patterns import Places, parse
 
     places = Places(torch.arange(2**15, device="cuda"))
     q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)
@@ -200,10 +200,10 @@ def test_varlen_equals_the_reference(text, heads, kv_heads, width, dtype):
     [("window(256)", False, "flex"), ("window(256)", True, "varlen"), ("bigbird(64, 2, 64, 2)", True, "flex")],
 )
 def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, isolated, kernel):
-    from data.ahead import Batch
-    from model import ThinkerConfig
-    from training.recipe import check_recipe
-    from training.step import TrainingStep, draw
+    from thinker.data.prefetch import Batch
+    from thinker.model import ThinkerConfig
+    from thinker.training.config import check_recipe
+    from thinker.training.step import TrainingStep, draw
 
     shape = {"vocab_size": 50, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_init_std": 0.2}
     config = ThinkerConfig(**shape, max_seq_len=2048, attention=attention)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from data.corpus import Corpus, prepare
-from data.tokenizer import Tokenizer
-from training.recipe import Recipe
+from thinker.data.corpus import Corpus, prepare
+from thinker.data.tokenizer import Tokenizer
+from thinker.training.config import Recipe
 
 
 def prepare_data(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:

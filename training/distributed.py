@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from model import Thinker
-from ranks import Ranks, whole
-from training.memory import recompute
-from training.recipe import TrainSection
+from thinker.model import Thinker
+from thinker.runtime.process_group import Ranks, whole
+from thinker.training.activation_checkpointing import recompute
+from thinker.training.config import TrainSection
 
 
 def distribute(thinker: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module:

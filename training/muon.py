@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranks import own
+from thinker.runtime.process_group import own
 
 # The quintics a·σ + b·σ³ + c·σ⁵ that one after the other bring all singular values from [0.01, 1] nearest to one: each
 # is the best in the maximum norm on the interval that the one before it leaves (Amsel et al. 2025, Polar Express,

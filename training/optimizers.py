@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from model import Thinker, ThinkerConfig
-from training.muon import Muon
-from training.recipe import OptimizerSection, Recipe
+from thinker.model import Thinker, ThinkerConfig
+from thinker.training.config import OptimizerSection, Recipe
+from thinker.training.muon import Muon
 
 
 def fill_rates(

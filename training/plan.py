@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from data.ahead import Batch
-from device import DTYPES, choose_device, tune
-from model import KVCache, Thinker, ThinkerConfig
-from training.corpus import prepare_data
-from training.dry_run import free_memory, predict_memory
-from training.init_from import take_up
-from training.meter import MemoryMeter, flops_per_token, peak_flops
-from training.recipe import Recipe
-from training.settle import settle_precision, settle_size
-from training.step import TrainingStep, draw
+from thinker.data.prefetch import Batch
+from thinker.model import KVCache, Thinker, ThinkerConfig
+from thinker.runtime.device import DTYPES, choose_device, tune
+from thinker.training.config import Recipe
+from thinker.training.corpus import prepare_data
+from thinker.training.initial_model import take_up
+from thinker.training.memory_estimate import free_memory, predict_memory
+from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.settings import settle_precision, settle_size
+from thinker.training.step import TrainingStep, draw
 
 OPTIMAL_TOKENS = 20  # a parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
 

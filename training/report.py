@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from storage.run_directory import RunDirectory
-from training.picture import draw_loss
-from training.resume import RunState
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.runtime.plotting import draw_loss
+from thinker.training.resume import RunState
 
 
 def report(run: RunDirectory, state: RunState, prefix: int = 0, talks: bool = False) -> None:

@@ -13,17 +13,17 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from data.corpus import Corpus
-from data.tokenizer import FILE_NAME
-from device import device_name
-from errors import UserError
-from ranks import Ranks
-from storage import checkpoint
-from storage.checkpoint import Damaged
-from storage.run_directory import RunDirectory
-from training.recipe import Recipe
-from training.settle import Chosen
-from training.step import TrainingStep
+from thinker.checkpoint import checkpoint
+from thinker.checkpoint.checkpoint import Damaged
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.corpus import Corpus
+from thinker.data.tokenizer import FILE_NAME
+from thinker.runtime.device import device_name
+from thinker.runtime.errors import UserError
+from thinker.runtime.process_group import Ranks
+from thinker.training.config import Recipe
+from thinker.training.settings import Chosen
+from thinker.training.step import TrainingStep
 
 # Of these sections only these keys; of model and data every key.
 ONLY = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from data.ahead import Batch
-from device import DTYPES
-from model import Thinker, ThinkerConfig
-from model.linear import Linear
-from model.lora import add_lora
-from ranks import ALONE, Ranks
-from training.distributed import clip, distribute, synchronised
-from training.memory import offload
-from training.optimizers import Optimizers, fill_rates, pace_of
-from training.recipe import Recipe
+from thinker.data.prefetch import Batch
+from thinker.model import Thinker, ThinkerConfig
+from thinker.model.linear import Linear
+from thinker.model.lora import add_lora
+from thinker.runtime.device import DTYPES
+from thinker.runtime.process_group import ALONE, Ranks
+from thinker.training.activation_checkpointing import offload
+from thinker.training.config import Recipe
+from thinker.training.distributed import clip, distribute, synchronised
+from thinker.training.optimizers import Optimizers, fill_rates, pace_of
 
 
 class TrainingStep:

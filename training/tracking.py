@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
-from storage.run_directory import RunDirectory, replace_file
-from training.recipe import Recipe
+from thinker.checkpoint.run_directory import RunDirectory, replace_file
+from thinker.runtime.errors import UserError
+from thinker.training.config import Recipe
 
 BLOCK, HEAD = 32768, 7  # of an offline file: bytes of a block, and of the header of a part of a record
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from data import chat, tokenizer_json
-from data.corpus import prepare
-from data.loader import IGNORED, Windows
-from data.make_tokenizer import load_tokenizer, make_tokenizer
-from data.tokenizer import Tokenizer
-from errors import UserError
+from thinker.data import chat, tokenizer_conversion
+from thinker.data.batches import IGNORED, Windows
+from thinker.data.corpus import prepare
+from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
     """A byte-level BPE with chat tokens, as a Hugging Face folder; the end of a turn ends texts, as in Qwen."""
     folder = tmp_path_factory.mktemp("chat")
     base = make_tokenizer("bpe:400", ["the cat sat on the mat and the dog sat on the cat " * 20])
-    tokenizer_json.write(base, folder, 128)
+    tokenizer_conversion.write(base, folder, 128)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     theirs.add_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
     theirs.chat_template = CHATML
@@ -108,7 +108,7 @@ def test_templates_get_the_names_of_the_tokenizers_own_file(folder, tmp_path, eo
     again = load_tokenizer(tmp_path / "again")
     assert (again.named, again.content_hash, again.bos_id) == (ours.named, ours.content_hash, ours.bos_id)
     (tmp_path / "out").mkdir()
-    tokenizer_json.write(ours, tmp_path / "out", 128)
+    tokenizer_conversion.write(ours, tmp_path / "out", 128)
     out = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (out.eos_token, out.bos_token) == (theirs.eos_token, theirs.bos_token)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.corpus import prepare
-from data.make_tokenizer import make_tokenizer
-from errors import UserError
+from thinker.data.corpus import prepare
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.runtime.errors import UserError
 
 
 def documents(corpus, tokens):
@@ -84,8 +84,8 @@ def test_the_tokenizer_learns_from_the_training_split_alone(tmp_path, quick):
     assert corpus.val.n_documents > 20
 
 
-def test_bpe_on_pydocs_keeps_the_text(quick):
-    corpus = quick(source="pydocs", tokenizer="bpe:1000", max_documents=40, val_fraction=0.3, shard_tokens=50_000)
+def test_bpe_on_pysource_keeps_the_text(quick):
+    corpus = quick(source="pysource", tokenizer="bpe:1000", max_documents=40, val_fraction=0.3, shard_tokens=50_000)
     assert corpus.tokenizer.vocab_size == 1000
     assert len(corpus.train.shards) > 1
     for tokens in (corpus.train, corpus.val):
@@ -176,7 +176,7 @@ def test_documents_without_text_are_left_out_and_said_so(tmp_path, quick, capfd)
 
 
 def test_progress_goes_to_standard_error(quick, capfd):
-    quick(source="pydocs", tokenizer="bpe:300", max_documents=40, progress=True)
+    quick(source="pysource", tokenizer="bpe:300", max_documents=40, progress=True)
     out, err = capfd.readouterr()
     assert out == ""
     assert "training bpe:300" in err
@@ -227,15 +227,15 @@ def test_an_empty_split(tmp_path, quick):
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
 def test_wrong_fractions(quick, fraction):
     with pytest.raises(UserError, match="it must lie between 0 and 1"):
-        quick(source="pydocs", val_fraction=fraction)
+        quick(source="pysource", val_fraction=fraction)
 
 
 def test_a_wrong_tokenizer_is_refused_before_anything_is_read(quick):
     with pytest.raises(UserError, match="data.tokenizer=bite"):
-        quick(source="pydocs", tokenizer="bite")
+        quick(source="pysource", tokenizer="bite")
 
 
 def test_a_cache_that_cannot_be_a_folder(tmp_path, quick):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="data.cache_dir"):
-        quick(source="pydocs", cache_dir=tmp_path / "file")
+        quick(source="pysource", cache_dir=tmp_path / "file")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.make_tokenizer import make_tokenizer
-from data.shards import HEADER_BYTES, DamagedShard, ShardWriter, TokenSet, token_dtype
+from thinker.data.shards import HEADER_BYTES, DamagedShard, ShardWriter, TokenSet, token_dtype
+from thinker.data.tokenizer_factory import make_tokenizer
 
 TOKENIZER = make_tokenizer("byte", [])
 BOS = TOKENIZER.bos_id

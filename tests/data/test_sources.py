@@ -14,8 +14,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.sources import GENERATED_DOCUMENTS, REPEAT_ALPHABET, open_source
-from errors import UserError
+from thinker.data.sources import GENERATED_DOCUMENTS, REPEAT_ALPHABET, open_source
+from thinker.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def write_parquet(path, **columns):
 
 
 def test_tales_are_the_stories_of_the_seed():
-    from data import tales
+    from thinker.data import tales
 
     source = open_source("tales", max_documents=5, seed=3)
     first, again = list(source.documents()), list(source.documents())
@@ -75,15 +75,15 @@ def test_repeats_say_everything_twice_and_know_their_probability():
 # Files of text
 
 
-def test_pydocs_is_pythons_own_library_without_its_tests():
-    source = open_source("pydocs")
+def test_pysource_is_pythons_own_library_without_its_tests():
+    source = open_source("pysource")
     documents = [document.text for document in source.documents()]
     assert len(documents) > 300
     assert any(text.startswith('r"""OS routines for NT or Posix') for text in documents)
     assert not any("class TestCase_" in text and "test.support" in text for text in documents[:50])
     assert Path(json.__file__).read_text() in documents
-    assert documents[:20] == texts("pydocs", max_documents=20)
-    assert source.key == key("pydocs") != key("pydocs", max_documents=20)
+    assert documents[:20] == texts("pysource", max_documents=20)
+    assert source.key == key("pysource") != key("pysource", max_documents=20)
 
 
 def test_one_file_is_one_text_in_pieces(tmp_path):
@@ -183,7 +183,7 @@ def test_hub_on_a_local_folder(tmp_path, streaming, monkeypatch):
 
 
 def test_a_hub_name_without_network_is_one_line():
-    code = "from data.sources import open_source\nfrom errors import run_command\n"
+    code = "from thinker.data.sources import open_source\nfrom thinker.runtime.errors import run_command\n"
     code += "run_command(lambda: list(open_source('hub', path='nobody/no-such-set').documents()))"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", code]
@@ -216,9 +216,9 @@ def test_damaged_tables(tmp_path, name, content, capfd):
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("tale", {}, "there are tales, pydocs, .*did you mean tales"),
+        ("tale", {}, "there are tales, pysource, .*did you mean tales"),
         ("tales", {"path": "x"}, "data.path is set, but data.source=tales does not read it"),
-        ("pydocs", {"config": "x"}, "data.config is set"),
+        ("pysource", {"config": "x"}, "data.config is set"),
         ("repeats", {"column": "x"}, "data.column is set"),
         ("text", {"path": "x", "split": "test"}, "data.split is set"),
         ("jsonl", {"path": "x", "streaming": False}, "data.streaming is set"),

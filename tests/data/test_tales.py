@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import tales
+from thinker.data import tales
 
 SEED = 11
 FAR = 16  # words since a fact was last mentioned, beyond which no short context gives it away

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import tokenizer as module
-from data.make_tokenizer import SAMPLE_BYTES, make_tokenizer
-from data.tokenizer import FILE_NAME, Tokenizer, token_byte_lengths
-from errors import UserError
+from thinker.data import tokenizer as module
+from thinker.data.tokenizer import FILE_NAME, Tokenizer, token_byte_lengths
+from thinker.data.tokenizer_factory import SAMPLE_BYTES, make_tokenizer
+from thinker.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = Path(__file__).read_text(encoding="utf-8") + "naïve café 日本語 🎉 "
@@ -237,8 +237,8 @@ ENCODING_CONSTRUCTORS = {
 """
 USE_PLUGIN = """
 import sys
-from data.make_tokenizer import make_tokenizer
-from data.tokenizer import Tokenizer
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.data.tokenizer import Tokenizer
 tokenizer = make_tokenizer("tiktoken:local", [])
 tokenizer.save(sys.argv[1])
 print(tokenizer.encode("he<|endoftext|>", True), tokenizer.bos_id, repr(tokenizer.decode([256, 257, 258])))
@@ -263,7 +263,7 @@ def test_a_named_encoding_is_saved_with_its_ranks_and_opens_without_tiktokens_fi
 
 
 def test_a_named_encoding_that_cannot_be_downloaded_is_one_line(tmp_path):
-    code = "from data.make_tokenizer import make_tokenizer\nfrom errors import run_command\n"
+    code = "from thinker.data.tokenizer_factory import make_tokenizer\nfrom thinker.runtime.errors import run_command\n"
     code += "run_command(lambda: make_tokenizer('tiktoken:r50k_base', []))"
     done = _python(code, TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9", NO_PROXY="")
     assert done.returncode == 2, done.stderr

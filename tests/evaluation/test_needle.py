@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from data import tales
-from data.corpus import prepare
-from evaluation import needle
+from thinker.data import tales
+from thinker.data.corpus import prepare
+from thinker.evaluation import needle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from data.make_tokenizer import make_tokenizer
-from errors import UserError
-from generation import Completion, Generator, SamplingParams
-from generation.conversation import Conversation
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Completion, Generator, SamplingParams
+from thinker.generation.conversation import Conversation
+from thinker.runtime.errors import UserError
 
 TOKENIZER = make_tokenizer("byte", [])
 PARAMS = SamplingParams(max_new_tokens=6, seed=3, logit_bias={TOKENIZER.eos_id: float("-inf")})

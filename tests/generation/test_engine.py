@@ -10,13 +10,12 @@ from conftest import random_thinker
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import generation.engine
-from data.make_tokenizer import make_tokenizer
-from errors import UserError
-from generation import Completion, Generator, SamplingParams
-from generation.rolling import RollingKVCache
-from generation.sampler import distribution, draw
-from model import Thinker
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Completion, Generator, SamplingParams, engine
+from thinker.generation.sampler import distribution, draw
+from thinker.generation.sink_cache import RollingKVCache
+from thinker.model import Thinker
+from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
@@ -230,7 +229,7 @@ def test_a_prompt_read_in_pieces_leads_to_the_same_text(thinker, monkeypatch, si
     params = SamplingParams(max_new_tokens=8, seed=4)
     prompts = [*PROMPTS, "y" * 40]
     whole = Generator(thinker, TOKENIZER, **memory).generate(prompts, params)
-    monkeypatch.setattr(generation.engine, "PREFILL_CHUNK", size)
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", size)
     generator = Generator(thinker, TOKENIZER, **memory)
     pieces, shapes = shapes_fed(generator, prompts, params)
     assert max(positions for _, positions in shapes) == size

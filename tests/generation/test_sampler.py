@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from errors import UserError
-from generation.sampler import SamplingParams, distribution, draw
+from thinker.generation.sampler import SamplingParams, distribution, draw
+from thinker.runtime.errors import UserError
 
 INF = math.inf
 LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()

@@ -9,10 +9,9 @@ from conftest import random_thinker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import generation.engine
-from data.make_tokenizer import make_tokenizer
-from generation import Generator, SamplingParams, Score
-from generation.rolling import RollingKVCache
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams, Score, engine
+from thinker.generation.sink_cache import RollingKVCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
@@ -80,7 +79,7 @@ def test_it_does_not_matter_in_which_pieces_a_text_is_read(monkeypatch, options)
     generator = Generator(make_thinker(24), TOKENIZER, **options)
     whole = generator.score(TEXT, top=3)
     for size in (1, 2, 5, 23, 24, 25):
-        monkeypatch.setattr(generation.engine, "PREFILL_CHUNK", size)
+        monkeypatch.setattr(engine, "PREFILL_CHUNK", size)
         pieces = generator.score(TEXT, top=3)
         assert pieces.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
         assert [list(top) for top in pieces.top_logprobs] == [list(top) for top in whole.top_logprobs]

@@ -6,13 +6,13 @@ import random
 import shutil
 
 import pytest
-import together
+import rank_workers
 import torch
-from forks import together as run
-from runs import metrics
+from fork_server import together as run
 from safetensors.torch import load_file
+from training_runs import metrics
 
-from storage import checkpoint
+from thinker.checkpoint import checkpoint
 
 FORMS = [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
 ALL_FORMS = [(1, "ddp"), *FORMS]
@@ -39,7 +39,7 @@ def training(tmp_path_factory):
         if key not in made:
             path = folder / str(len(made))
             places = [f"run.dir={path}", f"data.cache_dir={folder / 'cache'}", "train.parallel=ddp"]
-            made[key] = path, run(size, together.train, str(folder / "recipe.yaml"), [*places, *overrides])
+            made[key] = path, run(size, rank_workers.train, str(folder / "recipe.yaml"), [*places, *overrides])
         return made[key]
 
     return by
@@ -65,8 +65,8 @@ def test_fifty_losses_do_not_depend_on_the_ranks(training, size, parallel, optim
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
-    options = {"optimizer": optimizer, "micro_batch_size": together.ROWS // 2}
-    ours, theirs = (run(size, together.learn, str(tmp_path / f"{size}"), 50, options) for size in (2, 1))
+    options = {"optimizer": optimizer, "micro_batch_size": rank_workers.ROWS // 2}
+    ours, theirs = (run(size, rank_workers.learn, str(tmp_path / f"{size}"), 50, options) for size in (2, 1))
     assert ours == [theirs[0]] * 2  # every loss and every norm, known to both ranks
     assert (tmp_path / "2").read_bytes() == (tmp_path / "1").read_bytes()
 
@@ -74,7 +74,7 @@ def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
 def test_ranks_accumulate_too(gradients):
     """Two ranks with two micro-batches each; under FSDP2 gradients are summed over ranks at the last one only."""
     for parallel in ("ddp", "fsdp"):
-        far = run(2, together.gradients, str(gradients), 3, {"parallel": parallel, "micro_batch_size": 2})[0]
+        far = run(2, rank_workers.gradients, str(gradients), 3, {"parallel": parallel, "micro_batch_size": 2})[0]
         assert max(max(step.values()) for step in far) <= 1e-6
 
 
@@ -82,14 +82,14 @@ def test_ranks_accumulate_too(gradients):
 def gradients(tmp_path_factory):
     """Weights and gradients of fifty steps of one process."""
     folder = tmp_path_factory.mktemp("gradients")
-    run(1, together.gradients, str(folder), 50, {"optimizer": "muon"})
+    run(1, rank_workers.gradients, str(folder), 50, {"optimizer": "muon"})
     return folder
 
 
 @pytest.mark.parametrize(("size", "parallel"), FORMS)
 def test_every_gradient_is_that_of_one_process(gradients, size, parallel):
     """From the same weights at each step: Muon magnifies the last bit of what went before."""
-    far = run(size, together.gradients, str(gradients), 50, {"optimizer": "muon", "parallel": parallel})[0]
+    far = run(size, rank_workers.gradients, str(gradients), 50, {"optimizer": "muon", "parallel": parallel})[0]
     assert len(far) == 50
     assert len(far[0]) == len(load_file(gradients / "0.safetensors")) // 2 + 1  # and the norm of all
     worst = {name: max(step[name] for step in far) for name in far[0]}
@@ -97,14 +97,14 @@ def test_every_gradient_is_that_of_one_process(gradients, size, parallel):
 
 
 def test_gradients_are_summed_at_the_last_micro_batch_alone():
-    assert run(2, together.when_summed, "fsdp") == [[True, True]] * 2
+    assert run(2, rank_workers.when_summed, "fsdp") == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_gradients_in_bf16_are_as_good_as_one_process_has_them(parallel):
     """A token that is every fourth one has its embedding's gradients added in fp32, and ranks theirs likewise."""
     (exact, _), (alone, _), (ours, short) = (
-        run(size, together.frequent, precision, parallel)[0]
+        run(size, rank_workers.frequent, precision, parallel)[0]
         for size, precision in ((1, "fp32"), (1, "bf16"), (2, "bf16"))
     )
     assert short < 0.7  # where the ranks' gradients are added in bf16 it is 1
@@ -120,7 +120,7 @@ def test_ranks_evaluate_each_window_once_and_all_hear_of_a_signal(training, tmp_
     folder, _ = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
     overrides = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={folder.parent / 'cache'}", "train.micro_batch_size=1"]
     overrides += [f"train.eval_windows={windows}", "train.parallel=fsdp"]
-    alone, told = (run(n, together.hear, str(folder.parent / "recipe.yaml"), overrides) for n in (1, size))
+    alone, told = (run(n, rank_workers.hear, str(folder.parent / "recipe.yaml"), overrides) for n in (1, size))
     assert told == [told[0]] * size
     assert told[0][0] == pytest.approx(alone[0][0], rel=1e-6)
     assert told[0][1:] == alone[0][1:]
@@ -160,14 +160,14 @@ def saved(tmp_path_factory):
     """Checkpoints of the same two steps, as each form saves them."""
     folder = tmp_path_factory.mktemp("saved")
     for size, parallel in ALL_FORMS:
-        run(size, together.save, str(folder), parallel)
+        run(size, rank_workers.save, str(folder), parallel)
     return folder
 
 
 @pytest.mark.parametrize(("size", "parallel"), ALL_FORMS)
 def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel):
     """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank has none."""
-    told = run(size, together.load, str(saved), parallel)
+    told = run(size, rank_workers.load, str(saved), parallel)
     assert all(changed == [] for changed, _ in told)
     for optimizer in ("adamw", "muon"):
         losses = [loss for _, losses in told for name, loss in losses.items() if name.startswith(optimizer)]

@@ -9,18 +9,18 @@ import torch
 from conftest import random_thinker
 from tqdm import tqdm
 
-from data import tokenizer_json
-from data.ahead import Batch
-from data.make_tokenizer import load_tokenizer, make_tokenizer
-from errors import UserError
-from model.lora import LoraLinear, add_lora, merge_lora
-from storage import load
-from storage.adapter import load_adapter, write_adapter
-from storage.checkpoint import read_tensors
-from storage.huggingface import save_folder
-from training.loop import Trainer
-from training.recipe import load_recipe
-from training.step import TrainingStep
+from thinker.checkpoint.checkpoint import read_tensors
+from thinker.data import tokenizer_conversion
+from thinker.data.prefetch import Batch
+from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.interop import load
+from thinker.interop.huggingface import save_folder
+from thinker.interop.peft_adapter import load_adapter, write_adapter
+from thinker.model.lora import LoraLinear, add_lora, merge_lora
+from thinker.runtime.errors import UserError
+from thinker.training.config import load_recipe
+from thinker.training.step import TrainingStep
+from thinker.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +46,7 @@ def base(tmp_path_factory):
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() == 2 else 1)  # of a size that adapters alone can do something with
     model.save_pretrained(folder)
-    tokenizer_json.write(tokenizer.with_chat_template(TEMPLATE), folder, 64)
+    tokenizer_conversion.write(tokenizer.with_chat_template(TEMPLATE), folder, 64)
     return folder
 
 

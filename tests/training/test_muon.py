@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import _muon
 
-from training import muon
-from training.muon import Muon, even_rows, orthogonalise
+from thinker.training import muon
+from thinker.training.muon import Muon, even_rows, orthogonalise
 
 TORCHS = [(3.4445, -4.7750, 2.0315)]
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from errors import UserError
-from model import Thinker, ThinkerConfig
-from training.optimizers import Optimizers, fill_rates
-from training.recipe import OptimizerSection, check_recipe
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.errors import UserError
+from thinker.training.config import OptimizerSection, check_recipe
+from thinker.training.optimizers import Optimizers, fill_rates
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
 

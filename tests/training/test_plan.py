@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from errors import UserError
-from model import Thinker, ThinkerConfig
-from training.dry_run import free_memory, largest_micro_batch, predict_memory
-from training.recipe import check_recipe
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.errors import UserError
+from thinker.training.config import check_recipe
+from thinker.training.memory_estimate import free_memory, largest_micro_batch, predict_memory
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -46,10 +46,10 @@ def test_the_predicted_peak_is_what_a_step_takes(micro, every, tmp_path):
     tree = {"data": {"seq_len": 256}, "train": train}
     code = f"""
 import torch
-from model import ThinkerConfig
-from training.meter import MemoryMeter
-from training.plan import time_steps
-from training.recipe import check_recipe
+from thinker.model import ThinkerConfig
+from thinker.training.metrics import MemoryMeter
+from thinker.training.plan import time_steps
+from thinker.training.config import check_recipe
 cpu, recipe = torch.device("cpu"), check_recipe({tree!r})
 time_steps(recipe, ThinkerConfig(vocab_size=64, d_model=32, n_layers=1), cpu, 1)  # loads libraries, starts threads
 meter = MemoryMeter(cpu)

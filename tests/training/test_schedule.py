@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.schedule import lr_factor
+from thinker.training.schedule import lr_factor
 
 COSINE = {"schedule": "cosine", "warmup_steps": 0, "decay_fraction": 0.4, "final": 0.1}
 WSD = {"schedule": "wsd", "warmup_steps": 3, "decay_fraction": 0.5, "final": 0.2}

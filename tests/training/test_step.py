@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.ahead import Batch
-from model import ThinkerConfig
-from training import step as module
-from training.recipe import check_recipe
-from training.step import TrainingStep, draw
+from thinker.data.prefetch import Batch
+from thinker.model import ThinkerConfig
+from thinker.training import step as module
+from thinker.training.config import check_recipe
+from thinker.training.step import TrainingStep, draw
 
 CONFIG = ThinkerConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=2, d_ff=48, max_seq_len=16, head_init_std=0.2)
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from conftest import run_script
-from runs import last_step, metrics, start, wait_for
+from training_runs import last_step, metrics, start, wait_for
 
 
 def records(path):

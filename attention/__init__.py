@@ -1,1 +1,0 @@
-"""Who may look at whom, where tokens stand, and one call that computes it."""

@@ -1,0 +1,19 @@
+"""The peers that we are measured beside, with the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thinker.interop.huggingface import their_name, write_config
+from thinker.model import Thinker
+
+
+def as_transformers(thinker: Thinker) -> Any:
+    """The same model as transformers' own, of the family that computes what it does, in fp32."""
+    import transformers
+
+    config = write_config(thinker.config, None)
+    family = config.pop("model_type")
+    other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **config)).eval()
+    other.load_state_dict({their_name(name): tensor for name, tensor in thinker.state_dict().items()})
+    return other

@@ -1,0 +1,133 @@
+"""The tokenizer that a recipe names: bytes, characters, trained BPE, tiktoken's named encodings, or a saved one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import tiktoken
+
+from thinker.data import tokenizer_conversion
+from thinker.data.tokenizer import BOUNDARY, FILE_NAME, MAX_VOCAB, ONE_CHARACTER, PIECE_CHARS, Tokenizer
+from thinker.runtime.errors import FULL_DISK, UserError, nearest
+
+SAMPLE_BYTES = 32 << 20  # UTF-8 bytes of text that a tokenizer is trained on at most
+# GPT-4's split without its possessive quantifiers, which other libraries read differently.
+WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+
+
+def check_spec(spec: str) -> str:
+    """The kind of tokenizer that spec names: "byte", "char", "bpe" (bpe:VOCAB), "tiktoken" (tiktoken:NAME) or "path".
+
+    Raises UserError for anything else; a path must exist.
+    """
+    kind, _, option = spec.partition(":")
+    if spec in ("byte", "char"):
+        return spec
+    if kind == "bpe":
+        if not re.fullmatch("[0-9]{1,9}", option) or not 258 <= int(option) <= MAX_VOCAB:
+            raise UserError(
+                f"data.tokenizer={spec}: bpe:VOCAB needs a whole number from 258 (256 bytes, one merge, one boundary"
+                f" token) to {MAX_VOCAB}, for example bpe:4096"
+            )
+        return kind
+    if kind == "tiktoken":
+        names = tiktoken.list_encoding_names()
+        if option not in names:
+            raise UserError(f"data.tokenizer={spec}: tiktoken has {', '.join(names)}{nearest(option, names)}")
+        return kind
+    if not os.path.exists(spec):
+        raise UserError(
+            f"data.tokenizer={spec} is neither byte, char, bpe:VOCAB, tiktoken:NAME nor the path of a saved tokenizer"
+            + nearest(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
+        )
+    return "path"
+
+
+def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
+    """Build the tokenizer that spec names (see check_spec), training it on texts where it has to be trained.
+
+    At most SAMPLE_BYTES of texts are read, and none of them for "byte", "tiktoken:NAME" or a path.
+    bpe:VOCAB makes fewer tokens where the texts are too short for so many.
+    Raises UserError for a wrong spec, texts too short for any merge, or a failed download.
+    """
+    kind = check_spec(spec)
+    option = spec.partition(":")[2]
+    single_bytes = [bytes([b]) for b in range(256)]
+    if kind == "byte":
+        return _with_boundary("byte", single_bytes)
+    if kind == "char":
+        seen: set[str] = set()
+        for piece in _sample(texts):
+            seen.update(piece)
+        return _with_boundary("char", single_bytes + [c.encode() for c in sorted(seen) if ord(c) > 127])
+    if kind == "bpe":
+        return _train_bpe(int(option), texts)
+    if kind == "tiktoken":
+        return _named(option)
+    return load_tokenizer(spec)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder holds one, of ours or of Hugging Face."""
+    return any((Path(folder) / name).is_file() for name in (FILE_NAME, tokenizer_conversion.FILE_NAME))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """One that was saved: path is a run's folder or a Hugging Face folder, or the file in the first.
+
+    Raises UserError where there is none, or it is not whole.
+    """
+    if (Path(path) / tokenizer_conversion.FILE_NAME).is_file() and not (Path(path) / FILE_NAME).is_file():
+        return tokenizer_conversion.read(Path(path))
+    return Tokenizer.load(path)
+
+
+def _with_boundary(kind: str, tokens: list[bytes], pattern: str = ONE_CHARACTER) -> Tokenizer:
+    return Tokenizer(kind, [*tokens, None], {BOUNDARY: len(tokens)}, pattern=pattern)
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    left = SAMPLE_BYTES
+    for text in texts:
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            yield piece
+            left -= len(piece.encode())
+            if left <= 0:
+                return
+
+
+def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
+    import rustbpe
+
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(_sample(texts), vocab_size - 1, pattern=WORDS)
+    ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
+    if len(ranks) == 256 < vocab_size - 1:
+        raise UserError(f"data.tokenizer=bpe:{vocab_size}: no two bytes come together twice in the text; use byte")
+    return _with_boundary("bpe", [token for _, token in ranks], WORDS)
+
+
+def _named(name: str) -> Tokenizer:
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except OSError as error:  # requests' errors are OSErrors too
+        url = getattr(getattr(error, "request", None), "url", None)
+        if error.errno in FULL_DISK or url is None:
+            raise
+        raise UserError(
+            f"data.tokenizer=tiktoken:{name}: cannot download {url} ({type(error).__name__}); go online once, or set"
+            f" TIKTOKEN_CACHE_DIR to a folder with that file in it, named {hashlib.sha1(url.encode()).hexdigest()}"
+        ) from error
+    tokens: list[bytes | None] = [None] * (encoding.max_token_value + 1)
+    for token, rank in encoding._mergeable_ranks.items():
+        tokens[rank] = token
+    eot = next(text for text, i in encoding._special_tokens.items() if i == encoding.eot_token)
+    return Tokenizer(f"tiktoken:{name}", tokens, encoding._special_tokens, eot, encoding._pat_str)

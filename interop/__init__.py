@@ -1,0 +1,5 @@
+"""Models in other formats: Hugging Face folders, peft adapters, GGUF. load() opens any folder."""
+
+from thinker.interop.load import load
+
+__all__ = ["load"]

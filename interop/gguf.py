@@ -1,0 +1,148 @@
+"""A model as one GGUF file, which llama.cpp and what is built on it read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinker.checkpoint.checkpoint import model_tensors
+from thinker.data.hf_tokenizer import TO_CHAR, ForeignTokenizer
+from thinker.data.tokenizer import ONE_CHARACTER, Tokenizer
+from thinker.data.tokenizer_conversion import GPT2, merges_of
+from thinker.data.tokenizer_factory import WORDS
+from thinker.interop.huggingface import family_of, their_name
+from thinker.model import Thinker, ThinkerConfig
+from thinker.model.rope import Rope, RopeScaling
+from thinker.runtime.errors import Stopped, UserError
+
+# What cuts a text, by the names that llama.cpp has for it; LLAMA3 and WORDS cut alike.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {WORDS: "llama-bpe", LLAMA3: "llama-bpe", GPT2: "gpt-2", LLAMA3.replace("{1,3}", ""): "qwen2"}
+DTYPES = {"f32": torch.float32, "f16": torch.float16}
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of token
+
+
+def write_gguf(thinker: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker") -> None:
+    """Write the file, and read it again: every tensor and token must be there as it was meant.
+
+    Args:
+        dtype: of the matrices, f16 or f32; vectors are f32 always.
+
+    Raises UserError where llama.cpp does not compute such a model or cannot cut text so, or gguf is not installed;
+    Stopped where what is read is not what was written.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserError("writing GGUF needs the library gguf: pip install gguf") from error
+    family, scaling = _check(thinker.config), thinker.config.rope_scaling
+    tokens = _tokens(tokenizer, thinker.config.vocab_size)
+    config, writer = thinker.config, gguf.GGUFWriter(path, family)
+    writer.add_name(name)
+    writer.add_file_type({"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}[dtype])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_seq_len)
+    writer.add_embedding_length(config.d_model)
+    writer.add_block_count(config.n_layers)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if scaling and scaling["type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(SPLITS.get(tokenizer.pattern, "gpt-2"))
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    # llama.cpp wants a merge at least; this one is of characters that stand for no bytes, and never happens.
+    writer.add_token_merges([" ".join(pair) for pair in merges_of(tokenizer) or [("▁", "▁")]])
+    writer.add_bos_token_id(tokenizer.bos_id)
+    writer.add_eos_token_id(tokenizer.eos_id)
+    writer.add_add_bos_token(bool(tokenizer.prompt_start))
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+    arrays = _arrays(thinker, family, DTYPES[dtype])
+    for key, array in arrays.items():
+        writer.add_tensor(key, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _read_again(gguf.GGUFReader(path), arrays, [text for text, _ in tokens], path)
+
+
+def _check(config: ThinkerConfig) -> str:
+    """llama.cpp's name of the architecture. Raises UserError with the reason where it has none."""
+    family, kind = family_of(config), (config.rope_scaling or {}).get("type")
+    reasons = {
+        f"model.attention={config.attention}": any(pattern.text != "full" for pattern in config.patterns),
+        "model.no_rope_layers": bool(config.no_rope_layers),
+        f"model.rope_scaling of type {kind}": kind in ("dynamic", "yarn"),
+    }
+    if reason := next((reason for reason, found in reasons.items() if found), None):
+        raise UserError(f"GGUF of a model with {reason} is not written: llama.cpp would compute something else")
+    return family
+
+
+def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
+    """Every id's text, in GPT-2's printable characters, and its kind. Raises UserError for what has no counterpart."""
+    if isinstance(tokenizer, ForeignTokenizer) or tokenizer.normalizer is not None:
+        raise UserError("GGUF is written with byte-level tokenizers without a normalizer; this one is another")
+    only_bytes = tokenizer.pattern == ONE_CHARACTER and not merges_of(tokenizer) and tokenizer.kind != "char"
+    if tokenizer.pattern not in SPLITS and not only_bytes:
+        raise UserError(f"llama.cpp cannot cut text as a tokenizer of kind {tokenizer.kind} does; bpe and byte it can")
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    tokens = []
+    for number in range(vocab_size):
+        if number in names:
+            tokens.append((names[number], USER_DEFINED if names[number] in tokenizer.visible else CONTROL))
+        elif number < tokenizer.vocab_size and tokenizer.token_bytes(number):
+            tokens.append(("".join(TO_CHAR[byte] for byte in tokenizer.token_bytes(number)), NORMAL))
+        else:
+            tokens.append((f"[unused {number}]", UNUSED))
+    return tokens
+
+
+def _arrays(thinker: Thinker, family: str, dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """Every tensor under llama.cpp's name."""
+    import gguf
+
+    config, arrays = thinker.config, {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.n_layers)
+    for ours, tensor in model_tensors(thinker).items():
+        key = names.get_name(their_name(ours), try_suffixes=(".weight", ".bias"))
+        found = re.fullmatch(r"blocks\.\d+\.attention\.([qk])_proj\.(?:weight|bias)", ours)
+        if family == "llama" and found:
+            tensor = _interleave(tensor, config.n_heads if found[1] == "q" else config.n_kv_heads)
+        arrays[key] = tensor.detach().cpu().to(dtype if tensor.dim() == 2 else torch.float32).numpy()
+    if (config.rope_scaling or {}).get("type") == "llama3":
+        plain = Rope(config.head_dim, config.rope_theta).frequencies()
+        scaled = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(config.rope_scaling)).frequencies()
+        arrays["rope_freqs.weight"] = (plain / scaled).float().numpy()  # what each pair's angle is divided by
+    return arrays
+
+
+def _interleave(tensor: Tensor, heads: int) -> Tensor:
+    """llama.cpp's llama turns neighbours, (0, 1), (2, 3) ..., where we turn halves: rows (H·D, ...) in that order."""
+    halves = tensor.view(heads, 2, -1, *tensor.shape[1:])  # (H, 2, D/2, ...)
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def _read_again(reader: Any, arrays: dict[str, np.ndarray], tokens: list[str], path: Path) -> None:
+    found = {tensor.name: tensor.data.reshape(arrays[tensor.name].shape) for tensor in reader.tensors}
+    same = found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
+    if not same or reader.get_field("tokenizer.ggml.tokens").contents() != tokens:
+        raise Stopped(f"{path} does not read as it was written")

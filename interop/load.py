@@ -1,0 +1,113 @@
+"""load(path) -> (thinker, tokenizer), whatever kind of folder path is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from thinker.checkpoint.checkpoint import Damaged, list_checkpoints, load_thinker, verify
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.checkpoint.sharded import is_sharded
+from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer_factory import has_tokenizer, load_tokenizer
+from thinker.interop import huggingface, peft_adapter
+from thinker.model import Thinker
+from thinker.runtime.errors import UserError
+
+
+def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
+    """The checkpoint folder that `path` means: itself, or the latest or best of a run directory.
+
+    Raises UserError where there is none; the message says what is there instead.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(
+            f"{path} does not exist; give a run directory, such as runs/quickstart, a checkpoint in it, or a Hugging "
+            "Face folder"
+        )
+    has_weights = (path / "model.safetensors").is_file() or is_sharded(path)
+    if has_weights and (path / "manifest.json").is_file():
+        if checkpoint != "latest":
+            raise UserError(
+                f"{path} is one checkpoint; --checkpoint {checkpoint} chooses among those of a run directory"
+            )
+        verify(path)
+        return path
+    if has_weights and (path / "config.json").is_file() and (path / "state.json").is_file():
+        raise UserError(f"{path} is a checkpoint without its manifest.json, so that nothing tells whether it is whole")
+    run = RunDirectory(path)
+    if not run.checkpoints.is_dir():
+        inside = RunDirectory(path.parent).checkpoints == path
+        hint = f"; give {path.parent}" if inside else "; give a run directory, or a Hugging Face folder"
+        raise UserError(f"{path} is no run directory (it has no checkpoints/) and no checkpoint{hint}")
+    if checkpoint == "latest":
+        found = run.latest()
+    elif checkpoint == "best":
+        found = next(reversed(list_checkpoints(run.checkpoints, "best")), None)
+    else:
+        found = run.checkpoints / checkpoint
+        if not found.is_dir():
+            names = [folder.name for kind in ("step", "best") for folder in list_checkpoints(run.checkpoints, kind)]
+            raise UserError(f"{path} has no checkpoint {checkpoint}; there are: {', '.join(names) or 'none'}")
+    if found is None:
+        raise UserError(f"{path} has no {checkpoint} checkpoint yet; train first")
+    if checkpoint != "latest":
+        verify(found)
+    return found
+
+
+def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
+    """find_checkpoint(), or a Hugging Face folder (or adapter) as it is."""
+    if not huggingface.is_folder(Path(path)) and not (Path(path) / peft_adapter.CONFIG).is_file():
+        return find_checkpoint(path, checkpoint)
+    if checkpoint != "latest":
+        raise UserError(f"{path} is one model; --checkpoint {checkpoint} chooses among those of a run directory")
+    return Path(path)
+
+
+def load(
+    path: str | Path, device: torch.device | str = "cpu", checkpoint: str = "latest"
+) -> tuple[Thinker, Tokenizer | None]:
+    """A model and its tokenizer (None where the folder has none), ready to sample from, in fp32.
+
+    Args:
+        path: a run directory, a checkpoint in it, a Hugging Face folder, or one of a LoRA adapter (peft).
+        checkpoint: of a run directory, "latest", "best", or a name such as "step-00000500".
+
+    Raises UserError where `path` is neither, or nothing in it is whole.
+    """
+    while True:
+        folder = find_model(path, checkpoint)
+        if (folder / peft_adapter.CONFIG).is_file():
+            thinker, base = peft_adapter.load_adapter(folder)
+            return _with_tokenizer(thinker.to(device), folder, base)
+        if huggingface.is_folder(folder):
+            return _with_tokenizer(huggingface.load_folder(folder, device), folder)
+        try:
+            thinker = load_thinker(folder, device)
+            break
+        except Damaged:
+            if folder.exists():
+                raise  # or a training at work has removed it meanwhile, and made a newer one
+    return _with_tokenizer(thinker, folder, folder.resolve().parent.parent)
+
+
+def run_of(path: Path) -> Path | None:
+    """The run directory that a path is, or that a checkpoint lies in; None where there is none."""
+    return next((place for place in (path, path.resolve().parent.parent) if (place / "config.yaml").is_file()), None)
+
+
+def _with_tokenizer(thinker: Thinker, *places: Path) -> tuple[Thinker, Tokenizer | None]:
+    """And the tokenizer of the first folder that holds one. Raises UserError where the two do not fit."""
+    for place in places:
+        if has_tokenizer(place):
+            tokenizer = load_tokenizer(place)
+            if tokenizer.vocab_size > thinker.config.vocab_size:
+                raise UserError(
+                    f"the tokenizer in {place} has {tokenizer.vocab_size} ids, the model {thinker.config.vocab_size}: "
+                    "they do not belong together"
+                )
+            return thinker, tokenizer
+    return thinker, None

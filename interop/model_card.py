@@ -1,0 +1,106 @@
+"""A model card: what a model is, what it read, and how well, for people who find its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.tokenizer import Tokenizer
+from thinker.model import Thinker
+
+
+def model_card(
+    thinker: Thinker,
+    tokenizer: Tokenizer | None,
+    run: Path | None,
+    name: str,
+    proof: str,
+    base: Path | None = None,
+    adapter: str = "",
+) -> str:
+    """README.md of an exported model, in Markdown under the keys that the hub reads.
+
+    Args:
+        run: its run directory, whose recipe and losses are told, if it has one.
+        proof: what was compared with transformers.
+        base: the model that it is an adapter for, if it is one; `adapter`: its rank and size.
+    """
+    config = thinker.config
+    n_parameters = sum(parameter.numel() for parameter in thinker.parameters())
+    head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["thinker"]}
+    if base is not None:  # AutoModelForCausalLM opens both, by way of peft
+        head |= {"library_name": "peft", "base_model": str(base)}
+    recipe = run / "config.yaml" if run else None
+    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {name}", ""]
+    if base is not None:
+        lines += [f"A LoRA adapter ({adapter}), trained with Thinker for the model in `{base}`. Both together:", ""]
+    lines += [
+        f"A decoder-only language model of {n_parameters:,} parameters, trained with Thinker: {config.n_layers} layers "
+        f"of width {config.d_model}, {config.n_heads} query and {config.n_kv_heads} key heads of width "
+        f"{config.head_dim}, context {config.max_seq_len}, vocabulary {config.vocab_size:,}.",
+        "",
+        *_example(tokenizer),
+    ]
+    if recipe is not None and recipe.is_file():
+        lines += _training(RunDirectory(run), recipe.read_text(encoding="utf-8"))
+    lines += ["## Checked", "", f"Against transformers, when this folder was written: {proof}.", ""]
+    return "\n".join(lines)
+
+
+def _example(tokenizer: Tokenizer | None) -> list[str]:
+    """How to sample from it, in Python that runs as it stands."""
+    start = "" if tokenizer is None or not tokenizer.prompt_start else tokenizer.boundary
+    lines = [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'folder = "."  # where this file lies',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        "model = AutoModelForCausalLM.from_pretrained(folder)",
+    ]
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        begun = f'"{start}" + text' if start else "text"
+        lines += [
+            'messages = [{"role": "user", "content": "Who are you?"}]',
+            "text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)",
+            f'inputs = tokenizer({begun}, add_special_tokens=False, return_tensors="pt")',
+            'new = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]',
+            "print(tokenizer.decode(new, skip_special_tokens=True))",
+        ]
+    else:
+        lines += [
+            f'inputs = tokenizer("{start}Once upon a time", return_tensors="pt")',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64, do_sample=True)[0]))",
+        ]
+    lines += ["```", ""]
+    if start:
+        lines += [f"Every text that it read began with `{start}`, which the tokenizer does not add by itself.", ""]
+    return lines
+
+
+def _training(run: RunDirectory, recipe: str) -> list[str]:
+    """What it read, how it ended, and the recipe."""
+    data = (yaml.safe_load(recipe) or {}).get("data", {})
+    source = " ".join(str(data[key]) for key in ("source", "path", "config") if data.get(key))
+    lines = ["## Training", "", f"Text: `{source}`; tokenizer: `{data.get('tokenizer')}`.", ""]
+    losses: dict[str, Any] = {}
+    for line in run.read_metrics():
+        losses |= {key: line[key] for key in line if key in ROWS}
+    rows = [f"| {ROWS[key]} | {losses[key]:{FORMATS.get(key, '.4f')}} |" for key in ROWS if key in losses]
+    if rows:
+        lines += ["| at the end | |", "|---|---|", *rows, ""]
+    return [*lines, "The recipe:", "", "```yaml", recipe.strip(), "```", ""]
+
+
+ROWS = {
+    "step": "steps",
+    "tokens": "tokens",
+    "train_loss": "training loss (nats a token)",
+    "val_loss": "validation loss (nats a token)",
+    "val_bits_per_byte": "validation bits a byte",
+    "entropy_floor": "the least that is possible (nats a token)",
+}
+FORMATS = {"step": ",", "tokens": ","}

@@ -1,0 +1,125 @@
+"""LoRA adapters in the format of the library peft, both ways: a small folder beside the model that it was made for."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from thinker.checkpoint.checkpoint import MODEL, Damaged, header, opened, read, read_json
+from thinker.interop.huggingface import dump, is_folder, load_folder, read_config, their_name
+from thinker.model import Thinker, ThinkerConfig
+from thinker.model.lora import RANK_OF
+from thinker.runtime.errors import UserError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PREFIX = "base_model.model."
+# Keys that are read, or do not change the result; any other must be empty, whatever it means.
+KNOWN = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights"}
+KNOWN |= {"task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "layers_pattern"}
+KNOWN |= {"megatron_config", "megatron_core", "qalora_group_size"}
+BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")  # those that leave the base's weights alone
+
+
+def write_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> str:
+    """Write the adapters of a checkpoint into an existing folder. `base`: where peft finds the model they belong to.
+
+    Returns: what it is, in words.
+
+    Raises UserError where the checkpoint has none, or its model, `config`, differs in more than they can carry.
+    """
+    ours, theirs = config.to_dict(), read_config(read_json(base / "config.json")).to_dict()
+    for name in ("max_seq_len", "rope_scaling"):
+        if ours[name] != theirs[name]:
+            raise UserError(
+                f"model.{name} is {ours[name]}, in {base} it is {theirs[name]}, which an adapter cannot change; "
+                "without --adapter the whole model is written"
+            )
+    shapes = {name: shape for name, (_, *shape) in header(checkpoint).items()}
+    if RANK_OF not in shapes:
+        raise UserError(f"{checkpoint} has no adapters: it was not trained with train.lora_rank")
+    like = {name: torch.empty(shape, device="meta") if ".lora_" in name else None for name, shape in shapes.items()}
+    adapters = read(checkpoint, MODEL, like)
+    rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
+    tensors = {
+        f"{PREFIX}{their_name(name)}.weight": tensor
+        for name, tensor in adapters.items()
+        if not name.endswith("lora_scale")
+    }
+    values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
+    values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
+    dump(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return f"rank {rank}, {sum(tensor.numel() for tensor in tensors.values()):,} parameters"
+
+
+def load_adapter(folder: Path) -> tuple[Thinker, Path]:
+    """The model that an adapter was made for, with the adapter merged, and the base's folder.
+
+    Raises UserError where the adapter is of a kind that is not known, or its base is not a folder on this disk.
+    """
+    config = read_json(folder / CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; LORA is known")
+    for name, value in config.items():
+        if name not in KNOWN and not (value is False or value in (None, {}, [], "none")):
+            raise UserError(f"{folder / CONFIG}: {name} is {value!r}, which is not known here")
+    if (beginning := config.get("init_lora_weights")) not in BEGINNINGS:
+        raise UserError(f"{folder / CONFIG}: init_lora_weights={beginning!r} has changed the base model's weights too")
+    base = _base(folder, str(config.get("base_model_name_or_path")))
+    thinker, scale = load_folder(base), _scale(config, folder)
+    weights = dict(thinker.named_parameters())
+    ours = {their_name(name): name for name in weights}
+    with opened(folder / WEIGHTS) as file, torch.no_grad():
+        names = set(file.keys())
+        for name in sorted(name for name in names if name.startswith(PREFIX) and name.endswith("lora_A.weight")):
+            matrix = re.sub(r"\.lora_A\.weight$", ".weight", name.removeprefix(PREFIX))
+            other = name.replace("lora_A", "lora_B")
+            if matrix not in ours or other not in names:
+                raise Damaged(f"{folder / WEIGHTS}: {name} belongs to no matrix of the model in {base}")
+            A, B, weight = file.get_tensor(name).float(), file.get_tensor(other).float(), weights[ours[matrix]]
+            if A.dim() != 2 or (*B.shape[:1], *A.shape[1:]) != (*weight.shape,) or B.shape[1:] != A.shape[:1]:
+                raise Damaged(f"{folder / WEIGHTS}: {name} does not fit the matrix of the model in {base}")
+            if A.shape[0] != config["r"] or not _is_target(
+                matrix.removesuffix(".weight"), config.get("target_modules")
+            ):
+                raise Damaged(
+                    f"{folder / WEIGHTS}: {name} is not of what {CONFIG} says: see r and target_modules there"
+                )
+            weight += scale * (B @ A)
+            names -= {name, other}
+    if names:
+        raise UserError(f"{folder / WEIGHTS} has a tensor {min(names)}, which is not known here")
+    return thinker, base
+
+
+def _scale(config: dict[str, Any], folder: Path) -> float:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise Damaged(f"{folder / CONFIG}: r and lora_alpha are {rank!r} and {alpha!r}")
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _is_target(module: str, targets: Any) -> bool:
+    """Whether peft adapts a matrix: by the end of its name, or by a regular expression for all of it."""
+    if isinstance(targets, str):
+        try:
+            return targets == "all-linear" or bool(re.fullmatch(targets, module))
+        except re.error as error:
+            raise UserError(f"{CONFIG}: target_modules is {targets!r}, no regular expression: {error}") from error
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise UserError(f"{CONFIG}: target_modules is {targets!r}; a list of names, or a regular expression, is wanted")
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def _base(folder: Path, name: str) -> Path:
+    """Where the base lies: a path as it is, or seen from the adapter, or beside it under the same name."""
+    for place in (Path(name), folder / name, folder.absolute().parent / Path(name).name):
+        if is_folder(place):
+            return place
+    raise UserError(f"the adapter in {folder} was made for {name}, which is no folder here: put it beside the adapter")

@@ -1,0 +1,169 @@
+"""Pictures of what was found inside: heatmaps, colored text, tables, lines."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from thinker.interpretability.reports import Panel
+from thinker.runtime.errors import UserError
+from thinker.runtime.plotting import GREY, new_figure
+
+ANNOTATED = 200  # cells at most that carry their number
+LABELLED = 64  # rows or columns at most that carry their label, of more every so many
+LINE = 88  # characters of colored text
+
+
+def draw(panels: list[Panel], file: Path | BinaryIO, title: str, across: int = 1) -> None:
+    """All panels, `across` of them beside each other, as a PNG. Raises UserError where it cannot be written."""
+    down = -(-len(panels) // across)
+    heights = [max(_height(panel) for panel in panels[row * across : (row + 1) * across]) for row in range(down)]
+    width = min(16.0, max(_width(panel) for panel in panels) * across)
+    figure, _ = new_figure(max(6.0, width), sum(heights) + 0.4, 1)
+    figure.clear()
+    grid = figure.add_gridspec(down, across, height_ratios=heights)
+    drawn = {"heatmap": _heatmap, "table": _heatmap, "text": _text, "lines": _lines}
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(grid[divmod(number, across)])
+        drawn[panel.style](figure, axes, panel)
+        axes.set_title(_plain(panel.title), fontsize=9)
+    if title:
+        figure.suptitle(_plain(title), fontsize=10)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for a letter that the font lacks
+            figure.savefig(file, format="png")
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _plain(text: str) -> str:
+    """A text that matplotlib shall not read as mathematics."""
+    return text.replace("$", r"\$")
+
+
+def _short(label: str) -> str:
+    return _plain(label if len(label) <= 28 else label[:27] + "…")
+
+
+def _width(panel: Panel) -> float:
+    """Inches."""
+    if panel.style in ("text", "lines"):
+        return 9.0
+    return min(8.0 if panel.cells is None else 16.0, max(5.0, _column(panel) * len(panel.columns) + 2.5))
+
+
+def _column(panel: Panel) -> float:
+    if panel.cells is None:
+        return 0.42
+    return 0.25 + 0.075 * max(len(text) for row in panel.cells for text in row)
+
+
+def _height(panel: Panel) -> float:
+    if panel.style == "lines":
+        return 4.0
+    if panel.style == "text":
+        return 0.6 + 0.3 * len(_wrapped(panel.columns))
+    tiles = panel.values.shape[0] > len(panel.rows)  # maps side by side, which are square
+    per_row = 4.4 / len(panel.columns) if tiles else 0.34
+    return max(1.6, min(9.0, per_row * len(panel.rows) + 1.4))
+
+
+def _scale(panel: Panel) -> tuple[str, float, float]:
+    """The palette, and the values where it begins and ends."""
+    known = panel.values[~panel.values.isnan()]
+    if not len(known):
+        return "Blues", 0.0, 1.0
+    top = panel.top or known.abs().max().item() or 1.0
+    return ("RdBu_r", -top, top) if panel.signed else ("Blues", min(0.0, known.min().item()), top)
+
+
+def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
+    from matplotlib import colormaps
+
+    colors, low, top = _scale(panel)
+    values = panel.values.detach().float().numpy()
+    tiles = len(panel.rows) < len(values)  # maps side by side
+    palette = colormaps[colors].with_extremes(bad="#e9e9ec")
+    image = axes.imshow(
+        values, cmap=palette, vmin=low, vmax=top, aspect="equal" if tiles else "auto", interpolation="nearest"
+    )
+    longest = max(map(len, panel.columns), default=0)
+    upright = 90 if len(panel.columns) > 8 or longest > 12 else 0
+    for labels, size, place, turn in (
+        (panel.columns, values.shape[1], axes.set_xticks, upright),
+        (panel.rows, values.shape[0], axes.set_yticks, 0),
+    ):
+        step, every = size / len(labels), -(-len(labels) // LABELLED)  # step 1, unless each stands for several
+        ticks = [(i + 0.5) * step - 0.5 for i in range(0, len(labels), every)]
+        place(ticks, map(_short, labels[::every]), rotation=turn, fontsize=8)
+    if panel.cells is not None or values.size <= ANNOTATED:
+        for row, column in ((row, column) for row in range(values.shape[0]) for column in range(values.shape[1])):
+            value = values[row, column].item()
+            if not math.isnan(value):
+                text = f"{round(value, 2) + 0.0:.2f}" if panel.cells is None else _plain(panel.cells[row][column])
+                color = "white" if abs(value) > 0.6 * top else "black"
+                axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
+    if panel.row is not None:
+        axes.axhspan(panel.row - 0.5, panel.row + 0.5, fill=False, edgecolor="#d9662b", linewidth=1.6, clip_on=False)
+    axes.set(xlabel=panel.axes[0], ylabel=panel.axes[1])
+    axes.grid(False)
+    figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01).ax.tick_params(labelsize=8)
+
+
+def _wrapped(tokens: list[str]) -> list[list[int]]:
+    """Which tokens stand in each line."""
+    lines, room = [[]], LINE
+    for number, token in enumerate(tokens):
+        if len(token) > room and lines[-1]:
+            lines.append([])
+            room = LINE
+        lines[-1].append(number)
+        room -= len(token)
+    return lines
+
+
+def _text(figure: Any, axes: Any, panel: Panel) -> None:
+    """Tokens as running text, in a font of one width, each on its color."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    colors, low, top = _scale(panel)
+    scale = ScalarMappable(Normalize(low, top), colormaps[colors])
+    lines, values = _wrapped(panel.columns), panel.values[0].tolist()
+    axes.set(xlim=(0, LINE), ylim=(len(lines), 0), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    for row, line in enumerate(lines):
+        at = 0
+        for number in line:
+            text, value = textwrap.shorten(panel.columns[number], LINE, placeholder="…"), values[number]
+            axes.add_patch(_box(at, row, len(text), scale.to_rgba(value)))
+            color = "white" if abs(value) > 0.6 * top else "black"
+            axes.text(at + len(text) / 2, row + 0.5, _plain(text), ha="center", va="center", fontsize=9,
+                      family="monospace", color=color)  # fmt: skip
+            at += len(text)
+    figure.colorbar(scale, ax=axes, fraction=0.03, pad=0.01).ax.tick_params(labelsize=8)
+
+
+def _box(x: float, y: float, width: float, color: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y + 0.05), width, 0.9, facecolor=color, edgecolor="white", linewidth=0.8)
+
+
+def _lines(figure: Any, axes: Any, panel: Panel) -> None:
+    """A line for each column over the rows, whose labels are numbers; those that get highest are named."""
+    palette = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # C7 is grey, as are those without a name
+    x, values = [float(row) for row in panel.rows], panel.values
+    ends = values.nan_to_num(-math.inf).amax(dim=0).argsort(descending=True).tolist()
+    for rank, column in enumerate(ends):
+        named = rank < 8
+        style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": palette[column % 9]}
+        axes.plot(x, values[:, column].tolist(), **style if named else {"linewidth": 0.9, "color": GREY, "alpha": 0.5})
+    axes.set(xlabel="step", ylim=(-0.02, panel.top and panel.top * 1.02))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8, ncols=2)

@@ -1,0 +1,1 @@
+"""What every command needs from the machine: errors, devices, processes, files, plots."""

@@ -1,5 +1,0 @@
-"""Runs and models on disk."""
-
-from storage.load import load
-
-__all__ = ["load"]

@@ -1,0 +1,288 @@
+"""A checkpoint is whole or not there; damage is found and named."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinker.checkpoint import checkpoint
+from thinker.checkpoint.checkpoint import Damaged
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.interop import load
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.errors import UserError
+
+
+def make_thinker(**kwargs):
+    return Thinker(ThinkerConfig(vocab_size=270, d_model=16, n_layers=1, n_heads=2, max_seq_len=32, **kwargs))
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    make_tokenizer("byte", []).save(run.path)
+    for step in (1, 2, 3):
+        torch.manual_seed(step)
+        training = {"random.cpu": torch.get_rng_state()}
+        checkpoint.save(run.checkpoints / f"step-{step:08d}", make_thinker(), {"step": step}, training)
+    return run
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_round_trip_is_exact(tmp_path, tied):
+    thinker = make_thinker(tie_embeddings=tied)
+    checkpoint.save(tmp_path / "best-00000001", thinker, {"step": 1})
+    again, tokenizer = load(tmp_path / "best-00000001")
+    assert tokenizer is None
+    assert again.config == thinker.config
+    for (name, a), b in zip(thinker.named_parameters(), again.parameters()):
+        assert torch.equal(a, b), name
+    assert (again.head.weight is again.embedding.weight) == tied
+    tokens = torch.randint(0, 270, (1, 9))
+    assert torch.equal(again(tokens), thinker.eval()(tokens))
+
+
+def test_load_takes_the_latest_with_its_tokenizer(run):
+    thinker, tokenizer = load(run.path)
+    torch.manual_seed(3)
+    assert torch.equal(thinker.embedding.weight, make_thinker().embedding.weight)
+    assert tokenizer.decode(tokenizer.encode("hé")) == "hé"
+    assert not thinker.training
+    older, _ = load(run.path, checkpoint="step-00000001")
+    assert not torch.equal(older.embedding.weight, thinker.embedding.weight)
+
+
+def damage_flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damage_truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def damage_swap(path):
+    shutil.copy(path.parents[1] / "step-00000001" / path.name, path)
+
+
+FILES = ["config.json", "model.safetensors", "training.safetensors", "state.json", "manifest.json"]
+
+
+DAMAGE = [(name, damage) for name in FILES for damage in (damage_flip, damage_truncate, Path.unlink, damage_swap)]
+DAMAGE.remove(("config.json", damage_swap))  # the same in every step of a run
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE)
+def test_damage_is_passed_over_and_named(run, capsys, name, damage):
+    damage(run.checkpoints / "step-00000003" / name)
+    assert run.latest() == run.checkpoints / "step-00000002"
+    said = capsys.readouterr().err
+    assert "step-00000003" in said
+    assert (name in said) or damage is damage_swap
+    assert "step-00000002 instead" in said
+
+
+def sees(folder, path):
+    """Whether verify() finds damage, and names the file (or the one beside it that it belongs with)."""
+    try:
+        checkpoint.verify(folder)
+    except Damaged as error:
+        return str(path or folder) in str(error)
+    return False
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_byte_of_a_file_can_change_unseen(run, name):
+    """Every byte of the manifest with several masks; of the other files every byte, or 200 of them, with one."""
+    folder = run.checkpoints / "step-00000003"
+    path = folder / name
+    whole = path.read_bytes()
+    rng = random.Random(1)
+    places = range(len(whole)) if len(whole) < 5000 else sorted(rng.sample(range(len(whole)), 200))
+    for at in places:
+        for mask in (1, 0x20, 0x2A, 0x80) if name == "manifest.json" else (1 << rng.randrange(8),):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ mask]) + whole[at + 1 :])
+            assert sees(folder, None if name == "manifest.json" else path), (at, mask)
+    for length in {0, 1, len(whole) // 2, len(whole) - 1}:
+        path.write_bytes(whole[:length])
+        assert sees(folder, path), length
+    path.write_bytes(whole + b"\n")
+    assert sees(folder, path)
+    path.unlink()
+    assert sees(folder, path)
+    path.symlink_to(run.path / "elsewhere")
+    (run.path / "elsewhere").write_bytes(whole)
+    assert name == "manifest.json" or sees(folder, path)
+    path.unlink()
+    path.write_bytes(whole)
+    checkpoint.verify(folder)
+
+
+def test_a_whole_checkpoint_under_another_steps_name_is_seen(run):
+    shutil.rmtree(run.checkpoints / "step-00000003")
+    shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / "step-00000003")
+    with pytest.raises(Damaged, match=r"step-00000003.state.json is of another step"):
+        checkpoint.verify(run.checkpoints / "step-00000003")
+
+
+def test_a_manifest_that_leaves_a_file_out_is_seen(run):
+    folder = run.checkpoints / "step-00000003"
+    for name in ("config.json", "model.safetensors", "state.json"):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest[name]
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+        with pytest.raises(Damaged, match="does not list config.json"):
+            checkpoint.verify(folder)
+
+
+@pytest.mark.parametrize("name", ["../state.json", "/etc/hostname", "a/b", "..", "", ".", "x" * 300, "a\0b"])
+def test_no_path_leaves_the_folder(run, name):
+    folder = run.checkpoints / "step-00000003"
+    manifest = json.loads((folder / "manifest.json").read_text()) | {name: [9, "0" * 64]}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    with pytest.raises(Damaged, match="manifest.json is not as it was written"):
+        checkpoint.verify(folder)
+
+
+def test_what_a_crash_left_is_tidied_and_what_it_had_replaced_put_back(run):
+    folder = run.checkpoints
+    for left in (".step-00000004.tmp", ".best-00000002.123.tmp", ".step-00000001.removed"):
+        (folder / left).mkdir()
+    (folder / "step-00000003").rename(folder / ".step-00000003.replaced")  # the crash came before the new one's rename
+    shutil.copytree(folder / "step-00000002", folder / ".step-00000002.replaced")  # and here after it
+    (folder / ".mine").mkdir()
+    checkpoint.clear(folder)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".mine", "step-00000001", "step-00000002", "step-00000003"]
+    checkpoint.verify(folder / "step-00000003")
+
+
+def test_a_pipe_or_a_folder_in_a_files_place_is_no_file(run):
+    """Reading a named pipe would wait for ever."""
+    for name in FILES:
+        path = run.checkpoints / "step-00000003" / name
+        whole = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        assert sees(path.parent, path)
+        path.unlink()
+        path.mkdir()
+        assert sees(path.parent, path)
+        path.rmdir()
+        path.write_bytes(whole)
+
+
+def test_a_configuration_that_asks_for_the_moon_takes_no_memory(run):
+    folder = run.checkpoints / "step-00000003"
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in (("n_layers", 10**9), ("vocab_size", 10**18), ("d_ff", 2**62), ("max_seq_len", 10**15)):
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        if key == "max_seq_len":
+            with pytest.raises(UserError, match="max_seq_len"):
+                checkpoint.load_thinker(folder)
+        else:
+            with pytest.raises(UserError):
+                checkpoint.load_thinker(folder)
+
+
+def test_nothing_whole_ends_in_one_error(run):
+    for folder in run.checkpoints.iterdir():
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+        run.latest()
+
+
+def test_half_written_is_invisible(run):
+    (run.checkpoints / ".step-00000004.123.tmp").mkdir()
+    assert run.latest().name == "step-00000003"
+
+
+def test_a_failed_save_leaves_no_debris_and_the_old_one_whole(run, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = sorted(p.name for p in run.checkpoints.iterdir())
+    monkeypatch.setattr(checkpoint, "flush", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(run.checkpoints / "step-00000003", make_thinker(), {"step": 3})
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == before
+    checkpoint.verify(run.checkpoints / "step-00000003")
+
+
+def test_shapes_are_checked_before_loading(tmp_path):
+    checkpoint.save(tmp_path / "a", make_thinker(), {})
+    other = Thinker(ThinkerConfig(vocab_size=271, d_model=16, n_layers=1, n_heads=2))
+    before = [parameter.clone() for parameter in other.parameters()]
+    with pytest.raises(Damaged, match="has embedding.weight as F32 270 16 where F32 271 16 belongs"):
+        checkpoint.load_weights(other, tmp_path / "a")
+    assert all(map(torch.equal, before, other.parameters()))
+
+
+def test_a_pickle_under_our_names_never_runs(run, tmp_path):
+    """Every file that is read, replaced by a pickle that would leave a trace, with a manifest that agrees."""
+    trace = tmp_path / "trace"
+    evil = b"cposix\nsystem\n(S'touch %s'\ntR." % str(trace).encode()
+    for name in FILES:
+        folder = run.checkpoints / "step-00000003"
+        backup = (folder / name).read_bytes()
+        (folder / name).write_bytes(evil)
+        if name != "manifest.json":
+            import hashlib
+
+            manifest = json.loads((folder / "manifest.json").read_text())
+            manifest[name] = [len(evil), hashlib.sha256(evil).hexdigest()]
+            kept = (folder / "manifest.json").read_bytes()
+            (folder / "manifest.json").write_text(json.dumps(manifest))
+        code = "from thinker.interop import load; "
+        code += f"load({str(folder)!r}); from thinker.interop.checkpoint import read_tensors, read_json; "
+        code += "from pathlib import Path; "
+        code += f"folder = Path({str(folder)!r}); read_tensors(folder / 'training.safetensors'); "
+        code += "read_json(folder / 'state.json')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode != 0
+        assert "Damaged" in done.stderr, done.stderr
+        assert not trace.exists()
+        (folder / name).write_bytes(backup)
+        if name != "manifest.json":
+            (folder / "manifest.json").write_bytes(kept)
+    assert load(run.path)[0] is not None
+
+
+def test_metrics_are_cut_where_the_run_goes_on(run):
+    for step in range(1, 6):
+        run.log({"step": step, "train_loss": 1.0})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 6, "train')  # a crash in the middle of a line
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4, 5]
+    run.cut_metrics(3, None)
+    run.log({"step": 4, "train_loss": 2.0})
+    assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path / "nowhere", "does not exist"),
+        (lambda path: path, "no run directory"),
+    ],
+)
+def test_folders_that_are_no_run(tmp_path, make, says):
+    with pytest.raises(UserError, match=says):
+        load(make(tmp_path))
+
+
+def test_a_missing_checkpoint_names_those_there_are(run):
+    with pytest.raises(UserError, match="there are: step-00000001, step-00000002, step-00000003"):
+        load(run.path, checkpoint="step-7")
+    with pytest.raises(UserError, match="no best checkpoint"):
+        load(run.path, checkpoint="best")

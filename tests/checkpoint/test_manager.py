@@ -1,0 +1,110 @@
+"""Which checkpoints a run keeps, and what a save in the background may not do."""
+
+import errno
+import os
+import threading
+
+import pytest
+import torch
+
+from thinker.checkpoint import checkpoint
+from thinker.checkpoint.checkpoint import list_checkpoints
+from thinker.checkpoint.manager import Saver
+
+
+def files(value, size=8):
+    return {
+        "config.json": {"a": 1},
+        "model.safetensors": {"w": torch.full((size,), float(value))},
+        "state.json": {"step": value},
+        "training.safetensors": {"m": torch.full((size,), -float(value))},
+    }
+
+
+def names(folder, kind="step"):
+    return [int(path.name.split("-")[1]) for path in list_checkpoints(folder, kind)]
+
+
+@pytest.fixture(params=[False, True], ids=["foreground", "background"])
+def background(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "kept"), [(1, None, [10]), (3, None, [8, 9, 10]), (2, 4, [4, 8, 9, 10]), (1, 1, [*range(1, 11)])]
+)
+def test_the_last_and_the_milestones_are_kept(tmp_path, background, last, every, kept):
+    saver = Saver(tmp_path, last, every, background)
+    for step in range(1, 11):
+        saver.save("step", step, files(step))
+    saver.wait()
+    saver.close()
+    assert names(tmp_path) == kept
+    for folder in list_checkpoints(tmp_path):
+        checkpoint.verify(folder)
+
+
+def test_of_the_best_the_one_written_last_stays_whatever_its_number(tmp_path, background):
+    """After going back to an older checkpoint a better one may come earlier than one that is there."""
+    saver = Saver(tmp_path, 1, None, background)
+    for step in (450, 420, 430):
+        saver.save("best", step, files(step))
+        saver.wait()
+        assert names(tmp_path, "best") == [step]
+    saver.save("step", 1, files(1))
+    saver.close()
+    assert (names(tmp_path, "best"), names(tmp_path)) == ([430], [1])
+
+
+def test_the_old_one_goes_only_when_the_new_one_is_whole(tmp_path, background, monkeypatch):
+    saver = Saver(tmp_path, 1, None, background)
+    saver.save("step", 1, files(1))
+    saver.wait()
+
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(checkpoint, "flush", full)
+    with pytest.raises(OSError, match="No space"):  # noqa: PT012 - in the background it is the next one that tells
+        saver.save("step", 2, files(2))
+        saver.wait()
+    saver.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    checkpoint.verify(tmp_path / "step-00000001")
+
+
+def test_training_may_change_the_tensors_while_they_are_written(tmp_path, monkeypatch):
+    may_write, write = threading.Event(), checkpoint.write
+
+    def late(folder, contents, rest, shared_by):
+        assert may_write.wait(20)
+        write(folder, contents, rest, shared_by)
+
+    monkeypatch.setattr(checkpoint, "write", late)
+    saver = Saver(tmp_path, 2, None, background=True)
+    live = files(1)
+    saver.save("step", 1, live)  # returns although nothing may be written yet
+    live["model.safetensors"]["w"].zero_()
+    assert names(tmp_path) == []
+    may_write.set()
+    saver.wait()
+    saver.close()
+    assert checkpoint.read_tensors(tmp_path / "step-00000001" / "model.safetensors")["w"].tolist() == [1.0] * 8
+
+
+def test_one_is_written_at_a_time_so_memory_for_one_copy_is_enough(tmp_path, monkeypatch):
+    writing, most, write = [], [], checkpoint.write
+
+    def watched(folder, contents, rest, shared_by):
+        writing.append(folder)
+        most.append(len(writing))
+        write(folder, contents, rest, shared_by)
+        writing.remove(folder)
+
+    monkeypatch.setattr(checkpoint, "write", watched)
+    saver = Saver(tmp_path, 2, None, background=True)
+    for step in range(1, 6):
+        saver.save("step", step, files(step, 1 << 16))
+        assert len(names(tmp_path)) >= min(step - 1, 2)  # all before it are there
+    saver.close()
+    assert max(most) == 1

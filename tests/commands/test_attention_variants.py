@@ -1,0 +1,123 @@
+"""Forms of attention from the recipe to the text: trained by the real command, gone on with, sampled from."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, run_script
+
+from thinker.generation import Generator, SamplingParams
+from thinker.interop import load
+from thinker.runtime.errors import UserError
+from thinker.training.config import load_recipe
+
+PROMPT = "Line 7: the cat number 7 sat"
+FORMS = {
+    "ring": ["model.attention=window(8) | global(2)", "model.positions=alibi"],
+    "mixed": ["model.attention=[linear(16), 'heads(window(4), strided(3))']", "data.isolate_documents=true"],
+    "letters": ["model.attention=LG", "model.window=6", "model.positions=none", "model.sink_logits=true"],
+    "prefix": ["model.attention=prefix(5)", "model.positions=learned", "model.softcap=30"],
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def trained(request, tiny, tmp_path_factory):
+    """A run of each form; the mixed one was stopped half-way and gone on with."""
+    folder = tmp_path_factory.mktemp("forms") / request.param
+    for steps in (4, 8) if request.param == "mixed" else (8,):
+        done = run_script(*tiny, *FORMS[request.param], f"run.dir={folder}", f"train.max_steps={steps}")
+        assert done.returncode == 0, done.stderr
+    return request.param, folder
+
+
+def said(folder, **options):
+    thinker, tokenizer = load(folder)
+    params = SamplingParams(max_new_tokens=14, temperature=0)
+    return Generator(thinker, tokenizer, **options).generate([PROMPT, PROMPT[:20]], params)
+
+
+def test_a_form_trains_and_is_sampled_from(trained):
+    name, folder = trained
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train_loss"] for line in lines if "train_loss" in line]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    assert model["attention"] == {"ring": "window(8) | global(2)", "letters": "LG", "prefix": "prefix(5)"}.get(
+        name, ["linear(16)", "heads(window(4), strided(3))"]
+    )
+    cached, uncached = said(folder), said(folder, use_cache=False)
+    assert [one.token_ids for one in cached] == [one.token_ids for one in uncached]
+    if name == "ring":
+        done = run_script(ROOT / "generate.py", folder, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "14")
+        assert done.stdout.split() == (PROMPT + cached[0].text).split()
+
+
+def test_a_text_without_end_where_memory_is_bounded(trained):
+    """The ring decodes ten times its context; the others end where theirs does."""
+    name, folder = trained
+    thinker, tokenizer = load(folder)
+    completion = Generator(thinker, tokenizer).generate([PROMPT], SamplingParams(max_new_tokens=320))[0]
+    ended = completion.finish_reason == "stop"
+    assert thinker.config.endless == (name == "ring")
+    if name == "ring":
+        assert ended or len(completion.token_ids) == 320
+        tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT), *completion.token_ids]])
+        with torch.no_grad():
+            logprobs = thinker(tokens[:, :-1])[0, -len(completion.token_ids) :].log_softmax(-1)
+        known = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), known, rtol=0, atol=1e-4)
+    else:
+        assert ended or completion.prompt_tokens + len(completion.token_ids) == 33
+
+
+def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
+    name, folder = trained
+    if name == "mixed":
+        with pytest.raises(UserError, match="the sums of a linear layer forget nothing"):
+            said(folder, speculate=4)
+    else:
+        assert [one.token_ids for one in said(folder, speculate=4)] == [one.token_ids for one in said(folder)]
+
+
+def test_what_a_form_cannot_is_refused(trained):
+    name, folder = trained
+    with pytest.raises(UserError, match="this model has its own"):
+        said(folder, window=8)
+    with pytest.raises(UserError, match="full attention, RoPE and plain scores"):
+        said(folder, compile=True)
+    thinker, tokenizer = load(folder)
+    if name == "prefix":
+        with pytest.raises(UserError, match="the prompt has 1 tokens; the model reads its first 5 both ways"):
+            Generator(thinker, tokenizer).generate([""])
+    else:
+        assert Generator(thinker, tokenizer).generate([""])[0].prompt_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.attention=windows(8)"], "there is no windows; did you mean window?"),
+        (["model.attention=LG"], "needs model.window"),
+        (["model.attention=prefix(4)", "data.isolate_documents=true"], "does not go with data.isolate_documents"),
+        (["model.rope_scaling={type: yarns, factor: 2}"], "did you mean yarn?"),
+        (["model.attention=3"], "model.attention is 3; it must be text"),
+        (["model.positions=alibis"], "model.positions is 'alibis'; it must be"),
+        (["model.attention=[window(4), linear(8), full]"], "names 3 layers, and model.n_layers is 2"),
+        (["model.attention=LLLG", "model.window=4"], "names 4 layers, and model.n_layers is 2"),
+        (["model.attention=LX", "model.window=4"], "LX are no layers: the letters are L"),
+        (["model.attention=lg", "model.window=4"], "lg are no layers: the letters are L"),
+        (["model.attention=[dilated(64, 2), full]"], "in a list, quote what holds a comma"),
+        (["model.attention=prefix(600)"], "leaves none of data.seq_len"),
+        (
+            ["data.isolate_documents=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],
+            "data.isolate_documents puts several texts into one",
+        ),
+    ],
+)
+def test_mistakes_in_a_recipe_are_one_line(overrides, says):
+    with pytest.raises(UserError) as caught:
+        load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", ["model.n_layers=2", "model.n_heads=2", *overrides])
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

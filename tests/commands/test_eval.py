@@ -1,0 +1,205 @@
+"""scripts/eval.py as a user runs it."""
+
+import importlib.util
+import json
+import shutil
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from thinker import interop
+from thinker.data import tokenizer_conversion
+from thinker.evaluation import needle
+from thinker.interop import huggingface
+from thinker.runtime.errors import UserError
+
+EVAL = ROOT / "scripts" / "eval.py"
+YARN = "{type: yarn, factor: 4, original_max_seq_len: 32}"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Runs main() in this process, which spares the time to import torch."""
+    spec = importlib.util.spec_from_file_location("eval_command", EVAL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["eval.py", *map(str, arguments)])
+        return module.main()
+
+    return run
+
+
+def test_tables_and_picture(script, tiny_run, tmp_path):
+    done = script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
+    assert done.returncode == 0, done.stderr
+    assert "trained length  32\n" in done.stdout
+    assert "no needles" in done.stdout
+    assert done.stdout.count("beyond the training") == 3
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json(command, tiny_run, capsys):
+    found = []
+    for extra in [], ["--rope-scaling", YARN]:
+        assert command(tiny_run, "--long", "--factor", 3, "--device", "cpu", "--json", *extra) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    plain, scaled = found
+    assert (plain["source"], plain["window_length"], plain["needle"]) == ("text", 96, None)
+    assert plain["tokens"] == sum(plain["long"]["counts"]) == sum(s["n_tokens"] for s in plain["long"]["segments"])
+    assert len(plain["long"]["by_position"]) == 96
+    assert scaled["rope_scaling"] == YARN
+    assert scaled["long"]["counts"] == plain["long"]["counts"]
+    assert scaled["long"]["by_position"] != plain["long"]["by_position"]
+
+
+def test_the_trained_length_is_that_of_the_data_and_windows_end_with_the_text(command, tiny_run, tmp_path, capsys):
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["data"]["seq_len"] = 16
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert command(run, "--long", "--factor", 10**13, "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "trained length  16\n" in shown
+    assert "  16-31  " in shown
+    assert "the text is as short; longer texts cannot be read" in shown
+    with pytest.raises(UserError, match="it must be a table such as"):
+        command(run, "--long", "--rope-scaling", "", "--device", "cpu")
+
+
+@pytest.mark.parametrize(("source", "extra"), [("text", ["--path", ROOT / "README.md"]), ("tales", [])])
+def test_another_source_in_the_models_own_tokens(command, tiny_run, tmp_path, capsys, monkeypatch, source, extra):
+    monkeypatch.setattr(needle, "TRIES", 1)
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["data"] |= {"max_documents": 200, "cache_dir": str(tmp_path / "cache")}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    picture = tmp_path / "a.png"
+    given = ["--source", source, *extra, "--factor", 2, "--windows", 2, "--png", picture, "--device", "cpu"]
+    assert command(run, "--long", *given) == 0
+    shown = capsys.readouterr().out
+    assert f"source  {source}\n" in shown
+    assert ("accuracy" in shown) == (source == "tales")
+    assert picture.stat().st_size > 10_000
+
+
+def test_losses_of_a_run_and_of_its_export(command, tiny_run, tmp_path, capsys):
+    """The run's own validation, which its last line of metrics.jsonl has too; and any text, of either."""
+    assert command(tiny_run, "--device", "cpu", "--json", "--context", "8,32") == 0
+    found = json.loads(capsys.readouterr().out)
+    last = [line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line][-1]
+    short, trained = found["losses"]
+    assert trained["context_length"] == found["trained_length"] == 32
+    assert trained["nats_per_token"]["mean"] == pytest.approx(last["val_loss"], rel=1e-5)
+    assert trained["bits_per_byte"]["mean"] == pytest.approx(last["val_bits_per_byte"], rel=1e-5)
+    assert short["nats_per_token"]["mean"] > trained["nats_per_token"]["mean"]
+    thinker, tokenizer = interop.load(tiny_run)
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    huggingface.save_folder(thinker, tokenizer, folder)
+    tokenizer_conversion.write(tokenizer, folder, 32)
+    given = ["--source", "text", "--path", ROOT / "README.md", "--max-tokens", 700, "--device", "cpu"]
+    both = []
+    for model in tiny_run, folder:
+        assert command(model, *given, "--png", tmp_path / "a.png") == 0
+        shown = capsys.readouterr().out
+        both.append(shown.splitlines()[-6:])
+        assert "perplexity" in shown
+    assert both[0] == both[1]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="say which with --source"):
+        command(folder, "--device", "cpu")
+
+
+def test_a_table_is_as_wide_as_its_numbers(command, tiny_run, tmp_path, capsys):
+    """Windows that overlap; a text that the model finds very odd; no floor where there is none."""
+    odd = tmp_path / "odd.txt"
+    odd.write_text("ÿþ\x00" * 2000)
+    given = ["--source", "text", "--path", odd, "--context", "16,32", "--stride", 8, "--device", "cpu"]
+    assert command(tiny_run, *given) == 0
+    shown = capsys.readouterr().out
+    assert f"path  {odd}\n" in shown
+    assert "stride  8\n" in shown
+    head, *rows = next(part for part in shown.split("\n\n") if "perplexity" in part).splitlines()
+    assert len(rows) == 2
+    assert {len(row) for row in rows} == {len(head)}
+    assert "floor" not in head
+    assert [row.split()[0] for row in rows] == ["16", "32"]
+    assert command(tiny_run, "--source", "tales", "--max-tokens", 3000, "--context", 600, "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "over the floor" in shown
+    assert "the least that is possible" in shown
+
+
+def test_learned_positions_say_where_they_end(command, tiny_run, make_thinker, capsys, monkeypatch):
+    thinker, tokenizer = interop.load(tiny_run)
+    learned = make_thinker(vocab_size=thinker.config.vocab_size, max_seq_len=32, positions="learned")
+    monkeypatch.setattr(interop, "load", lambda *_: (learned, tokenizer))
+    assert command(tiny_run, "--long", "--windows", 2, "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "the model has learned 32 positions" in shown
+    assert "beyond the training" not in shown
+    with pytest.raises(UserError, match="RoPE"):
+        command(tiny_run, "--long", "--rope-scaling", YARN, "--device", "cpu")
+
+
+def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
+    done = script(EVAL, tiny_run, "--long", "--stride", 4)
+    assert done.returncode == 2
+    assert done.stderr == "error: --stride does not go with --long; leave it out\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--long", "--factor", "0"], "at least 1"),
+        (["--long", "--tasks", "x"], "contradict"),
+        (["--tasks", "x", "--context", "8"], "--context does not go with --tasks"),
+        (["--limit", "3"], "--limit does not go with a plain evaluation"),
+        (["--factor", "3"], "--factor does not go with a plain evaluation"),
+        (["--stride", "0"], "--stride is 0"),
+        (["--confidence", "1"], "--confidence is 1.0"),
+        (["--context", "64,x"], "--context 64,x is no list"),
+        (["--context", "1"], "no list of lengths"),
+        (["--confidence", "0.9999999999999999"], "0.9999"),
+        (["--max-tokens", "9"], "--max-tokens goes with --source"),
+        (["--context", "16,32", "--stride", "17"], "--stride is 17, longer than a --context of 16"),
+        (["--source", "tales", "--stride", "8"], "windows of tales begin with a document"),
+        (["--context", "9999999", "--device", "cpu"], "a --context of 9999999 is longer than the text"),
+        (["--stride", "9999999", "--device", "cpu"], "9999999 is longer than the text"),
+        (["--tasks", "x", "--include", "nowhere"], "nowhere is no folder"),
+        (["--source", "jsonl"], "--path"),
+        (["--long", "--windows", "none"], "invalid int"),
+        (["--long", "--source", "text"], "--path"),
+        (["--long", "--path", "README.md"], "--source text"),
+        (["--long", "--source", "text", "--path", "nowhere.txt"], "nowhere.txt"),
+        (["--long", "--rope-scaling", "{type: yarn"], "no table"),
+        (["--long", "--rope-scaling", "{type: jarn}"], "did you mean yarn"),
+        (["--long", "--checkpoint", "step-7"], "no checkpoint step-7"),
+        (["--long", "--device", "tpu"], "tpu"),
+        (["--long", "--windows", "1", "--png", "nowhere/a.png"], "nowhere/a.png"),
+        (["--long", "--windows", "1", "--png", "tests", "--device", "cpu"], "cannot write tests"),
+    ],
+)
+def test_mistakes(command, tiny_run, arguments, message):
+    with pytest.raises(UserError, match=message):
+        command(tiny_run, *arguments)
+
+
+def test_a_checkpoint_outside_its_run_and_a_corpus_that_changed(command, tiny_run, tmp_path):
+    (checkpoint,) = sorted((tiny_run / "checkpoints").glob("step-*"))[-1:]
+    alone = shutil.copytree(checkpoint, tmp_path / "a" / "b" / "alone")
+    with pytest.raises(UserError, match="no tokenizer"):
+        command(alone, "--long", "--device", "cpu")
+    shutil.copy(tiny_run / "thinker-tokenizer.json", tmp_path / "a")
+    with pytest.raises(UserError, match="no run directory"):
+        command(alone, "--long", "--device", "cpu")
+    tree = yaml.safe_load((tiny_run / "config.yaml").read_text())
+    tree["data"] |= {"source": "tales", "path": None, "max_documents": 50, "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match="give --source"):
+        command(alone, "--long", "--device", "cpu")

@@ -1,0 +1,183 @@
+"""scripts/export_hf.py and scripts/export_gguf.py as a user runs them."""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from thinker import interop
+from thinker.data import tokenizer_conversion
+from thinker.interop import huggingface
+from thinker.runtime.errors import Stopped, UserError
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+TRAIN, GENERATE, EXPORT = ROOT / "train.py", ROOT / "generate.py", ROOT / "scripts" / "export_hf.py"
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Runs a script's main() in this process, which spares the time to import torch and transformers."""
+
+    def run(name, *arguments):
+        spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        return module.main()
+
+    return run
+
+
+def test_a_run_as_a_folder_that_opens_there_and_here(script, tiny_run, tmp_path):
+    out = tmp_path / "deep" / "model"
+    done = script(EXPORT, tiny_run, out, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "a qwen3 of" in done.stdout
+    assert "64 greedy tokens equal, 5,000 texts tokenized equally" in done.stdout
+    names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in out.iterdir()} == names | {"tokenizer_config.json"}
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {(out / "README.md").stat().st_mode & 0o777}
+    card = (out / "README.md").read_text()
+    last = [line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line][-1]
+    assert card.startswith("---\nlibrary_name: transformers")
+    assert f"| validation loss (nats a token) | {last['val_loss']:.4f} |" in card
+    assert (tiny_run / "config.yaml").read_text().strip() in card
+    follow(out)
+    ours, tokenizer = interop.load(tiny_run)
+    again, its = interop.load(out)
+    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), again.state_dict().values()))
+    assert its.encode("Line 7: the cat") == tokenizer.encode("Line 7: the cat")
+    options = ["--prompt", "Line", "--seed", 3, "--max-new-tokens", 20]
+    texts = [script(GENERATE, path, *options) for path in (tiny_run, out)]
+    assert texts[0].stdout == texts[1].stdout != ""
+    done = script(EXPORT, tiny_run, out)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "is there already" in done.stderr
+
+
+def follow(folder):
+    """Do what the model card tells people to do."""
+    code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(code.replace('folder = "."', f"folder = {str(folder)!r}"), {})
+
+
+def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, script, tiny_run, tmp_path, capsys):
+    """All of it by the commands of the docs: out, conversations with adapters, an answer, losses, out again."""
+    talks, base, run = tmp_path / "talks.jsonl", tmp_path / "base", tmp_path / "run"
+    rows = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"Line {i}."}] for i in range(50)]
+    talks.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    assert command("export_hf", tiny_run, base) == 0
+    given = [f"run.init_from={base}", f"run.dir={run}", f"data.path={talks}", f"data.cache_dir={tmp_path}"]
+    given += ["data.seq_len=32", "train.max_steps=3", "train.device=cpu", "train.lora_rank=2", "data.val_fraction=0.2"]
+    recipe = ROOT / "configs" / "finetune.yaml"
+    without = script(TRAIN, recipe, *given)
+    assert without.returncode == 2
+    assert without.stderr.splitlines()[-1].startswith("error: conversations need a chat template")
+    done = script(TRAIN, recipe, *given, "data.chat_template=configs/chat.jinja", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert f'generate.py {run} --chat --prompt "your message"' in done.stdout
+    options = ["--max-new-tokens", 8, "--seed", 1, "--chat"]
+    answer = script(GENERATE, run, *options, "--prompt", "7?")
+    assert answer.returncode == 0, answer.stderr
+    assert "Assistant" not in answer.stdout
+    for path, prompt, message in [(run, " ", "--chat needs a message"), (tiny_run, "7?", "it has no chat template")]:
+        refused = script(GENERATE, path, *options, "--prompt", prompt)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert message in refused.stderr
+    capsys.readouterr()
+    assert command("eval", run, "--device", "cpu", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["losses"][0]
+    last = [line for line in map(json.loads, (run / "metrics.jsonl").open()) if "val_loss" in line][-1]
+    assert found["nats_per_token"]["mean"] == pytest.approx(last["val_loss"], rel=1e-4)
+    whole, adapter = tmp_path / "whole", tmp_path / "adapter"
+    assert command("export_hf", run, whole) == 0
+    assert command("export_hf", run, adapter, "--adapter") == 0
+    assert "an adapter (rank 2, " in capsys.readouterr().out
+    assert f"trained with Thinker for the model in `{base}`" in (adapter / "README.md").read_text()
+    for folder in (whole, adapter):
+        follow(folder)
+        assert "apply_chat_template" in (folder / "README.md").read_text()
+        assert script(GENERATE, folder, *options, "--prompt", "7?").stdout == answer.stdout
+    base.rename(tmp_path / "moved")
+    lost = script(GENERATE, adapter, *options, "--prompt", "7?")
+    assert (lost.returncode, lost.stderr.count("\n")) == (2, 1)
+    assert "put it beside the adapter" in lost.stderr
+
+
+def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, tmp_path, make_thinker, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made: Not a directory"):
+        command("export_hf", tiny_run, tmp_path / "file" / "model")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is there already"):
+        command("export_hf", tiny_run, ".")
+    tokenizer = interop.load(tiny_run)[1]
+    biased = make_thinker(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
+    monkeypatch.setattr(interop, "load", lambda *_, **__: (biased, tokenizer))
+    with pytest.raises(Stopped, match="cuts for a qwen2 as Qwen does, whatever the files say"):
+        command("export_hf", tiny_run, tmp_path / "model")
+
+
+def test_the_best_weights_in_shards_into_an_empty_folder(command, tiny_run, tmp_path, capsys):
+    out = tmp_path / "model"
+    out.mkdir()
+    assert command("export_hf", tiny_run, out, "--checkpoint", "best", "--shard-gigabytes", 5e-5) == 0
+    assert "proved with transformers" in capsys.readouterr().out
+    assert len(list(out.glob("*.safetensors"))) > 1
+    best, again = interop.load(tiny_run, checkpoint="best")[0], interop.load(out)[0]
+    assert torch.equal(best.head.weight, again.head.weight)
+    back = tmp_path / "again"
+    assert command("export_hf", out, back) == 0  # a folder from there, opened here, goes out again
+    assert (back / "config.json").read_text() == (out / "config.json").read_text()
+
+
+def test_nothing_stays_of_an_export_that_is_refused_or_proved_wrong(
+    command, tiny_run, tmp_path, monkeypatch, make_thinker
+):
+    tokenizer = interop.load(tiny_run)[1]
+    odd = make_thinker(vocab_size=tokenizer.vocab_size, positions="alibi")
+    with monkeypatch.context() as patch:
+        patch.setattr(interop, "load", lambda *_, **__: (odd, tokenizer))
+        with pytest.raises(UserError, match="model.positions=alibi"):
+            command("export_hf", tiny_run, tmp_path / "model")
+    write = tokenizer_conversion.write
+    with monkeypatch.context() as patch:
+
+        def write_another(tokenizer, folder, length):
+            write(tokenizer, folder, length)
+            content = json.loads((folder / "tokenizer.json").read_text())
+            content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+|\S+"
+            (folder / "tokenizer.json").write_text(json.dumps(content))
+
+        patch.setattr(tokenizer_conversion, "write", write_another)
+        with pytest.raises(Stopped, match="nothing was written"):
+            command("export_hf", tiny_run, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="is there already"):
+        command("export_hf", tiny_run, tmp_path / "full")
+    with pytest.raises(UserError, match="positive"):
+        command("export_hf", tiny_run, tmp_path / "model", "--shard-gigabytes", 0)
+
+
+def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
+    pytest.importorskip("gguf")
+    assert command("export_gguf", tiny_run, tmp_path / "a.gguf", "--dtype", "f32") == 0
+    shown = capsys.readouterr().out
+    assert "read back as it was written" in shown
+    assert "llama.cpp" in shown
+    with pytest.raises(UserError, match="is there already"):
+        command("export_gguf", tiny_run, tmp_path / "a.gguf")
+    with pytest.raises(UserError, match="is no folder"):
+        command("export_gguf", tiny_run, tmp_path / "b" / "a.gguf")
+    thinker, _ = interop.load(tiny_run)
+    (tmp_path / "bare").mkdir()
+    huggingface.save_folder(thinker, None, tmp_path / "bare")
+    with pytest.raises(UserError, match="no tokenizer"):
+        command("export_gguf", tmp_path / "bare", tmp_path / "c.gguf")
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.gguf"]

@@ -1,0 +1,319 @@
+"""generate.py as a user meets it. Every test starts the real command."""
+
+import json
+import math
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, run_script
+
+import generate
+from thinker.interop import load
+from thinker.runtime.errors import UserError
+
+GENERATE = ROOT / "generate.py"
+
+
+def test_text_to_standard_output_everything_else_to_standard_error(tiny_run):
+    done = run_script(GENERATE, tiny_run, "--prompt", "Line 7", "--max-new-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Line 7")
+    assert len(done.stdout) > len("Line 7\n")
+    assert done.stderr.startswith("seed ")
+
+
+def test_a_seed_repeats_the_text_and_no_cache_changes_nothing(tiny_run):
+    texts = [
+        run_script(GENERATE, tiny_run, "--prompt", "Line", "--seed", "5", "--max-new-tokens", "20", *more).stdout
+        for more in ([], ["--no-cache"], ["--precision", "fp32", "--device", "cpu"])
+    ]
+    assert texts[0] == texts[1] == texts[2]
+    other = run_script(GENERATE, tiny_run, "--prompt", "Line", "--seed", "6", "--max-new-tokens", "20").stdout
+    assert other != texts[0]
+
+
+def test_json_has_one_object_a_sample_with_a_seed_that_repeats_it(tiny_run):
+    common = [GENERATE, tiny_run, "--prompt", "Line", "--max-new-tokens", "9", "--json"]
+    done = run_script(*common, "--num-samples", "3", "--seed", "4")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["seed"] for row in rows] == [4, 5, 6]
+    for row in rows:
+        assert row.keys() >= {"prompt", "text", "token_ids", "logprobs", "finish_reason", "seed"}
+        assert len(row["token_ids"]) == len(row["logprobs"]) <= 9
+        assert all(-math.inf < value <= 0 for value in row["logprobs"])
+    alone = json.loads(run_script(*common, "--seed", "6").stdout)
+    assert alone["token_ids"] == rows[2]["token_ids"]
+
+
+def test_samples_are_set_apart_and_a_stop_string_ends_each(tiny_run):
+    command = [GENERATE, tiny_run, "--prompt", "Line", "--num-samples", "2", "--max-new-tokens", "40"]
+    done = run_script(*command, "--stop", "t", "--greedy")
+    assert done.returncode == 2  # greedy has one answer
+    assert "t" in run_script(*command, "--seed", "1").stdout
+    done = run_script(*command, "--stop", "t", "--seed", "1")
+    first, second = done.stdout.split("\n\n---\n\n")
+    assert first.startswith("Line")
+    assert second.startswith("Line")
+    assert "t" not in done.stdout
+
+
+def test_greedy_is_temperature_zero(tiny_run):
+    common = [GENERATE, tiny_run, "--prompt", "Line", "--max-new-tokens", "15"]
+    assert run_script(*common, "--greedy").stdout == run_script(*common, "--temperature", "0", "--seed", "9").stdout
+
+
+def test_the_best_checkpoint_and_a_checkpoint_by_path(tiny_run):
+    best = next((tiny_run / "checkpoints").glob("best-*"))
+    common = ["--prompt", "Line", "--greedy", "--max-new-tokens", "15"]
+    by_name = run_script(GENERATE, tiny_run, "--checkpoint", "best", *common)
+    by_path = run_script(GENERATE, best, *common)
+    assert by_name.returncode == by_path.returncode == 0
+    assert by_name.stdout == by_path.stdout
+
+
+def test_text_appears_while_it_is_made(tiny_run):
+    process = subprocess.Popen(
+        [sys.executable, GENERATE, tiny_run, "--prompt", "Line 1", "--max-new-tokens", "25", "--seed", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout.read(6) == b"Line 1"
+    assert process.stdout.read(1)
+    assert process.wait(timeout=60) == 0
+
+
+def test_a_reader_that_leaves(tiny_run):
+    process = subprocess.Popen(
+        [sys.executable, GENERATE, tiny_run, "--num-samples", "200", "--max-new-tokens", "25", "--seed", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.read(10)
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    assert process.wait(timeout=60) == 1
+    assert "Traceback" not in said
+    assert "Exception" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0; it must be 0"),
+        (["--top-p", "0"], "top_p is 0.0"),
+        (["--top-k", "0"], "top_k is 0"),
+        (["--min-p", "2"], "min_p is 2.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--num-samples", "0"], "--num-samples is 0"),
+        (["--stop", ""], "empty string would stop"),
+        (["--presence-penalty", "nan"], "presence_penalty is nan"),
+        (["--frequency-penalty", "inf"], "frequency_penalty is inf"),
+        (["--logit-bias", "5"], "--logit-bias 5 is not a token id, = and a number"),
+        (["--logit-bias", "9999=1"], "logit_bias names the token 9999; the vocabulary ends at"),
+        (["--logprobs", "-1"], "logprobs is -1"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--window", "0"], "a window of 0"),
+        (["--window", "31", "--sinks", "2"], "the model's context, 32"),
+        (["--sinks", "2"], "goes with a window"),
+        (["--speculate", "65"], "speculate is 65"),
+        (["--speculate", "2", "--window", "8"], "a window does not go with speculate"),
+        (["--draft", "x"], "--draft needs --speculate"),
+        (["--no-cache", "--speculate", "2"], "speculate works on the cache"),
+        (["--score", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--score", "x", "--top-k", "5"], "--top-k does not go with --score"),
+        (["--score", "x", "--greedy"], "--greedy does not go with --score"),
+        (["--score", "x", "--prompt", "y"], "--prompt does not go with --score"),
+        (["--interactive", "--json"], "--json does not go with --interactive"),
+        (["--prompt", "a", "--prompt-file", "b"], "contradict each other"),
+        (["--prompt-file", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--prompt", b"\xff\xfe"], "--prompt is not UTF-8"),
+        (["--max-new-tokens", "many"], "invalid int value"),
+        (["--device", "gpu"], "the device gpu is not there; this machine has:"),
+        (["--checkpoint", "newest"], "has no checkpoint newest; there are: step-"),
+        (
+            ["--prompt", "word " * 100],
+            "the model's context is 32; shorten it to at most 32 tokens, or say with --window",
+        ),
+        (["--temprature", "1"], "unrecognized arguments"),
+        (["--precision", "fp8"], "invalid choice"),
+    ],
+)
+def test_mistakes(tiny_run, monkeypatch, capsys, arguments, says):
+    """In this process, for speed; the tests below start the command."""
+    decoded = [argument if isinstance(argument, str) else os.fsdecode(argument) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tiny_run), *decoded])
+    with pytest.raises(UserError, match=re.escape(says)):
+        generate.main()
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+
+
+@pytest.mark.parametrize("arguments", [["--top-p", "7"], ["--temprature", "1"], ["--prompt", b"\xff"]])
+def test_a_mistake_is_one_line_and_status_2(tiny_run, arguments):
+    command = [sys.executable, GENERATE, tiny_run, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_file_that_is_not_utf8(tiny_run, tmp_path):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9")
+    for flag in ("--prompt-file", "--score"):
+        done = run_script(GENERATE, tiny_run, flag, latin)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.splitlines() == [f"error: {latin} is not UTF-8 (byte 3); convert it, for example with iconv"]
+
+
+def test_a_prompt_from_a_file_or_a_pipe_and_the_empty_one(tiny_run, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Line 7")
+    common = ["--greedy", "--max-new-tokens", "8"]
+    given = run_script(GENERATE, tiny_run, "--prompt", "Line 7", *common)
+    assert run_script(GENERATE, tiny_run, "--prompt-file", tmp_path / "prompt.txt", *common).stdout == given.stdout
+    piped = subprocess.run(
+        [sys.executable, GENERATE, tiny_run, "--prompt-file", "-", *common], input=b"Line 7", capture_output=True
+    )
+    assert piped.stdout.decode() == given.stdout
+    empty = run_script(GENERATE, tiny_run, "--prompt", "", *common)
+    assert (empty.returncode, empty.stdout) == (0, run_script(GENERATE, tiny_run, *common).stdout)
+
+
+def test_faster_ways_give_the_same_text(tiny_run):
+    common = [GENERATE, tiny_run, "--prompt", "Line 3: the cat", "--max-new-tokens", "20", "--seed", "2"]
+    plain = run_script(*common)
+    drafted = run_script(*common, "--speculate", "4")
+    assert drafted.stdout == plain.stdout
+    assert "drafted tokens were right" in drafted.stderr
+    assert run_script(*common, "--speculate", "3", "--draft", tiny_run).stdout == plain.stdout
+    assert "seed 2, fp32 on cpu" in plain.stderr
+    int8 = run_script(*common, "--int8")
+    assert (int8.returncode, int8.stderr.splitlines()[0]) == (0, "seed 2, int8 weights, fp32 on cpu")
+
+
+def test_a_window_goes_beyond_the_context_and_says_what_it_forgets(tiny_run):
+    done = run_script(
+        GENERATE, tiny_run, "--prompt", "Line 1: the cat " * 20, "--window", "12", "--sinks", "2", "--max-new-tokens",
+        "50", "--logit-bias", f"{load(tiny_run)[1].eos_id}=-inf", "--json",
+    )  # fmt: skip
+    row = json.loads(done.stdout)
+    assert (len(row["token_ids"]), row["finish_reason"]) == (50, "length")
+    assert row["forgotten"] == row["prompt_tokens"] + 50 - 1 - 14 > 100
+    said = run_script(GENERATE, tiny_run, "--window", "12", "--sinks", "2", "--max-new-tokens", "40", "--seed", "1")
+    if len(said.stdout) > 100:
+        assert "forgotten at the end: tokens 3 to" in said.stderr
+
+
+def test_scores_and_logprobs_agree(tiny_run, tmp_path):
+    row = json.loads(run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--json").stdout)
+    (tmp_path / "text.txt").write_text(row["text"])
+    score = json.loads(run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--json").stdout)
+    if score["token_ids"] == row["token_ids"]:
+        assert score["logprobs"] == pytest.approx(row["logprobs"], abs=1e-4)
+    assert score["nats"] == pytest.approx(-sum(score["logprobs"]))
+    assert score["bits_per_byte"] == pytest.approx(score["nats"] / math.log(2) / score["bytes"])
+    shown = run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--logprobs", "2", "--int8")
+    *tokens, summary, cost = shown.stdout.splitlines()
+    assert len(tokens) == len(score["token_ids"])
+    assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
+    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits a byte; int8 costs ")
+    table = run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--logprobs", "1").stderr.splitlines()
+    assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(row["logprobs"], abs=1e-4)
+
+
+def test_a_conversation_by_pipe(tiny_run):
+    lines = [
+        "Line 1: the",
+        "",
+        "/set temperature 0",
+        "/undo",
+        "/show",
+        "/set top-p 3",
+        "/undu",
+        "//x",
+        "/quit",
+        "never",
+    ]
+    done = subprocess.run(
+        [sys.executable, GENERATE, tiny_run, "--interactive", "--max-new-tokens", "6", "--seed", "3"],
+        input="\n".join(lines), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert said[1:] == [
+        "temperature is 0",
+        "taken back",
+        "error: top_p is 3; it must be a number in (0, 1]",
+        "error: /undu is no command, /help lists them; did you mean /undo?",
+    ]
+    assert "\nLine 1: the" in done.stdout  # what /show shows
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_conversation_at_a_terminal_survives_an_interruption(tiny_run):
+    import pty
+
+    here, there = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, GENERATE, tiny_run, "--interactive", "--window", "20", "--max-new-tokens", "100000",
+         "--logit-bias", f"{load(tiny_run)[1].eos_id}=-inf"],
+        stdin=there, stdout=there, stderr=there, start_new_session=True,
+    )  # fmt: skip
+    os.close(there)
+    shown = b""
+
+    def wait_for(text):
+        nonlocal shown
+        deadline = time.monotonic() + 60
+        while text not in shown:
+            assert select.select([here], [], [], deadline - time.monotonic())[0], shown
+            shown += os.read(here, 4096)
+        shown = shown.split(text, 1)[1]
+
+    wait_for(b"> ")
+    os.write(here, b"Line 5: the\n")
+    wait_for(b"Line 5: the\r\n")
+    shown += os.read(here, 1)  # it is talking
+
+    def repeat(action, text):
+        """A signal may fall on any instant; Python's readline sees one that comes before it waits for keys too late."""
+        nonlocal shown
+        while text not in shown:
+            action()
+            if select.select([here], [], [], 1)[0]:
+                shown += os.read(here, 4096)
+        shown = shown.split(text, 1)[1]
+
+    def press():
+        """As an impatient person does."""
+        for _ in range(300):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.0001)
+
+    repeat(press, b"(interrupted)")
+    repeat(press, b"(Ctrl-D or /quit leaves)")
+    repeat(lambda: os.write(here, b"/undo\n"), b"taken back")
+    repeat(press, b"(Ctrl-D or /quit leaves)")
+    repeat(lambda: os.write(here, b"/show\n"), b"/show\r\n")
+    os.write(here, b"/quit\n")
+    assert process.wait(timeout=60) == 0
+    os.close(here)
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "empty folder", "file"])
+def test_a_path_that_is_no_run(tmp_path, kind):
+    path = tmp_path / "thing"
+    if kind == "empty folder":
+        path.mkdir()
+    if kind == "file":
+        path.write_text("hello")
+    done = run_script(GENERATE, path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {path} ")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,399 @@
+"""scripts/inspect_model.py as a user runs it: tables, JSON and pictures of what the model computed, one-line errors."""
+
+import copy
+import importlib.util
+import json
+import math
+import re
+import shutil
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, run_script
+
+from thinker import interop
+from thinker.checkpoint import checkpoint
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.interpretability import attribution, heads, reports
+from thinker.runtime.errors import UserError
+from thinker.training.validation_data import ids_in_use, sample_texts
+
+INSPECT = ROOT / "scripts" / "inspect_model.py"
+PROMPT = "Line 7: the cat"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs main() in this process; returns what it printed."""
+    spec = importlib.util.spec_from_file_location("inspect_command", INSPECT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["inspect_model.py", *map(str, arguments), "--device", "cpu"])
+        capsys.readouterr()
+        assert module.main() == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def model(tiny_run):
+    return interop.load(tiny_run)
+
+
+def test_a_row_number_by_number(command, tiny_run, model):
+    thinker, tokenizer = model
+    found = json.loads(
+        command(tiny_run, "explain", "--prompt", PROMPT, "--layer", 1, "--head", 1, "--query", 4, "--json")
+    )
+    ids = [tokenizer.bos_id, *tokenizer.encode(PROMPT)]
+    weights = thinker.attention_weights(torch.tensor([ids]))[1, 0, 1, 4]
+    assert found["weights"] == pytest.approx(weights.tolist(), abs=1e-6)
+    q = torch.tensor(found["q"])
+    assert found["scaled"] == pytest.approx([score / math.sqrt(len(q)) for score in found["scores"]])
+    seen = torch.tensor(found["scaled"])[:5].softmax(0)
+    assert found["weights"][:5] == pytest.approx(seen.tolist(), abs=1e-5)
+    assert found["weights"][5:] == [0] * (len(ids) - 5)
+    assert found["output"] == pytest.approx((seen @ torch.tensor(found["values"])[:5]).tolist(), abs=1e-5)
+    assert found["output"] == pytest.approx(found["head_output"], abs=1e-5)
+    shown = command(tiny_run, "explain", "--prompt", PROMPT, "--query", 4)
+    rows = shown.split("\n\n")[1].splitlines()
+    assert len(rows) == 1 + len(ids)
+    assert [row.split()[4] for row in rows[1:]] == ["yes"] * 5 + ["no"] * (len(ids) - 5)
+    assert "<|bos|>" in rows[1]
+
+
+def test_maps_and_flows(command, tiny_run, model, tmp_path):
+    thinker, tokenizer = model
+    tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT)]])
+    weights = thinker.attention_weights(tokens)
+    found = json.loads(command(tiny_run, "map", "--prompt", PROMPT, "--layer", 1, "--json"))
+    torch.testing.assert_close(torch.tensor(found["weights"]), weights[1, 0, 0])
+    shown = command(tiny_run, "map", "--prompt", PROMPT, "--png", tmp_path / "map.png")
+    assert "1.00 <|bos|> (0)" in shown
+    flows = json.loads(
+        command(tiny_run, "flow", "--prompt", PROMPT, "--position", 3, "--json", "--png", tmp_path / "f.png")
+    )
+    assert [sum(row) for row in flows["rollout"]] == pytest.approx([1, 1])
+    assert len(flows["max_flow"]) == tokens.shape[1]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("map.png", "f.png"))
+
+
+def test_scores_of_all_heads(command, tiny_run, model, tmp_path):
+    thinker, tokenizer = model
+    found = json.loads(command(tiny_run, "heads", "--json", "--png", tmp_path / "heads.png"))
+    ids = ids_in_use(tiny_run, tokenizer, tmp_path)
+    weights = thinker.attention_weights(heads.repeated_tokens(ids, min(24, thinker.config.max_seq_len // 2)))
+    assert torch.tensor(found["induction"]).shape == (2, 2)
+    torch.testing.assert_close(torch.tensor(found["induction"]), heads.induction(weights).mean(dim=1))
+    shown = command(tiny_run, "heads", "--prompt", PROMPT)
+    assert "measured on  the prompt" in shown
+    assert len(shown.strip().split("\n\n")[1].splitlines()) == 1 + 4
+
+
+def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run, model, tmp_path):
+    _, tokenizer = model
+    ids = ids_in_use(tiny_run, tokenizer, tmp_path)
+    assert 10 < len(ids) < tokenizer.vocab_size
+    assert tokenizer.bos_id not in ids
+    assert set(tokenizer.encode(PROMPT)) & set(ids.tolist())
+    assert "random tokens of those in the run's text" in command(tiny_run, "heads")
+    shutil.copytree(tiny_run / "checkpoints", tmp_path / "alone" / "checkpoints")  # a run that has lost its recipe
+    shutil.copy(tiny_run / "thinker-tokenizer.json", tmp_path / "alone")
+    assert "random tokens of the whole vocabulary" in command(tmp_path / "alone", "heads")
+
+
+def test_what_a_prediction_is_made_of(command, tiny_run, model, tmp_path):
+    thinker, tokenizer = model
+    tokens = torch.tensor([tokenizer.bos_id, *tokenizer.encode(PROMPT)])
+    given = ["--prompt", PROMPT, "--against", "e"]
+    found = json.loads(command(tiny_run, "attribute", *given, "--json", "--png", tmp_path / "a.png"))
+    logits = thinker(tokens[None])[0, -1]
+    (against,) = tokenizer.encode("e")
+    assert found["target"] == logits.argmax().item()
+    assert found["y"] == pytest.approx((logits.max() - logits[against]).item(), abs=1e-4)
+    parts = found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"]))
+    assert parts == pytest.approx(found["y"], abs=1e-4)
+    lens = json.loads(command(tiny_run, "lens", "--prompt", PROMPT, "--json"))
+    assert lens["likeliest"][-1][0]["id"] == logits.argmax().item()
+    assert lens["likeliest"][-1][0]["probability"] == pytest.approx(logits.softmax(-1).max().item(), abs=1e-5)
+    assert lens["probability"][-1][-1] == lens["likeliest"][-1][0]["probability"]
+    assert lens["said"][-1][-1] == lens["likeliest"][-1][0]["token"]
+    assert len(lens["tokens"]) == len(lens["said"][0]) == min(16, tokens.shape[0])
+    assert "embedding" in command(tiny_run, "lens", "--prompt", PROMPT)
+
+
+def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, make_thinker, tmp_path):
+    tokenizer = make_tokenizer("byte", [])
+    shape = {"vocab_size": tokenizer.vocab_size, "attention": "token(97) | window(3)"}
+    checkpoint.save(tmp_path / "m", make_thinker(**shape), {"step": 0})
+    tokenizer.save(tmp_path / "m")
+    found = json.loads(
+        command(tmp_path / "m", "attribute", "--prompt", "abcabc", "--json", "--png", tmp_path / "a.png")
+    )
+    assert "by_token" not in found
+    assert found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"])) == pytest.approx(
+        found["y"], abs=1e-3
+    )
+    assert "have no gradients" in command(tmp_path / "m", "attribute", "--prompt", "abcabc")
+
+
+def test_attribution_begins_at_the_token_that_begins_texts(command, tiny_run, model):
+    thinker, tokenizer = model
+    found = json.loads(command(tiny_run, "attribute", "--prompt", PROMPT, "--json"))
+    tokens = reports.Prompt.read(thinker, tokenizer, PROMPT).tokens
+    given = attribution.integrated_gradients(thinker, tokens, found["target"], baseline=tokenizer.bos_id)
+    assert found["by_token"] == pytest.approx(given[0].tolist(), abs=1e-4)
+    assert found["by_token"][0] == 0
+
+
+def test_patching_between_two_prompts(command, tiny_run, model, tmp_path):
+    thinker, tokenizer = model
+    clean, corrupt = "Line 7", "Line 8"
+    assert len(tokenizer.encode(clean)) == len(tokenizer.encode(corrupt))
+    shown = command(tiny_run, "patch", "--prompt", clean, "--corrupt", corrupt, "--png", tmp_path / "p.png", "--json")
+    found = json.loads(shown)
+    prompts = [reports.Prompt.read(thinker, tokenizer, text).tokens for text in (clean, corrupt)]
+    known = attribution.patch(thinker, *prompts, found["target"])
+    assert found["blocks.0"] == pytest.approx(known["blocks.0"].tolist())
+    assert found["blocks.1"][-1] == pytest.approx(1, abs=1e-4)
+    assert (tmp_path / "p.png").exists()
+
+
+@pytest.fixture(scope="session")
+def four_heads(tiny, tmp_path_factory):
+    """A run of as many key heads as query heads, all of whose checkpoints are kept."""
+    folder = tmp_path_factory.mktemp("runs") / "four"
+    shape = ("model.n_heads=4", "model.n_kv_heads=4", "train.max_steps=20", "train.save_every=5", "train.keep_every=5")
+    done = run_script(*tiny, f"run.dir={folder}", *shape)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_scores_over_a_training(command, four_heads, tmp_path):
+    found = json.loads(command(four_heads, "heads", "--over-training", "--json", "--png", tmp_path / "o.png"))
+    assert found["steps"] == [5, 10, 15, 20]
+    for step, row in zip(found["steps"], found["previous"]):
+        thinker, tokenizer = interop.load(four_heads, checkpoint=f"step-{step:08d}")
+        random = reports.random_repeats(thinker, ids_in_use(four_heads, tokenizer, tmp_path))
+        known = heads.previous_token(thinker.attention_weights(random)).mean(dim=1)
+        assert row == pytest.approx(known.flatten().tolist(), abs=1e-5)
+    shown = command(four_heads, "heads", "--over-training", "--prompt", PROMPT)
+    assert len(shown.strip().split("\n\n")[1].splitlines()) == 5
+    assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "gradient"])
+def test_what_heads_are_worth(command, tiny_run, model, tmp_path, how):
+    text = tmp_path / "text.txt"
+    text.write_text("Line 7: the cat sat on the mat and said nothing. " * 40)
+    found = json.loads(command(tiny_run, "heads", "--importance", how, "--text", text, "--texts", 5, "--json"))
+    thinker, tokenizer = model
+    tokens, targets = sample_texts(thinker, tokenizer, tiny_run, text, 5, tmp_path)
+    if how == "gradient":
+        known = heads.importance_by_gradient(thinker, tokens, targets=targets)
+    else:
+        known = heads.importance_by_ablation(thinker, tokens, how, targets=targets)
+    assert found["value"] == [pytest.approx(row, abs=1e-5) for row in known.value.tolist()]
+    assert found["low"] == [pytest.approx(row, abs=1e-5) for row in known.low.tolist()]
+    shown = command(tiny_run, "heads", "--importance", how, "--texts", 4, "--png", tmp_path / "i.png")  # its own text
+    values = [float(line.split()[2]) for line in shown.strip().split("\n\n")[1].splitlines()[1:]]
+    assert len(values) == 4
+    assert values == sorted(values, reverse=True)
+
+
+def test_texts_lie_evenly_and_count_what_follows(model, tiny_run, tmp_path):
+    thinker, tokenizer = model
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(97 + i % 26) for i in range(4000)))
+    tokens, targets = sample_texts(thinker, tokenizer, tiny_run, text, 4, tmp_path)
+    assert torch.equal(tokens[:, 1:][targets[:, :-1] >= 0], targets[:, :-1][targets[:, :-1] >= 0])
+    assert tokens.shape == (4, thinker.config.max_seq_len)
+    text.write_text("short")
+    with pytest.raises(UserError, match="there must be at least 16"):
+        sample_texts(thinker, tokenizer, tiny_run, text, 4, tmp_path)
+
+
+def test_what_is_given_is_no_target(make_thinker, tiny_run, tmp_path):
+    tokenizer, text = make_tokenizer("byte", []), tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 30)
+    thinker = make_thinker(vocab_size=tokenizer.vocab_size, attention="prefix(5)")
+    _, targets = sample_texts(thinker, tokenizer, tiny_run, text, 3, tmp_path)
+    assert (targets[:, :4] == -1).all()
+    assert (targets[:-1, 4:] >= 0).all()  # the last window is padded
+
+
+def test_two_steps_of_a_run(command, four_heads, tmp_path):
+    given = four_heads, "compare", "--checkpoint", "step-00000005", "--other-checkpoint", "step-00000020"
+    found = json.loads(command(*given, "--prompt", PROMPT, "--json", "--png", tmp_path / "c.png"))
+    models = [interop.load(four_heads, checkpoint=name) for name in given[3::2]]
+    tokens = reports.Prompt.read(*models[0], PROMPT).tokens[None]
+    weights = [thinker.attention_weights(tokens) for thinker, _ in models]
+    apart = heads.redundancy(torch.stack([w[1, :, 2] for w in weights], dim=1))[0, 0, 1]
+    assert found["apart"][1][2] == pytest.approx(apart.item(), abs=1e-6)
+    assert found["distance"][1][0] == pytest.approx(heads.mean_distance(weights[1][0, 0]).tolist(), abs=1e-5)
+    logs = [thinker(tokens).log_softmax(-1) for thinker, _ in models]
+    known = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
+    assert found["divergence_of_predictions"] == pytest.approx(known, abs=1e-5)
+    itself = command(four_heads, "compare", "--other", four_heads)
+    assert "= 0.0000 nats a token; the same likeliest token at 100.0%" in itself
+
+
+def test_without_a_tokenizer_what_needs_none(command, tiny_run, model, tmp_path):
+    shutil.copytree(next((tiny_run / "checkpoints").glob("step-*")), tmp_path / "step-00000040")
+    assert "random tokens of the whole vocabulary" in command(tmp_path / "step-00000040", "heads")
+    with pytest.raises(UserError, match="has no tokenizer, so it cannot read a text"):
+        command(tmp_path / "step-00000040", "map", "--prompt", "ab")
+
+
+def test_numbers_that_are_none_end_in_one_line(command, model, tmp_path):
+    thinker, tokenizer = copy.deepcopy(model[0]), model[1]
+    with torch.no_grad():
+        thinker.blocks[0].mlp.up_proj.weight.fill_(torch.nan)
+    checkpoint.save(tmp_path / "nan", thinker, {"step": 0})
+    tokenizer.save(tmp_path / "nan")
+    for name in ("lens", "attribute"):
+        with pytest.raises(UserError, match="not finite"):
+            command(tmp_path / "nan", name, "--prompt", "ab")
+
+
+def test_a_pruned_model_that_cannot_be_written(command, four_heads):
+    with pytest.raises(UserError, match="cannot write /proc/pruned"):
+        command(four_heads, "prune", "--groups", "0.1", "--texts", "4", "--out", "/proc/pruned")
+
+
+def test_models_with_other_heads_are_compared_by_what_they_predict(command, four_heads, tiny_run, tmp_path):
+    for given in (), ("--prompt", PROMPT):
+        found = json.loads(command(four_heads, "compare", "--other", tiny_run, *given, "--json"))
+        assert np.mean(found["by_position"]) == pytest.approx(found["divergence_of_predictions"], abs=1e-5)
+        assert found["divergence_of_predictions"] > 0
+        assert "apart" not in found
+    assert "[4, 4] and [2, 2] by layer" in command(
+        four_heads, "compare", "--other", tiny_run, "--png", tmp_path / "c.png"
+    )
+
+
+def test_pruning_for_good(command, four_heads, tmp_path):
+    given = four_heads, "prune", "--groups", "0.1,1.0,1.2", "--texts", "6", "--out", tmp_path / "pruned"
+    found = json.loads(command(*given, "--json", tmp_path / "p.json") and (tmp_path / "p.json").read_text())
+    assert found["pruned"] == [[0, 1], [1, 0], [1, 2]]
+    left, tokenizer = interop.load(tmp_path / "pruned")
+    whole, _ = interop.load(four_heads)
+    assert left.config.kv_heads_by_layer == [3, 2]
+    tokens = torch.tensor([tokenizer.encode(PROMPT)])
+    with whole.edit({f"blocks.{at}": "zero" for at in ("0.attention.heads.1", "1.attention.heads.[02]")}):
+        torch.testing.assert_close(left(tokens), whole(tokens), rtol=0, atol=1e-4)
+    assert found["parameters"][1] == sum(p.numel() for p in left.parameters()) < found["parameters"][0]
+    tokens, targets = sample_texts(whole, tokenizer, four_heads, None, 6, tmp_path)
+    known = [heads.losses(thinker, tokens[3:], targets[3:]).mean().item() for thinker in (whole, left)]
+    assert [found["loss_before"], found["loss_after"]] == pytest.approx(known, abs=1e-5)
+    again = command(tmp_path / "pruned", "heads")  # it can be looked into as any other
+    assert len(again.strip().split("\n\n")[1].splitlines()) == 1 + 5
+    shown = command(four_heads, "prune", "--count", "3", "--texts", "4", "--png", tmp_path / "p.png")
+    assert [line.split()[2] for line in shown.strip().split("\n\n")[1].splitlines()[1:4]] == ["out"] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [
+        (("map", "--layer", "1", "--head", "1"), {"layer": 1, "head": 1, "view": "attention"}),
+        (("attribute", "--position", "3"), {"position": 3, "view": "attribution"}),
+        (("lens", "--position", "-2"), {"view": "lens"}),
+        (("heads",), {"layer": 0, "head": 0}),
+        (("patch", "--corrupt", PROMPT.replace("7", "8")), {"view": "attention"}),
+    ],
+)
+def test_a_page_begins_where_the_command_looked(command, tiny_run, model, tmp_path, given, start):
+    command(tiny_run, *given, "--prompt", PROMPT, "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    facts = json.loads(re.search(r'id="facts">(.*?)</script>', text)[1])
+    n_tokens = len(reports.Prompt.read(*model, PROMPT).tokens)
+    assert len(facts["labels"]) == n_tokens
+    start = start | ({"position": n_tokens - 2} if "-2" in given else {})
+    assert {name: facts["start"][name] for name in start} == start
+
+
+def test_a_page_of_a_report_alone(command, tiny_run, tmp_path):
+    command(tiny_run, "heads", "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert 'id="facts"' not in text
+    assert text.count("<tr>") == 1 + 4
+
+
+def test_tokens_that_people_can_read(model):
+    tokenizer = make_tokenizer("byte", [])
+    assert [reports.label(tokenizer, i) for i in (65, 32, 10, 0xC3, tokenizer.bos_id)] == [
+        "A",
+        "·",
+        "\\n",
+        "\\xc3",
+        "<|bos|>",
+    ]
+
+
+def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
+    done = script(INSPECT, tiny_run, "map")
+    assert (done.returncode, done.stderr) == (2, "error: map needs a text: --prompt TEXT\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lens", "--prompt", "ab", "--layer", "1"], "--layer does not go with lens"),
+        (["map", "--prompt", "ab", "--layer", "2"], "--layer is 2; there are 2"),
+        (["map", "--prompt", "ab", "--head", "-1"], "--head is -1"),
+        (["explain", "--prompt", "ab", "--query", "99"], "--query is 99"),
+        (["map", "--prompt", ""], "the prompt has 1 token.s. with the one that begins texts; there must be 2 to"),
+        (["map", "--prompt", "x" * 999], "the prompt has"),
+        (["attribute", "--prompt", "ab", "--target", "xyzw,xyzw"], "tokens of this model, .*; one is wanted"),
+        (["attribute", "--prompt", "ab", "--target", "a", "--against", "a"], "are both 'a'"),
+        (["patch", "--prompt", "ab"], "--corrupt"),
+        (["patch", "--prompt", "ab", "--corrupt", "x7y7z"], "as many tokens"),
+        (["lens", "--prompt", "ab", "--count", "1"], "--count does not go with lens"),
+        (["heads", "--json", "nowhere/x.json"], "cannot write nowhere/x.json: its folder does not exist"),
+        (["heads", "--prompt", "ab", "--importance", "zero"], "not on a --prompt"),
+        (["heads", "--texts", "4"], "--text and --texts are read with --importance"),
+        (["heads", "--importance", "zero", "--texts", "1"], "--texts is 1; it must be at least 2"),
+        (["heads", "--importance", "zero", "--over-training"], "contradict each other"),
+        (["heads", "--over-training", "--checkpoint", "best"], "leave out --checkpoint"),
+        (["compare"], "compare needs a second model"),
+        (["compare", "--other-checkpoint", "step-7"], "has no checkpoint step-7"),
+        (["compare", "--other", "nowhere"], "nowhere does not exist"),
+        (["prune"], "either --count N or --groups"),
+        (["prune", "--count", "1", "--groups", "0.0"], "either --count N or --groups"),
+        (["prune", "--groups", "0-1"], "--groups 0-1 is no list such as 0.1,2.3"),
+        (["prune", "--groups", "0.0"], "layer 0 would have no head left"),
+        (["prune", "--count", "1"], "1 key heads cannot be taken out: 1 to 0 can"),
+        (["prune", "--count", "1", "--texts", "2"], "2 texts are too few"),
+        (["map", "--prompt", "ab", "--json", "nowhere/x"], "its folder does not exist"),
+        (["prune", "--count", "1", "--out", "."], "--out . exists; give a new folder"),
+        (["heads", "--png", "."], "cannot write .: it is a folder"),
+        (["heads", "--png", "same", "--html", "same"], "same is named twice"),
+        (["map", "--prompt", "ab", "--png", "nowhere/x.png"], "cannot write nowhere/x.png"),
+    ],
+)
+def test_mistakes(command, tiny_run, arguments, message):
+    with pytest.raises(UserError, match=message):
+        command(tiny_run, *arguments)
+
+
+def test_the_python_of_the_documentation_runs(four_heads, monkeypatch, tmp_path):
+    pytest.importorskip("bertviz")
+    text = (ROOT / "docs" / "inspecting.md").read_text()
+    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text.split("## From Python")[1].split("## Definitions")[0], re.M)
+    code = textwrap.dedent("".join(blocks)).replace(
+        "A boy named Jonah loved the goat Pebble. The magic crown", "the cat"
+    )
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").symlink_to(four_heads)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(code.replace('" goat"', '"a"'), names)
+    assert names["weights"].shape[:3] == (2, 1, 4)
+    assert list(names["seen"])[-1] == "blocks.1.mlp"

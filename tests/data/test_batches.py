@@ -1,0 +1,275 @@
+"""Windows and their order: nothing lost, nothing twice, and a pure function of (seed, step)."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinker.data.batches import Loader, Windows, entropy_floor, in_order, permute
+from thinker.data.shards import ShardWriter, TokenSet
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.runtime.errors import UserError
+
+TOKENIZER = make_tokenizer("byte", [])
+BOS = TOKENIZER.bos_id
+PACKINGS = pytest.mark.parametrize("packing", ["contiguous", "documents"])
+LENGTHS = st.lists(st.integers(0, 25), min_size=1, max_size=25)
+
+
+@pytest.fixture(scope="session")
+def make_tokens(tmp_path_factory):
+    return lambda lengths, **options: write(tmp_path_factory.mktemp("tokens"), lengths, **options)
+
+
+def write(folder, lengths, shard_tokens=1 << 20, log_probs=None):
+    """Documents of these lengths, their tokens counting 0, 1, 2, ... modulo 256 through the whole set."""
+    writer = ShardWriter(folder, "train", TOKENIZER, shard_tokens)
+    start = 0
+    for i, length in enumerate(lengths):
+        ids = np.arange(start, start + length) % 256
+        writer.add(ids, length, None if log_probs is None else log_probs[i])
+        start += length
+    writer.close()
+    return TokenSet.open(folder, writer.files, TOKENIZER)
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**9))
+def test_permute_is_a_bijection_of_any_size(size, seed, epoch):
+    image = permute(np.arange(size), size, (seed, epoch))
+    assert sorted(image.tolist()) == list(range(size))
+    assert permute(size // 2, size, (seed, epoch)) == image[size // 2]
+
+
+@given(size=st.integers(2**40, 2**62), seed=st.integers(0, 100))
+def test_permute_needs_no_table(size, seed):
+    indices = np.array([i * (size - 1) // 49 for i in range(50)])
+    image = permute(indices, size, (seed, 0))
+    assert ((image >= 0) & (image < size)).all()
+    assert len(np.unique(image)) == len(indices)
+
+
+@pytest.mark.parametrize("index", [-1, 8, np.array([3, 8]), np.array([-1, 3])])
+def test_permute_refuses_what_is_out_of_range(index):
+    with pytest.raises(IndexError):
+        permute(index, 8, (0, 0))
+
+
+def test_permute_sends_every_index_everywhere():
+    size, keys = 11, 5500
+    images = np.stack([permute(np.arange(size), size, (7, epoch)) for epoch in range(keys)])
+    for index in range(size):
+        counts = np.bincount(images[:, index], minlength=size)
+        chi_square = ((counts - keys / size) ** 2 / (keys / size)).sum()
+        assert chi_square < 35  # 10 degrees of freedom: one in ten thousand by chance
+    order = permute(np.arange(5000), 5000, (7, 0))
+    for other in (np.arange(5000), permute(np.arange(5000), 5000, (7, 1)), permute(np.arange(5000), 5000, (8, 0))):
+        assert abs(np.corrcoef(order, other)[0, 1]) < 0.06
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.06
+
+
+@PACKINGS
+@given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
+def test_windows_reproduce_the_stream(packing, lengths, seq_len, shard_tokens, make_tokens):
+    tokens = make_tokens(lengths, shard_tokens=shard_tokens)
+    windows = Windows(tokens, seq_len, packing)
+    stream, counted = [], 0
+    for i in range(len(windows)):
+        inputs, targets = windows[i]
+        assert inputs.shape == targets.shape == (seq_len,)
+        used = int((targets >= 0).sum())
+        assert used > 0
+        assert (targets[:used] >= 0).all()  # padding comes last, and is the boundary
+        assert (inputs[used:] == BOS).all()
+        assert inputs[1:used].tolist() == targets[: used - 1].tolist()
+        stream += [*inputs[:1].tolist(), *targets[:used].tolist()] if not stream else targets[:used].tolist()
+        counted += used
+    boundary = [int(shard.tokens[0]) for shard in tokens.shards]
+    whole = [token for shard in tokens.shards for token in shard.tokens[1:].tolist()]
+    assert stream == [boundary[0], *whole]  # each token is a target once: only the first boundaries are given
+    assert counted == windows.n_targets == sum(lengths) + len(lengths)
+    assert windows.longest_document == max(lengths) + 1
+
+
+@given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
+def test_documents_are_packed_greedily_and_whole(lengths, seq_len, shard_tokens, make_tokens):
+    tokens = make_tokens(lengths, shard_tokens=shard_tokens)
+    windows = Windows(tokens, seq_len, "documents")
+    expected = []
+    for shard in tokens.shards:  # the same, one document at a time
+        start, starts = None, []
+        for begin, end in zip(shard.offsets.tolist(), shard.offsets[1:].tolist()):
+            if start is None or end - start > seq_len:
+                starts.append(begin)
+                start = begin
+            if end - begin > seq_len:
+                starts += range(begin + seq_len, end, seq_len)
+                start = None
+        expected += [(shard, *pair) for pair in zip(starts, [*starts[1:], shard.n_tokens - 1])]
+    assert [windows.span(i) for i in range(len(windows))] == expected
+    for shard, start, end in expected:
+        inside = [(a, b) for a, b in zip(shard.offsets[:-1], shard.offsets[1:]) if a < end and b > start]
+        assert all(start <= a and b <= end for a, b in inside) or len(inside) == 1  # whole, or alone in its windows
+
+
+def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_tokens):
+    tokens = make_tokens([3, 4, 5, 30, 1])
+    first = Windows(tokens, 10, "documents")
+    (table,) = tokens.shards[0].path.parent.glob("*.npy")
+    assert isinstance(first.starts[0], np.memmap)
+    expected, age = [first.span(i) for i in range(len(first))], table.stat().st_mtime_ns
+    for damage in (None, b"", b"nonsense", table.read_bytes()[:-1]):
+        if damage is not None:
+            table.write_bytes(damage)
+        again = Windows(tokens, 10, "documents")
+        assert [again.span(i) for i in range(len(again))] == expected
+        if damage is None:
+            assert table.stat().st_mtime_ns == age
+    assert [file.name for file in tokens.shards[0].path.parent.glob("*.npy")] == [table.name]
+    assert len(Windows(tokens, 5, "documents")) > len(first)  # another length has a table of its own
+
+
+@PACKINGS
+@given(
+    lengths=LENGTHS,
+    batch_size=st.integers(1, 9),
+    seed=st.integers(0, 1000),
+    shard_tokens=st.integers(1, 200),
+)
+def test_each_window_once_an_epoch_whatever_the_batch_size(
+    packing, lengths, batch_size, seed, shard_tokens, make_tokens
+):
+    windows = Windows(make_tokens([*lengths, 8], shard_tokens=shard_tokens), 7, packing)
+    loader = Loader(windows, batch_size, seed)
+    size = len(windows)
+    ids = [i for step in range(3 * size // batch_size + 1) for i in loader.sample_ids(step)]
+    for epoch in range(3):
+        assert sorted(ids[epoch * size : (epoch + 1) * size]) == list(range(size))
+    other = Loader(windows, batch_size + 1, seed)  # the order is the seed's, however it is cut into steps
+    assert [i for step in range(size) for i in other.sample_ids(step)][: len(ids)] == ids[: size * (batch_size + 1)]
+
+
+def test_batches_are_a_pure_function_of_seed_and_step(make_tokens):
+    windows = Windows(make_tokens([20, 3, 14, 9] * 5), 8, "contiguous")
+    loader = Loader(windows, 4, seed=3)
+    forwards = [loader.batch(step) for step in range(12)]
+    for step in (7, 0, 11, 7):
+        inputs, targets = Loader(windows, 4, seed=3).batch(step)
+        assert torch.equal(inputs, forwards[step][0])
+        assert torch.equal(targets, forwards[step][1])
+        assert inputs.shape == targets.shape == (4, 8)
+        assert inputs.dtype == targets.dtype == torch.int64
+        for row, i in enumerate(loader.sample_ids(step)):
+            assert inputs[row].tolist() == windows[i][0].tolist()
+            assert targets[row].tolist() == windows[i][1].tolist()
+        assert torch.equal(loader.batch(step, slice(1, 3))[1], targets[1:3])
+    assert [loader.sample_ids(s) for s in range(5)] != [Loader(windows, 4, seed=4).sample_ids(s) for s in range(5)]
+
+
+def test_every_epoch_has_an_order_of_its_own(make_tokens):
+    windows = Windows(make_tokens([20, 3, 14, 9] * 5), 8, "contiguous")
+    size = len(windows)
+    ids = [Loader(windows, size, seed=3).sample_ids(epoch) for epoch in range(4)]
+    assert len({tuple(order) for order in ids}) == 4
+    assert ids == [permute(np.arange(size), size, (3, epoch)).tolist() for epoch in range(4)]
+
+
+@PACKINGS
+def test_in_order_goes_through_the_first_windows_once(packing, make_tokens):
+    windows = Windows(make_tokens([5, 9, 2, 30, 7], shard_tokens=20), 6, packing)
+    everything = [windows[i][1].tolist() for i in range(len(windows))]
+    for limit in (None, 1, 5, len(windows), len(windows) + 9):
+        batches = list(in_order(windows, 4, limit))
+        assert [row for _, targets in batches for row in targets.tolist()] == everything[:limit]
+        assert {len(inputs) for inputs, _ in batches[:-1]} <= {4}
+
+
+@given(lengths=LENGTHS, limit=st.none() | st.integers(1, 30), shard_tokens=st.integers(1, 200), data=st.data())
+def test_the_floor_counts_the_documents_in_the_windows(lengths, limit, shard_tokens, data, make_tokens):
+    log_probs = data.draw(st.lists(st.floats(-500, 0), min_size=len(lengths), max_size=len(lengths)))
+    windows = Windows(make_tokens(lengths, shard_tokens=shard_tokens, log_probs=log_probs), 26, "documents")
+    counted = sum(int((targets >= 0).sum()) for _, targets in in_order(windows, 4, limit))
+    documents, targets = 0, 0
+    while targets < counted:  # whole documents, from the first
+        targets += lengths[documents] + 1
+        documents += 1
+    assert targets == counted
+    assert entropy_floor(windows, limit) == pytest.approx(-math.fsum(log_probs[:documents]) / targets)
+
+
+def test_no_floor_where_none_is_known(make_tokens):
+    known = make_tokens([4, 12, 4], log_probs=[-1.0, -2.0, -3.0])
+    assert entropy_floor(Windows(known, 13, "documents")) == pytest.approx(6 / 23)
+    assert entropy_floor(Windows(known, 13, "documents"), limit=1) == pytest.approx(1 / 5)
+    assert entropy_floor(Windows(known, 12, "documents")) is None  # the second is cut
+    assert entropy_floor(Windows(known, 12, "documents"), limit=1) == pytest.approx(1 / 5)
+    assert entropy_floor(Windows(known, 13, "contiguous")) is None
+    assert entropy_floor(Windows(make_tokens([4], log_probs=None), 13, "documents")) is None
+
+
+@PACKINGS
+def test_a_corpus_shorter_than_one_window(packing, make_tokens):
+    tokens = make_tokens([4, 3])  # 10 tokens with its boundaries... bos 4, bos 3, bos
+    assert tokens.n_tokens == 10
+    Loader(Windows(tokens, 9, packing), 2, 0)
+    with pytest.raises(UserError, match=r"10 tokens.*data.seq_len=10 takes 11; lower data.seq_len or add text"):
+        Loader(Windows(tokens, 10, packing), 2, 0)
+
+
+def test_wrong_options(make_tokens):
+    tokens = make_tokens([4])
+    with pytest.raises(UserError, match="data.packing=tight: it must be contiguous or documents"):
+        Windows(tokens, 4, "tight")
+    with pytest.raises(UserError, match="data.seq_len=0"):
+        Windows(tokens, 0, "contiguous")
+    with pytest.raises(IndexError):
+        Windows(tokens, 4, "contiguous")[2]
+
+
+def test_order_uses_every_window_equally_over_epochs(make_tokens):
+    windows = Windows(make_tokens([10] * 10), 5, "contiguous")
+    loader = Loader(windows, 3, seed=1)
+    counts = Counter(i for step in range(len(windows)) for i in loader.sample_ids(step))
+    assert set(counts.values()) == {3}
+
+
+@given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
+def test_documents_are_numbered_from_border_to_border(lengths, seq_len, shard_tokens, make_tokens):
+    tokens = make_tokens(lengths, shard_tokens=shard_tokens)
+    windows = Windows(tokens, seq_len, "contiguous", isolate=True)
+    assert Windows(tokens, seq_len, "contiguous").documents(torch.zeros(1, seq_len, dtype=torch.long)) is None
+    inputs, _ = windows.batch(range(len(windows)))
+    numbers = windows.documents(inputs)
+    assert numbers.shape == inputs.shape
+    same = numbers[:, 1:] == numbers[:, :-1]
+    assert torch.equal(same, inputs[:, 1:] != BOS)  # a new one wherever a boundary stands, and nowhere else
+
+
+def test_the_first_tokens_of_a_window_can_be_given(make_tokens):
+    tokens = make_tokens([40])
+    inputs, targets = Windows(tokens, 10, "contiguous")[1]
+    given_inputs, given_targets = Windows(tokens, 10, "contiguous", given=4)[1]
+    assert given_inputs.tolist() == inputs.tolist()
+    assert given_targets.tolist() == [-1, -1, -1, *targets[3:]]
+
+
+@PACKINGS
+@given(
+    lengths=LENGTHS,
+    seq_len=st.integers(1, 30),
+    size=st.integers(1, 5),
+    ranks=st.integers(1, 5),
+    limit=st.integers(1, 9),
+)
+def test_ranks_see_each_window_once_in_equally_many_batches(packing, lengths, seq_len, size, ranks, limit, make_tokens):
+    windows = Windows(make_tokens(lengths), seq_len, packing)
+    whole = [row for _, targets in in_order(windows, size, limit) for row in targets.tolist()]
+    parts = [list(in_order(windows, size, limit, rank, ranks)) for rank in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    assert all(len(inputs) == len(targets) > 0 for part in parts for inputs, targets in part)
+    rows = [row for part in parts for _, targets in part for row in targets.tolist()]
+    counted = [[row for row in each if max(row) >= 0] for each in (rows, whole)]
+    assert sorted(counted[0]) == sorted(counted[1])

@@ -1,0 +1,65 @@
+"""What is fetched ahead is what would have been fetched."""
+
+import time
+
+import pytest
+import torch
+
+from thinker.data.prefetch import Ahead
+
+
+class Numbers:
+    """A loader whose batch says its step."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.asked, self.windows = seconds, [], self
+
+    def documents(self, inputs):
+        return inputs + 1
+
+    def batch(self, step, rows=slice(None)):
+        self.asked.append(step)
+        time.sleep(self.seconds)
+        if step == 9:
+            raise OSError("gone")
+        return torch.full((2, 3), step)[rows], torch.tensor([[step, step, -1], [-1, -1, step]])[rows]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+def test_batches_are_those_of_the_loader_in_any_order(workers):
+    loader = Numbers()
+    ahead = Ahead(loader, workers=workers)
+    for step in [0, 1, 2, 7, 3, 3]:
+        batch = ahead.batch(step)
+        assert (batch.inputs == step).all()
+        assert batch.targets.tolist() == [[step, step, -1], [-1, -1, step]]
+        assert batch.count == 3
+        assert (batch.documents == step + 1).all()
+    ahead.close()
+    assert sorted(loader.asked)[:3] == [0, 1, 2]  # each once
+
+
+def test_a_rank_gets_its_rows():
+    ahead = Ahead(Numbers(), rows=slice(1, 2), workers=0)
+    batch = ahead.batch(4)
+    assert batch.targets.tolist() == [[-1, -1, 4]]
+    assert batch.count == 1
+    ahead.close()
+
+
+def test_the_next_batch_is_made_while_nobody_asks():
+    loader = Numbers(seconds=0.02)
+    ahead = Ahead(loader)
+    ahead.batch(0)
+    assert ahead.waited > 0
+    ahead._coming[1].result()
+    assert loader.asked == [0, 1]
+    ahead.close()
+
+
+def test_what_fails_in_the_thread_fails_where_it_is_asked_for():
+    ahead = Ahead(Numbers())
+    ahead.batch(8)
+    with pytest.raises(OSError, match="gone"):
+        ahead.batch(9)
+    ahead.close()

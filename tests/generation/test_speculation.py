@@ -1,0 +1,365 @@
+"""Speculation on real models: whatever is drafted, the text is the one that plain decoding gives."""
+
+import functools
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from conftest import random_thinker
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Completion, Generator, SamplingParams
+from thinker.generation.sampler import distribution
+from thinker.generation.sequence import Drawn, Row, draw_each
+from thinker.generation.speculation import NGRAMS, DraftModel, PromptLookup
+from thinker.runtime.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TOKENIZER = make_tokenizer("byte", [])
+EOS = TOKENIZER.eos_id
+ENDLESS = {EOS: -math.inf}
+
+# The same examples every time: a pass over several positions differs from one over a single position in its last
+# bits, and one draw in a million stands so near to a border that it could fall on either side.
+SAME_EXAMPLES = {"derandomize": True, "deadline": None}
+
+
+def make_thinker(seed=0, **shape):
+    """Random weights, every one of which matters."""
+    small = {"vocab_size": 264, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16, "max_seq_len": 48}
+    return random_thinker(seed, 0.3, 0.4, **{"n_kv_heads": None, **small, **shape})
+
+
+@pytest.fixture(scope="module")
+def thinker():
+    return make_thinker(1, n_layers=2, n_heads=4, n_kv_heads=2)
+
+
+def few(letters, **more):
+    """A logit bias that leaves these tokens only: a text of so few soon repeats itself, and drafts are accepted."""
+    return {**dict.fromkeys(letters, 60.0), **more}
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(1, 12),
+    temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([None, None, 2, 5]),
+    top_p=st.sampled_from([None, None, 0.6, 0.95]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.8, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.7, -0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.3, -0.3]),
+    logit_bias=st.sampled_from([(), few(b"ab"), few(b"abc"), few([97, 98]) | {EOS: 59.0}]),
+    seed=st.integers(0, 1000),
+    stop=st.sampled_from([(), (), ("abb",), ("cc", "baab")]),
+)
+SHAPES = [
+    {},
+    {"n_heads": 4, "n_kv_heads": 2, "n_layers": 2},
+    {"n_heads": 4, "n_kv_heads": 1, "max_seq_len": 20},  # where the context ends before max_new_tokens
+    {"qk_norm": False, "tie_embeddings": True},
+]
+PROMPTS = st.lists(st.text("abc", max_size=16), min_size=1, max_size=3)
+
+
+@functools.cache
+def make_generator(seed, shape, drafter):
+    """Kept, since to make one takes as long as to use it."""
+    thinker = make_thinker(seed, **SHAPES[shape])
+    if drafter == "none":
+        return Generator(thinker, TOKENIZER)
+    draft = {"lookup": None, "other": make_thinker(seed + 1), "itself": thinker}[drafter]
+    return Generator(thinker, TOKENIZER, speculate=8, draft=draft)
+
+
+def assert_same(plain, speculated):
+    for a, b in zip(plain, speculated, strict=True):
+        assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert (a.drafted, a.accepted) == (0, 0)
+        assert 0 <= b.accepted <= b.drafted
+
+
+def test_speculation_draws_the_very_tokens_of_plain_decoding():
+    tally, accepting = Counter(), Counter()
+
+    @settings(max_examples=200, **SAME_EXAMPLES)
+    @given(st.data())
+    def check(data):
+        seed, shape = data.draw(st.integers(0, 4)), data.draw(st.integers(0, len(SHAPES) - 1))
+        prompts, speculate = data.draw(PROMPTS), data.draw(st.integers(1, 8))
+        params = [data.draw(PARAMS) for _ in prompts]
+        plain = make_generator(seed, shape, "none").generate(prompts, params)
+        for name in ("lookup", *data.draw(st.sampled_from([(), ("other",), ("itself",)]))):
+            generator = make_generator(seed, shape, name)
+            generator.speculate = speculate
+            speculated = generator.generate(prompts, params)
+            assert_same(plain, speculated)
+            accepted = sum(c.accepted for c in speculated)
+            tally[name] += accepted
+            accepting[name] += accepted > 0
+            for completion in speculated:
+                tally[name, "refused"] += completion.drafted - completion.accepted
+                if name == "itself" and completion.finish_reason == "length":
+                    assert completion.accepted == completion.drafted
+                    assert completion.drafted or len(completion.token_ids) < 3
+
+    check()
+    # Else there was nothing to test.
+    for name in ("lookup", "other", "itself"):
+        assert tally[name] > 50
+        assert accepting[name] > 20
+    assert tally["lookup", "refused"] > 50
+    assert tally["other", "refused"] > 50
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
+def test_every_limit_within_a_draft_is_kept(thinker, drafter):
+    draft = {"lookup": None, "other": make_thinker(2), "itself": thinker}[drafter]
+    prompts, limits = ["abab", "b"] * 12, [*range(1, 13), *range(1, 13)]
+    params = [SamplingParams(n, n % 2, logit_bias=few(b"ab"), seed=i) for i, n in enumerate(limits)]
+    plain = Generator(thinker, TOKENIZER).generate(prompts, params)
+    speculated = Generator(thinker, TOKENIZER, speculate=5, draft=draft).generate(prompts, params)
+    assert_same(plain, speculated)
+    assert [len(c.token_ids) for c in speculated] == limits
+    assert sum(c.accepted for c in speculated) > 40
+    for index in range(12):  # alone, where no other row needs a longer draft
+        alone = Generator(thinker, TOKENIZER, speculate=5, draft=draft).generate(prompts[index:][:1], [params[index]])
+        assert_same(plain[index : index + 1], alone)
+        assert (alone[0].drafted, alone[0].accepted) == (speculated[index].drafted, speculated[index].accepted)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
+def test_the_context_is_filled_to_its_end_and_not_beyond(thinker, drafter):
+    draft = {"lookup": None, "other": make_thinker(2), "itself": thinker}[drafter]
+    prompts = ["ab" * 20, "a" * 47, "", "aba" * 15]  # 47: all but the one token that is drawn and never fed
+    params = SamplingParams(1000, 0.7, logit_bias=few(b"ab"))
+    plain = Generator(thinker, TOKENIZER).generate(prompts, params)
+    speculated = Generator(thinker, TOKENIZER, speculate=8, draft=draft).generate(prompts, params)
+    assert_same(plain, speculated)
+    assert [len(c.token_ids) for c in speculated] == [48 - len(prompt) for prompt in prompts]
+    assert sum(c.accepted for c in speculated) > 10
+
+
+def test_each_accepted_draft_saves_a_pass(thinker):
+    for draft in (None, make_thinker(2), thinker):
+        generator, passes = Generator(thinker, TOKENIZER, speculate=4, draft=draft), []
+        generator.thinker.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(args[0].shape))
+        completion = generator.generate(["abab"], SamplingParams(40, logit_bias=few(b"ab")))[0]
+        assert len(passes) == 40 - completion.accepted < 40  # one of them read the prompt
+
+
+def test_the_model_as_its_own_draft_is_right_every_time(thinker):
+    generator = Generator(thinker, TOKENIZER, speculate=3, draft=thinker)
+    completions = generator.generate(["", "abc", "é漢"], SamplingParams(30, logit_bias=ENDLESS, presence_penalty=1.0))
+    # The prompt leads to one token, then each pass to three drafts and one more, the last to what is still wanted.
+    assert [(c.drafted, c.accepted) for c in completions] == [(7 * 3 + 0, 7 * 3 + 0)] * 3
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "itself"])
+def test_a_text_may_end_inside_a_draft(thinker, drafter):
+    # Some documents in the prompt, so that prompt lookup drafts the boundary between them.
+    document = [*b"ab", EOS]
+    ends = []
+    for options in ({}, {"speculate": 6, "draft": None if drafter == "lookup" else thinker}):
+        generator, completions = Generator(thinker, TOKENIZER, **options), [Completion("") for _ in range(30)]
+        rows = [
+            generator.new_row(
+                index, completion, SamplingParams(12, logit_bias=few(document), seed=index), [EOS, *document * 4]
+            )
+            for index, completion in enumerate(completions)
+        ]
+        cache = generator.new_cache(generator.thinker, len(rows), 48 + 6)
+        logits = generator.feed(generator.thinker, [row.tokens for row in rows], cache)[:, None]
+        for _ in generator.decode(rows, cache, logits):
+            pass
+        ends.append(completions)
+    assert_same(*ends)
+    assert all(EOS not in c.token_ids[:-1] for c in completions)
+    # The boundary was a draft that came true, with others after it that no longer could.
+    inside = [c for c in completions if c.token_ids[-1] == EOS and c.drafted > c.accepted > 0]
+    assert len(inside) > 3
+    if drafter == "itself":  # every draft up to the end of the text is drawn, the end itself too
+        for completion in completions:
+            drawn = len(completion.token_ids) - 1  # but the first, which the prompt leads to
+            if drawn < 7:
+                assert completion.accepted == drawn
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
+def test_a_row_that_ends_leaves_the_others_alone(thinker, drafter):
+    draft = {"lookup": None, "other": make_thinker(2), "itself": thinker}[drafter]
+    generator = Generator(thinker, TOKENIZER, speculate=4, draft=draft)
+    prompts = ["abab", "b" * 30, "", "abab", "ba", "c" * 44]
+    ends = [(3, ()), (40, ()), (30, ("abab",)), (11, ()), (40, ()), (40, ())]
+    params = [SamplingParams(n, logit_bias=few(b"ab"), seed=n, stop=stop) for n, stop in ends]
+    together = generator.generate(prompts, params)
+    assert len({len(c.token_ids) for c in together}) > 3  # they end at different times
+    for completion, own in zip(together, params):
+        alone = generator.generate([completion.prompt], own)[0]
+        assert completion.token_ids == alone.token_ids
+        # What is proposed for a row is its own affair too.
+        assert (completion.drafted, completion.accepted) == (alone.drafted, alone.accepted)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "other"])
+def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
+    letters, prompt = b"abcd", "aabacadbbcbdccdda"  # every pair of letters: prompt lookup always finds one
+    samples, batch = 20_000, 1_000  # rows of a batch
+    thinker = make_thinker(4)
+    shaping = {
+        "temperature": 1.4,
+        "top_p": 0.93,
+        "frequency_penalty": 0.8,
+        "logit_bias": dict.fromkeys(letters, 1000.0),
+    }
+    draft = None if drafter == "lookup" else make_thinker(5)
+    generator = Generator(thinker, TOKENIZER, speculate=2, draft=draft)
+    seen, drafted, accepted = Counter(), 0, 0
+    for begin in range(0, samples, batch):
+        # The second token is drafted, and where that was right, the third comes from the same pass.
+        completions = generator.generate([prompt] * batch, SamplingParams(3, seed=begin, **shaping))
+        seen.update(tuple(c.token_ids) for c in completions)
+        drafted += sum(c.drafted for c in completions)
+        accepted += sum(c.accepted for c in completions)
+    assert drafted == samples
+    assert 0.1 < accepted / drafted < 0.9
+
+    expected = joint_distribution(thinker, prompt, letters, SamplingParams(**shaping))
+    assert sum(expected.values()) == pytest.approx(1)
+    assert len(expected) < 64  # top-p leaves some out; these never come
+    assert seen.keys() <= expected.keys()
+    cells = [(seen[three], probability * samples) for three, probability in expected.items()]
+    rare = [cell for cell in cells if cell[1] < 10]  # together, so that the test's own distribution is right
+    cells = [cell for cell in cells if cell[1] >= 10] + ([tuple(map(sum, zip(*rare)))] if rare else [])
+    assert len(cells) > 20
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    p = torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2).double(), torch.tensor(statistic / 2).double())
+    assert p > 1e-4
+
+
+def joint_distribution(thinker, prompt, letters, params):
+    """The probability of every sequence of three letters that can come, by passes over whole texts."""
+    known = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for drawn, probability in known.items():
+            ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt), *drawn]
+            with torch.no_grad():
+                logits = thinker(torch.tensor([ids]))[:, -1, : TOKENIZER.vocab_size]
+            counts = torch.bincount(torch.tensor(drawn, dtype=torch.int64), minlength=TOKENIZER.vocab_size)
+            probs = distribution(logits, params, None, counts[None])[0].tolist()
+            longer.update({(*drawn, letter): probability * probs[letter] for letter in letters if probs[letter]})
+        known = longer
+    return known
+
+
+class CountedList(list):
+    """Counts the tokens that are read from it in slices."""
+
+    read = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        if isinstance(key, slice):
+            self.read += len(found)
+        return found
+
+
+def followed_before(tokens):
+    """What stands behind the latest earlier place where the text's longest possible ending stood, by its definition."""
+    for n in NGRAMS:
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                return tokens[end:]
+    return []
+
+
+@settings(max_examples=200, **SAME_EXAMPLES)
+@given(
+    parts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=12),
+    length=st.integers(1, 8),
+    limit=st.integers(1, 30),
+)
+def test_prompt_lookup_proposes_what_followed_the_latest_longest_match(parts, length, limit):
+    lookup, tokens = PromptLookup(length), CountedList()
+    row = Row(3, Completion(""), SamplingParams(), tokens, limit, TOKENIZER)
+    now, guess = length, []
+    for part in parts:
+        if guess:  # drafts grow while they are right, and shrink to one more than was right
+            right = [a == b for a, b in itertools.zip_longest(guess, part[: len(guess)])]
+            now = min(2 * now, length) if all(right) else right.index(False) + 1
+        before = tokens.read
+        tokens += part
+        row.limit = max(1, row.limit - len(part))
+        (guess,) = lookup.propose([row])
+        # Work for the new tokens and the proposal, none for the rest of the text.
+        assert tokens.read - before <= (sum(NGRAMS) + 1) * len(part) + sum(NGRAMS) + length
+        assert lookup.rows[3].indexed == len(tokens) - 1
+        assert guess == followed_before(list(tokens))[: min(now, row.limit - 1)]
+
+
+def test_prompt_lookup_costs_as_much_at_the_end_of_a_long_text_as_at_its_beginning():
+    tokens = CountedList(i * i % 251 for i in range(5000))
+    row = Row(0, Completion(""), SamplingParams(), tokens, 1000, TOKENIZER)
+    lookup = PromptLookup(4)
+    lookup.propose([row])
+    costs = []
+    for token in (7, 8, 9) * 200:
+        before = tokens.read
+        tokens.append(token)
+        lookup.propose([row])
+        costs.append(tokens.read - before)
+    assert max(costs[-10:]) <= max(costs[:10]) + 1 <= 30
+
+
+def test_prompt_lookup_sees_each_row_by_itself():
+    lookup = PromptLookup(4)
+    texts = {5: [1, 2, 3, 1, 2], 0: [1, 2, 9, 1, 2], 2: [4, 5, 6]}
+    rows = [Row(index, Completion(""), SamplingParams(), list(text), 9, TOKENIZER) for index, text in texts.items()]
+    assert lookup.propose(rows) == [[3, 1, 2], [9, 1, 2], []]
+    rows[1].tokens += [9, 1, 2, 9]
+    rows[2].tokens += [4, 5]
+    assert lookup.propose(rows[:0:-1]) == [[6, 4, 5], [1, 2, 9]]  # the first row has left
+
+
+def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_of_right_and_wrong(thinker):
+    def prefill(model, rows, slack):
+        # Texts of unequal length in one cache, one position at a time.
+        cache = model.new_cache(len(rows), 48 + slack)
+        for place in range(max(len(row.tokens) for row in rows)):
+            model(torch.tensor([[(row.tokens + [0] * 48)[place]] for row in rows]), cache=cache)
+        cache.rewind([len(row.tokens) for row in rows])
+        return cache
+
+    drafter = DraftModel(thinker, 3, prefill)
+    rows = [
+        Row(index, Completion(""), SamplingParams(seed=index, presence_penalty=1.0), [EOS, *text], limit, TOKENIZER)
+        for index, (text, limit) in enumerate([(b"ab", 30), (b"", 9), (b"hello", 2), (b"xyz", 30)])
+    ]
+    accept = itertools.cycle([3, 0, 1, 3, 2, 3, 0])  # how many of a row's drafts come true
+    with torch.no_grad():
+        for _ in range(7):
+            for row, draft in zip(rows, drafter.propose(rows), strict=True):
+                assert len(draft) == min(3, max(0, row.limit - 1))
+                expected = []
+                for _ in draft:
+                    logits = thinker(torch.tensor([[*row.tokens, *expected]]))[:, -1, : TOKENIZER.vocab_size]
+                    expected += draw_each([(row, expected)], logits)
+                assert draft == expected
+                for token in [*draft[: next(accept)], 7]:
+                    if row.limit > 1:
+                        row.take(Drawn(token, 0.0, {}))
+
+
+def test_a_draft_model_must_share_the_tokens_and_reach_as_far(thinker):
+    with pytest.raises(UserError, match="the draft model has 300 token ids and the model 264"):
+        Generator(thinker, TOKENIZER, speculate=2, draft=make_thinker(vocab_size=300))
+    with pytest.raises(UserError, match="the draft model's context is 47 tokens, shorter than the model's 48"):
+        Generator(thinker, TOKENIZER, speculate=2, draft=make_thinker(max_seq_len=47))
+    with pytest.raises(UserError, match="a draft model needs speculate"):
+        Generator(thinker, TOKENIZER, draft=make_thinker())

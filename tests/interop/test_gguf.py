@@ -1,0 +1,115 @@
+"""GGUF files: read back bit for bit, and computed alike by llama.cpp where that is installed."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, random_thinker
+
+from thinker.data import tokenizer_conversion
+from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer_conversion import GPT2, merges_of
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.interop.gguf import LLAMA3, write_gguf
+from thinker.interop.verify_export import prove_gguf
+from thinker.runtime.errors import Stopped, UserError
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SAMPLE = (ROOT / "README.md").read_text(encoding="utf-8")
+BPE = make_tokenizer("bpe:500", [SAMPLE])
+FORMS = {
+    "qwen3": {},
+    "llama": {"qk_norm": False},
+    "llama-tied-mqa": {"qk_norm": False, "tie_embeddings": True, "n_kv_heads": 1},
+    "qwen2": {"qk_norm": False, "attention_bias": True},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}},
+    "llama3": {"qk_norm": False, "rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_seq_len": 16}},
+}
+
+
+def other_split(pattern):
+    tokens = [BPE.token_bytes(i) or None for i in range(BPE.vocab_size)]
+    return Tokenizer("hf", tokens, {"<|bos|>": BPE.bos_id}, pattern=pattern)
+
+
+TOKENIZERS = {"byte": make_tokenizer("byte", []), "bpe": BPE, "gpt2": other_split(GPT2), "llama3": other_split(LLAMA3)}
+TOKENIZERS["qwen2"] = other_split(LLAMA3.replace("{1,3}", ""))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_what_is_written_is_read(tmp_path, form, dtype):
+    thinker = random_thinker(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form])
+    path = tmp_path / "model.gguf"
+    write_gguf(thinker, BPE, path, dtype)
+    reader = gguf.GGUFReader(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    down = tensors["blk.1.ffn_down.weight"].data
+    assert down.dtype == {"f32": np.float32, "f16": np.float16}[dtype]
+    assert np.array_equal(down, thinker.blocks[1].mlp.down_proj.weight.detach().numpy().astype(down.dtype))
+    assert tensors["output_norm.weight"].data.dtype == np.float32
+    assert ("output.weight" in tensors) == (not thinker.config.tie_embeddings)
+    assert ("rope_freqs.weight" in tensors) == (form == "llama3")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    family = fields["general.architecture"]
+    assert family == {"llama-tied-mqa": "llama", "linear": "qwen3", "llama3": "llama"}.get(form, form)
+    assert fields[f"{family}.attention.head_count_kv"] == thinker.config.n_kv_heads
+    assert fields["tokenizer.ggml.bos_token_id"] == BPE.bos_id
+    assert len(fields["tokenizer.ggml.tokens"]) == BPE.vocab_size + 2
+    assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges_of(BPE)]
+    assert fields["tokenizer.ggml.add_bos_token"] is True
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_llama_cpp_computes_the_same(tmp_path, form):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    thinker = random_thinker(vocab_size=BPE.vocab_size + 2, d_model=64, max_seq_len=128, **FORMS[form])
+    path = tmp_path / "model.gguf"
+    write_gguf(thinker, BPE, path, "f32")
+    model = llama_cpp.Llama(str(path), n_ctx=128, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False)
+    tokens = torch.randint(BPE.vocab_size - 1, (1, 100))
+    model.eval(tokens[0].tolist())
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(model.scores[:100]), thinker(tokens)[0], rtol=0, atol=1e-4)
+    model.close()
+    assert "64 greedy tokens equal" in prove_gguf(thinker, BPE, path, exact=True)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_llama_cpp_tokenizes_alike(tmp_path, kind):
+    pytest.importorskip("llama_cpp")
+    tokenizer, path = TOKENIZERS[kind], tmp_path / "model.gguf"
+    thinker = random_thinker(vocab_size=tokenizer.vocab_size, d_model=64)
+    write_gguf(thinker, tokenizer, path, "f16")
+    assert "texts tokenized equally" in prove_gguf(thinker, tokenizer, path, exact=False, n_texts=2000)
+    if kind == "bpe":
+        with pytest.raises(Stopped, match="otherwise"):
+            prove_gguf(thinker, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
+        with pytest.raises(Stopped, match="greedy"):
+            prove_gguf(random_thinker(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
+
+
+@pytest.mark.parametrize("form", [{"attention": "window(8)"}, {"softcap": 3.0},
+                                  {"qk_norm": False, "no_rope_layers": [1]},
+                                  {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_seq_len": 32}}],
+                         ids=str)  # fmt: skip
+def test_models_that_llama_cpp_would_compute_otherwise_are_refused(tmp_path, form):
+    with pytest.raises(UserError, match="model\\."):
+        write_gguf(random_thinker(vocab_size=BPE.vocab_size, **form), BPE, tmp_path / "x.gguf")
+    assert not (tmp_path / "x.gguf").exists()
+
+
+@pytest.mark.parametrize("kind", ["char", "odd", "normalized"])
+def test_tokenizers_that_it_does_not_have_are_refused(tmp_path, kind):
+    tokenizer = {"char": make_tokenizer("char", [SAMPLE]), "odd": other_split(r"\p{N}|[^\p{N}]+")}.get(kind)
+    if kind == "normalized":
+        tokenizer_conversion.write(BPE, tmp_path, 64)
+        content = json.loads((tmp_path / "tokenizer.json").read_text()) | {"normalizer": {"type": "NFC"}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        tokenizer = tokenizer_conversion.read(tmp_path)
+        assert tokenizer.normalizer == "NFC"
+    with pytest.raises(UserError, match="llama.cpp|normalizer"):
+        write_gguf(random_thinker(vocab_size=tokenizer.vocab_size), tokenizer, tmp_path / "x.gguf")

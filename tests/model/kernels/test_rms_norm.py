@@ -1,0 +1,47 @@
+"""The CPU's route through RMSNorm gives the definition's numbers, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinker.model.norm import RMSNorm
+
+
+@given(
+    rows=st.integers(1, 9), width=st.integers(2, 40), scale=st.sampled_from([1e-4, 1.0, 1e4]), seed=st.integers(0, 99)
+)
+@settings(max_examples=60, deadline=None)
+def test_equals_the_definition(rows, width, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    norm = RMSNorm(width, 1e-6)
+    with torch.no_grad():
+        norm.weight.normal_(generator=generator)
+    x = (torch.randn(2, rows, width, generator=generator) * scale).requires_grad_()
+    grad = torch.randn(2, rows, width, generator=generator)
+    known = F.rms_norm(x, (width,), norm.weight, 1e-6)
+    known_grads = torch.autograd.grad(known, (x, norm.weight), grad)
+    ours = norm(x)
+    grads = torch.autograd.grad(ours, (x, norm.weight), grad)
+    torch.testing.assert_close(ours, known, rtol=1e-5, atol=1e-6)
+    for a, b in zip(grads, known_grads):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5 * b.abs().max().item() + 1e-6)
+
+
+def test_bf16_is_rounded_once_before_the_weight():
+    torch.manual_seed(0)
+    norm = RMSNorm(64, 1e-6)
+    x = torch.randn(50, 64).bfloat16()
+    exact = F.rms_norm(x.float(), (64,), eps=1e-6)
+    assert torch.equal(norm(x), exact.bfloat16())
+
+
+def test_zeros_stay_zero():
+    norm = RMSNorm(8, 1e-6)
+    x = torch.zeros(1, 8, requires_grad=True)
+    y = norm(x)
+    y.sum().backward()
+    assert y.abs().max() == 0
+    assert torch.isfinite(x.grad).all()
+    assert norm.weight.grad.abs().max() == pytest.approx(0)

@@ -1,0 +1,188 @@
+"""Every pattern by every kernel that computes it, against loops over single queries in float64."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thinker.model.attend as module
+from thinker.model.attend import attend, look
+from thinker.model.kernels import blockwise_attention
+from thinker.model.patterns import Places, parse
+from thinker.model.positions import slopes
+from thinker.runtime.errors import UserError
+
+KINDS = ("full", "window", "dilated", "global", "token", "block", "strided", "random", "prefix", "topk", "heads",
+         "longformer", "bigbird")  # fmt: skip
+FEATURES = ("softcap", "sinks", "alibi", "documents", "ragged")
+
+
+@dataclass
+class Spot:
+    """A query or a key: where it stands, its token, and, of a query, how many keys before it score higher than one."""
+
+    at: int
+    token: int
+    index: int
+    higher: dict[int, int] | None = None
+
+
+def is_random(seed, head, mine, its, blocks):
+    """The definition of the random blocks, in plain integers."""
+
+    def mixed(i):
+        x = (seed * 0x9E3779B1 + i * 0x85EBCA77) % (1 << 31) + head * 0xC2B2AE3 + mine * 0x27D4EB2F
+        for factor in (0x2C1B3C6D, 0x297A2D39):
+            x &= 0x7FFFFFFF
+            x = ((x ^ (x >> 15)) * factor) & 0x7FFFFFFF
+        return x ^ (x >> 15)
+
+    return its < mine and its in {mixed(i) % mine for i in range(blocks)}
+
+
+@st.composite
+def spelled(draw, kind=None, depth=2):
+    """A pattern as a recipe spells it, and the same once more in plain Python: sees(head, query, key)."""
+    kind = kind or draw(st.sampled_from([*KINDS, "&", "|"] if depth else KINDS[:10]))
+    if kind in "&|":
+        (left, a), (right, b) = draw(spelled(depth=depth - 1)), draw(spelled(depth=depth - 1))
+        if kind == "|":
+            return f"({left}) | {right}", lambda *x: a(*x) or b(*x)
+        return f"({left}) & ({right})", lambda *x: a(*x) and b(*x)
+    if kind == "heads":
+        parts = draw(st.lists(spelled(depth=0), min_size=1, max_size=4))
+        return f"heads({', '.join(text for text, _ in parts)})", lambda h, q, k: parts[h % len(parts)][1](h, q, k)
+    a, b, c, d, s = draw(st.tuples(*[st.integers(1, 9)] * 5))
+    numbers = {"full": "", "window": f"({a})", "dilated": f"({a}, {b})", "global": f"({a})", "token": f"({a}, {b})",
+               "block": f"({a}, {b})", "strided": f"({a})", "random": f"({a}, {b}, {s})", "prefix": f"({a})",
+               "topk": f"({a})", "longformer": f"({a}, {b}, {c})", "bigbird": f"({a}, {b}, {c}, {d}, {s})"}  # fmt: skip
+
+    def sees(h, q, k):
+        back = q.at - k.at
+        if kind == "prefix" and k.at < a:
+            return True
+        if back < 0:
+            return False
+        return {
+            "full": True,
+            "prefix": True,
+            "window": back < a,
+            "dilated": back < a and back % b == 0,
+            "global": k.at < a or q.at < a,
+            "token": bool({q.token, k.token} & {a, b}),
+            "block": q.at // a - k.at // a < b,
+            "strided": back < a or back % a == 0,
+            "random": is_random(s, h, q.at // a, k.at // a, b),
+            "topk": q.higher[k.index] < a,
+            "longformer": back < a or (back < a * b and back % b == 0) or k.at < c,
+            "bigbird": back < a or k.at < b or is_random(s, h, q.at // c, k.at // c, d),
+        }[kind]
+
+    return kind + numbers[kind], sees
+
+
+def brute_force(sees, q, k, v, query, key, softcap, sinks, alibi):
+    """One query after the other, the keys that it sees picked out one by one. Returns (B, H, T, D)."""
+    B, H, T, D = q.shape
+    out = torch.zeros(B, H, T, v.shape[-1], dtype=q.dtype)
+    rows = []
+    for b in range(B):
+        for h in range(H):
+            kv = h // (H // k.shape[1])
+            for t in range(T):
+                scores = k[b, kv] @ q[b, h, t] * D**-0.5  # (S,)
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                spots = [Spot(int(p), int(i), s) for s, (p, i) in enumerate(zip(key.position[b], key.token[b]))]
+                mine = Spot(int(query.position[b, t]), int(query.token[b, t]), t)
+                if alibi is not None:
+                    scores = scores - alibi[h] * (mine.at - key.position[b]).abs()
+                near = [s for s in spots if query.document is None or query.document[b, t] == key.document[b, s.index]]
+                before = [s for s in near if s.at <= mine.at]
+                mine.higher = {s.index: sum(bool(scores[o.index] > scores[s.index]) for o in before) for s in near}
+                seen = [s.index for s in near if sees(h, mine, s)]
+                if not seen:
+                    rows.append(out[b, h, t])
+                    continue
+                logits = scores[seen] if sinks is None else torch.cat((scores[seen], sinks[h : h + 1]))
+                rows.append(logits.softmax(-1)[: len(seen)] @ v[b, kv, seen])
+    return torch.stack(rows).view(B, H, T, -1)
+
+
+@st.composite
+def situations(draw, kind=None):
+    """A pattern and tensors for it: shapes, groups, a chunk after others, documents, and what changes scores."""
+    text, sees = draw(spelled(kind))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 2), (4, 1)]))
+    has = {name: draw(st.integers(0, 3)) == 0 for name in FEATURES}
+    return text, sees, kv_heads, kv_heads * group, draw(st.integers(1, 24)), has, draw(st.integers(0, 10**6))
+
+
+def check(situation, kernels, patch):
+    """Values and gradients by each of the kernels. Returns which of them computed it."""
+    text, sees, K, H, T, has, seed = situation
+    generator = torch.Generator().manual_seed(seed)
+    pattern = parse(text)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    S = T + (seed % 13 if has["ragged"] else 0)
+    q, k, v = normal(2, H, T, 4), normal(2, K, S, 4), normal(2, K, S, 4)
+    position, document = torch.arange(S).expand(2, S), None
+    if has["documents"] and not has["ragged"]:
+        begins = torch.rand(2, S, generator=generator) < 0.15
+        document = begins.cumsum(1)
+        position = torch.tensor([[int((document[b, :s] == document[b, s]).sum()) for s in range(S)] for b in range(2)])
+    token = torch.randint(12, (2, S), generator=generator)
+    key = Places(position, document, token)
+    query = Places(*(x if x is None else x[:, S - T :] for x in (position, document, token)))
+    softcap, sinks = 1.5 if has["softcap"] else None, normal(H) if has["sinks"] else None
+    alibi = slopes(H).double() if has["alibi"] else None
+    known = brute_force(sees, q, k, v, query, key, softcap, sinks, alibi)
+    plain = softcap is None and sinks is None
+    inputs = [x for x in (q, k, v, sinks) if x is not None]
+    grad = torch.randn(known.shape, generator=generator, dtype=torch.float64)
+    known_grads = torch.autograd.grad(known, inputs, grad, allow_unused=True) if known.requires_grad else []
+    if pattern.reach is None and not pattern.by_token and document is None:
+        query, key = (Places(places.position[0]) for places in (query, key))  # as a batch of equal rows is described
+    used = []
+    for kernel in kernels:
+        patch.setattr(module, "BLOCK", 1 + seed % 7)  # so that short sequences have several blocks
+        patch.setattr(blockwise_attention, "ROWS", 1 + seed % 5)
+        try:
+            sight = look(pattern, query, key, H, torch.float64, alibi, T == S, kernel, plain)
+        except UserError:
+            assert kernel not in ("auto", "reference")
+            continue
+        used.append(kernel)
+        ours = attend(q, k, v, sight, None, softcap, sinks)
+        torch.testing.assert_close(ours, known, rtol=1e-9, atol=1e-9)
+        for mine, right in zip(torch.autograd.grad(ours, inputs, grad, allow_unused=True), known_grads):
+            torch.testing.assert_close(mine, torch.zeros_like(mine) if right is None else right, rtol=1e-8, atol=1e-8)
+    return used
+
+
+CPU = ("auto", "sdpa", "blockwise", "fold", "reference")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "&", "|"])
+def test_every_pattern_equals_brute_force(kind):
+    used = []
+
+    @given(situation=situations(kind))
+    @settings(max_examples=25, deadline=None)
+    def test(situation):
+        with pytest.MonkeyPatch.context() as patch:
+            used.extend(check(situation, CPU, patch))
+
+    test()
+    assert {"auto", "reference"} <= set(used)
+    if kind != "topk":
+        assert "sdpa" in used
+    if kind in ("window", "dilated", "global", "block", "longformer"):
+        assert "fold" in used
+    if kind in ("full", "window", "dilated", "block", "strided", "longformer", "bigbird"):
+        assert "blockwise" in used

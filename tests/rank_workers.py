@@ -1,0 +1,235 @@
+"""What several ranks do in tests, each in a process of its own: targets for forks.together()."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from thinker.checkpoint import checkpoint
+from thinker.checkpoint.manager import Saver
+from thinker.data.prefetch import Batch
+from thinker.model import ThinkerConfig
+from thinker.runtime.errors import UserError
+from thinker.runtime.process_group import whole
+from thinker.training import resume
+from thinker.training.config import check_recipe, load_recipe
+from thinker.training.resume import RunState
+from thinker.training.step import TrainingStep, draw
+from thinker.training.trainer import Trainer
+
+CPU, ROWS, T = torch.device("cpu"), 8, 24
+SHAPE = {
+    "sink_logits": True,
+    "vocab_size": 97,
+    "d_model": 31,
+    "n_layers": 2,
+    "n_heads": 3,
+    "n_kv_heads": 1,
+    "head_dim": 10,
+    "d_ff": 77,
+}
+CONFIG = ThinkerConfig(**SHAPE, max_seq_len=T)  # nothing divides by two or four
+
+
+def batch(step, ranks, isolate=False):
+    """A rank's rows of a step's batch; in the last rows hardly a target is counted, and in the first all are."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(97, (ROWS, T + 1), generator=generator)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < torch.linspace(0, 0.95, ROWS)[:, None]] = -1
+    count, rows = int((targets >= 0).sum()), ROWS // ranks.size
+    own = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+    return Batch(inputs[own], targets[own], count, (inputs[own] < 9).cumsum(1) if isolate else None)
+
+
+def make_step(ranks, config=CONFIG, optimizer="adamw", **train):
+    """A training step of the model that seed 1 draws."""
+    train = {
+        "max_steps": 50,
+        "batch_size": max(ROWS, train.get("micro_batch_size", 1) * ranks.size),
+        "precision": "fp32",
+        "compile": False,
+        "parallel": "ddp",
+    } | train
+    train.setdefault("micro_batch_size", ROWS // ranks.size)
+    recipe = check_recipe({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
+    if not torch.distributed.is_initialized():
+        ranks.meet("cpu", 60.0)
+    return TrainingStep(draw(config, 1, CPU), recipe, ranks=ranks)
+
+
+def everything(step):
+    """Weights and optimizer state, whole, as a safetensors file can hold them."""
+    tensors = checkpoint.model_tensors(step.thinker) | step.optimizers.tensors()
+    return {name: whole(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()}
+
+
+def learn(ranks, out, steps, options):
+    """Make so many steps. Returns (loss, gradient norm) of each; `out` gets all that there is then."""
+    step = make_step(ranks, **options)
+    found = [[float(number) for number in step(batch(number, ranks), 1.0)] for number in range(steps)]
+    tensors = everything(step)
+    if ranks.first:
+        save_file(tensors, out)
+    return found
+
+
+def gradients(ranks, folder, steps, options):
+    """The clipped gradients of each step, into a file each; where there are files already, from the weights in them.
+
+    Returns: for each step how far each gradient is, relative to its norm, from that in the file.
+    """
+    step, found, far = make_step(ranks, **options), {}, []
+    update = step.optimizers.step
+
+    def kept(skip):
+        found.clear()
+        for name, parameter in step.thinker.named_parameters():
+            found[name] = whole(parameter.grad.detach()).clone()
+        update(skip)
+
+    step.optimizers.step = kept
+    for number in range(steps):
+        path = Path(folder, f"{number}.safetensors")
+        if path.exists():
+            theirs = load_file(path)
+            with torch.no_grad():
+                for name, parameter in step.thinker.named_parameters():
+                    value = theirs[f"weight {name}"]
+                    if hasattr(parameter, "to_local"):
+                        own, parts = parameter.to_local(), value.chunk(ranks.size)
+                        if len(own):
+                            own.copy_(parts[ranks.rank])
+                    else:
+                        parameter.copy_(value)
+        else:
+            weights = {f"weight {name}": p.detach().clone() for name, p in step.thinker.named_parameters()}
+        norm = step(batch(number, ranks), 1.0)[1]
+        found["norm of all"] = norm.reshape(1)
+        if path.exists():
+            sizes = {name: float(theirs[name].norm()) or 1.0 for name in found}
+            far.append({name: float((g - theirs[name]).norm()) / sizes[name] for name, g in found.items()})
+        else:
+            save_file(found | weights, path)
+    return far
+
+
+def save(ranks, folder, parallel):
+    """Two steps with each optimizer, then checkpoints of them, whole and sharded, and what was saved in them."""
+    for optimizer in ("adamw", "muon"):
+        step = make_step(ranks, optimizer=optimizer, parallel=parallel)
+        for number in range(2):
+            step(batch(number, ranks), 1.0)
+        tensors = everything(step)
+        for sharded in (False, True):
+            place = Path(folder, f"{optimizer}-{ranks.size}-{parallel}-{'sharded' if sharded else 'whole'}")
+            if ranks.first:
+                place.mkdir()
+                save_file(tensors, place / "was.safetensors")
+            ranks.tell()
+            saver = Saver(place, 1, ranks=ranks, sharded=sharded)
+            state = RunState(step=2).model_dump(mode="json")
+            saver.save("step", 2, checkpoint.contents(step.thinker, state, step.optimizers.tensors()))
+            ranks.tell()  # rank 0 has written
+
+
+def load(ranks, folder, parallel):
+    """Take every checkpoint up. Returns what is not bit for bit as it was saved, and the loss of a step from each."""
+    changed, losses = [], {}
+    for place in sorted(Path(folder).iterdir()):
+        step = make_step(ranks, optimizer=place.name.split("-")[0], parallel=parallel)
+        resume.restore(place / "step-00000002", step, RunState(step=2))
+        found, was = everything(step), load_file(place / "was.safetensors")
+        assert found.keys() == was.keys()
+        assert any(name.startswith("optimizer.") for name in was)
+        changed += [f"{place.name} {name}" for name in was if not torch.equal(found[name], was[name])]
+        losses[place.name] = float(step(batch(2, ranks), 1.0)[0])
+    return changed, losses
+
+
+def train(ranks, recipe, overrides):
+    """Train by a recipe, from where its run stands. Returns the inputs of each step as this rank saw them."""
+    trainer, seen = Trainer(load_recipe(recipe, overrides), ranks), []
+
+    class Noting:
+        def __call__(self, given, factor):
+            seen.append(given.inputs.tolist())
+            return step(given, factor)
+
+        def __getattr__(self, name):
+            return getattr(step, name)
+
+    step, trainer.train_step = trainer.train_step, Noting()
+    assert trainer.train() == 0
+    return seen
+
+
+def frequent(ranks, precision, parallel):
+    """The gradients of a batch in which every other one of 12,288 tokens is the same, unclipped; and how many of a
+    matrix's numbers bf16 could hold.
+    """
+    rows = 512 // ranks.size
+    step = make_step(ranks, parallel=parallel, precision=precision, grad_clip=1e9, micro_batch_size=rows)
+    tokens = torch.randint(97, (512, T), generator=torch.Generator().manual_seed(3))
+    tokens[:, ::2] = 5
+    tokens, found = tokens[ranks.rank * rows : (ranks.rank + 1) * rows], {}
+    update = step.optimizers.step
+
+    def kept(skip):
+        found.update({name: whole(p.grad.detach()).clone() for name, p in step.thinker.named_parameters()})
+        update(skip)
+
+    step.optimizers.step = kept
+    for _ in range(3):  # from the second on the blocks are not the identity any more
+        step(Batch(tokens, tokens.roll(-1, 1), 512 * T), 0.1)
+    matrix = found["blocks.0.mlp.down_proj.weight"]
+    return {name: g.flatten().tolist() for name, g in found.items()}, float(
+        (matrix.bfloat16() == matrix).float().mean()
+    )
+
+
+def when_summed(ranks, parallel):
+    """Before each of two micro-batches: whether a matrix has no gradient yet, which FSDP2 sums before it is there."""
+    step, seen = make_step(ranks, parallel=parallel, micro_batch_size=2), []
+    weight = step.optimizers.optimizers[0].param_groups[0]["params"][0]
+    step.thinker.register_forward_pre_hook(lambda *given: seen.append(weight.grad is None))
+    step(batch(0, ranks), 1.0)
+    return seen
+
+
+def hear(ranks, recipe, overrides):
+    """A signal to the last rank alone, as all hear of it, and what an evaluation says before and after."""
+    trainer = Trainer(load_recipe(recipe, overrides), ranks)
+    before = trainer.evaluator(trainer.thinker, trainer.hear)
+    if ranks.rank == ranks.size - 1:
+        trainer.interrupt.number = 15
+    after = trainer.evaluator(trainer.thinker, trainer.hear)
+    trainer.batches.close()
+    return before.loss, before.n_tokens, after, trainer.stopping
+
+
+def fail(ranks, what):
+    """Rank 1 fails before the third step, in some way; the others wait for it."""
+    ranks.meet("cpu", 4.0)
+    step = make_step(ranks)
+    for number in range(5):
+        if number == 2 and ranks.rank == 1:
+            if what == "raise":
+                raise ZeroDivisionError("boom on rank 1")
+            if what == "network":
+                raise TimeoutError("the hub timed out")  # a fault of its own, not another rank's silence
+            if what == "mistake":
+                raise UserError("rank 1 cannot read its data")
+            if what == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what in ("hang", "silence"):
+                time.sleep(600)
+        if number == 2 and what == "silence":
+            ranks.collect(number)  # rank 1 does not come to it
+        if number == 2 and what == "mistake of all":
+            raise UserError("nobody can read the data")
+        ranks.gather(number)
+        step(batch(number, ranks), 1.0)

@@ -1,0 +1,25 @@
+"""Settings of the process, in processes of their own."""
+
+import sys
+
+import pytest
+
+CODE = """
+import resource, torch
+from thinker.runtime.device import tune
+tune(torch.device("cpu"))
+for round in range(40):
+    if round == 10:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(50_000_000)  # 200 MB: more than glibc would ever keep of itself
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_memory_is_kept_unless_the_environment_says_otherwise(script):
+    kept = script("-c", CODE)
+    assert kept.returncode == 0, kept.stderr
+    assert int(kept.stdout) < 1000
+    given_back = script("-c", CODE, MALLOC_PERTURB_="0")
+    assert int(given_back.stdout) > 30 * 50

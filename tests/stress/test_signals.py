@@ -1,0 +1,173 @@
+"""SIGTERM at random moments loses no step; a second signal, a closed terminal and a broken pipe are no accidents."""
+
+import fcntl
+import json
+import os
+import pty
+import random
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from conftest import ROOT, run_script
+from training_runs import assert_same, debris, last_step, metrics, start, steps, wait_for
+
+LONG = ["train.max_steps=100000", "train.eval_every=null", "train.save_every=null"]
+
+
+def test_sigterm_at_random_moments_loses_no_step(tiny, tmp_path, prove):
+    """One run that is stopped again and again, in steps, evaluations and saves, against one that is not."""
+    rng = random.Random(4)
+    # Without a falling rate, which would follow max_steps, the end may be moved.
+    options = ["train.max_steps=10000", "train.decay_fraction=0", "train.eval_every=3", "train.save_every=4",
+               "model.dropout=0.1"]  # fmt: skip
+    run, stopped, slowest = tmp_path / "parts", 0, 0.0
+    while stopped < (20 if prove else 3):
+        before = last_step(run)
+        process = start(*tiny, f"run.dir={run}", *options)
+        reached = before + rng.randrange(1, 12)
+        assert wait_for(lambda reached=reached: last_step(run) >= reached, process)
+        time.sleep(rng.random() * 0.1)
+        process.send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        said = process.communicate(timeout=30)[1]
+        slowest = max(slowest, time.monotonic() - asked)
+        assert process.returncode == 143, said
+        assert "the same command goes on from there" in said
+        assert steps(run)[-1] == last_step(run) > before  # every step that was made is kept
+        assert not debris(run)
+        stopped += 1
+    whole, end = tmp_path / "whole", last_step(run) + 5
+    for each in (run, whole):
+        done = run_script(*tiny, f"run.dir={each}", *options, f"train.max_steps={end}")
+        assert done.returncode == 0, done.stderr
+    assert_same(whole, run, end)
+    print(f"{stopped} of {stopped} stopped without loss, the slowest took {slowest:.1f} s")
+
+
+def test_a_second_signal_leaves_at_once(tiny, tmp_path):
+    """Even while Python has no turn: the step that would have to be finished takes a minute."""
+    run = tmp_path / "run"
+    options = ["model.d_model=512", "model.n_layers=8", "data.seq_len=256", "train.batch_size=256"]
+    process = start(*tiny, f"run.dir={run}", *LONG, *options)
+    assert wait_for((run / "config.yaml").exists, process)
+    time.sleep(4)  # the first step is being made
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert process.wait(20) == -signal.SIGTERM
+    assert time.monotonic() - asked < 5
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_an_evaluation_is_left_and_made_again(tiny, tmp_path):
+    """A validation set that takes long: the signal does not wait for its end, and the loss comes after resuming."""
+    run = tmp_path / "run"
+    options = ["train.max_steps=7", "train.eval_every=5", "train.save_every=null", "data.val_fraction=0.9",
+               "data.seq_len=8", "train.micro_batch_size=1"]  # fmt: skip
+    process = start(*tiny, f"run.dir={run}", *options)
+    assert wait_for(lambda: last_step(run) >= 5, process)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 143
+    assert steps(run) == [5]
+    assert not [line for line in metrics(run) if "val_loss" in line]
+    state = json.loads((run / "checkpoints" / "step-00000005" / "state.json").read_text())
+    assert state["evaluated_at"] is None
+    done = run_script(*tiny, f"run.dir={run}", *options)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(run) if "val_loss" in line] == [5, 7]
+
+
+def test_a_closed_terminal_saves(tiny, tmp_path):
+    """A real terminal whose other end goes away: SIGHUP, and nobody to write to."""
+    run = tmp_path / "run"
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, *map(str, tiny), f"run.dir={run}", *LONG])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # or the bar would show nothing
+    while last_step(run) < 5:
+        os.read(terminal, 65536)
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert steps(run) == [last_step(run)]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_reader_that_the_same_signal_ended_takes_nothing_along(tiny, tmp_path, number):
+    """`train.py 2>&1 | tee log` and Ctrl-C, which ends tee first."""
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, *map(str, tiny), f"run.dir={run}", *LONG], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while last_step(run) < 5:
+        os.read(process.stdout.fileno(), 65536)
+    process.stdout.close()
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    assert steps(run) == [last_step(run)]
+
+
+def test_nohup_is_obeyed(tiny, tmp_path):
+    run = tmp_path / "run"
+    command = " ".join(map(str, ["exec", sys.executable, *tiny, f"run.dir={run}", *LONG]))
+    process = subprocess.Popen(["sh", "-c", f"trap '' HUP; {command}"], stderr=subprocess.DEVNULL)
+    assert wait_for(lambda: last_step(run) >= 3, process)
+    process.send_signal(signal.SIGHUP)
+    before = last_step(run)
+    assert wait_for(lambda: last_step(run) >= before + 10, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+
+
+def test_a_dead_trainings_lock_is_taken_over_and_a_live_ones_owner_named(tiny, tmp_path):
+    run = tmp_path / "run"
+    process = start(*tiny, f"run.dir={run}", *LONG, stderr=subprocess.DEVNULL)
+    assert wait_for(lambda: last_step(run) >= 3, process)
+    held = run_script(*tiny, f"run.dir={run}", *LONG)
+    assert held.returncode == 2
+    assert re.search(
+        rf"another training is at work in .* \(process {process.pid} on .*\)", held.stderr.splitlines()[-1]
+    )
+    process.kill()
+    process.wait()
+    assert (run / ".lock").exists()
+    assert run_script(*tiny, f"run.dir={run}", "train.max_steps=4").returncode == 0
+
+
+@pytest.mark.prove
+def test_ctrl_c_while_compiling_saves(tiny, tmp_path):
+    """A terminal sends it to the compiler, too; the evaluation compiles a second time in the midst of the run."""
+    run = tmp_path / "run"
+    options = ["train.compile=true", "train.eval_every=3", "train.save_every=null", "train.max_steps=20",
+               "model.dropout=0.1"]  # fmt: skip
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    command = [sys.executable, *map(str, tiny), f"run.dir={run}", *options]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+    def compiling():
+        names = subprocess.run(["ps", "-o", "comm=", "-g", str(process.pid)], capture_output=True, text=True).stdout
+        return last_step(run) >= 3 and "cc1plus" in names
+
+    assert wait_for(compiling, process)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, said
+    assert steps(run) == [last_step(run)]
+    whole = tmp_path / "whole"
+    for each in (run, whole):
+        done = run_script(*tiny, f"run.dir={each}", *options)
+        assert done.returncode == 0, done.stderr
+    assert_same(whole, run, 20)

@@ -1,0 +1,130 @@
+"""A recipe is checked whole; a mistake is one line that names the key and what would be right."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from thinker.runtime.errors import UserError
+from thinker.training.config import Recipe, check_recipe, load_recipe
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_recipe_in_configs_is_right_and_says_what_to_expect(path):
+    recipe = load_recipe(path, [])
+    assert recipe.run.dir == f"runs/{path.stem}"
+    head = path.read_text().split("\n\n")[0]
+    assert head.startswith("#")
+    assert "hardware" in head.lower()
+    assert "loss" in head.lower()
+
+
+def test_every_key_is_read_somewhere():
+    """Nothing is accepted and ignored: each key's name is used in the code outside the recipe."""
+    root = Path(__file__).parents[2]
+    code = "".join(
+        path.read_text() for room in ("training", "model", "data", "storage") for path in (root / room).glob("*.py")
+        if path.name != "recipe.py"
+    )  # fmt: skip
+    for name, section in Recipe.model_fields.items():
+        for key in section.annotation.model_fields:
+            assert f".{key}" in code or f'"{key}"' in code, f"{name}.{key}"
+
+
+def test_overrides(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("train: {max_steps: 5}\nmodel:\n")
+    recipe = load_recipe(path, ["optimizer.lr=3e-4", "train.max_minutes=1", "data.path=~/a=b.txt", "model.n_heads=2",
+                                "train.max_steps=null", "tracking.name='7'"])  # fmt: skip
+    assert recipe.optimizer.lr == 3e-4
+    assert recipe.train.max_minutes == 1
+    assert recipe.train.max_steps is None
+    assert recipe.data.path == "~/a=b.txt"
+    assert recipe.tracking.name == "7"
+    assert load_recipe(path, []).model_dump() == check_recipe(load_recipe(path, []).model_dump()).model_dump()
+
+
+def test_an_exponent_without_a_dot_is_a_number(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("train: {max_steps: 5}\noptimizer: {lr: 3e-4, eps: 1e-8}\n")  # PyYAML reads strings
+    assert load_recipe(path, []).optimizer.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.max_step=5", "no key train.max_step; did you mean train.max_steps"),
+        ("trian.max_steps=5", "no key trian.max_steps; did you mean train.max_steps"),
+        ("train.max_steps=soon", "train.max_steps is 'soon'"),
+        ("train.max_steps=0", "train.max_steps is 0"),
+        ("train.max_steps=true", "max_steps is True"),
+        ("train.max_steps=2.5", "train.max_steps is 2.5"),
+        ("train.max_steps=null", "train.max_steps or train.max_minutes"),
+        ("train.compile=perhaps", "train.compile is 'perhaps'; it must be true or false, or 'auto'$"),
+        ("train.micro_batch_size=some", "it must be a whole number, or 'auto'$"),
+        ("train.precision=fp8", "'auto', 'fp32', 'bf16' or 'fp16'"),
+        ("train.micro_batch_size=3", "possible: 1, 2, 4, 8, 16"),
+        ("optimizer.lr=-1", "optimizer.lr is -1"),
+        ("optimizer.lr=.nan", "optimizer.lr is nan"),
+        ("optimizer.betas=[0.9]", "optimizer.betas"),
+        ("model.n_kv_heads=3", "possible: 1, 2, 4"),
+        ("model.max_seq_len=8", r"data.seq_len \(256\) is longer than model.max_seq_len \(8\)"),
+        ("data.val_fraction=1.5", "data.val_fraction is 1.5"),
+        ("tracking.wandb=on", "YAML reads on, off.*must be disabled or offline or online"),
+        ("tracking.wandb=maybe", "'disabled', 'offline' or 'online'"),
+        ("model.d_model=abc", "model.d_model is 'abc'; it must be a whole number"),
+        ("model.dropout=abc", "it must be a number"),
+        ("optimizer.betas=0.9", "a list of two numbers"),
+        ("train.compile=maybe", "true or false"),
+        ("modle.d_model=3", "did you mean model.d_model"),
+        ("model.d_modle=3", "did you mean model.d_model"),
+        ("max_steps=5", "write section.key=value"),
+        ("train.max_steps", "write section.key=value"),
+        ("data.path=7", "data.path is 7"),
+    ],
+)
+def test_mistakes(tmp_path, override, says):
+    path = tmp_path / "r.yaml"
+    path.write_text("train: {max_steps: 5}\n")
+    with pytest.raises(UserError, match=says) as found:
+        load_recipe(path, [override])
+    assert "\n" not in str(found.value)
+
+
+def test_keys_that_another_choice_would_ignore_are_refused():
+    for tree, says in (
+        ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "muon only"),
+        ({"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}}, "wsd only"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_recipe({"train": {"max_steps": 1}, **tree})
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("train:\n  max_steps: 3\n  max_steps: 4\n")
+    with pytest.raises(UserError, match="in line 3: the key max_steps is there twice"):
+        load_recipe(path, [])
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "train: [", "train: 5\n", "\x00", "[a]: 1\n"])
+def test_files_that_are_no_recipe(tmp_path, text):
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError):
+        load_recipe(path, ["train.max_steps=5"] if "5" in text else [])
+
+
+def test_vocabulary_smaller_than_the_tokenizers():
+    recipe = check_recipe({"train": {"max_steps": 1}, "model": {"vocab_size": 100}})
+    with pytest.raises(UserError, match=r"model.vocab_size \(100\) is smaller than the tokenizer's \(300\)"):
+        recipe.thinker_config(300)
+    assert recipe.thinker_config(90).vocab_size == 100
+
+
+def test_resolved_recipe_is_yaml():
+    recipe = check_recipe({"train": {"max_steps": 1}})
+    again = yaml.safe_load(yaml.safe_dump(recipe.model_dump(mode="json")))
+    assert check_recipe(again) == recipe

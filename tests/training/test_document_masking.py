@@ -1,0 +1,57 @@
+"""A training step keeps a window's documents apart where its batch numbers them; so do its memory and its diagnosis."""
+
+import pytest
+import torch
+from conftest import ROOT
+
+from thinker.data.batches import Loader, Windows
+from thinker.data.corpus import prepare
+from thinker.data.prefetch import Batch
+from thinker.training.config import load_recipe
+from thinker.training.memory_estimate import predict_memory
+from thinker.training.nonfinite import diagnose
+from thinker.training.step import TrainingStep, draw
+
+SMALL = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.precision=fp32", "train.compile=false",
+         "train.batch_size=2", "train.micro_batch_size=1"]  # fmt: skip
+
+
+def test_a_step_learns_from_each_document_alone():
+    recipe = load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", SMALL)
+    thinker = draw(recipe.thinker_config(vocab_size=61), 1, torch.device("cpu"))
+    for parameter in thinker.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
+    x, y, documents = tokens[:, :-1], tokens[:, 1:], torch.tensor([[0] * 5 + [1] * 7] * 2)
+    with torch.no_grad():
+        alone = sum(thinker(x[:, part], targets=y[:, part])[0] for part in (slice(0, 5), slice(5, 12))) / 24
+        together = thinker(x, targets=y)[0] / 24
+    loss, _ = TrainingStep(thinker, recipe)(Batch(x, y, 24, documents), 0.0)
+    torch.testing.assert_close(loss, alone)
+    assert abs(loss - together) > 1e-3
+
+
+def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
+    corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
+    recipe = load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "data.isolate_documents=true"])
+    thinker = draw(recipe.thinker_config(vocab_size=257), 1, torch.device("cpu"))
+    for parameter in thinker.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    loader = Loader(Windows(corpus.train, 1024, "contiguous", isolate=True), 2, seed=1)
+    samples = diagnose(thinker, loader, corpus.tokenizer, 0)["samples"]
+    inputs, targets = loader.batch(0)
+    documents = loader.windows.documents(inputs)
+    assert documents.max() > 1
+    loss, _ = TrainingStep(thinker, recipe)(Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0)
+    assert sum(sample["loss"] for sample in samples) / 2 == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_memory_is_predicted_with_the_masks_of_documents():
+    """A mask for each row, where one served all."""
+    recipe = load_recipe(
+        ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "model.positions=alibi", "data.seq_len=512"]
+    )
+    config, cpu = recipe.thinker_config(vocab_size=61), torch.device("cpu")
+    plain = predict_memory(recipe, config, 2, cpu).peak
+    recipe.data.isolate_documents = True
+    assert predict_memory(recipe, config, 2, cpu).peak > plain + 2 * 2 * 512 * 512

@@ -1,0 +1,80 @@
+"""How fast the training goes, against what the device could do, and how much memory it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from thinker.model import Thinker
+
+# Dense peaks in FLOP/s for bf16 (fp16 alike) with fp32 accumulation, from the makers' data sheets, by a part of the
+# name that torch reports. A device that is not listed gets no MFU.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def flops_per_token(thinker: Thinker, seq_len: int) -> int:
+    """FLOPs of a training step a token by the convention of PaLM's appendix B (arXiv:2204.02311).
+
+    6 a parameter (head counted, embedding look-up not) plus 12 · n_layers · d_model · T for attention, where d_model
+    stands for the width of all heads together.
+    """
+    config = thinker.config
+    parameters = sum(parameter.numel() for parameter in thinker.parameters())
+    if not config.tie_embeddings:
+        parameters -= thinker.embedding.weight.numel()
+    heads = sum(block.attention.n_heads for block in thinker.blocks)
+    return 6 * parameters + 12 * heads * config.head_dim * seq_len
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's dense peak in FLOP/s at a precision, or None where it is not known."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    words = f" {name} ".replace("-", " ")
+    return next((peak for part, peak in PEAK_FLOPS.items() if f" {part} " in words), None)
+
+
+class MemoryMeter:
+    """Peak memory since its making: allocated on a GPU, elsewhere the growth of the process's resident set."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.before = device, 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        with contextlib.suppress(OSError):  # where the kernel allows it: what came before was perhaps larger
+            Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._resident_peak()
+
+    def peak(self) -> int:
+        """Bytes."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self._resident_peak() - self.before
+
+    @staticmethod
+    def _resident_peak() -> int:
+        status = Path("/proc/self/status")
+        if status.exists():  # getrusage would also count the process that this one was forked from
+            return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts in bytes there, elsewhere in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,92 @@
+"""A step whose loss or gradient is not finite: what it was made of, and where the numbers leave the finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinker.checkpoint.run_directory import RunDirectory, replace_file
+from thinker.data.batches import Loader
+from thinker.data.tokenizer import Tokenizer
+from thinker.model import Thinker
+from thinker.model.lora import RANK_OF, add_lora
+from thinker.runtime.process_group import whole
+
+TEXT_CHARS = 200  # of each sample, in a report
+
+
+def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
+    """Each sample of a step (from 0) alone, forward and backward without dropout, on the weights as they are.
+
+    Returns "samples": id, loss (nats a token) and gradient norm (None where not finite), and the text's beginning;
+    "first_not_finite": the first module whose output is not; "gradients_not_finite": parameters whose gradient's norm
+    is not; "largest_weight": [name, size], None for a size that is not finite.
+    """
+    model, samples, found = plain(thinker), [], {"module": None}
+    bad: set[str] = set()
+    for name, module in model.named_modules():
+        module.register_forward_hook(_watch(found, name or "loss"))
+    for row, number in enumerate(loader.sample_ids(step)):
+        inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
+        given = (inputs, targets, loader.windows.documents(inputs))
+        given = [x if x is None else x.to(thinker.device) for x in given]
+        loss_sum, count = model(given[0], targets=given[1], documents=given[2])
+        loss = loss_sum / max(int(count), 1)
+        loss.backward()
+        loss = loss.detach()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.get_total_norm(gradients.values())
+        if not math.isfinite(norm):
+            bad |= {name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())}
+        model.zero_grad(set_to_none=True)
+        text = tokenizer.decode(inputs[0].tolist())[:TEXT_CHARS]
+        samples.append({"id": number, "loss": finite(loss), "grad_norm": finite(norm), "text": text})
+    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in model.named_parameters()}
+    largest = max(sizes, key=sizes.__getitem__)
+    return {
+        "samples": samples,
+        "first_not_finite": found["module"],
+        "gradients_not_finite": sorted(bad),
+        "largest_weight": [largest, finite(sizes[largest])],
+    }
+
+
+def write_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
+    """Keep a report in the run directory, under the step's number (from 1). Returns its path."""
+    path = run.path / f"bad-step-{step:08d}.json"
+    if run.writes:
+        replace_file(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    return str(path)
+
+
+def finite(value: Tensor | float) -> float | None:
+    """The number, or None for what JSON cannot hold."""
+    return float(value) if math.isfinite(value) else None
+
+
+def plain(thinker: Thinker) -> Thinker:
+    """The same weights, whole, in a model that is not compiled, for evaluation. All ranks that share them must ask."""
+    weights = {name: whole(tensor) for name, tensor in thinker.state_dict().items()}
+    with torch.device("meta"):
+        model = Thinker(thinker.config)
+    if RANK_OF in weights:
+        add_lora(model, len(weights[RANK_OF]))
+    model.load_state_dict(weights, assign=True)
+    if thinker.config.tie_embeddings:
+        model.head.weight = model.embedding.weight
+    model.activation_dtype = thinker.activation_dtype
+    return model.requires_grad_().eval()
+
+
+def _watch(found: dict[str, str | None], name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
+        if found["module"] is None and not all(bool(part.isfinite().all()) for part in tensors):
+            found["module"] = name
+
+    return hook

@@ -1,0 +1,399 @@
+"""Training: build everything from a recipe, then one optimizer step after the other."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from thinker.checkpoint import checkpoint
+from thinker.checkpoint.manager import Saver
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.batches import Loader, Windows
+from thinker.data.prefetch import Ahead
+from thinker.data.tokenizer import token_byte_lengths
+from thinker.evaluation.loss import Evaluation, Evaluator
+from thinker.generation import Generator, SamplingParams
+from thinker.generation.engine import check_length
+from thinker.runtime.device import be_deterministic, choose_device, tune
+from thinker.runtime.errors import Stopped, UserError
+from thinker.runtime.process_group import ALONE, Ranks
+from thinker.training import resume
+from thinker.training.config import Recipe
+from thinker.training.corpus import prepare_data
+from thinker.training.initial_model import take_up
+from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.nonfinite import diagnose, finite, plain, write_report
+from thinker.training.optimizers import fill_rates, pace_of
+from thinker.training.report import report
+from thinker.training.resume import RunState
+from thinker.training.schedule import lr_factor
+from thinker.training.settings import Chosen, settle_precision, settle_ranks, settle_size
+from thinker.training.signals import Interrupt, was_compiling
+from thinker.training.step import TrainingStep, draw
+from thinker.training.tracking import Tracker
+
+CPU_SHARE = 0.005  # of a core, for background saves where training has use for every core (docs/resuming.md)
+
+
+class Trainer:
+    """One run: its data, model, optimizer and files, and where it stands. Of several ranks each makes one."""
+
+    def __init__(self, recipe: Recipe, ranks: Ranks = ALONE) -> None:
+        """Check everything, build everything, and take up the run where its newest checkpoint left it.
+
+        Raises UserError before anything is written where the recipe does not fit the machine, the data or the run.
+        """
+        self.recipe, self.ranks, train = recipe, ranks, recipe.train
+        self.run = RunDirectory(recipe.run.dir, writes=ranks.first)
+        if train.deterministic:
+            be_deterministic()
+        self.device = choose_device(train.device)
+        ranks.meet(self.device.type, train.rank_timeout_s)
+        self.run.lock()
+        folder = None
+        if ranks.first:
+            checkpoint.clear(self.run.checkpoints)
+            folder = self.run.latest()
+        else:
+            recipe.tracking.wandb = "disabled"  # rank 0 sends for all
+        name = ranks.tell(folder and folder.name)
+        folder = name and self.run.checkpoints / name
+        before = resume.read_state(folder) if folder else None
+        begun, tokenizer = take_up(recipe, before, self.run.path)
+        if before is not None:
+            resume.refuse_changes(self.run, before, recipe, "run", "data", "optimizer", "train")
+        chosen = before.chosen if before else None
+        settle_precision(recipe, self.device, chosen, ranks)
+        with ranks.in_turn():
+            self.corpus = prepare_data(recipe, tokenizer)
+        config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
+        recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width and rate
+        recipe.optimizer = fill_rates(recipe.optimizer, config, train.batch_size, pace_of(recipe))
+        if before is not None:
+            resume.refuse_changes(self.run, before, recipe, "model")
+            resume.refuse_another_corpus(self.run, before, self.corpus, recipe.data.path or recipe.data.source)
+        tune(self.device)
+        rows = settle_ranks(recipe, config, self.device, ranks)
+        settle_size(recipe, config, self.device, chosen, ranks)
+        aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
+        seen = {"isolate": recipe.data.isolate_documents, "given": config.prefix}
+        self.loader = Loader(
+            Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing, **seen),
+            train.batch_size,
+            recipe.run.seed,
+        )
+        self.batches = Ahead(self.loader, self.device.type == "cuda", rows, recipe.data.workers)
+        self.evaluator = Evaluator(
+            Windows(self.corpus.val, recipe.data.seq_len, aligned, **seen),
+            train.micro_batch_size,
+            token_byte_lengths(self.corpus.tokenizer),
+            train.eval_windows,
+            ranks,
+        )
+        self.memory = MemoryMeter(self.device)
+        sharded = ranks.size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole
+        self.thinker = draw(config, recipe.run.seed, torch.device("cpu") if sharded else self.device, begun)
+        self.train_step = TrainingStep(self.thinker, recipe, ranks=ranks)
+        if train.sample_every:
+            check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], config, config.longest)
+        self.run.create()
+        self.run.lock()
+        if ranks.first and folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
+            raise UserError(f"another training has just been at work in {self.run.path}; run the same command again")
+        self.state = self.begin(folder, before)
+        self.saved = self.state.model_copy(deep=True) if folder else None
+        self.last: Evaluation | None = None
+        self.agreed = 0  # a signal that any rank has been sent, as all know it
+        self.unread: list[Tensor] = []  # (loss, gradient norm) of the last steps, still on the device
+        self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # when the last line was: seconds, tokens, waited
+        self.saver = Saver(
+            self.run.checkpoints, train.keep_last, train.keep_every, train.background_save,
+            share=CPU_SHARE if self.device.type == "cpu" else 1.0, ranks=ranks, sharded=train.save_sharded,
+        )  # fmt: skip
+        self.interrupt = Interrupt(together=ranks.size > 1)
+        self.agree()
+        self.finished = self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
+        if not self.finished:
+            self.run.write_config(recipe.model_dump(mode="json"))
+        if ranks.first:
+            self.corpus.tokenizer.save(self.run.path)
+
+    def begin(self, folder: Path | None, before: RunState | None) -> RunState:
+        """Take up the checkpoint, if there is one. Returns where the run stands."""
+        recipe, first = self.recipe, self.ranks.first
+        machine = resume.describe_machine(self.device, self.ranks, recipe.train.parallel)
+        if folder is None or before is None:
+            if first:
+                resume.keep_best_of_a_lost_beginning(self.run)
+        else:
+            for newer in checkpoint.list_checkpoints(self.run.checkpoints) if first else ():
+                if newer.name > folder.name:
+                    checkpoint.set_aside(newer, "damaged")  # or it would count as one of the last that are kept
+            if before.skipped > recipe.train.skip_bad_steps:
+                raise UserError(
+                    f"the run in {self.run.path} has left out {before.skipped} bad steps; train.skip_bad_steps cannot "
+                    "be fewer"
+                )
+            resume.restore(folder, self.train_step, before)
+            resume.say_what_differs(before, machine, recipe)
+            before.best_val_loss = self.ranks.tell(resume.best_so_far(self.run, before, recipe) if first else None)
+        state = before or RunState()
+        self.run.cut_metrics(state.step, state.evaluated_at)
+        self.tracker = Tracker(recipe, self.run, state.wandb_id)
+        state.wandb_id = self.tracker.run_id or state.wandb_id
+        state.tokenizer, state.corpus = self.corpus.tokenizer.content_hash, self.corpus.sha256
+        state.machine, state.chosen = machine, Chosen(**recipe.train.model_dump(include=set(Chosen.model_fields)))
+        state.recipe = recipe.model_dump(mode="json")
+        return state
+
+    def train(self) -> int:
+        """Run until the recipe's end, or a signal. Returns the exit status."""
+        if self.finished:
+            print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
+            self.tracker.finish()
+            self.run.unlock()
+            report(self.run, self.state, self.thinker.config.prefix, self.corpus.train.has_conversations)
+            return 0
+        if self.state.step:
+            print(f"going on from step {self.state.step} in {self.run.path}", file=sys.stderr)
+        with self.interrupt:
+            self.bar = tqdm(
+                total=1.0,
+                initial=self.progress(),
+                smoothing=0,  # the time left by the mean speed: an evaluation is no sign of slowness
+                bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
+            )
+            try:
+                self.until_the_end()
+                self.saver.wait()
+            finally:
+                self.bar.close()
+                self.batches.close()
+                self.saver.close()
+                self.tracker.finish(whole=not self.evaluation_was_left())
+                self.run.unlock()
+            if self.stopping:
+                print(f"saved step {self.state.step} in {self.run.path}; the same command goes on from there",
+                      file=sys.stderr)  # fmt: skip
+                return 128 + self.stopping  # as shells tell which signal it was: 129, 130, 143
+            report(self.run, self.state, self.thinker.config.prefix, self.corpus.train.has_conversations)
+        return 0
+
+    def until_the_end(self) -> None:
+        """Every step, with what is due after it; then the last evaluation and the last checkpoint."""
+        train = self.recipe.train
+        try:
+            if self.is_due(train.eval_every):  # the run was stopped in the midst of it
+                self.evaluate()
+            while self.progress() < 1 and not self.stopping:
+                self.advance()
+                if self.is_due(train.eval_every):
+                    self.evaluate()
+                if self.is_due(train.save_every):
+                    self.save()
+                if train.sample_every and self.state.step % train.sample_every == 0:
+                    self.bar.write(f"step {self.state.step}: {self.sample()}", file=sys.stderr)
+            if not self.stopping:
+                self.evaluate()
+        except RuntimeError as error:
+            if not (self.interrupt and was_compiling(error)):
+                raise
+            self.agreed = self.interrupt.number  # other ranks' compilers have been ended alike
+        self.save()
+        self.bar.update(self.progress() - self.bar.n)
+
+    def advance(self) -> None:
+        """One optimizer step, and a line of metrics where one is due."""
+        state, started = self.state, time.perf_counter()
+        factor = self.lr_factor()
+        resume.seed_step(self.recipe.run.seed, state.step, self.ranks.rank)
+        loss, grad_norm = self.train_step(self.batch, factor)
+        self.unread.append(torch.stack((loss, grad_norm)))
+        state.step += 1
+        state.tokens += self.batch.count
+        due = state.step % self.recipe.train.log_every == 0
+        if due:
+            self.read_losses()  # the device has finished
+        self.agree(started)
+        if due:
+            self.log_steps(factor)
+        self.bar.update(self.progress() - self.bar.n)
+
+    def agree(self, started: float | None = None) -> None:
+        """Fetch the next batch, and have all ranks know alike what it counts, how late it is, and of signals.
+
+        `started`: when what is to be added to the time of training began.
+        """
+        batch = self.batches.batch(self.state.step)
+        elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
+        counts, clocks, signals = zip(*self.ranks.gather(batch.count, elapsed, self.interrupt.number))
+        self.batch = batch._replace(count=int(sum(counts)))
+        self.state.elapsed_s, self.agreed = clocks[0], int(max(signals))
+
+    @property
+    def stopping(self) -> int:
+        """The signal that ends the run, 0 if there is none: of several ranks one that all know of."""
+        return self.agreed if self.ranks.size > 1 else self.interrupt.number
+
+    def hear(self) -> bool:
+        """Ask all ranks, which must all ask, for signals. Returns whether the run shall end."""
+        self.agreed = int(max(number for (number,) in self.ranks.gather(self.interrupt.number)))
+        return bool(self.stopping)
+
+    def read_losses(self) -> None:
+        """Fetch what the last steps have found: of all a step does, only this waits for the device.
+
+        Raises Stopped where one had a loss or gradient that is not finite and may not be left out.
+        """
+        rows = torch.stack(self.unread).tolist() if self.unread else []
+        self.unread.clear()
+        for step, (loss, grad_norm) in enumerate(rows, self.state.step - len(rows)):
+            if math.isfinite(loss) and (math.isfinite(grad_norm) or self.train_step.scaler.is_enabled()):
+                self.state.pending_steps += 1
+                self.state.pending_losses += loss
+                self.state.pending_norm = finite(grad_norm)
+            else:
+                self.leave_out(step, loss, grad_norm)
+
+    def leave_out(self, step: int, loss: float, grad_norm: float) -> None:
+        """Report a bad step (from 0), which has changed nothing. Raises Stopped where it was one too many."""
+        number, allowed = step + 1, self.recipe.train.skip_bad_steps
+        self.state.skipped += 1
+        found = f"step {number}: the loss is {loss:g}, the gradient's norm {grad_norm:g}"
+        notes = {"step": number, "loss": finite(loss), "grad_norm": finite(grad_norm)}
+        notes["sample_ids"] = self.loader.sample_ids(step)
+        if self.state.skipped <= allowed:
+            path = write_report(self.run, number, notes)
+            self.bar.write(f"{found}: left out, {self.state.skipped} of {allowed} ({path})", file=sys.stderr)
+            return
+        notes |= diagnose(self.thinker, self.loader, self.corpus.tokenizer, step)
+        path = write_report(self.run, number, notes)
+        self.saver.save("bad", number, checkpoint.contents(self.thinker, {"step": number}))
+        self.ranks.gather(number)  # who leaves first ends the others
+        name, size = notes["largest_weight"]
+        largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
+        raise Stopped(
+            f"{found}; it changed no weight. {path} names its samples, {self.run.checkpoints}/bad-{number:08d} holds "
+            f"the weights of before; {largest}. Lower optimizer.lr, or, against rare bad samples, leave such "
+            f"steps out with train.skip_bad_steps={allowed + 1}; {self.would_go_on()}"
+        )
+
+    def would_go_on(self) -> str:
+        """From where a stopped run would."""
+        if self.saved is None:
+            return "training would begin anew"
+        return f"training would go on from step {self.saved.step}, or, that checkpoint removed, from the one before"
+
+    def log_steps(self, factor: float) -> None:
+        """A line of metrics for the steps since the last one."""
+        state, now = self.state, (self.state.elapsed_s, self.state.tokens, self.batches.waited)
+        seconds, tokens, waited = (max(new - old, 1e-9) for new, old in zip(now, self.logged))
+        self.logged = now
+        if not state.pending_steps:
+            return  # all of them were left out
+        mean, norm = state.pending_losses / state.pending_steps, state.pending_norm
+        state.pending_steps, state.pending_losses, state.pending_norm = 0, 0.0, None
+        line = {"train_loss": mean, "lr": self.train_step.optimizers.lr * factor}
+        line |= {"grad_norm": norm} if norm is not None else {}
+        line |= {"skipped_steps": state.skipped} if state.skipped else {}
+        self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds))
+        val = f", validation {self.last.loss:.3f}" if self.last else ""
+        self.bar.set_postfix_str(
+            f"step {state.step}, loss {line['train_loss']:.3f}{val}, {tokens / seconds:,.0f} tokens/s", refresh=False
+        )
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether what happens every so many steps happens after this one. At the run's end all does."""
+        return bool(every and self.state.step and self.state.step % every == 0 and self.progress() < 1)
+
+    def evaluation_was_left(self) -> bool:
+        """Whether a signal ended the evaluation that belongs to this step."""
+        due = self.is_due(self.recipe.train.eval_every) or self.progress() >= 1
+        return bool(self.stopping) and due and self.state.evaluated_at != self.state.step
+
+    def lr_factor(self) -> float:
+        """What the next step's learning rates are of their peaks."""
+        train = self.recipe.train
+        return lr_factor(
+            self.state.step,
+            self.progress(),
+            schedule=train.schedule,
+            warmup_steps=train.warmup_steps,
+            decay_fraction=train.decay_fraction,
+            final=train.final_lr_fraction,
+        )
+
+    def progress(self) -> float:
+        """The share of the run that is done, in [0, 1]: of steps or of time, whichever is further."""
+        train = self.recipe.train
+        steps = self.state.step / train.max_steps if train.max_steps else 0.0
+        minutes = self.state.elapsed_s / 60 / train.max_minutes if train.max_minutes else 0.0
+        return min(1.0, max(steps, minutes))
+
+    def speed(self, tokens_per_second: float) -> dict[str, float]:
+        """The keys of a line of metrics that say how fast and how large."""
+        line = {"tokens_per_second": tokens_per_second, "peak_memory_bytes": self.memory.peak()}
+        peak = peak_flops(self.device, self.recipe.train.precision)
+        if peak is not None:
+            line["mfu"] = tokens_per_second * flops_per_token(self.thinker, self.recipe.data.seq_len) / peak
+        return line
+
+    def log(self, line: dict[str, Any]) -> None:
+        """One line to metrics.jsonl and to wandb."""
+        line = {"step": self.state.step, "tokens": self.state.tokens, **line, "elapsed_s": self.state.elapsed_s}
+        self.run.log(line)
+        self.tracker.log(line)
+
+    def evaluate(self) -> None:
+        """Measure the validation loss, unless that was done; log it, and keep the weights if they are the best so far.
+
+        A signal ends it without a result. Raises Stopped where the loss is not finite.
+        """
+        state = self.state
+        self.read_losses()
+        found = None if state.evaluated_at == state.step else self.evaluator(self.thinker, self.hear)
+        if found is None:
+            return
+        if not math.isfinite(found.loss):
+            raise Stopped(
+                f"step {state.step}: the validation loss is {found.loss}; nothing was saved. Lower optimizer.lr; "
+                + self.would_go_on()
+            )
+        self.last, state.evaluated_at = found, state.step
+        line = {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
+        if found.entropy_floor is not None:
+            line["entropy_floor"] = found.entropy_floor
+        self.log(line)
+        if state.best_val_loss is None or found.loss < state.best_val_loss:
+            state.best_val_loss = found.loss
+            best = checkpoint.contents(self.thinker, {"step": state.step, "val_loss": found.loss})
+            self.saver.save("best", state.step, best)
+
+    def save(self) -> None:
+        """Write a checkpoint of where the run stands, unless there is one."""
+        self.read_losses()
+        self.state.scaler = self.train_step.scaler.state_dict()
+        if self.state != self.saved:
+            tensors = self.train_step.optimizers.tensors()
+            files = checkpoint.contents(self.thinker, self.state.model_dump(mode="json"), tensors)
+            self.run.check()
+            self.run.flush_metrics()
+            self.saver.save("step", self.state.step, files)
+            self.saved = self.state.model_copy(deep=True)
+
+    def sample(self) -> str:
+        """A line from the model as it is now. All ranks ask; only rank 0 gets one."""
+        thinker = plain(self.thinker) if hasattr(self.thinker, "unshard") else self.thinker
+        if not self.ranks.first:
+            return ""
+        generator = Generator(thinker, self.corpus.tokenizer)
+        prompt, seed = self.recipe.train.sample_prompt, self.state.step
+        completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
+        return " ".join((prompt + completion[0].text).split())
