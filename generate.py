@@ -190,7 +190,7 @@ def main() -> int:
     )
     device = choose_device(arguments.device)
     precision = choose_decoding_precision(arguments.precision, device)
-    thinker, tokenizer = load(arguments.path, device, arguments.checkpoint)
+    model, tokenizer = load(arguments.path, device, arguments.checkpoint)
     if tokenizer is None:
         raise UserError(f"{arguments.path} has no tokenizer, so it cannot read a prompt")
     draft = None
@@ -199,7 +199,7 @@ def main() -> int:
         if its_tokenizer is None or its_tokenizer.content_hash != tokenizer.content_hash:
             raise UserError(f"the draft model in {arguments.draft} has another tokenizer: its tokens mean other text")
     generator = Generator(
-        thinker,
+        model,
         tokenizer,
         use_cache=not arguments.no_cache,
         dtype=DTYPES[precision],
@@ -214,7 +214,7 @@ def main() -> int:
     if scored is not None:
         terminal.note(how)
         exact = (
-            Generator(thinker, tokenizer, window=arguments.window, sinks=arguments.sinks) if arguments.int8 else None
+            Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks) if arguments.int8 else None
         )
         terminal.print_score(generator, scored, arguments.logprobs, arguments.json, exact and exact.score(scored))
         return 0

@@ -111,7 +111,7 @@ def time_forms(corpus: str, forms: dict[str, list[str]], rounds: int) -> dict[st
     for number in tqdm(range(rounds + 1), desc=f"timing on {corpus}"):
         for name, (step, recipe) in steps.items():
             shape = recipe.train.batch_size, recipe.data.seq_len
-            tokens = torch.randint(1, step.thinker.config.vocab_size, shape)
+            tokens = torch.randint(1, step.model.config.vocab_size, shape)
             documents = (torch.rand(shape) < 1 / 200).cumsum(1) if recipe.data.isolate_documents else None
             start = time.perf_counter()
             float(step(Batch(tokens, tokens, tokens.numel(), documents), 1e-3)[0])

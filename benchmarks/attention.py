@@ -164,18 +164,18 @@ def decode_seconds(
         attention=text,
         max_seq_len=max(lengths) + 256,
     )
-    thinker = Thinker(config).to(device, dtype).eval()
+    model = Thinker(config).to(device, dtype).eval()
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
 
     def decode(cache: KVCache) -> None:
         for _ in range(TOKENS):
-            thinker(token, cache=cache)
+            model(token, cache=cache)
 
     with torch.no_grad():
-        caches = [thinker.new_cache(1, length + 256) for length in lengths]
+        caches = [model.new_cache(1, length + 256) for length in lengths]
         for cache, length in zip(caches, lengths):
             for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
-                thinker(chunk, cache=cache, last_only=True)
+                model(chunk, cache=cache, last_only=True)
         return [seconds / TOKENS for seconds in in_turn([partial(decode, cache) for cache in caches], 10, device)]
 
 

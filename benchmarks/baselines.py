@@ -8,12 +8,12 @@ from thinker.interop.huggingface import their_name, write_config
 from thinker.model import Thinker
 
 
-def as_transformers(thinker: Thinker) -> Any:
+def as_transformers(model: Thinker) -> Any:
     """The same model as transformers' own, of the family that computes what it does, in fp32."""
     import transformers
 
-    config = write_config(thinker.config, None)
+    config = write_config(model.config, None)
     family = config.pop("model_type")
     other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **config)).eval()
-    other.load_state_dict({their_name(name): tensor for name, tensor in thinker.state_dict().items()})
+    other.load_state_dict({their_name(name): tensor for name, tensor in model.state_dict().items()})
     return other

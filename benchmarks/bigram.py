@@ -55,7 +55,7 @@ def main() -> None:
     trainer = Trainer(recipe)
     trainer.train()
     state = trainer.state
-    ours = trainer.evaluator(trainer.thinker).loss
+    ours = trainer.evaluator(trainer.model).loss
     peer = bigram_loss(
         trainer.corpus.train, trainer.evaluator.windows, trainer.corpus.tokenizer.vocab_size, recipe.train.eval_windows
     )

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
             bare_step(trainer)
             trainer.advance()
         result = {"benchmark": "saving", "recipe": str(arguments.recipe), "overrides": arguments.overrides}
-        result |= {"parameters": sum(p.numel() for p in trainer.thinker.parameters())}
+        result |= {"parameters": sum(p.numel() for p in trainer.model.parameters())}
         result |= bookkeeping(trainer, arguments.rounds) | saves(trainer, Path(folder), arguments.saves)
         trainer.batches.close()
         trainer.run.unlock()
@@ -87,14 +87,14 @@ def saves(trainer: Trainer, folder: Path, count: int) -> dict[str, float]:
     def save(saver: Saver) -> None:
         tensors = trainer.train_step.optimizers.tensors()
         state = trainer.state.model_dump(mode="json")
-        saver.save("step", trainer.state.step, checkpoint.contents(trainer.thinker, state, tensors))
+        saver.save("step", trainer.state.step, checkpoint.contents(trainer.model, state, tensors))
 
     def save_and_advance(trainer: Trainer) -> None:
         save(background)
         trainer.advance()
 
     def copy(trainer: Trainer) -> None:
-        checkpoint.copied(checkpoint.contents(trainer.thinker, {}, trainer.train_step.optimizers.tensors()))
+        checkpoint.copied(checkpoint.contents(trainer.model, {}, trainer.train_step.optimizers.tensors()))
 
     for _ in trange(count, desc="saves"):
         before = timed(trainer, Trainer.advance)

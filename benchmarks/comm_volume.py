@@ -63,7 +63,7 @@ def expected(step: TrainingStep, ranks: int, parallel: str, precision: str, gloo
     `gloo`: as gloo does it, which sums a whole gradient where NCCL sums a rank's part of it alone.
     """
     others = (ranks - 1) / ranks
-    numbers = {name: parameter.numel() for name, parameter in step.thinker.named_parameters()}
+    numbers = {name: parameter.numel() for name, parameter in step.model.named_parameters()}
     total, blocks = sum(numbers.values()), sum(n for name, n in numbers.items() if name.startswith("blocks."))
     if parallel == "ddp":
         return 2 * others * 4 * total  # a sum of fp32 gradients: each part goes round to be added, and round again
@@ -128,7 +128,7 @@ def work(
         sent.append((loopback_bytes() - before) / size / arguments.steps)
     if rank == 0:
         found = {"bytes": statistics.median(sent), "seconds": statistics.median(seconds)}
-        found["parameters"] = sum(parameter.numel() for parameter in step.thinker.parameters())
+        found["parameters"] = sum(parameter.numel() for parameter in step.model.parameters())
         queue.put(found | {"sum": expected(step, size, parallel, arguments.precision)})
     if size > 1:
         torch.distributed.barrier()

@@ -62,20 +62,20 @@ class Subject:
 def make_thinker(shape: str, max_seq_len: int, device: torch.device) -> Thinker:
     """Random weights of one of SHAPES, in the LLaMA form (without QK-norm)."""
     with device:
-        thinker = Thinker(ThinkerConfig(**SHAPES[shape], max_seq_len=max_seq_len, qk_norm=False)).eval()
+        model = Thinker(ThinkerConfig(**SHAPES[shape], max_seq_len=max_seq_len, qk_norm=False)).eval()
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for parameter in thinker.parameters():
+        for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 0.02, generator=generator)
-        thinker.head.weight[make_tokenizer("byte", []).eos_id] = 0  # never the likeliest: no row ends early
-    return thinker
+        model.head.weight[make_tokenizer("byte", []).eos_id] = 0  # never the likeliest: no row ends early
+    return model
 
 
-def ours(thinker: Thinker, name: str, batch: int, prompt: int, new: int, **how: Any) -> Subject:
+def ours(model: Thinker, name: str, batch: int, prompt: int, new: int, **how: Any) -> Subject:
     """Our Generator as a person calls it, greedy."""
     tokenizer = make_tokenizer("byte", [])
-    generator = Generator(thinker, tokenizer, **how)
+    generator = Generator(model, tokenizer, **how)
     text = ("The quick brown fox. " * prompt)[: prompt - 1]  # and the boundary token
 
     def run(count: int) -> None:
@@ -84,31 +84,31 @@ def ours(thinker: Thinker, name: str, batch: int, prompt: int, new: int, **how: 
         done = generator.generate([chr(65 + row) + text[1:] for row in range(batch)], params)
         assert all(len(completion.token_ids) == count for completion in done)
 
-    kv = 2 * thinker.config.n_layers * thinker.config.n_kv_heads * thinker.config.head_dim
+    kv = 2 * model.config.n_layers * model.config.n_kv_heads * model.config.head_dim
     element = torch.empty((), dtype=how.get("dtype", torch.float32)).element_size()
-    return Subject(name, batch, matrix_bytes(generator.thinker) + batch * (prompt + new // 2) * kv * element, run)
+    return Subject(name, batch, matrix_bytes(generator.model) + batch * (prompt + new // 2) * kv * element, run)
 
 
-def theirs(thinker: Thinker, name: str, batch: int, prompt: int, new: int, dtype: torch.dtype, static: bool) -> Subject:
+def theirs(model: Thinker, name: str, batch: int, prompt: int, new: int, dtype: torch.dtype, static: bool) -> Subject:
     """transformers' generate() on the same weights, greedy."""
-    model = as_transformers(thinker).to(thinker.device, dtype)
-    tokens = torch.randint(0, 256, (batch, prompt), device=thinker.device)
+    reference = as_transformers(model).to(model.device, dtype)
+    tokens = torch.randint(0, 256, (batch, prompt), device=model.device)
     how = {"cache_implementation": "static"} if static else {}  # which generate() then compiles by itself on a GPU
 
     def run(count: int) -> None:
-        out = model.generate(
+        out = reference.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count,
             do_sample=False, pad_token_id=0, eos_token_id=None, **how,
         )  # fmt: skip
         assert out.shape[1] == prompt + count
 
-    kv = 2 * thinker.config.n_layers * thinker.config.n_kv_heads * thinker.config.head_dim
+    kv = 2 * model.config.n_layers * model.config.n_kv_heads * model.config.head_dim
     element = torch.empty((), dtype=dtype).element_size()
-    matrices = matrix_bytes(thinker) // 4 * element
+    matrices = matrix_bytes(model) // 4 * element
     return Subject(name, batch, matrices + batch * (prompt + new // 2) * kv * element, run)
 
 
-def subjects(thinker: Thinker, prompt: int, new: int, names: list[str]) -> list[Subject]:
+def subjects(model: Thinker, prompt: int, new: int, names: list[str]) -> list[Subject]:
     """All that are to be measured; a name is [transformers-]PRECISION[-compiled][@BATCH]."""
     made = []
     for name in names:
@@ -120,12 +120,12 @@ def subjects(thinker: Thinker, prompt: int, new: int, names: list[str]) -> list[
         if precision not in [*DTYPES, "int8"] or (is_peer and precision == "int8"):
             raise UserError(f"{name} is nothing to measure; such as transformers-fp32, fp32-compiled, int8 or bf16@8")
         if is_peer:
-            made.append(theirs(thinker, how, rows, prompt, new, DTYPES[precision], compiled))
+            made.append(theirs(model, how, rows, prompt, new, DTYPES[precision], compiled))
         elif precision == "int8":
-            dtype = torch.bfloat16 if thinker.device.type == "cuda" else torch.float32
-            made.append(ours(thinker, how, rows, prompt, new, int8=True, compile=compiled, dtype=dtype))
+            dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+            made.append(ours(model, how, rows, prompt, new, int8=True, compile=compiled, dtype=dtype))
         else:
-            made.append(ours(thinker, how, rows, prompt, new, dtype=DTYPES[precision], compile=compiled))
+            made.append(ours(model, how, rows, prompt, new, dtype=DTYPES[precision], compile=compiled))
     return made
 
 
@@ -158,10 +158,10 @@ def synchronise(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def lengths(thinker: Thinker, window: int, repeats: int) -> dict[str, Any]:
+def lengths(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
     """Milliseconds for one more token at each cached length, with a full and with a rolling cache."""
-    snapshot = for_decoding(thinker)
-    token = torch.zeros(1, 1, dtype=torch.long, device=thinker.device)
+    snapshot = for_decoding(model)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     caches = {}
     for length in LENGTHS:
         full = snapshot.new_cache(1, max(LENGTHS) + 1)
@@ -174,15 +174,15 @@ def lengths(thinker: Thinker, window: int, repeats: int) -> dict[str, Any]:
     times: dict[tuple[int, int], list[float]] = {(length, kind): [] for length in LENGTHS for kind in (0, 1)}
     bandwidths = []
     for _ in tqdm(range(repeats), desc="lengths", leave=False):
-        bandwidths.append(read_bandwidth(thinker.device))
+        bandwidths.append(read_bandwidth(model.device))
         for length, kind in times:
             cache = caches[length][kind]
             for turn in range(4):  # as in decoding, one step after the other on one cache; the first finds it cold
                 cache.lengths = [length - 1]
-                synchronise(thinker.device)
+                synchronise(model.device)
                 start = time.perf_counter()
                 snapshot(token, cache=cache)
-                synchronise(thinker.device)
+                synchronise(model.device)
                 if turn:
                     times[length, kind].append(time.perf_counter() - start)
     bandwidth = statistics.median(bandwidths)
@@ -253,8 +253,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--new and --prompt must be at least 2, --repeats at least 1")
     result: dict[str, Any] = {"benchmark": "decode", "shape": arguments.shape}
     if arguments.lengths:
-        thinker = make_thinker(arguments.shape, max(LENGTHS) + 1, device)
-        result |= lengths(thinker, arguments.window, arguments.repeats)
+        model = make_thinker(arguments.shape, max(LENGTHS) + 1, device)
+        result |= lengths(model, arguments.window, arguments.repeats)
         print("cached   full ms  window ms  bytes ms   ratio")
         for row in result["lengths"]:
             print(
@@ -267,9 +267,9 @@ def run(arguments: argparse.Namespace) -> None:
         default = "transformers-fp32,fp32,fp32-compiled,fp32@8,bf16,bf16@8,int8,int8-compiled,int8@8"
         if device.type == "cuda":
             default = "transformers-bf16,transformers-bf16-compiled,bf16,bf16-compiled,int8-compiled"
-        thinker = make_thinker(arguments.shape, arguments.prompt + arguments.new, device)
+        model = make_thinker(arguments.shape, arguments.prompt + arguments.new, device)
         names = (arguments.subjects or default).split(",")
-        things = subjects(thinker, arguments.prompt, arguments.new, names)
+        things = subjects(model, arguments.prompt, arguments.new, names)
         bandwidth = measure(things, arguments.new, arguments.repeats, device)
         rows = [subject.row(arguments.new, arguments.prompt, bandwidth) for subject in things]
         print(f"{'':26} batch  first ms  prefill/s  decode/s  MB a step  of bandwidth")

@@ -65,13 +65,13 @@ def run(arguments: argparse.Namespace) -> None:
     for kind, scaling in tqdm(cases, desc="reading"):
         losses: dict[int, list[float]] = {n: [] for n in TIMES}
         for seed in range(1, arguments.seeds + 1):
-            thinker, _ = load(trainings[kind, seed].folder)
+            model, _ = load(trainings[kind, seed].folder)
             if scaling is not None:
                 original = {} if scaling == "linear" else {"original_max_seq_len": length}
-                stretch(thinker, {"type": scaling, "factor": max(TIMES), **original})
+                stretch(model, {"type": scaling, "factor": max(TIMES), **original})
             for n in TIMES:
                 windows = Windows(tokens, n * length, "contiguous")
-                found = loss_by_position(thinker, windows, 4, arguments.windows * max(TIMES) // n)
+                found = loss_by_position(model, windows, 4, arguments.windows * max(TIMES) // n)
                 every = max(TIMES) // n  # of so many windows the last ends where one of the longest does
                 losses[n].append(found.nats[every - 1 :: every, -length:].nanmean().item())
         name = kind if scaling is None else f"{kind}, {scaling} x{max(TIMES)}"

@@ -92,9 +92,9 @@ def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explore
     """Of a model whose heads look sharply at tokens, all differently."""
     torch.manual_seed(1)
     shape = {"vocab_size": 257, "d_model": 8 * heads, "n_layers": layers, "n_heads": heads, "max_seq_len": tokens}
-    thinker = Thinker(ThinkerConfig(**shape, qk_norm=False)).eval()
+    model = Thinker(ThinkerConfig(**shape, qk_norm=False)).eval()
     with torch.no_grad():
-        for name, parameter in thinker.named_parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and "embedding" not in name:
                 parameter.normal_(0, parameter.shape[1] ** -0.5)
             if name.endswith("q_proj.weight"):
@@ -102,7 +102,7 @@ def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explore
     words = ["the", "fox", "and", "a", "bird", "said", "saw", "little", "then", "who", "one", "day"]
     text = " ".join(random.Random(1).choices(words, k=tokens))[: tokens - 1]
     tokenizer = make_tokenizer("byte", [])
-    return html_report.gather(thinker, tokenizer, reports.Prompt.read(thinker, tokenizer, text))
+    return html_report.gather(model, tokenizer, reports.Prompt.read(model, tokenizer, text))
 
 
 def measure(browser: Any, path: Path, repeats: int) -> dict[str, float]:

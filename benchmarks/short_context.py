@@ -28,18 +28,18 @@ QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 
 
 @torch.no_grad()
-def sliding_loss(thinker: Thinker, tokenizer: Tokenizer, stories: list[str], width: int) -> float:
+def sliding_loss(model: Thinker, tokenizer: Tokenizer, stories: list[str], width: int) -> float:
     """Nats a token over whole stories, each token predicted from at most `width` tokens before it."""
-    thinker.eval()
+    model.eval()
     nats, count = 0.0, 0
     for story in stories:
         ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode(story), tokenizer.eos_id])
         inputs, targets = ids[:-1], ids[1:]
-        log_probs = thinker(inputs[None, :width])[0].float().log_softmax(-1)  # the first positions see all there is
+        log_probs = model(inputs[None, :width])[0].float().log_softmax(-1)  # the first positions see all there is
         nats -= log_probs.gather(1, targets[:width, None]).sum().item()
         if len(inputs) > width:
             windows = inputs.unfold(0, width, 1)[1:]  # (n, width)
-            log_probs = thinker(windows, last_only=True)[:, 0].float().log_softmax(-1)  # (n, V)
+            log_probs = model(windows, last_only=True)[:, 0].float().log_softmax(-1)  # (n, V)
             nats -= log_probs.gather(1, targets[width:, None]).sum().item()
         count += len(targets)
     return nats / count
@@ -104,7 +104,7 @@ def main() -> None:
                 stories.append(tokenizer.decode(shard.tokens[start:end].tolist()))
         stories = stories[: arguments.stories]
         entropy, least = bound(tokenizer, stories, width)
-        loss = sliding_loss(trainer.thinker, tokenizer, stories, width)
+        loss = sliding_loss(trainer.model, tokenizer, stories, width)
         run = {
             "minutes": minutes,
             "tokens_seen": state.tokens,

@@ -47,8 +47,8 @@ def speculation(trainer: Trainer, arguments: argparse.Namespace) -> dict[str, An
     rows = []
     for precision in arguments.precisions.split(","):
         how: dict[str, Any] = {"int8": True} if precision == "int8" else {"dtype": DTYPES[precision]}
-        plain = Generator(trainer.thinker, tokenizer, **how)
-        drafts = {n: Generator(trainer.thinker, tokenizer, speculate=n, **how) for n in arguments.drafts}
+        plain = Generator(trainer.model, tokenizer, **how)
+        drafts = {n: Generator(trainer.model, tokenizer, speculate=n, **how) for n in arguments.drafts}
         for temperature in arguments.temperatures:
             params = SamplingParams(max_new_tokens=arguments.new, temperature=temperature, seed=1)
             seconds: dict[int, list[float]] = {n: [] for n in (0, *drafts)}
@@ -96,8 +96,8 @@ def int8_cost(trainer: Trainer, n_windows: int) -> dict[str, Any]:
     passages = windows.batch(np.arange(min(n_windows, len(windows))))[0].tolist()
     nats, n_bytes = {"fp32": 0.0, "int8": 0.0}, 0
     generators = {
-        "fp32": Generator(trainer.thinker, tokenizer, dtype=torch.float32),
-        "int8": Generator(trainer.thinker, tokenizer, dtype=torch.float32, int8=True),
+        "fp32": Generator(trainer.model, tokenizer, dtype=torch.float32),
+        "int8": Generator(trainer.model, tokenizer, dtype=torch.float32, int8=True),
     }
     for passage in tqdm(passages, desc="int8", leave=False):
         text = tokenizer.decode(passage)

@@ -51,19 +51,19 @@ class Damaged(UserError):
     """A checkpoint that is not whole; the message names the file."""
 
 
-def save(folder: Path, thinker: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> None:
+def save(folder: Path, model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> None:
     """Write a checkpoint; see contents() and write()."""
-    write(folder, contents(thinker, state, training))
+    write(folder, contents(model, state, training))
 
 
-def contents(thinker: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
+def contents(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
     """The files of a checkpoint, its tensors being the live ones.
 
     Args:
         state: what JSON can hold: step, tokens, losses.
         training: the tensors that resuming needs; left out, the checkpoint is for sampling only.
     """
-    files = {"config.json": thinker.config.to_dict(), MODEL: model_tensors(thinker), "state.json": state}
+    files = {"config.json": model.config.to_dict(), MODEL: model_tensors(model), "state.json": state}
     return files if training is None else files | {TRAINING: training}
 
 
@@ -132,10 +132,10 @@ def write(
         raise
 
 
-def model_tensors(thinker: Thinker) -> dict[str, Tensor]:
+def model_tensors(model: Thinker) -> dict[str, Tensor]:
     """The parameters by name; a tied head is left out, being the embedding."""
-    tensors = {name: tensor.contiguous() for name, tensor in thinker.state_dict().items()}
-    if thinker.config.tie_embeddings:
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_embeddings:
         del tensors["head.weight"]
     return tensors
 
@@ -253,25 +253,25 @@ def load_thinker(folder: Path, device: torch.device | str = "cpu") -> Thinker:
     if config.n_layers > len(header(folder)):  # or building so many blocks could take for ever
         raise Damaged(f"{folder / MODEL} has fewer tensors than its configuration has layers ({config.n_layers})")
     with torch.device("meta"):
-        thinker = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
+        model = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
     rank = lora_rank(folder)
     if rank:
-        add_lora(thinker, rank)
-    load_weights(thinker, folder, assign=True)
+        add_lora(model, rank)
+    load_weights(model, folder, assign=True)
     if rank:
-        merge_lora(thinker)
-    return thinker.to(device).eval()
+        merge_lora(model)
+    return model.to(device).eval()
 
 
-def load_weights(thinker: Thinker, folder: Path, assign: bool = False) -> None:
+def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
     """Put the weights in `folder` into the model, after checking all names and shapes; raises Damaged.
 
     They are copied into the parameters, or with `assign` become the parameters.
     """
-    tensors = read(folder, MODEL, model_tensors(thinker))
-    thinker.load_state_dict(tensors, strict=not thinker.config.tie_embeddings, assign=assign)
-    if thinker.config.tie_embeddings:
-        thinker.head.weight = thinker.embedding.weight
+    tensors = read(folder, MODEL, model_tensors(model))
+    model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
+    if model.config.tie_embeddings:
+        model.head.weight = model.embedding.weight
 
 
 def remove(folder: Path) -> None:

@@ -24,11 +24,11 @@ MAX_NEW_TOKENS = 256  # where a task does not say
 class ThinkerLM(TemplateLM):
     """A Thinker as the harness's LM: texts are tokenized, cut and scored as by its adapter for transformers."""
 
-    def __init__(self, thinker: Thinker, tokenizer: Tokenizer, batch_size: int = 16) -> None:
+    def __init__(self, model: Thinker, tokenizer: Tokenizer, batch_size: int = 16) -> None:
         super().__init__()
-        self.thinker, self.tokenizer, self.batch_size = thinker.eval(), tokenizer, batch_size
-        self.max_length = thinker.config.max_seq_len
-        self.generator = Generator(thinker, tokenizer)
+        self.model, self.tokenizer, self.batch_size = model.eval(), tokenizer, batch_size
+        self.max_length = model.config.max_seq_len
+        self.generator = Generator(model, tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -59,11 +59,11 @@ class ThinkerLM(TemplateLM):
                 rows = [(requests[i][1] + requests[i][2])[-(self.max_length + 1) :] for i in part]
                 longest = max(map(len, rows)) - 1
                 inputs = torch.tensor([row[:-1] + [0] * (longest + 1 - len(row)) for row in rows])  # nobody sees the 0s
-                hidden = hidden_states(self.thinker, inputs.to(self.thinker.device))  # (B, T, C)
+                hidden = hidden_states(self.model, inputs.to(self.model.device))  # (B, T, C)
                 for place, (i, row) in enumerate(zip(part, rows)):
                     targets = torch.tensor(requests[i][2][-(len(row) - 1) :])  # those that are left of it
                     n = len(targets)
-                    logits = self.thinker.head(hidden[place, len(row) - 1 - n : len(row) - 1]).float().cpu()  # (n, V)
+                    logits = self.model.head(hidden[place, len(row) - 1 - n : len(row) - 1]).float().cpu()  # (n, V)
                     nats = logits.log_softmax(dim=-1).gather(1, targets[:, None]).double().sum().item()
                     found[i] = nats, bool((logits.argmax(dim=-1) == targets).all())
                 bar.update(len(part))
@@ -119,7 +119,7 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 
 def run_tasks(
-    thinker: Thinker,
+    model: Thinker,
     tokenizer: Tokenizer,
     names: list[str],
     *,
@@ -145,10 +145,10 @@ def run_tasks(
     for name in names:
         if name not in manager.all_tasks:
             raise UserError(f"the harness has no task {name}{nearest(name, manager.all_tasks)}")
-    model = ThinkerLM(thinker, tokenizer)
+    adapter = ThinkerLM(model, tokenizer)
     try:
         found = simple_evaluate(
-            model, tasks=names, num_fewshot=n_shots, limit=limit, task_manager=manager,
+            adapter, tasks=names, num_fewshot=n_shots, limit=limit, task_manager=manager,
             bootstrap_iters=1000, log_samples=False,
         )  # fmt: skip
     except UserError:

@@ -92,32 +92,32 @@ def long_windows(config: ThinkerConfig, tokens: TokenSet, length: int) -> Window
     return Windows(tokens, length, "contiguous", given=config.prefix)
 
 
-def stretch(thinker: Thinker, scaling: dict[str, Any] | str) -> None:
+def stretch(model: Thinker, scaling: dict[str, Any] | str) -> None:
     """Turn queries and keys by other angles from now on, such as {"type": "linear", "factor": 4}; weights stay.
 
     `scaling` may be YAML. Raises UserError where it is no scaling, or the model has no angles.
     """
-    config = thinker.config
-    if thinker.rope is None:
+    config = model.config
+    if model.rope is None:
         raise UserError(f"model.positions is {config.positions}: there is no RoPE to scale")
     if isinstance(scaling, str):
         try:
             scaling = yaml.safe_load(scaling)
         except yaml.YAMLError as error:
             raise UserError(f"{scaling!r} is no table such as {{type: linear, factor: 4}}") from error
-    thinker.rope = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(scaling))
+    model.rope = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(scaling))
 
 
-def hidden_states(thinker: Thinker, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+def hidden_states(model: Thinker, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
     """What the head would read, (B, T) -> (B, T, C): Thinker.forward up to the logits, which can be too large."""
-    place = thinker.place(tokens, tokens, documents)
-    rope = None if thinker.rope is None else thinker.rope(place.positions, place.end, thinker.dtype)
-    return thinker.trunk(thinker.embed(tokens, place), rope, place)
+    place = model.place(tokens, tokens, documents)
+    rope = None if model.rope is None else model.rope(place.positions, place.end, model.dtype)
+    return model.trunk(model.embed(tokens, place), rope, place)
 
 
 @torch.no_grad()
 def loss_by_position(
-    thinker: Thinker,
+    model: Thinker,
     windows: Windows,
     batch_size: int,
     limit: int | None = None,
@@ -128,17 +128,17 @@ def loss_by_position(
 
     `trained_length`: that of the training's windows; config.max_seq_len unless given. `progress`: show a bar.
     """
-    was_training = thinker.training
-    thinker.eval()
+    was_training = model.training
+    model.eval()
     nats = []
     batches = -(-len(windows) // batch_size)
     for inputs, targets in tqdm(
         in_order(windows, batch_size, limit), desc="evaluating", total=batches, disable=not progress
     ):
-        given = [x if x is None else x.to(thinker.device) for x in (inputs, windows.documents(inputs))]
-        rows = hidden_states(thinker, *given).flatten(0, 1).split(HEAD_ROWS)  # (n, C) each
-        losses = [F.cross_entropy(thinker.head(x).float(), y.to(x.device), ignore_index=-1, reduction="none").cpu()
+        given = [x if x is None else x.to(model.device) for x in (inputs, windows.documents(inputs))]
+        rows = hidden_states(model, *given).flatten(0, 1).split(HEAD_ROWS)  # (n, C) each
+        losses = [F.cross_entropy(model.head(x).float(), y.to(x.device), ignore_index=-1, reduction="none").cpu()
                   for x, y in zip(rows, targets.flatten().split(HEAD_ROWS))]  # fmt: skip
         nats.append(torch.cat(losses).view(targets.shape).double().masked_fill(targets < 0, math.nan))
-    thinker.train(was_training)
-    return LongLoss(trained_length or thinker.config.max_seq_len, torch.cat(nats))
+    model.train(was_training)
+    return LongLoss(trained_length or model.config.max_seq_len, torch.cat(nats))

@@ -41,29 +41,29 @@ class Evaluator:
         self.floor = entropy_floor(windows, limit)
 
     @torch.no_grad()
-    def __call__(self, thinker: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Loss of `thinker` in evaluation mode; the mode it was in is put back.
+    def __call__(self, model: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Loss of `model` in evaluation mode; the mode it was in is put back.
 
         `stop` is asked before each batch, by all ranks alike; once it says yes, there is no result.
         """
-        was_training = thinker.training
-        thinker.eval()
+        was_training = model.training
+        model.eval()
         nats = torch.zeros((), dtype=torch.float64)
-        if thinker.device.type in ("cpu", "cuda"):
-            nats = nats.to(thinker.device)  # summed where the model is: the host asks once, at the end
+        if model.device.type in ("cpu", "cuda"):
+            nats = nats.to(model.device)  # summed where the model is: the host asks once, at the end
         count = n_bytes = 0
         for inputs, targets in in_order(self.windows, self.batch_size, self.limit, self.ranks.rank, self.ranks.size):
             if stop():
-                thinker.train(was_training)
+                model.train(was_training)
                 return None
             counted = targets[targets >= 0]
             count += counted.numel()
             n_bytes += int(self.byte_lengths[counted].sum())
             given = (inputs, targets, self.windows.documents(inputs))
-            given = [x if x is None else x.to(thinker.device, non_blocking=True) for x in given]
-            loss, _ = thinker(given[0], targets=given[1], documents=given[2])
+            given = [x if x is None else x.to(model.device, non_blocking=True) for x in given]
+            loss, _ = model(given[0], targets=given[1], documents=given[2])
             nats += loss.to(nats.device, nats.dtype)
-        thinker.train(was_training)
+        model.train(was_training)
         said = zip(*self.ranks.gather(nats.item(), count, n_bytes))
         total, count, n_bytes = math.fsum(next(said)), *(int(sum(each)) for each in said)
         if not count:

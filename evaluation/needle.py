@@ -109,7 +109,7 @@ def make_needles(tokenizer: Tokenizer, distance: int, n_examples: int, seed: int
 
 
 @torch.no_grad()
-def log_probs(thinker: Thinker, context: list[int], values: list[list[int]]) -> Tensor:
+def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Tensor:
     """ln P of the tokens of each of A values after a context, (A,) in float64.
 
     Values of one token share one pass; of longer ones all but the last token is read behind the context.
@@ -120,14 +120,14 @@ def log_probs(thinker: Thinker, context: list[int], values: list[list[int]]) -> 
     for start in range(0, len(heads), VALUES_AT_ONCE):
         part = heads[start : start + VALUES_AT_ONCE]
         rows = [[*context, *head, *[0] * (longest - len(head))] for head in part]  # nobody sees what follows
-        hidden = hidden_states(thinker, torch.tensor(rows, device=thinker.device))[:, len(context) - 1 :]
-        known |= zip(part, thinker.head(hidden).float().log_softmax(dim=-1).cpu())  # (longest + 1, V) each
+        hidden = hidden_states(model, torch.tensor(rows, device=model.device))[:, len(context) - 1 :]
+        known |= zip(part, model.head(hidden).float().log_softmax(dim=-1).cpu())  # (longest + 1, V) each
     sums = [known[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values]
     return torch.stack(sums)
 
 
 def needle_test(
-    thinker: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0
+    model: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0
 ) -> dict[str, Any]:
     """The accuracy at a distance, its error √(p(1 − p)/n), the mean probability of the right value, and chance.
 
@@ -136,12 +136,12 @@ def needle_test(
     needles, rows = make_needles(tokenizer, distance, n_examples, seed), []
     if not needles:
         return {"distance": distance, "unreachable": "no story says a fact again at that distance"}
-    if min(len(needle.tokens) for needle in needles) < thinker.config.prefix:
-        reason = f"the model reads its first {thinker.config.prefix} tokens both ways, and would see what it is asked"
+    if min(len(needle.tokens) for needle in needles) < model.config.prefix:
+        reason = f"the model reads its first {model.config.prefix} tokens both ways, and would see what it is asked"
         return {"distance": distance, "unreachable": reason}
     for needle in needles:
         try:
-            nats = log_probs(thinker, needle.tokens, [tokenizer.encode(f" {value}") for value in VALUES[needle.name]])
+            nats = log_probs(model, needle.tokens, [tokenizer.encode(f" {value}") for value in VALUES[needle.name]])
         except UserError as error:
             return {"distance": distance, "unreachable": str(error)}
         right = VALUES[needle.name].index(needle.value)

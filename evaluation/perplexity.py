@@ -99,7 +99,7 @@ def ratio(sums: Tensor, sizes: Tensor, share: float) -> Ratio:
 
 
 def text_loss(
-    thinker: Thinker,
+    model: Thinker,
     windows: Windows,
     byte_lengths: np.ndarray,
     *,
@@ -117,7 +117,7 @@ def text_loss(
     """
     lengths, n_bytes = torch.from_numpy(byte_lengths.astype(np.int64)), []
     batch = max(1, batch_tokens // windows.seq_len)
-    found = loss_by_position(thinker, windows, batch, None, trained_length, progress=True)
+    found = loss_by_position(model, windows, batch, None, trained_length, progress=True)
     for _, targets in in_order(windows, batch):
         n_bytes.append(torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0).sum(dim=1))  # (B,)
     if not sum(int(each.sum()) for each in n_bytes):

@@ -21,9 +21,9 @@ class CompiledThinker:
     that no shape ever changes, and the whole step is captured as a CUDA graph for each cache it meets.
     """
 
-    def __init__(self, thinker: Thinker) -> None:
-        self.thinker = thinker
-        on_cpu = thinker.device.type == "cpu"
+    def __init__(self, model: Thinker) -> None:
+        self.model = model
+        on_cpu = model.device.type == "cpu"
         options = {
             "pattern_matcher": False,  # it would put SDPA back, and copy the keys for it
             "cpp_wrapper": on_cpu,  # kernels called from C++: 3.5 % of a step of 110M parameters
@@ -34,13 +34,13 @@ class CompiledThinker:
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """tokens (B, 1) -> logits (B, 1, V)."""
-        if is_open(self.thinker):
+        if is_open(self.model):
             raise UserError("a compiled model cannot be tapped or edited; leave compile out")
         if not tokens.is_cuda and len(tokens) > 1:
-            return self.thinker(tokens, cache=cache)
+            return self.model(tokens, cache=cache)
         cache.fixed = tokens.is_cuda
         place = cache.append(*tokens.shape)
-        rope = self.thinker.rope(place.positions, place.end, self.thinker.dtype)
+        rope = self.model.rope(place.positions, place.end, self.model.dtype)
         if not tokens.is_cuda:
             return self._compiled(tokens, rope, place, cache)
         given = [tokens, *rope, place.sights[0].allowed, place.sights[0].slots]
@@ -49,7 +49,7 @@ class CompiledThinker:
         return self._graph.replay(given)
 
     def _step(self, tokens: Tensor, rope: tuple[Tensor, Tensor], place: Placement, cache: KVCache) -> Tensor:
-        return self.thinker.head(self.thinker.trunk(self.thinker.embedding(tokens), rope, place, cache))
+        return self.model.head(self.model.trunk(self.model.embedding(tokens), rope, place, cache))
 
 
 class _Graph:

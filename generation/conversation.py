@@ -76,7 +76,7 @@ class Conversation:
             cache = None
         if cache is None:
             capacity = generator.config.max_seq_len + generator.speculate + 1  # a ring is smaller than that
-            cache, known = generator.new_cache(generator.thinker, 1, capacity), 0
+            cache, known = generator.new_cache(generator.model, 1, capacity), 0
         cache.rewind([known])
         self._cache = cache
-        return generator.feed(generator.thinker, [tokens[known:]], cache)[:, None]
+        return generator.feed(generator.model, [tokens[known:]], cache)[:, None]

@@ -50,7 +50,7 @@ class Generator:
     Args:
         thinker: stays as it is; what it learns later is not seen.
         use_cache: False recomputes every position at every step, to compare.
-        dtype: of weights, activations and cache; the thinker's own unless given.
+        dtype: of weights, activations and cache; the model's own unless given.
         int8: weights in int8 (generation.int8.Int8Linear).
         compile: the one-token step through torch.compile; on a GPU as a CUDA graph.
         window, sinks: remember the newest `window` positions and the first `sinks` ones alone, for texts of any length.
@@ -62,7 +62,7 @@ class Generator:
 
     def __init__(
         self,
-        thinker: Thinker,
+        model: Thinker,
         tokenizer: Tokenizer,
         use_cache: bool = True,
         *,
@@ -74,12 +74,12 @@ class Generator:
         speculate: int = 0,
         draft: Thinker | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.use_cache = thinker.config, tokenizer, use_cache
+        self.config, self.tokenizer, self.use_cache = model.config, tokenizer, use_cache
         self.window, self.sinks, self.speculate = window, sinks, speculate
-        longest = thinker.config.max_seq_len
-        self.longest = thinker.config.longest if use_cache else longest  # positions of a text, if not endless
-        self.can_roll = use_cache and thinker.config.is_plain
-        self.endless = window is not None or (thinker.config.endless and use_cache)
+        longest = model.config.max_seq_len
+        self.longest = model.config.longest if use_cache else longest  # positions of a text, if not endless
+        self.can_roll = use_cache and model.config.is_plain
+        self.endless = window is not None or (model.config.endless and use_cache)
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
         if window is not None and not 1 <= window <= longest - sinks:
@@ -94,23 +94,23 @@ class Generator:
         for name, given in {"window": window, "speculate": speculate, "compile": compile}.items():
             if given and not use_cache:
                 raise UserError(f"{name} works on the cache; it does not go without one")
-        if compile and not thinker.config.is_plain:
+        if compile and not model.config.is_plain:
             raise UserError("compile serves models with full attention, RoPE and plain scores; leave it out")
-        if speculate and any(isinstance(layer, Linear) for layer in thinker.config.patterns):
+        if speculate and any(isinstance(layer, Linear) for layer in model.config.patterns):
             raise UserError("speculate takes back drafts that fail, and the sums of a linear layer forget nothing")
-        if window is not None and not thinker.config.is_plain:
+        if window is not None and not model.config.is_plain:
             raise UserError(
                 "a window that is chosen when sampling goes with full attention and RoPE; leave it out: this model has "
-                f"its own, model.attention={thinker.config.attention}, model.positions={thinker.config.positions}"
+                f"its own, model.attention={model.config.attention}, model.positions={model.config.positions}"
             )
         if window is not None and (speculate or compile):
             raise UserError(f"a window does not go with {'speculate' if speculate else 'compile'}")
-        self.thinker = for_decoding(thinker, dtype or thinker.dtype, int8)
-        self.step = CompiledThinker(self.thinker) if compile else self.thinker
+        self.model = for_decoding(model, dtype or model.dtype, int8)
+        self.step = CompiledThinker(self.model) if compile else self.model
         self.draft = None
         if draft is not None:
-            check_draft_model(thinker, draft, self.endless)
-            self.draft = for_decoding(draft, dtype or thinker.dtype, int8)
+            check_draft_model(model, draft, self.endless)
+            self.draft = for_decoding(draft, dtype or model.dtype, int8)
 
     def generate(
         self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -194,11 +194,11 @@ class Generator:
         return max(PREFILL_CHUNK, self.config.prefix)
 
     @torch.no_grad()
-    def feed(self, thinker: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
+    def feed(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
         """Add tokens, equally many for each row, to a cache; returns the logits after the last, (B, V)."""
         for begin in range(0, len(tokens[0]), self.chunk):
-            chunk = torch.tensor([row[begin : begin + self.chunk] for row in tokens], device=thinker.device)
-            logits = thinker(chunk, cache=cache, last_only=True)[:, 0]  # (B, V)
+            chunk = torch.tensor([row[begin : begin + self.chunk] for row in tokens], device=model.device)
+            logits = model(chunk, cache=cache, last_only=True)[:, 0]  # (B, V)
         return logits
 
     def decode(self, rows: list[Row], cache: KVCache | None, logits: Tensor) -> Iterator[tuple[int, str]]:
@@ -252,10 +252,10 @@ class Generator:
         begin = 0
         while given + len(logprobs) < len(ids):
             end = len(ids) if self.endless else min(begin + size, len(ids))
-            cache = self.new_cache(self.thinker, 1, end - begin)
+            cache = self.new_cache(self.model, 1, end - begin)
             for at in range(begin, end, self.chunk):  # tokens[begin:end] predict up to ids[end - 1]
                 chunk = tokens[at : min(at + self.chunk, end)]
-                logits = self.thinker(torch.tensor([chunk], device=self.thinker.device), cache=cache)[0]
+                logits = self.model(torch.tensor([chunk], device=self.model.device), cache=cache)[0]
                 logits = logits[:, : self.tokenizer.vocab_size].float()  # the ids above stand for nothing
                 counted = given + len(logprobs)
                 known = logits.log_softmax(dim=-1)[max(0, counted - at) :]  # (T, V), those not yet counted
@@ -274,37 +274,37 @@ class Generator:
         """Every prompt once, those of equal length together. Returns the cache and the logits (B, 1, V)."""
         if not self.use_cache:
             return None, self._uncached(rows)
-        cache, logits, order = self._read(self.thinker, rows, self.speculate)
+        cache, logits, order = self._read(self.model, rows, self.speculate)
         if order != list(range(len(cache.lengths))):
             cache.select(order)
             logits = logits[order]
         return cache, logits[:, None]
 
-    def _new_cache_of(self, thinker: Thinker, rows: list[Row], slack: int) -> KVCache:
-        cache, _, order = self._read(thinker, rows, slack)
+    def _new_cache_of(self, model: Thinker, rows: list[Row], slack: int) -> KVCache:
+        cache, _, order = self._read(model, rows, slack)
         cache.select(order)
         return cache
 
-    def _read(self, thinker: Thinker, rows: list[Row], slack: int) -> tuple[KVCache, Tensor, list[int]]:
+    def _read(self, model: Thinker, rows: list[Row], slack: int) -> tuple[KVCache, Tensor, list[int]]:
         """A cache and logits of the different prompts among the rows', and which of these each row has."""
         capacity = max(len(row.tokens) + row.limit for row in rows) + slack
         prompts = sorted(dict.fromkeys(tuple(row.tokens) for row in rows), key=len)
         cache, logits = None, []
         for length in sorted({len(prompt) for prompt in prompts}):
             group = [list(prompt) for prompt in prompts if len(prompt) == length]
-            part = self.new_cache(thinker, len(group), capacity)
-            logits.append(self.feed(thinker, group, part))
+            part = self.new_cache(model, len(group), capacity)
+            logits.append(self.feed(model, group, part))
             if cache is None:
                 cache = part
             else:
                 cache.extend(part)
         return cache, torch.cat(logits), [prompts.index(tuple(row.tokens)) for row in rows]
 
-    def new_cache(self, thinker: Thinker, rows: int, capacity: int) -> KVCache:
+    def new_cache(self, model: Thinker, rows: int, capacity: int) -> KVCache:
         """An empty cache, rolling where there is a window."""
         if self.window is not None:
-            return RollingKVCache(thinker, rows, self.window, self.sinks)
-        return thinker.new_cache(rows, capacity, slack=self.speculate)
+            return RollingKVCache(model, rows, self.window, self.sinks)
+        return model.new_cache(rows, capacity, slack=self.speculate)
 
     @torch.no_grad()
     def _advance(
@@ -319,13 +319,13 @@ class Generator:
         drafts = [draft[: max(0, min(most, len(draft)))] for draft in drafts]
         width = max(map(len, drafts))
         batch = [[row.tokens[-1], *draft] + [0] * (width - len(draft)) for row, draft in zip(rows, drafts)]
-        step = self.thinker if width else self.step
-        return drafts, step(torch.tensor(batch, device=self.thinker.device), cache=cache)
+        step = self.model if width else self.step
+        return drafts, step(torch.tensor(batch, device=self.model.device), cache=cache)
 
     @torch.no_grad()
     def _uncached(self, rows: list[Row]) -> Tensor:
         passes = [
-            self.thinker(torch.tensor([row.tokens], device=self.thinker.device), last_only=True)[:, 0] for row in rows
+            self.model(torch.tensor([row.tokens], device=self.model.device), last_only=True)[:, 0] for row in rows
         ]
         return torch.cat(passes)[:, None]  # (B, 1, V)
 

@@ -15,7 +15,7 @@ from thinker.runtime.errors import UserError
 
 
 @torch.no_grad()
-def for_decoding(thinker: Thinker, dtype: torch.dtype = torch.float32, int8: bool = False) -> Thinker:
+def for_decoding(model: Thinker, dtype: torch.dtype = torch.float32, int8: bool = False) -> Thinker:
     """A snapshot of a Thinker to sample from; the one it is taken of stays as it is.
 
     Matrices with the same input (q, k and v; gate and up) lie in one piece, so that each is one product. Decoding
@@ -32,12 +32,12 @@ def for_decoding(thinker: Thinker, dtype: torch.dtype = torch.float32, int8: boo
         bias = torch.cat(biases).to(dtype) if biases else None
         return Int8Linear(weight, bias) if int8 else _linear(weight.to(dtype), bias)
 
-    if is_open(thinker):
-        raise UserError("what is tapped or edited is not taken along: open that on generator.thinker instead")
-    device = thinker.device
+    if is_open(model):
+        raise UserError("what is tapped or edited is not taken along: open that on generator.model instead")
+    device = model.device
     with torch.device("meta"):
-        snapshot = Thinker(thinker.config)  # its shape alone
-    for new, old in zip(snapshot.blocks, thinker.blocks):
+        snapshot = Thinker(model.config)  # its shape alone
+    for new, old in zip(snapshot.blocks, model.blocks):
         attention, mlp = new.attention, new.mlp
         attention.qkv_proj = matrix(old.attention.q_proj, old.attention.k_proj, old.attention.v_proj)
         attention.o_proj = matrix(old.attention.o_proj)
@@ -46,12 +46,12 @@ def for_decoding(thinker: Thinker, dtype: torch.dtype = torch.float32, int8: boo
         attention.qk_norm = _joined_norm(attention.q_norm, old.attention, dtype)
         del attention.q_proj, attention.k_proj, attention.v_proj, attention.q_norm, attention.k_norm
         del mlp.gate_proj, mlp.up_proj
-    snapshot.embedding.weight = _frozen(thinker.embedding.weight.to(dtype))
-    if thinker.config.tie_embeddings and not int8:
+    snapshot.embedding.weight = _frozen(model.embedding.weight.to(dtype))
+    if model.config.tie_embeddings and not int8:
         snapshot.head.weight = snapshot.embedding.weight
     else:
-        snapshot.head = matrix(thinker.head)
-    gains = dict(thinker.named_parameters())
+        snapshot.head = matrix(model.head)
+    gains = dict(model.named_parameters())
     for name, parameter in snapshot.named_parameters():
         if parameter.is_meta:
             module, _, leaf = name.rpartition(".")
@@ -59,9 +59,9 @@ def for_decoding(thinker: Thinker, dtype: torch.dtype = torch.float32, int8: boo
     return snapshot.to(device).eval()
 
 
-def matrix_bytes(thinker: Thinker) -> int:
+def matrix_bytes(model: Thinker) -> int:
     """Bytes that one decoding step reads of the weights: every matrix once, the embedding's look-up left out."""
-    weights = [w for name, w in thinker.state_dict().items() if name != "embedding.weight"]
+    weights = [w for name, w in model.state_dict().items() if name != "embedding.weight"]
     return sum(w.nbytes for w in weights)
 
 

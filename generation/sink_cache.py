@@ -66,13 +66,13 @@ class RollingKVCache(KVCache):
     beyond what the cache holds. Keys are stored rotated by their absolute positions.
     """
 
-    def __init__(self, thinker: Thinker, batch_size: int, window: int, sinks: int = 0) -> None:
+    def __init__(self, model: Thinker, batch_size: int, window: int, sinks: int = 0) -> None:
         if window < 1 or sinks < 0:
             raise UserError(f"a window of {window} positions and {sinks} sinks: at least 1 and 0")
-        if not thinker.config.is_plain:
+        if not model.config.is_plain:
             raise UserError("a rolling cache goes with full attention and RoPE; other forms have caches of their own")
-        self.window, self.sinks, self.rope = window, sinks, thinker.rope
-        super().__init__(thinker.config, batch_size, sinks + window, thinker.device, thinker.dtype)
+        self.window, self.sinks, self.rope = window, sinks, model.rope
+        super().__init__(model.config, batch_size, sinks + window, model.device, model.dtype)
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> RollingLayer:
         layer = super()._new_layer(pattern, B, K)

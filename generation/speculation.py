@@ -70,25 +70,25 @@ class DraftModel:
     Where the two models agree, so do the draws: each place's number in [0, 1) is shared.
     """
 
-    def __init__(self, thinker: Thinker, length: int, prefill: Callable[[Thinker, list[Row], int], KVCache]) -> None:
-        self.thinker, self.length, self.prefill = thinker, length, prefill
+    def __init__(self, model: Thinker, length: int, prefill: Callable[[Thinker, list[Row], int], KVCache]) -> None:
+        self.model, self.length, self.prefill = model, length, prefill
         self.cache: KVCache | None = None
 
     def propose(self, rows: list[Row]) -> list[list[int]]:
         """For each row `length` tokens, fewer near its limit."""
         drafts: list[list[int]] = [[] for _ in rows]
-        longest = min(self.length, room(self.thinker.config, rows), max(row.limit - 1 for row in rows))
+        longest = min(self.length, room(self.model.config, rows), max(row.limit - 1 for row in rows))
         if longest < 1:
             return drafts
         if self.cache is None:
-            self.cache = self.prefill(self.thinker, rows, self.length)
+            self.cache = self.prefill(self.model, rows, self.length)
         cache = self.cache
         cache.rewind([min(known, len(row.tokens) - 1) for known, row in zip(cache.lengths, rows)])
         waiting = [row.tokens[known:] for row, known in zip(rows, cache.lengths)]
         for _ in range(longest):
             width = max(map(len, waiting))
             batch = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in waiting])
-            logits = self.thinker(batch.to(self.thinker.device), cache=cache)  # (B, width, V)
+            logits = self.model(batch.to(self.model.device), cache=cache)  # (B, width, V)
             cache.rewind([length - width + len(tokens) for length, tokens in zip(cache.lengths, waiting)])
             last = logits[range(len(rows)), [len(tokens) - 1 for tokens in waiting]].float()  # (B, V)
             last[:, rows[0].vocab_size :] = -torch.inf
@@ -110,19 +110,19 @@ def room(config: ThinkerConfig, rows: list[Row]) -> float:
     return config.longest - max(len(row.tokens) for row in rows) if ends else math.inf
 
 
-def check_draft_model(thinker: Thinker, draft: Thinker, endless: bool) -> None:
-    """Raises UserError where a draft model cannot propose for a thinker, whose texts may have no end."""
-    if draft.config.vocab_size != thinker.config.vocab_size:
+def check_draft_model(model: Thinker, draft: Thinker, endless: bool) -> None:
+    """Raises UserError where a draft model cannot propose for a model, whose texts may have no end."""
+    if draft.config.vocab_size != model.config.vocab_size:
         raise UserError(
-            f"the draft model has {draft.config.vocab_size} token ids and the model {thinker.config.vocab_size}; "
+            f"the draft model has {draft.config.vocab_size} token ids and the model {model.config.vocab_size}; "
             "both must share one tokenizer"
         )
     if any(isinstance(layer, Linear) for layer in draft.config.patterns):
         raise UserError("a draft model takes back what it proposed, and the sums of a linear layer forget nothing")
-    if draft.config.prefix > thinker.config.prefix:
+    if draft.config.prefix > model.config.prefix:
         raise UserError(f"the draft model reads its first {draft.config.prefix} tokens both ways, more than the model")
-    if not draft.config.endless and (endless or draft.config.longest < thinker.config.longest):
+    if not draft.config.endless and (endless or draft.config.longest < model.config.longest):
         raise UserError(
             f"the draft model's context is {draft.config.longest} tokens, shorter than the model's "
-            f"{'texts, which have no end' if endless else thinker.config.longest}"
+            f"{'texts, which have no end' if endless else model.config.longest}"
         )

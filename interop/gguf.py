@@ -30,7 +30,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of token
 
 
-def write_gguf(thinker: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker") -> None:
+def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker") -> None:
     """Write the file, and read it again: every tensor and token must be there as it was meant.
 
     Args:
@@ -43,9 +43,9 @@ def write_gguf(thinker: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = 
         import gguf
     except ImportError as error:
         raise UserError("writing GGUF needs the library gguf: pip install gguf") from error
-    family, scaling = _check(thinker.config), thinker.config.rope_scaling
-    tokens = _tokens(tokenizer, thinker.config.vocab_size)
-    config, writer = thinker.config, gguf.GGUFWriter(path, family)
+    family, scaling = _check(model.config), model.config.rope_scaling
+    tokens = _tokens(tokenizer, model.config.vocab_size)
+    config, writer = model.config, gguf.GGUFWriter(path, family)
     writer.add_name(name)
     writer.add_file_type({"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}[dtype])
     writer.add_vocab_size(config.vocab_size)
@@ -74,7 +74,7 @@ def write_gguf(thinker: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = 
     writer.add_add_bos_token(bool(tokenizer.prompt_start))
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
-    arrays = _arrays(thinker, family, DTYPES[dtype])
+    arrays = _arrays(model, family, DTYPES[dtype])
     for key, array in arrays.items():
         writer.add_tensor(key, array)
     writer.write_header_to_file()
@@ -116,13 +116,13 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
     return tokens
 
 
-def _arrays(thinker: Thinker, family: str, dtype: torch.dtype) -> dict[str, np.ndarray]:
+def _arrays(model: Thinker, family: str, dtype: torch.dtype) -> dict[str, np.ndarray]:
     """Every tensor under llama.cpp's name."""
     import gguf
 
-    config, arrays = thinker.config, {}
+    config, arrays = model.config, {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.n_layers)
-    for ours, tensor in model_tensors(thinker).items():
+    for ours, tensor in model_tensors(model).items():
         key = names.get_name(their_name(ours), try_suffixes=(".weight", ".bias"))
         found = re.fullmatch(r"blocks\.\d+\.attention\.([qk])_proj\.(?:weight|bias)", ours)
         if family == "llama" and found:

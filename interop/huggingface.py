@@ -100,15 +100,15 @@ def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
     if config.n_layers > len(where):  # or building so many blocks could take for ever
         raise Damaged(f"{folder} has fewer tensors than its configuration has layers ({config.n_layers})")
     with torch.device("meta"):
-        thinker = Thinker(config)  # no memory for weights that are about to be replaced
-    expected = {their_name(name): name for name in model_tensors(thinker)}
+        model = Thinker(config)  # no memory for weights that are about to be replaced
+    expected = {their_name(name): name for name in model_tensors(model)}
     surplus = {name for name in where if name.endswith("rotary_emb.inv_freq")}  # old files hold the angles too
     surplus |= {HEAD} if config.tie_embeddings else set()
     if missing := sorted(expected.keys() - where.keys()):
         raise Damaged(f"{folder} has no tensor {missing[0]}")
     if unknown := sorted(where.keys() - expected.keys() - surplus):
         raise UserError(f"{folder} has a tensor {unknown[0]}, which a {config_family(folder)} does not have")
-    tensors, shapes = {}, thinker.state_dict()
+    tensors, shapes = {}, model.state_dict()
     for path in sorted(set(where.values())):
         with opened(path) as file:
             for name in (name for name in expected if where[name] == path):
@@ -121,10 +121,10 @@ def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
         with opened(where[HEAD]) as file:
             if not torch.equal(file.get_tensor(HEAD).float(), tensors["embedding.weight"]):
                 raise UserError(f"{folder}: {HEAD} differs from the embedding, but config.json ties them")
-    thinker.load_state_dict(tensors, strict=not config.tie_embeddings, assign=True)
+    model.load_state_dict(tensors, strict=not config.tie_embeddings, assign=True)
     if config.tie_embeddings:
-        thinker.head.weight = thinker.embedding.weight
-    return thinker.to(device).eval()
+        model.head.weight = model.embedding.weight
+    return model.to(device).eval()
 
 
 def config_family(folder: Path) -> str:
@@ -322,19 +322,19 @@ def special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": tokenizer.eos_id}
 
 
-def save_folder(thinker: Thinker, tokenizer: Tokenizer | None, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def save_folder(model: Thinker, tokenizer: Tokenizer | None, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write config.json, generation_config.json and the weights into an existing, empty folder.
 
     Weights keep their precision; beyond `shard_bytes` they are cut into several files with an index. Raises UserError
     where no family computes what this model does.
     """
-    config = write_config(thinker.config, tokenizer)
-    dtypes = {tensor.dtype for tensor in thinker.state_dict().values()}
+    config = write_config(model.config, tokenizer)
+    dtypes = {tensor.dtype for tensor in model.state_dict().values()}
     config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     dump(folder / "config.json", config)
     dump(folder / "generation_config.json", special_ids(tokenizer) | {"_from_model_config": False})
     shards: list[dict[str, Tensor]] = [{}]
-    for name, tensor in model_tensors(thinker).items():
+    for name, tensor in model_tensors(model).items():
         held = sum(one.nbytes for one in shards[-1].values())
         if shards[-1] and held + tensor.nbytes > shard_bytes:
             shards.append({})

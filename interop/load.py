@@ -1,4 +1,4 @@
-"""load(path) -> (thinker, tokenizer), whatever kind of folder path is."""
+"""load(path) -> (model, tokenizer), whatever kind of folder path is."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ def load(
     while True:
         folder = find_model(path, checkpoint)
         if (folder / peft_adapter.CONFIG).is_file():
-            thinker, base = peft_adapter.load_adapter(folder)
-            return _with_tokenizer(thinker.to(device), folder, base)
+            model, base = peft_adapter.load_adapter(folder)
+            return _with_tokenizer(model.to(device), folder, base)
         if huggingface.is_folder(folder):
             return _with_tokenizer(huggingface.load_folder(folder, device), folder)
         try:
-            thinker = load_thinker(folder, device)
+            model = load_thinker(folder, device)
             break
         except Damaged:
             if folder.exists():
                 raise  # or a training at work has removed it meanwhile, and made a newer one
-    return _with_tokenizer(thinker, folder, folder.resolve().parent.parent)
+    return _with_tokenizer(model, folder, folder.resolve().parent.parent)
 
 
 def run_of(path: Path) -> Path | None:
@@ -99,15 +99,15 @@ def run_of(path: Path) -> Path | None:
     return next((place for place in (path, path.resolve().parent.parent) if (place / "config.yaml").is_file()), None)
 
 
-def _with_tokenizer(thinker: Thinker, *places: Path) -> tuple[Thinker, Tokenizer | None]:
+def _with_tokenizer(model: Thinker, *places: Path) -> tuple[Thinker, Tokenizer | None]:
     """And the tokenizer of the first folder that holds one. Raises UserError where the two do not fit."""
     for place in places:
         if has_tokenizer(place):
             tokenizer = load_tokenizer(place)
-            if tokenizer.vocab_size > thinker.config.vocab_size:
+            if tokenizer.vocab_size > model.config.vocab_size:
                 raise UserError(
-                    f"the tokenizer in {place} has {tokenizer.vocab_size} ids, the model {thinker.config.vocab_size}: "
+                    f"the tokenizer in {place} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
                     "they do not belong together"
                 )
-            return thinker, tokenizer
-    return thinker, None
+            return model, tokenizer
+    return model, None

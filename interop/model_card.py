@@ -13,7 +13,7 @@ from thinker.model import Thinker
 
 
 def model_card(
-    thinker: Thinker,
+    model: Thinker,
     tokenizer: Tokenizer | None,
     run: Path | None,
     name: str,
@@ -28,8 +28,8 @@ def model_card(
         proof: what was compared with transformers.
         base: the model that it is an adapter for, if it is one; `adapter`: its rank and size.
     """
-    config = thinker.config
-    n_parameters = sum(parameter.numel() for parameter in thinker.parameters())
+    config = model.config
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["thinker"]}
     if base is not None:  # AutoModelForCausalLM opens both, by way of peft
         head |= {"library_name": "peft", "base_model": str(base)}

@@ -72,8 +72,8 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     if (beginning := config.get("init_lora_weights")) not in BEGINNINGS:
         raise UserError(f"{folder / CONFIG}: init_lora_weights={beginning!r} has changed the base model's weights too")
     base = _base(folder, str(config.get("base_model_name_or_path")))
-    thinker, scale = load_folder(base), _scale(config, folder)
-    weights = dict(thinker.named_parameters())
+    model, scale = load_folder(base), _scale(config, folder)
+    weights = dict(model.named_parameters())
     ours = {their_name(name): name for name in weights}
     with opened(folder / WEIGHTS) as file, torch.no_grad():
         names = set(file.keys())
@@ -95,7 +95,7 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
             names -= {name, other}
     if names:
         raise UserError(f"{folder / WEIGHTS} has a tensor {min(names)}, which is not known here")
-    return thinker, base
+    return model, base
 
 
 def _scale(config: dict[str, Any], folder: Path) -> float:

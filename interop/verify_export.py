@@ -65,7 +65,7 @@ def adversarial_texts(names: list[str], seed: int = 0) -> Iterator[str]:
 
 @torch.no_grad()
 def prove(
-    thinker: Thinker,
+    model: Thinker,
     tokenizer: Tokenizer | None,
     folder: Path,
     n_texts: int = 5000,
@@ -93,15 +93,15 @@ def prove(
         with warnings.catch_warnings():  # of one library about the other
             warnings.simplefilter("ignore", FutureWarning)
             theirs = PeftModel.from_pretrained(theirs, folder).eval()
-    thinker, generator = thinker.to("cpu").eval(), torch.Generator().manual_seed(seed)
-    length = min(LENGTH, thinker.config.max_seq_len)
-    tokens = torch.randint(thinker.config.vocab_size, (2, length), generator=generator)
-    ours, other = thinker(tokens), theirs(tokens).logits  # (2, T, V)
+    model, generator = model.to("cpu").eval(), torch.Generator().manual_seed(seed)
+    length = min(LENGTH, model.config.max_seq_len)
+    tokens = torch.randint(model.config.vocab_size, (2, length), generator=generator)
+    ours, other = model(tokens), theirs(tokens).logits  # (2, T, V)
     difference, largest = (ours - other).abs().max().item(), ours.abs().max().item()
     if not difference <= TOLERANCE * max(1.0, largest):
         raise Stopped(f"transformers computes other logits: they differ by {difference:.2g}; nothing was written")
-    steps = int(min(STEPS, thinker.rope.longest - 4))  # dynamic RoPE is decoded up to the length of the pretraining
-    mine, its = _greedy(thinker, tokens[:1, :4], steps), _their_greedy(theirs, tokens[:1, :4], steps)
+    steps = int(min(STEPS, model.rope.longest - 4))  # dynamic RoPE is decoded up to the length of the pretraining
+    mine, its = _greedy(model, tokens[:1, :4], steps), _their_greedy(theirs, tokens[:1, :4], steps)
     if mine != its:
         at = next(place for place, both in enumerate(zip(mine, its)) if both[0] != both[1])
         raise Stopped(f"transformers goes on with another token at greedy step {at}; nothing was written")
@@ -123,7 +123,7 @@ def prove(
 
 
 @torch.no_grad()
-def prove_gguf(thinker: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_texts: int = 1000) -> str:
+def prove_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_texts: int = 1000) -> str:
     """Compare a GGUF file, opened by llama.cpp, with the model and tokenizer that it was written from; says how.
 
     Args:
@@ -135,11 +135,11 @@ def prove_gguf(thinker: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, 
         from llama_cpp import Llama
     except ImportError:
         return "not compared with llama.cpp, which is not installed (pip install llama-cpp-python)"
-    steps, tokens = min(STEPS, thinker.config.max_seq_len - 4), torch.tensor([[tokenizer.bos_id, 0, 1, 2]])
+    steps, tokens = min(STEPS, model.config.max_seq_len - 4), torch.tensor([[tokenizer.bos_id, 0, 1, 2]])
     options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # a cache of fp32
     other = Llama(str(path), n_ctx=steps + 4, logits_all=True, **options)
     try:
-        mine, its, fed = _greedy(thinker, tokens, steps), [], tokens[0].tolist()
+        mine, its, fed = _greedy(model, tokens, steps), [], tokens[0].tolist()
         for _ in range(steps):
             other.eval(fed)
             fed = [int(other.scores[other.n_tokens - 1].argmax())]
@@ -156,11 +156,11 @@ def prove_gguf(thinker: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, 
     return f"compared with llama.cpp: {greedy}{n_texts:,} texts tokenized equally"
 
 
-def _greedy(thinker: Thinker, tokens: Tensor, steps: int) -> list[int]:
+def _greedy(model: Thinker, tokens: Tensor, steps: int) -> list[int]:
     """Through our cache."""
-    cache, drawn = thinker.new_cache(1, tokens.shape[1] + steps), []
+    cache, drawn = model.new_cache(1, tokens.shape[1] + steps), []
     for _ in range(steps):
-        tokens = thinker(tokens, cache=cache, last_only=True)[:, -1].argmax(-1, keepdim=True)  # (1, 1)
+        tokens = model(tokens, cache=cache, last_only=True)[:, -1].argmax(-1, keepdim=True)  # (1, 1)
         drawn.append(tokens.item())
     return drawn
 

@@ -24,14 +24,14 @@ def prediction(logits: Tensor, target: int, against: int | None = None, position
     return at[:, target] if against is None else at[:, target] - at[:, against]
 
 
-def predict(thinker: Thinker, target: int, against: int | None, position: int, **given: Tensor) -> Tensor:
+def predict(model: Thinker, target: int, against: int | None, position: int, **given: Tensor) -> Tensor:
     """y of each text, (B,), with the logits of one position alone: of `tokens` (B, T) or `embeddings` (B, T, C)."""
-    with thinker.edit({"norm": lambda x: x[:, [position]]}):
-        return prediction(thinker(**given), target, against)
+    with model.edit({"norm": lambda x: x[:, [position]]}):
+        return prediction(model(**given), target, against)
 
 
 def gradient_times_attention(
-    thinker: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
+    model: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
 ) -> Tensor:
     """S = A ⊙ ∂y/∂A, signed: what y gains, to first order, by each query's look at each key; (layers, H, T, T).
 
@@ -39,8 +39,8 @@ def gradient_times_attention(
     """
     names = "blocks.*.attention.weights"
     free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
-    with torch.enable_grad(), thinker.edit({names: lambda x: x, **free}), thinker.tap(names) as seen:
-        y = prediction(thinker(tokens[None]), target, against, position).sum()
+    with torch.enable_grad(), model.edit({names: lambda x: x, **free}), model.tap(names) as seen:
+        y = prediction(model(tokens[None]), target, against, position).sum()
         weights = list(seen.values())  # (1, H, T, T) each
         gradients = torch.autograd.grad(y, weights)
     each = [(A * g)[0].detach() for A, g in zip(weights, gradients)]
@@ -48,7 +48,7 @@ def gradient_times_attention(
 
 
 def integrated_gradients(
-    thinker: Thinker,
+    model: Thinker,
     tokens: Tensor,
     target: int,
     against: int | None = None,
@@ -70,11 +70,11 @@ def integrated_gradients(
     Returns: what each token gives, (T,); y(x′); by how much the sum misses y(x) − y(x′).
     """
     with torch.no_grad():
-        x = thinker.embedding(tokens)  # (T, C)
+        x = model.embedding(tokens)  # (T, C)
         if isinstance(baseline, int):
-            baseline = thinker.embedding(torch.tensor(baseline, device=x.device))
-        empty = (thinker.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
-        ends = [predict(thinker, target, against, position, embeddings=end[None]).item() for end in (x, empty)]
+            baseline = model.embedding(torch.tensor(baseline, device=x.device))
+        empty = (model.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
+        ends = [predict(model, target, against, position, embeddings=end[None]).item() for end in (x, empty)]
     rows, points = max(1, 2**13 // len(tokens)), 32
     while True:
         nodes, shares = (torch.from_numpy(part).to(x.device) for part in np.polynomial.legendre.leggauss(points))
@@ -82,7 +82,7 @@ def integrated_gradients(
         for some, share in zip(((nodes + 1) / 2).split(rows), (shares / 2).split(rows)):
             with torch.enable_grad():
                 inputs = (empty + some[:, None, None].to(x.dtype) * (x - empty)).requires_grad_()  # (rows, T, C)
-                y = predict(thinker, target, against, position, embeddings=inputs).sum()
+                y = predict(model, target, against, position, embeddings=inputs).sum()
                 (gradient,) = torch.autograd.grad(y, inputs)
             total += torch.einsum("r,rtc->tc", share, gradient.double())
         given = (total * (x - empty).double()).sum(dim=-1)  # (T,)
@@ -108,24 +108,24 @@ class Parts:
 
 @torch.no_grad()
 def direct_logit_attribution(
-    thinker: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
+    model: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
 ) -> Parts:
     """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[against]) for each component c of x_L = Σ c, at one position.
 
     Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, "A Mathematical Framework for
     Transformer Circuits", without its approximation of the norm).
     """
-    with thinker.tap(
-        "embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(thinker.blocks) - 1}"
+    with model.tap(
+        "embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(model.blocks) - 1}"
     ) as seen:
-        y = prediction(thinker(tokens[None]), target, against, position).item()
-    x = seen[f"blocks.{len(thinker.blocks) - 1}"][0, position].double()  # (C,)
-    unembed = thinker.head.weight.double()
+        y = prediction(model(tokens[None]), target, against, position).item()
+    x = seen[f"blocks.{len(model.blocks) - 1}"][0, position].double()  # (C,)
+    unembed = model.head.weight.double()
     direction = unembed[target] - (unembed[against] if against is not None else 0)  # (C,)
-    norm = thinker.norm
+    norm = model.norm
     direction = direction * norm.weight.double() / (x.square().mean() + norm.eps).sqrt()
     heads, mlps = [], []
-    for layer, block in enumerate(thinker.blocks):
+    for layer, block in enumerate(model.blocks):
         z = seen[f"blocks.{layer}.attention.heads"][0, :, position].double()  # (H, D)
         out = block.attention.o_proj.weight.double().unflatten(1, z.shape)  # (C, H, D)
         heads.append(torch.einsum("hd,chd,c->h", z, out, direction))
@@ -136,20 +136,20 @@ def direct_logit_attribution(
 
 
 @torch.no_grad()
-def logit_lens(thinker: Thinker, tokens: Tensor, position: int | slice = slice(None)) -> Tensor:
+def logit_lens(model: Thinker, tokens: Tensor, position: int | slice = slice(None)) -> Tensor:
     """W_U · norm_final(x_l): what the model would say after each layer, (layers + 1, positions, V); 0 is the embedding.
 
     nostalgebraist 2020. The last layer's are the logits. `position`: an index or a slice, all unless given.
     """
-    with thinker.tap("embedding", "blocks.*") as seen:
-        thinker(tokens[None])
+    with model.tap("embedding", "blocks.*") as seen:
+        model(tokens[None])
     at = slice(position, position + 1 or None) if isinstance(position, int) else position
-    return torch.stack([thinker.head(thinker.norm(x[0, at])) for x in seen.values()]).float()
+    return torch.stack([model.head(model.norm(x[0, at])) for x in seen.values()]).float()
 
 
 @torch.no_grad()
 def patch(
-    thinker: Thinker,
+    model: Thinker,
     clean: Tensor,
     corrupt: Tensor,
     target: int,
@@ -168,9 +168,9 @@ def patch(
     """
     if clean.shape != corrupt.shape:
         raise UserError(f"the prompts must have as many tokens: {len(clean)} and {len(corrupt)}")
-    with thinker.tap(*names) as seen:
-        best = predict(thinker, target, against, position, tokens=clean[None]).item()
-    worst = predict(thinker, target, against, position, tokens=corrupt[None]).item()
+    with model.tap(*names) as seen:
+        best = predict(model, target, against, position, tokens=clean[None]).item()
+    worst = predict(model, target, against, position, tokens=corrupt[None]).item()
     if best == worst:
         raise UserError("the prediction is the same for both prompts: there is nothing to bring back")
     T, found = len(clean), {}
@@ -185,7 +185,7 @@ def patch(
                 x[torch.arange(len(places)), places] = kept[0, places]
                 return x
 
-            with thinker.edit({name: put}):
-                parts.append(predict(thinker, target, against, position, tokens=corrupt.expand(len(places), T)))
+            with model.edit({name: put}):
+                parts.append(predict(model, target, against, position, tokens=corrupt.expand(len(places), T)))
         found[name] = (torch.cat(parts) - worst) / (best - worst)  # (T,)
     return found

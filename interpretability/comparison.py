@@ -110,10 +110,10 @@ def _apart(one: Tensor, other: Tensor) -> Tensor:
     return heads.redundancy(pairs)[..., 0, 1].mean(dim=0).cpu()
 
 
-def _importance(thinker: Thinker, texts: Texts, how: str, by_group: bool) -> Importance:
+def _importance(model: Thinker, texts: Texts, how: str, by_group: bool) -> Importance:
     if how == "gradient":
-        return heads.importance_by_gradient(thinker, texts[0], targets=texts[1], by_group=by_group)
-    return heads.importance_by_ablation(thinker, texts[0], how, targets=texts[1], by_group=by_group, progress=True)
+        return heads.importance_by_gradient(model, texts[0], targets=texts[1], by_group=by_group)
+    return heads.importance_by_ablation(model, texts[0], how, targets=texts[1], by_group=by_group, progress=True)
 
 
 INTERVAL = ("95% from", "to")
@@ -124,9 +124,9 @@ UNITS = {
 }
 
 
-def show_importance(thinker: Thinker, texts: Texts, how: str) -> Report:
+def show_importance(model: Thinker, texts: Texts, how: str) -> Report:
     """What each head is worth, the most important first, with 95 % intervals over texts."""
-    found = _importance(thinker, texts, how, by_group=False)
+    found = _importance(model, texts, how, by_group=False)
     order = sorted(all_heads(found.value), key=lambda at: -found.value[at])
     rows = [[str(layer), str(head), *_interval(found, (layer, head))] for layer, head in order]
     data = {"importance": how} | {name: numbers(x) for name, x in vars(found).items()}
@@ -141,7 +141,7 @@ def _interval(found: Importance, at: tuple[int, int]) -> list[str]:
 
 
 def show_pruning(
-    thinker: Thinker, texts: Texts, how: str, count: int | None, groups: list[tuple[int, int]] | None
+    model: Thinker, texts: Texts, how: str, count: int | None, groups: list[tuple[int, int]] | None
 ) -> tuple[Thinker, Report]:
     """The model without `groups`, or without the `count` least important ones, and its loss before and after.
 
@@ -151,21 +151,21 @@ def show_pruning(
     if half < 2:
         raise UserError(f"{len(texts[0])} texts are too few: half of them choose, the others measure; give at least 4")
     chosen, measured = ((texts[0][part], texts[1][part]) for part in (slice(half), slice(half, None)))
-    pruning.prune(thinker, groups or [])  # what cannot be done is said before long work
-    pruning.check_count(thinker, len(groups or []) if count is None else count)
-    found = _importance(thinker, chosen, how, by_group=True)
+    pruning.prune(model, groups or [])  # what cannot be done is said before long work
+    pruning.check_count(model, len(groups or []) if count is None else count)
+    found = _importance(model, chosen, how, by_group=True)
     gone = pruning.least_important(found, count) if groups is None else groups
-    left = pruning.prune(thinker, gone)
+    left = pruning.prune(model, gone)
     with torch.no_grad():
-        before, after = heads.losses(thinker, *measured).cpu(), heads.losses(left, *measured).cpu()
+        before, after = heads.losses(model, *measured).cpu(), heads.losses(left, *measured).cpu()
     cost = ratio(after - before, torch.ones(len(before)), 0.95)
-    sizes = [sum(p.numel() for p in model.parameters()) for model in (thinker, left)]
+    sizes = [sum(p.numel() for p in each.parameters()) for each in (model, left)]
     losses = [before.mean().item(), after.mean().item()]
     about = {"importance": UNITS[how], "loss": f"{losses[0]:.4f} nats a token before, {losses[1]:.4f} after"}
     about |= {"cost": f"{cost.mean:+.4f} [{cost.low:+.4f}, {cost.high:+.4f}]", "texts": f"{half} to choose by, "}
     about["texts"] += f"{len(before)} others to measure on, of {texts[0].shape[1]} tokens"
     about["parameters"] = f"{sizes[0]:,} before, {sizes[1]:,} after"
-    kind = "head" if thinker.config.n_heads == thinker.config.n_kv_heads else "key head"
+    kind = "head" if model.config.n_heads == model.config.n_kv_heads else "key head"
     kept: dict[int, list[int]] = {}
     for layer, group in all_heads(found.value):
         kept.setdefault(layer, []).extend([group] * ((layer, group) not in gone))

@@ -14,26 +14,26 @@ from thinker.runtime.errors import UserError
 
 
 @torch.no_grad()
-def explain(thinker: Thinker, prompt: Prompt, layer: int, head: int, query: int) -> Report:
+def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -> Report:
     """Every number of one attention row: scores, scaling, mask, softmax, weighted sum (Vaswani et al. 2017, eq. 1).
 
     Raises UserError for a layer of linear attention, which has no scores.
     """
-    attention, T = thinker.blocks[layer].attention, len(prompt.tokens)
+    attention, T = model.blocks[layer].attention, len(prompt.tokens)
     if isinstance(attention, LinearAttention):
         raise UserError(f"layer {layer} is linear attention: it has sums over features instead of scores")
     path, query = f"blocks.{layer}.attention", query % T
     names = [f"{path}.{part}" for part in ("q", "k", "v", "weights", "heads")]
-    with thinker.tap(*names) as seen:
-        thinker(prompt.tokens[None])
+    with model.tap(*names) as seen:
+        model(prompt.tokens[None])
     q, k, v, weights, z = (seen[name][0].double().cpu() for name in names)
     group = head // (len(q) // len(k))  # the key head that this query head shares
     raw = q[head] @ k[group].T  # (T, T)
     scaled = raw * q.shape[-1] ** -0.5
-    cap = thinker.config.softcap
+    cap = model.config.softcap
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
 
-    looking, at = thinker.looking, torch.arange(T, device=thinker.device)
+    looking, at = model.looking, torch.arange(T, device=model.device)
     sight = looking.of(layer, Places(at, token=prompt.tokens if looking.by_token else None), slice(None))
     bias, allowed = torch.zeros(()), sight.allowed
     if allowed is not None and allowed.dtype != torch.bool:  # numbers that are added to scores: ALiBi
@@ -52,7 +52,7 @@ def explain(thinker: Thinker, prompt: Prompt, layer: int, head: int, query: int)
     total = shares[mask].sum().item() + (0 if sink is None else math.exp(sink - largest))
     steps = {"q·k": raw[query], f"÷ √{q.shape[-1]}": scaled[query]}
     steps |= {"capped": capped[query]} if cap is not None else {}
-    steps |= {"bias": bias[query]} if thinker.config.positions == "alibi" else {}
+    steps |= {"bias": bias[query]} if model.config.positions == "alibi" else {}
     rows = [
         [str(key), text, *(f"{values[key]:.4f}" for values in steps.values())]
         + (["yes", f"{shares[key]:.4f}", f"{row[key]:.4f}"] if mask[key] else ["no", "", "0"])

@@ -103,25 +103,25 @@ class Importance:
     high: Tensor
 
 
-def losses(thinker: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+def losses(model: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
     """The mean cross-entropy of each text, in nats a token: (N, T) -> (N,).
 
     targets: (N, T), −1 where nothing is counted; unless given, each text's next tokens, the last having none.
     """
-    return torch.cat([_losses(thinker, *some) for some in _batches(thinker, tokens, targets)])
+    return torch.cat([_losses(model, *some) for some in _batches(model, tokens, targets)])
 
 
-def _losses(thinker: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
-    logits = thinker(tokens).float()  # (B, T, V)
+def _losses(model: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens).float()  # (B, T, V)
     nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-1)  # (B, T)
     return nats.sum(dim=1) / (targets >= 0).sum(dim=1).clamp_min(1)
 
 
-def _batches(thinker: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     """So many texts at a time that their logits stay below 256 MiB."""
     if targets is None:
         tokens, targets = tokens[:, :-1], tokens[:, 1:]
-    rows = max(1, 2**26 // (tokens.shape[1] * thinker.config.vocab_size))
+    rows = max(1, 2**26 // (tokens.shape[1] * model.config.vocab_size))
     return list(zip(tokens.split(rows), targets.split(rows)))
 
 
@@ -138,7 +138,7 @@ def _without(group: range, instead: Tensor | float) -> Callable[[Tensor], Tensor
 
 @torch.no_grad()
 def importance_by_ablation(
-    thinker: Thinker,
+    model: Thinker,
     tokens: Tensor,
     how: str = "zero",
     *,
@@ -155,24 +155,24 @@ def importance_by_ablation(
         share: of the confidence interval, over texts, each compared with itself.
         by_group: of all query heads of a key head together, (layers, K).
     """
-    names = [f"blocks.{layer}.attention.heads" for layer in range(len(thinker.blocks))]
-    sums, passes = dict.fromkeys(names, 0.0), _batches(thinker, tokens, targets)
-    with thinker.tap(*names) as seen:
+    names = [f"blocks.{layer}.attention.heads" for layer in range(len(model.blocks))]
+    sums, passes = dict.fromkeys(names, 0.0), _batches(model, tokens, targets)
+    with model.tap(*names) as seen:
         plain = []
         for some in passes:
-            plain.append(_losses(thinker, *some))
+            plain.append(_losses(model, *some))
             sums = {name: sums[name] + seen[name].sum(dim=(0, 2))[:, None] for name in names}  # (H, 1, D)
             seen.passes.clear()
     plain, n_tokens = torch.cat(plain), sum(some.numel() for some, _ in passes)
-    groups = [_groups(block.attention, by_group) for block in thinker.blocks]
+    groups = [_groups(block.attention, by_group) for block in model.blocks]
     bar = tqdm(total=sum(map(len, groups)), desc="leaving out heads", disable=not progress)
     costs = []
     for name, some in zip(names, groups):
         found = []
         for group in some:
             instead = 0.0 if how == "zero" else sums[name][group.start : group.stop] / n_tokens
-            with thinker.edit({name: _without(group, instead)}):
-                found.append(losses(thinker, tokens, targets) - plain)
+            with model.edit({name: _without(group, instead)}):
+                found.append(losses(model, tokens, targets) - plain)
             bar.update()
         costs.append(torch.stack(found))  # (H, N)
     bar.close()
@@ -195,7 +195,7 @@ def _means(values: list[Tensor], share: float) -> Importance:
 
 
 def importance_by_gradient(
-    thinker: Thinker,
+    model: Thinker,
     tokens: Tensor,
     *,
     targets: Tensor | None = None,
@@ -208,12 +208,12 @@ def importance_by_gradient(
     pass for all heads. The interval is over texts, scaled with the value. Arguments as in importance_by_ablation().
     """
     free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
-    each: list[list[Tensor]] = [[] for _ in thinker.blocks]  # by layer: (H, B) each
-    for some in _batches(thinker, tokens, targets):
-        with torch.enable_grad(), thinker.edit(free), thinker.tap("blocks.*.attention.heads") as seen:
-            loss, heads = _losses(thinker, *some).sum(), list(seen.values())  # (B, H, T, D) each
+    each: list[list[Tensor]] = [[] for _ in model.blocks]  # by layer: (H, B) each
+    for some in _batches(model, tokens, targets):
+        with torch.enable_grad(), model.edit(free), model.tap("blocks.*.attention.heads") as seen:
+            loss, heads = _losses(model, *some).sum(), list(seen.values())  # (B, H, T, D) each
             gradients = torch.autograd.grad(loss, heads)
-        for found, block, z, g in zip(each, thinker.blocks, heads, gradients):
+        for found, block, z, g in zip(each, model.blocks, heads, gradients):
             groups = _groups(block.attention, by_group)
             found.append((z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T)
     found = _means([torch.cat(parts, dim=1) for parts in each], share)

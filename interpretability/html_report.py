@@ -68,7 +68,7 @@ def spread(layers: int, heads: int, count: int, around: tuple[int, int]) -> set[
 
 @torch.no_grad()
 def gather(
-    thinker: Thinker,
+    model: Thinker,
     tokenizer: Tokenizer,
     prompt: Prompt,
     target: int | None = None,
@@ -84,7 +84,7 @@ def gather(
 
     Raises UserError for a prompt of which not even one head fits on a page, or logits that are not finite.
     """
-    config, T = thinker.config, len(prompt.tokens)
+    config, T = model.config, len(prompt.tokens)
     ahead, layers, H = config.prefix > 0, config.n_layers, config.n_heads
     size = cells(T, ahead)
     if size > CELLS:
@@ -95,33 +95,33 @@ def gather(
     scores = {name: [] for name in (*MEASURES, "itself")}
     thumbnails, weights = [], {}
     for layer in tqdm(range(layers), desc="looking into layers", leave=False, delay=1):
-        measured, small, large = _layer(thinker, prompt.tokens, layer, [head for at, head in whole if at == layer])
+        measured, small, large = _layer(model, prompt.tokens, layer, [head for at, head in whole if at == layer])
         for name, values in measured.items():
             scores[name].append(values)
         thumbnails.append(small)
         weights |= {(layer, head): data for head, data in large.items()}
     facts = {"labels": prompt.labels, "tokens": prompt.tokens.tolist(), "ahead": ahead, "layers": layers, "heads": H}
-    facts |= {"scores": scores, "looks": _in_words(thinker, scores), "banner": ""}
+    facts |= {"scores": scores, "looks": _in_words(model, scores), "banner": ""}
     if count < layers * H:
         facts["banner"] = (
             f"{T:,} tokens × {layers * H} heads are more than one page holds: {count} heads can be opened, "
             "the others show thumbnails and scores only"
         )
-    facts |= _said(thinker, prompt.tokens) | _attributed(thinker, tokenizer, prompt, target, against, position)
+    facts |= _said(model, prompt.tokens) | _attributed(model, tokenizer, prompt, target, against, position)
     named = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
     facts["names"] = {token: label(tokenizer, token) for token in sorted(named)}
     return Explorer(facts, torch.stack(thumbnails), weights)
 
 
 def _layer(
-    thinker: Thinker, tokens: Tensor, layer: int, whole: list[int]
+    model: Thinker, tokens: Tensor, layer: int, whole: list[int]
 ) -> tuple[dict[str, list[float]], Tensor, dict[int, bytes]]:
     """Measures of a layer's heads, their thumbnails (H, side, side), and the deflated weights of those in `whole`."""
     name = f"blocks.{layer}.attention.weights"
-    with thinker.tap(name) as seen:
-        thinker(tokens[None])
+    with model.tap(name) as seen:
+        model(tokens[None])
     weights = seen[name][0].float()  # (H, T, T)
-    weights = F.pad(weights, (0, 0, 0, 0, 0, thinker.config.n_heads - len(weights)))  # what was pruned looks at nothing
+    weights = F.pad(weights, (0, 0, 0, 0, 0, model.config.n_heads - len(weights)))  # what was pruned looks at nothing
     found = {name: measure(weights) for name, measure in MEASURES.items()}
     found["itself"] = weights.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
     # Of the root: small weights keep more of their digits, and the error is at most √w/255.
@@ -130,17 +130,17 @@ def _layer(
     large = {}
     for head in whole:
         rows = coarse[head].numpy()
-        full = thinker.config.prefix > 0
+        full = model.config.prefix > 0
         large[head] = zlib.compress(b"".join((row if full else row[: at + 1]).tobytes() for at, row in enumerate(rows)))
     return {name: _rounded(values) for name, values in found.items()}, small, large
 
 
-def _in_words(thinker: Thinker, scores: dict[str, list[list[float]]]) -> list[list[str]]:
+def _in_words(model: Thinker, scores: dict[str, list[list[float]]]) -> list[list[str]]:
     """What each head does on the whole, (layers, H)."""
     shares = {"previous": "the previous token", "first": "the first token", "itself": "the token itself"}
 
     def words(layer: int, head: int) -> str:
-        if head >= thinker.blocks[layer].attention.n_heads:
+        if head >= model.blocks[layer].attention.n_heads:
             return "pruned"
         name = max(shares, key=lambda name: scores[name][layer][head])
         if scores[name][layer][head] >= 0.5:
@@ -155,20 +155,20 @@ def _rounded(values: Tensor) -> list[float]:
     return [float(f"{value:.5g}") for value in values.flatten().tolist()]
 
 
-def _said(thinker: Thinker, tokens: Tensor) -> dict[str, Any]:
+def _said(model: Thinker, tokens: Tensor) -> dict[str, Any]:
     """What the model says after each position: its likeliest tokens, those after each layer, what really follows.
 
     Lists are flat: `likeliest` (T, 10), `lens` (layers + 1, T, 5), `follows` (layers + 1, T − 1), `rank` (T − 1).
     """
-    with thinker.tap("embedding", "blocks.*") as seen:
-        thinker(tokens[None])
-    rows = max(1, AT_ONCE // thinker.config.vocab_size)
+    with model.tap("embedding", "blocks.*") as seen:
+        model(tokens[None])
+    rows = max(1, AT_ONCE // model.config.vocab_size)
     lens, follows, rank = [], [], []
     likeliest = []
     for depth, x in enumerate(seen.values()):  # (1, T, C)
         begin = 0
         for some in x[0].split(rows):
-            shares = thinker.head(thinker.norm(some)).float().softmax(dim=-1)  # (rows, V)
+            shares = model.head(model.norm(some)).float().softmax(dim=-1)  # (rows, V)
             if not shares.isfinite().all():
                 raise UserError("the model's logits are not finite, so there is nothing to show")
             lens.append(shares.topk(min(LENS, shares.shape[1])))
@@ -176,7 +176,7 @@ def _said(thinker: Thinker, tokens: Tensor) -> dict[str, Any]:
             given = shares[: len(next_ones)].gather(1, next_ones)  # (rows, 1)
             follows.append(given)
             begin += len(some)
-            if depth == len(thinker.blocks):
+            if depth == len(model.blocks):
                 likeliest.append(shares.topk(min(LIKELIEST, shares.shape[1])))
                 rank.append((shares[: len(next_ones)] > given).sum(dim=1) + 1)
 
@@ -193,12 +193,12 @@ def _said(thinker: Thinker, tokens: Tensor) -> dict[str, Any]:
 
 
 def _attributed(
-    thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, against: int | None, position: int
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, against: int | None, position: int
 ) -> dict[str, Any]:
     """What the prediction is made of: `given` by tokens (T,), `heads` (layers, H), `mlps`, `embedding`; y."""
     position %= len(prompt.tokens)
-    target = choose_target(thinker, prompt, position) if target is None else target
-    parts = attribution.direct_logit_attribution(thinker, prompt.tokens, target, against, position)
+    target = choose_target(model, prompt, position) if target is None else target
+    parts = attribution.direct_logit_attribution(model, prompt.tokens, target, against, position)
     what = f"logit of ‘{label(tokenizer, target)}’"
     what += "" if against is None else f" rather than ‘{label(tokenizer, against)}’"
     found = {
@@ -208,7 +208,7 @@ def _attributed(
         "position": position,
     }
     found |= {"heads": [_rounded(row.nan_to_num()) for row in parts.heads], "mlps": _rounded(parts.mlps)}
-    of_tokens = by_tokens(thinker, tokenizer, prompt, target, against, position)
+    of_tokens = by_tokens(model, tokenizer, prompt, target, against, position)
     if of_tokens is None:
         found |= {"given": None, "why": NO_GRADIENT}
     else:

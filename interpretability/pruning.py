@@ -13,7 +13,7 @@ from thinker.runtime.errors import UserError
 
 
 @torch.no_grad()
-def prune(thinker: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
+def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     """A model without these (layer, key head), each with all the query heads that share it.
 
     It computes what the given one does with "blocks.i.attention.heads.h" set to zero for each of them. Where all layers
@@ -22,13 +22,13 @@ def prune(thinker: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     Raises UserError where there is no such group, a layer would keep none, or heads differ by more than their weights
     (alibi, patterns by head).
     """
-    old, keep = thinker.config, []
-    for layer, block in enumerate(thinker.blocks):
+    old, keep = model.config, []
+    for layer, block in enumerate(model.blocks):
         out = {group for at, group in groups if at == layer}
         keep.append([group for group in range(block.attention.n_kv_heads) if group not in out])
         if not keep[-1]:
             raise UserError(f"layer {layer} would have no head left; keep at least one in every layer")
-    there = {(layer, k) for layer, block in enumerate(thinker.blocks) for k in range(block.attention.n_kv_heads)}
+    there = {(layer, k) for layer, block in enumerate(model.blocks) for k in range(block.attention.n_kv_heads)}
     if unknown := set(groups) - there:
         raise UserError(f"layer {min(unknown)[0]} has no key head {min(unknown)[1]}")
     sizes, shared = [len(some) for some in keep], old.n_heads // old.n_kv_heads
@@ -36,10 +36,10 @@ def prune(thinker: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     ThinkerConfig.from_dict(values)  # may say no
     if len(set(sizes)) == 1:
         values |= {"n_heads": sizes[0] * shared, "n_kv_heads": sizes[0], "kv_heads_by_layer": None}
-    new = Thinker(ThinkerConfig.from_dict(values)).to(thinker.device, thinker.embedding.weight.dtype).eval()
-    new.activation_dtype = thinker.activation_dtype
+    new = Thinker(ThinkerConfig.from_dict(values)).to(model.device, model.embedding.weight.dtype).eval()
+    new.activation_dtype = model.activation_dtype
     weights = {}
-    for name, weight in thinker.state_dict().items():
+    for name, weight in model.state_dict().items():
         parts = name.split(".")
         if parts[0] == "blocks" and parts[2] == "attention":
             weight = _part(parts[3], weight, keep[int(parts[1])], shared, old.head_dim)
@@ -58,9 +58,9 @@ def _part(name: str, weight: Tensor, groups: list[int], shared: int, D: int) -> 
     return weight.unflatten(axis, (-1, heads[name])).index_select(axis, kept).flatten(axis, axis + 1)
 
 
-def check_count(thinker: Thinker, n: int) -> None:
+def check_count(model: Thinker, n: int) -> None:
     """Raise UserError where n groups cannot be taken out, at least one of each layer being kept."""
-    most = sum(block.attention.n_kv_heads - 1 for block in thinker.blocks)
+    most = sum(block.attention.n_kv_heads - 1 for block in model.blocks)
     if not 1 <= n <= most:
         raise UserError(f"{n} key heads cannot be taken out: 1 to {most} can, since every layer keeps one")
 

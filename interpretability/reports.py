@@ -77,14 +77,14 @@ class Prompt:
     labels: list[str]
 
     @classmethod
-    def read(cls, thinker: Thinker, tokenizer: Tokenizer, text: str) -> Prompt:
+    def read(cls, model: Thinker, tokenizer: Tokenizer, text: str) -> Prompt:
         """Begun as all its texts. Raises UserError where there are fewer than two tokens, or more than the context."""
         ids = [*tokenizer.prompt_start, *tokenizer.encode(text)]
-        if not 2 <= len(ids) <= thinker.config.max_seq_len:
+        if not 2 <= len(ids) <= model.config.max_seq_len:
             begun = " with the one that begins texts" if tokenizer.prompt_start else ""
-            longest = thinker.config.max_seq_len
+            longest = model.config.max_seq_len
             raise UserError(f"the prompt has {len(ids)} token(s){begun}; there must be 2 to {longest}")
-        return cls(torch.tensor(ids, device=thinker.device), [label(tokenizer, i) for i in ids])
+        return cls(torch.tensor(ids, device=model.device), [label(tokenizer, i) for i in ids])
 
     def numbered(self) -> list[str]:
         """Position and token: equal tokens have to be told apart."""
@@ -104,11 +104,11 @@ def label(tokenizer: Tokenizer, token: int) -> str:
     return "".join("·" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text) or f"<{token}>"
 
 
-def map_head(thinker: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
+def map_head(model: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
     """Whom each token looks at in one head: its three largest weights."""
     name = f"blocks.{layer}.attention.weights"
-    with torch.no_grad(), thinker.tap(name) as seen:
-        thinker(prompt.tokens[None])
+    with torch.no_grad(), model.tap(name) as seen:
+        model(prompt.tokens[None])
     weights = seen[name][0, head].cpu()  # (T, T)
     rows = []
     for query, text in enumerate(prompt.labels):
@@ -140,7 +140,7 @@ ON_REPEATS = {"duplicate": heads.duplicate_token, "induction": heads.induction}
 
 
 @torch.no_grad()
-def measured(thinker: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) -> dict[str, list[Tensor]]:
+def measured(model: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) -> dict[str, list[Tensor]]:
     """Of each layer what the measures make of its weights, a mean over texts: (B, T) -> (H, ...) each.
 
     In one pass, which holds one layer's weights at a time.
@@ -152,24 +152,24 @@ def measured(thinker: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) 
             found[name].append(of(weights).mean(dim=0).cpu())
         return weights
 
-    with thinker.edit({"blocks.*.attention.weights": measure}):
-        thinker(tokens)
+    with model.edit({"blocks.*.attention.weights": measure}):
+        model(tokens)
     return found
 
 
-def random_repeats(thinker: Thinker, ids: Tensor | None = None, n: int = 24, batch: int = 8) -> Tensor:
+def random_repeats(model: Thinker, ids: Tensor | None = None, n: int = 24, batch: int = 8) -> Tensor:
     """Tokens for induction scores: n distinct ones, repeated once, or as many as the model can take; (batch, 2n).
 
     ids: those to draw from, such as occur in a text; all of the vocabulary unless given.
     """
-    ids = torch.arange(thinker.config.vocab_size) if ids is None else ids
-    n = min(n, len(ids), thinker.config.max_seq_len // 2)
-    return heads.repeated_tokens(ids, n, batch).to(thinker.device)
+    ids = torch.arange(model.config.vocab_size) if ids is None else ids
+    n = min(n, len(ids), model.config.max_seq_len // 2)
+    return heads.repeated_tokens(ids, n, batch).to(model.device)
 
 
-def scores(thinker: Thinker, tokens: Tensor, random: Tensor) -> dict[str, Tensor]:
+def scores(model: Thinker, tokens: Tensor, random: Tensor) -> dict[str, Tensor]:
     """All measures of tokens (B, T), (layers, H) each; induction and duplicate-token scores of random_repeats()."""
-    found = measured(thinker, tokens, MEASURES) | measured(thinker, random, ON_REPEATS)
+    found = measured(model, tokens, MEASURES) | measured(model, random, ON_REPEATS)
     return {name: pad_sequence(x, batch_first=True, padding_value=torch.nan) for name, x in found.items()}
 
 
@@ -192,14 +192,14 @@ def numbers(values: Tensor) -> Any:
 
 
 @torch.no_grad()
-def measure_heads(thinker: Thinker, prompt: Prompt | None, random: Tensor, origin: str) -> Report:
+def measure_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: str) -> Report:
     """The measures of analysis.heads for every head, on the prompt, or without one on random tokens repeated once.
 
     random: random_repeats(), and of what they were drawn.
     """
     tokens = random if prompt is None else prompt.tokens[None]
-    found = scores(thinker, tokens, random)
-    apart = measured(thinker, tokens, {"apart": heads.redundancy})["apart"]  # (H, H) each
+    found = scores(model, tokens, random)
+    apart = measured(model, tokens, {"apart": heads.redundancy})["apart"]  # (H, H) each
     rows = []
     for layer, head in all_heads(found["entropy"]):
         others = [(x, other) for other, x in enumerate(apart[layer][head].tolist()) if other != head]
@@ -207,7 +207,7 @@ def measure_heads(thinker: Thinker, prompt: Prompt | None, random: Tensor, origi
         rows.append([str(layer), str(head), *(f"{values[layer, head]:.3f}" for values in found.values()), like])
     names, sizes = by_layer_and_head(found["entropy"]), ("entropy", "distance")  # the others lie between 0 and 1
     panels = [Panel(TITLES[name], x, *names, top=None if name in sizes else 1.0) for name, x in found.items()]
-    panels.insert(0, Panel("whom every head looks at", _tiles(thinker, tokens[:1]), *names))
+    panels.insert(0, Panel("whom every head looks at", _tiles(model, tokens[:1]), *names))
     what = f"{random.shape[1] // 2} random tokens of {origin}, repeated once"
     about = {"measured on": what if prompt is None else f"the prompt; duplicate and induction on {what}"}
     about["most like"] = (
@@ -224,7 +224,7 @@ def _alike(random: Tensor) -> float:
     return sum(1 / (i + 1) for i in range(T // 2, T)) / (T // 2)
 
 
-def _tiles(thinker: Thinker, tokens: Tensor, most: int = 64) -> Tensor:
+def _tiles(model: Thinker, tokens: Tensor, most: int = 64) -> Tensor:
     """The maps of all heads side by side, with nan between them; of long texts the largest weight of each square.
 
     Each map is divided by its largest weight but for that on the first token, where many heads look at all times.
@@ -234,7 +234,7 @@ def _tiles(thinker: Thinker, tokens: Tensor, most: int = 64) -> Tensor:
         maps = F.max_pool2d(weights.float(), -(-weights.shape[-1] // most), ceil_mode=True)  # (1, H, S, S)
         return (maps / maps[..., 1:].amax(dim=(2, 3), keepdim=True).clamp_min(1e-9)).clamp_max(1)
 
-    maps = measured(thinker, tokens, {"maps": shrunk})["maps"]
+    maps = measured(model, tokens, {"maps": shrunk})["maps"]
     every = pad_sequence(maps, batch_first=True, padding_value=torch.nan)  # (layers, H, S, S)
     gap = 1 + every.shape[-1] // 16
     every = F.pad(every, (0, gap, 0, gap), value=torch.nan)
@@ -242,10 +242,10 @@ def _tiles(thinker: Thinker, tokens: Tensor, most: int = 64) -> Tensor:
 
 
 @torch.no_grad()
-def show_flow(thinker: Thinker, prompt: Prompt, position: int) -> Report:
+def show_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
     """Rollout after each layer, and the maximum flow, from one position down to every token."""
     position %= len(prompt.tokens)
-    weights = thinker.attention_weights(prompt.tokens[None])[:, 0].cpu()  # (layers, H, T, T)
+    weights = model.attention_weights(prompt.tokens[None])[:, 0].cpu()  # (layers, H, T, T)
     rolled = flow.rollout(weights)[:, position]  # (layers, T)
     flows = flow.max_flow(weights, position) if len(prompt.tokens) <= MOST_FLOWS else None
     rows = [
@@ -262,31 +262,31 @@ def show_flow(thinker: Thinker, prompt: Prompt, position: int) -> Report:
     return Report(about, ["key", "token", *layers, "max flow"], rows, data, [panel], after)
 
 
-def choose_target(thinker: Thinker, prompt: Prompt, position: int) -> int:
+def choose_target(model: Thinker, prompt: Prompt, position: int) -> int:
     """The likeliest next token there."""
     with torch.no_grad():
-        return int(thinker(prompt.tokens[None])[0, position].argmax())
+        return int(model(prompt.tokens[None])[0, position].argmax())
 
 
 def by_tokens(
-    thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
 ) -> tuple[Tensor, float, float] | None:
     """attribution.integrated_gradients() against a text of nothing but the token that begins texts, if there is one.
 
     None where patterns ask for the tokens' ids, and so embeddings alone cannot be read.
     """
-    if any(pattern.by_token for pattern in thinker.config.patterns):
+    if any(pattern.by_token for pattern in model.config.patterns):
         return None
     start = tokenizer.prompt_start[0] if tokenizer.prompt_start else None
-    return attribution.integrated_gradients(thinker, prompt.tokens, target, against, position, start)
+    return attribution.integrated_gradients(model, prompt.tokens, target, against, position, start)
 
 
 def attribute(
-    thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
 ) -> Report:
     """Of which tokens (integrated gradients) and of which parts (direct logit attribution) a prediction is made."""
-    of_tokens = by_tokens(thinker, tokenizer, prompt, target, against, position)
-    parts = attribution.direct_logit_attribution(thinker, prompt.tokens, target, against, position)
+    of_tokens = by_tokens(model, tokenizer, prompt, target, against, position)
+    parts = attribution.direct_logit_attribution(model, prompt.tokens, target, against, position)
     rows, layers = [], range(len(parts.mlps))
     named = [("embedding", parts.embedding)] + [(f"MLP {layer}", parts.mlps[layer].item()) for layer in layers]
     named += [(f"head {layer}.{h}", x) for layer, h in all_heads(parts.heads) for x in [parts.heads[layer, h].item()]]
@@ -314,12 +314,12 @@ def attribute(
     return Report(about, ["of", "what", "gives"], rows, data, panels, after)
 
 
-def show_lens(thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: int) -> Report:
+def show_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: int) -> Report:
     """What the model would say after each layer, at one position: its three likeliest tokens there."""
     position %= len(prompt.tokens)
     before = slice(max(0, position - LENS_COLUMNS + 1), position + 1)
     n = len(range(*before.indices(len(prompt.tokens))))
-    every = attribution.logit_lens(thinker, prompt.tokens, before).softmax(dim=-1).cpu()  # (layers + 1, positions, V)
+    every = attribution.logit_lens(model, prompt.tokens, before).softmax(dim=-1).cpu()  # (layers + 1, positions, V)
     top = every[:, -1].topk(min(3, every.shape[-1]), dim=-1)
     names = ["embedding", *(f"layer {layer}" for layer in range(len(every) - 1))]
     rows = [
@@ -340,10 +340,10 @@ def show_lens(thinker: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: 
 
 
 def show_patch(
-    thinker: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int, against: int | None
+    model: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int, against: int | None
 ) -> Report:
     """How much of a prediction comes back when one place of the stream is as in the clean prompt."""
-    found = attribution.patch(thinker, clean.tokens, corrupt.tokens, target, against)
+    found = attribution.patch(model, clean.tokens, corrupt.tokens, target, against)
     values = torch.stack([x.cpu() for x in found.values()])  # (layers + 1, T)
     names = ["embedding", *(f"layer {layer}" for layer in range(len(values) - 1))]
     pairs = [a if a == b else f"{a}/{b}" for a, b in zip(clean.labels, corrupt.labels)]

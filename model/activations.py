@@ -37,7 +37,7 @@ class Seen(dict[str, Tensor]):
         self.passes.setdefault(name, []).append(value)
 
 
-def tap_names(thinker: Thinker) -> list[str]:
+def tap_names(model: Thinker) -> list[str]:
     """All that can be tapped, in the order of the pass.
 
     | name | shape | |
@@ -53,7 +53,7 @@ def tap_names(thinker: Thinker) -> list[str]:
     | logits | (B, T, V) | where the pass has no targets |
     """
     found = ["embedding"]
-    for layer, block in enumerate(thinker.blocks):
+    for layer, block in enumerate(model.blocks):
         attention = [*ONLY_SEEN, "weights", "heads", *(f"heads.{head}" for head in range(block.attention.n_heads))]
         parts = ["attention_norm", *(f"attention.{part}" for part in attention), "attention"]
         parts += ["mlp_norm", "mlp.hidden", "mlp"]
@@ -62,13 +62,13 @@ def tap_names(thinker: Thinker) -> list[str]:
 
 
 @contextmanager
-def taps(thinker: Thinker, names: tuple[str, ...], edits: Mapping[str, Edit]) -> Iterator[Seen]:
+def taps(model: Thinker, names: tuple[str, ...], edits: Mapping[str, Edit]) -> Iterator[Seen]:
     """While it is open, keep what is named of every pass, and change what `edits` names.
 
     `*` in a name stands for one part of it. Where several are open, each sees what those before it have changed. Not
     for a compiled model, nor for several threads at once. Raises UserError for a name that there is not.
     """
-    seen, hooks, known = Seen(), [], tap_names(thinker)
+    seen, hooks, known = Seen(), [], tap_names(model)
     for name in _matching(names, known):
         hooks.append((name, partial(seen.keep, name)))
     for pattern, edit in edits.items():
@@ -76,7 +76,7 @@ def taps(thinker: Thinker, names: tuple[str, ...], edits: Mapping[str, Edit]) ->
             if name.rpartition(".attention.")[2] in ONLY_SEEN:
                 raise UserError(f"{name} can be seen, not changed; change weights or heads")
             hooks.append((name, partial(_change, name, edit)))
-    points = vars(thinker).setdefault("_points", Points(thinker))
+    points = vars(model).setdefault("_points", Points(model))
     points.hooks += hooks
     points.lay()
     try:
@@ -85,7 +85,7 @@ def taps(thinker: Thinker, names: tuple[str, ...], edits: Mapping[str, Edit]) ->
         points.hooks = [hook for hook in points.hooks if hook not in hooks]
         points.lay()
         if not points.hooks:
-            vars(thinker).pop("_points", None)
+            vars(model).pop("_points", None)
 
 
 def _matching(patterns: tuple[str, ...], known: list[str]) -> list[str]:
@@ -116,16 +116,16 @@ def _need_logits(_: nn.Module, given: tuple, options: dict[str, Any]) -> None:
         raise UserError("with targets a pass makes no logits that could be tapped or edited")
 
 
-def is_open(thinker: Thinker) -> bool:
+def is_open(model: Thinker) -> bool:
     """Whether anything of it is tapped or edited."""
-    return "_points" in vars(thinker)
+    return "_points" in vars(model)
 
 
 class Points:
     """Every hook that is open on a model, in the order of opening, and the places where they are called."""
 
-    def __init__(self, thinker: Thinker) -> None:
-        self.thinker, self.undo = thinker, ExitStack()
+    def __init__(self, model: Thinker) -> None:
+        self.model, self.undo = model, ExitStack()
         self.hooks: list[tuple[str, Callable[[Tensor], Tensor | None]]] = []
 
     def __deepcopy__(self, memo: dict) -> Points:
@@ -141,28 +141,28 @@ class Points:
     def lay(self) -> None:
         """Take away what was laid, and lay what the hooks ask for."""
         self.undo.close()
-        thinker, names = self.thinker, {name for name, _ in self.hooks}
+        model, names = self.model, {name for name, _ in self.hooks}
         inside = [(layer, [name for name in names if name.startswith(f"blocks.{layer}.attention.")])
-                  for layer in range(len(thinker.blocks))]  # fmt: skip
+                  for layer in range(len(model.blocks))]  # fmt: skip
         for layer, some in inside:
-            module, path = thinker.blocks[layer].attention, f"blocks.{layer}.attention"
+            module, path = model.blocks[layer].attention, f"blocks.{layer}.attention"
             if any(".heads" in name for name in some):
                 self.undo.callback(module.o_proj.register_forward_pre_hook(partial(self.heads, module, path)).remove)
             if wanted := {name.removeprefix(f"{path}.") for name in some if ".heads" not in name}:
                 self.replace(module, "mix", partial(self.mix, module, layer, path, wanted, module.mix))
-                if "weights" in wanted and "place" not in vars(thinker):
-                    self.replace(thinker, "place", partial(self.place, thinker.place))
+                if "weights" in wanted and "place" not in vars(model):
+                    self.replace(model, "place", partial(self.place, model.place))
         if "embedding" in names:
-            embed = thinker.embed
-            self.replace(thinker, "embed", lambda *given: self.through("embedding", embed(*given)))
+            embed = model.embed
+            self.replace(model, "embed", lambda *given: self.through("embedding", embed(*given)))
         if "logits" in names:
-            self.undo.callback(thinker.register_forward_pre_hook(_need_logits, with_kwargs=True).remove)
+            self.undo.callback(model.register_forward_pre_hook(_need_logits, with_kwargs=True).remove)
         for name in names - {"embedding"} - {name for _, some in inside for name in some}:
             if name.endswith(".hidden"):
-                module = thinker.get_submodule(name.removesuffix("hidden") + "down_proj")
+                module = model.get_submodule(name.removesuffix("hidden") + "down_proj")
                 hook = module.register_forward_pre_hook(lambda _, given, name=name: (self.through(name, given[0]),))
             else:
-                module = thinker.get_submodule("head" if name == "logits" else name)
+                module = model.get_submodule("head" if name == "logits" else name)
                 hook = module.register_forward_hook(lambda _, given, x, name=name: self.through(name, x))
             self.undo.callback(hook.remove)
 
@@ -176,13 +176,13 @@ class Points:
     ) -> Placement:
         """Thinker.place, whose result is needed for the weights."""
         self.placement, self.tokens = place(given, tokens, documents, cache), tokens
-        self.looking = self.thinker.looking if cache is None else cache.looking
+        self.looking = self.model.looking if cache is None else cache.looking
         return self.placement
 
     def see(self, layer: int, sight: Sight, q: Tensor, k: Tensor) -> Callable[[slice], Sight]:
         """What some of the queries see, for the reference: kernels have it in forms of their own."""
         place, looking = self.placement, self.looking
-        if isinstance(self.thinker.blocks[layer].attention, LinearAttention):
+        if isinstance(self.model.blocks[layer].attention, LinearAttention):
             return lambda rows: sight
         if sight.held is not None:  # of a cache; what it makes of its keys is a plain mask
             return lambda rows: sight.of(rows, q, k)

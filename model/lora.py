@@ -33,10 +33,10 @@ class LoraLinear(Linear):
         return self.weight + self.lora_scale * (self.lora_B @ self.lora_A)
 
 
-def add_lora(thinker: Thinker, rank: int, scale: float = 1.0) -> None:
+def add_lora(model: Thinker, rank: int, scale: float = 1.0) -> None:
     """Put an adapter on every matrix of the blocks, and freeze all else. The model computes what it did."""
-    thinker.requires_grad_(False)
-    for block in thinker.blocks:
+    model.requires_grad_(False)
+    for block in model.blocks:
         for part in (block.attention, block.mlp):
             for name, matrix in list(part.named_children()):
                 if isinstance(matrix, Linear):
@@ -47,13 +47,13 @@ RANK_OF = "blocks.0.attention.o_proj.lora_A"  # (r, n_in): present where there a
 
 
 @torch.no_grad()
-def merge_lora(thinker: Thinker) -> None:
+def merge_lora(model: Thinker) -> None:
     """Make every adapter part of its matrix: a plain Thinker again."""
-    for block in thinker.blocks:
+    for block in model.blocks:
         for part in (block.attention, block.mlp):
             for name, matrix in list(part.named_children()):
                 if isinstance(matrix, LoraLinear):
                     plain = Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None)
                     plain.weight, plain.bias = nn.Parameter(matrix.merged()), matrix.bias
                     setattr(part, name, plain)
-    thinker.requires_grad_()
+    model.requires_grad_()

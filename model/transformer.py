@@ -243,14 +243,14 @@ class Thinker(nn.Module):
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
 
     def tap(self, *names: str) -> AbstractContextManager[Seen]:
-        """`with thinker.tap("blocks.*.attention.weights") as seen:` keeps what is named of each pass: seen[name].
+        """`with model.tap("blocks.*.attention.weights") as seen:` keeps what is named of each pass: seen[name].
 
         Names: tap_names(); `*` stands for one part of a name. Raises UserError for one that there is not.
         """
         return taps(self, names, {})
 
     def edit(self, changes: Mapping[str, Edit]) -> AbstractContextManager[Seen]:
-        """`with thinker.edit({"blocks.3.attention.heads.1": "zero"}):` changes what passes there.
+        """`with model.edit({"blocks.3.attention.heads.1": "zero"}):` changes what passes there.
 
         To "zero"; "mean", that of the pass, over its texts and positions (of weights over texts); a number or a tensor
         that can be broadcast; or what a function makes of it. Raises UserError for a name that there is not, or whose

@@ -158,14 +158,14 @@ def show(about: dict[str, Any]) -> None:
     print("\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in about.items() if value is not None))
 
 
-def measure(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, scratch: Path) -> None:
+def measure(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
     """Loss, perplexity and bits per byte at every length of context."""
     from thinker.data.batches import Windows
     from thinker.data.tokenizer import token_byte_lengths
     from thinker.evaluation.perplexity import table, text_loss
 
     source, trained, packing, tokens = find_tokens(arguments, folder, tokenizer, scratch)
-    trained = trained or min(thinker.config.max_seq_len, 1024)
+    trained = trained or min(model.config.max_seq_len, 1024)
     longest = max(shard.n_tokens - 1 for shard in tokens.shards)
     if arguments.stride and packing == "documents":
         raise UserError(f"--stride cuts texts anywhere; windows of this run's {source} begin with a document")
@@ -174,8 +174,8 @@ def measure(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer
         stride = arguments.stride or length
         if max(length, stride) > longest:
             raise UserError(f"a --context of {max(length, stride)} is longer than the text, which has {longest} tokens")
-        windows = Windows(tokens, length, packing, stride=stride, given=thinker.config.prefix)
-        found.append(text_loss(thinker, windows, lengths, share=arguments.confidence, trained_length=trained))
+        windows = Windows(tokens, length, packing, stride=stride, given=model.config.prefix)
+        found.append(text_loss(model, windows, lengths, share=arguments.confidence, trained_length=trained))
     if arguments.png:
         draw(found[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     about = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
@@ -190,19 +190,19 @@ def measure(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer
     print(found[-1].by_position.table())
 
 
-def measure_long(arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, scratch: Path) -> None:
+def measure_long(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
     """Loss by position in texts longer than those of the training, and on tales the needles."""
     from thinker.evaluation import long_context, needle
 
     source, trained, _, tokens = find_tokens(arguments, folder, tokenizer, scratch)
-    trained = trained or thinker.config.max_seq_len
+    trained = trained or model.config.max_seq_len
     longest, needles = arguments.factor * trained, []
-    windows = long_context.long_windows(thinker.config, tokens, longest)
-    loss = long_context.loss_by_position(thinker, windows, max(1, 4096 // windows.seq_len), arguments.windows, trained)
+    windows = long_context.long_windows(model.config, tokens, longest)
+    loss = long_context.loss_by_position(model, windows, max(1, 4096 // windows.seq_len), arguments.windows, trained)
     if source == "tales":
         farthest = min(longest, 1 << 14)  # longer stories take minutes
         distances = [2**n for n in range(4, farthest.bit_length()) if 2**n <= farthest]
-        needles = [needle.needle_test(thinker, tokenizer, distance) for distance in distances]
+        needles = [needle.needle_test(model, tokenizer, distance) for distance in distances]
     if arguments.png:
         draw(loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
     about = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
@@ -213,14 +213,14 @@ def measure_long(arguments: argparse.Namespace, folder: Path, thinker: Any, toke
         return
     show(about)
     if windows.seq_len < longest:
-        learned = thinker.config.positions == "learned" and windows.seq_len == thinker.config.max_seq_len
+        learned = model.config.positions == "learned" and windows.seq_len == model.config.max_seq_len
         reason = f"the model has learned {windows.seq_len} positions" if learned else "the text is as short"
         print(f"{reason}; longer texts cannot be read")
     print(f"\n{loss.table()}\n")
     print(needle.table(needles) if needles else "no needles: they are of the corpus tales (--source tales)")
 
 
-def measure_tasks(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -> None:
+def measure_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     """What the harness finds, a task a line."""
     try:
         from thinker.evaluation.lm_eval_harness import run_tasks
@@ -228,7 +228,7 @@ def measure_tasks(arguments: argparse.Namespace, thinker: Any, tokenizer: Any) -
         raise UserError(f"--tasks needs the package {error.name}: pip install lm-eval") from error
     names = [name for name in arguments.tasks.split(",") if name]
     options = {"include": arguments.include, "n_shots": arguments.shots, "limit": arguments.limit}
-    results = run_tasks(thinker, tokenizer, names, **options)
+    results = run_tasks(model, tokenizer, names, **options)
     if arguments.json:
         print(json.dumps(results))
         return
@@ -252,17 +252,17 @@ def main() -> int:
     device = choose_device(arguments.device)
     tune(device)
     folder = find_model(arguments.run, arguments.checkpoint)
-    thinker, tokenizer = load(folder, device)
+    model, tokenizer = load(folder, device)
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer beside it, without which there is nothing to read")
     if arguments.rope_scaling is not None:
-        long_context.stretch(thinker, arguments.rope_scaling)
+        long_context.stretch(model, arguments.rope_scaling)
     if arguments.tasks is not None:
-        measure_tasks(arguments, thinker, tokenizer)
+        measure_tasks(arguments, model, tokenizer)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             mode = measure_long if arguments.long else measure
-            mode(arguments, folder, thinker, tokenizer, Path(scratch))
+            mode(arguments, folder, model, tokenizer, Path(scratch))
     return 0
 
 

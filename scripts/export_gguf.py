@@ -32,13 +32,13 @@ def main() -> int:
         raise UserError(f"{out} is there already; give a file that is not")
     if not out.resolve().parent.is_dir():
         raise UserError(f"{out.resolve().parent} is no folder; make it first")
-    thinker, tokenizer = load(arguments.path, checkpoint=arguments.checkpoint)
+    model, tokenizer = load(arguments.path, checkpoint=arguments.checkpoint)
     if tokenizer is None:
         raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file must hold")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        write_gguf(thinker, tokenizer, temporary, arguments.dtype, out.stem)
-        proof = prove_gguf(thinker, tokenizer, temporary, exact=arguments.dtype == "f32")
+        write_gguf(model, tokenizer, temporary, arguments.dtype, out.stem)
+        proof = prove_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
         temporary.rename(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}") from error

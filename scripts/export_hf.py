@@ -56,8 +56,8 @@ def main() -> int:
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already; give a folder that is not, or is empty")
-    thinker, tokenizer = load(path, checkpoint=arguments.checkpoint)
-    family = huggingface.family_of(thinker.config)
+    model, tokenizer = load(path, checkpoint=arguments.checkpoint)
+    family = huggingface.family_of(model.config)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -69,14 +69,14 @@ def main() -> int:
         if arguments.adapter:
             base = base_of(run_of(path))
             adapter = write_adapter(
-                find_checkpoint(path, arguments.checkpoint), thinker.config, base.resolve(), temporary
+                find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary
             )
         else:
-            huggingface.save_folder(thinker, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
+            huggingface.save_folder(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:
-            tokenizer_conversion.write(tokenizer, temporary, thinker.config.max_seq_len)
-        parity = prove(thinker, tokenizer, temporary, base=base)
-        card = model_card(thinker, tokenizer, run_of(path), out.name, str(parity), base, adapter)
+            tokenizer_conversion.write(tokenizer, temporary, model.config.max_seq_len)
+        parity = prove(model, tokenizer, temporary, base=base)
+        card = model_card(model, tokenizer, run_of(path), out.name, str(parity), base, adapter)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()
@@ -84,7 +84,7 @@ def main() -> int:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     size = f"an adapter ({adapter}) for" if adapter else "a"
-    print(f"{arguments.out}: {size} {family} of {sum(p.numel() for p in thinker.parameters()):,} parameters")
+    print(f"{arguments.out}: {size} {family} of {sum(p.numel() for p in model.parameters()):,} parameters")
     print(f"proved with transformers: {parity}")
     return 0
 

@@ -148,38 +148,38 @@ def one_token(tokenizer: Any, name: str, text: str | None) -> int | None:
     return ids[0]
 
 
-def of_prompt(arguments: argparse.Namespace, thinker: Any, tokenizer: Any, prompt: Any) -> tuple[Any, dict[str, Any]]:
+def of_prompt(arguments: argparse.Namespace, model: Any, tokenizer: Any, prompt: Any) -> tuple[Any, dict[str, Any]]:
     """The report of a command about one prompt, and where a page about it begins."""
     from thinker.interpretability import reports
     from thinker.interpretability.explain import explain
 
     command = arguments.command
-    layer = chosen("layer", arguments.layer, len(thinker.blocks), 0)
-    head = chosen("head", arguments.head, thinker.blocks[layer].attention.n_heads, 0)
+    layer = chosen("layer", arguments.layer, len(model.blocks), 0)
+    head = chosen("head", arguments.head, model.blocks[layer].attention.n_heads, 0)
     name = "query" if command == "explain" else "position"
     position = chosen(name, getattr(arguments, name), len(prompt.tokens), -1)
     against, target = (one_token(tokenizer, name, getattr(arguments, name)) for name in ("against", "target"))
     if target is None and "target" in READ[command]:
-        target = reports.choose_target(thinker, prompt, position)
+        target = reports.choose_target(model, prompt, position)
     match command:
         case "explain":
-            report = explain(thinker, prompt, layer, head, position)
+            report = explain(model, prompt, layer, head, position)
         case "map":
-            report = reports.map_head(thinker, prompt, layer, head)
+            report = reports.map_head(model, prompt, layer, head)
         case "flow":
-            report = reports.show_flow(thinker, prompt, position)
+            report = reports.show_flow(model, prompt, position)
         case "attribute":
-            report = reports.attribute(thinker, tokenizer, prompt, target, against, position)
+            report = reports.attribute(model, tokenizer, prompt, target, against, position)
         case "lens":
-            report = reports.show_lens(thinker, tokenizer, prompt, position)
+            report = reports.show_lens(model, tokenizer, prompt, position)
         case "patch":
-            corrupt = reports.Prompt.read(thinker, tokenizer, arguments.corrupt)
-            report = reports.show_patch(thinker, tokenizer, prompt, corrupt, target, against)
+            corrupt = reports.Prompt.read(model, tokenizer, arguments.corrupt)
+            report = reports.show_patch(model, tokenizer, prompt, corrupt, target, against)
     return report, {"layer": layer, "head": head, "position": position, "target": target, "against": against}
 
 
 def of_heads(
-    arguments: argparse.Namespace, folder: Path, thinker: Any, tokenizer: Any, prompt: Any, device: Any
+    arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any, device: Any
 ) -> Any:
     """The report of heads, compare and prune."""
     from thinker.interop import load
@@ -190,24 +190,24 @@ def of_heads(
         with tempfile.TemporaryDirectory() as scratch:
             ids = None if tokenizer is None else ids_in_use(folder, tokenizer, Path(scratch))
         origin = "the whole vocabulary" if ids is None else "those in the run's text"
-        given = prompt, reports.random_repeats(thinker, ids), origin
+        given = prompt, reports.random_repeats(model, ids), origin
     if arguments.command == "compare":
         path, name = arguments.other or arguments.model, arguments.other_checkpoint or "latest"
         other, its = load(path, device, name)
         if prompt is not None and (its is None or its.encode(arguments.prompt) != tokenizer.encode(arguments.prompt)):
             raise UserError("the two models have other tokens for this prompt; leave it out, or compare others")
         names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
-        return comparison.compare(thinker, other, *given, names)
+        return comparison.compare(model, other, *given, names)
     if arguments.over_training:
         return comparison.show_training(steps_of(Path(arguments.model), device), *given)
     if arguments.command == "heads" and arguments.importance is None:
-        return reports.measure_heads(thinker, *given)
+        return reports.measure_heads(model, *given)
     with tempfile.TemporaryDirectory() as scratch:
-        texts = sample_texts(thinker, tokenizer, folder, arguments.text, arguments.texts or 32, Path(scratch))
+        texts = sample_texts(model, tokenizer, folder, arguments.text, arguments.texts or 32, Path(scratch))
     if arguments.command == "heads":
-        return comparison.show_importance(thinker, texts, arguments.importance)
+        return comparison.show_importance(model, texts, arguments.importance)
     groups = None if arguments.groups is None else read_groups(arguments.groups)
-    left, report = comparison.show_pruning(thinker, texts, arguments.importance or "zero", arguments.count, groups)
+    left, report = comparison.show_pruning(model, texts, arguments.importance or "zero", arguments.count, groups)
     if arguments.out is not None:
         from thinker.checkpoint import checkpoint
 
@@ -254,16 +254,16 @@ def main() -> int:
     device = choose_device(arguments.device)
     tune(device)
     folder = find_model(arguments.model, arguments.checkpoint)
-    thinker, tokenizer = load(folder, device)
+    model, tokenizer = load(folder, device)
     if tokenizer is None and (arguments.prompt is not None or needs_text(arguments)):
         raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a text")
     prompt, start = None, {}
     if arguments.prompt is not None:
-        prompt = Prompt.read(thinker, tokenizer, arguments.prompt)
+        prompt = Prompt.read(model, tokenizer, arguments.prompt)
     if arguments.command in WITHOUT_PROMPT:
-        report = of_heads(arguments, folder, thinker, tokenizer, prompt, device)
+        report = of_heads(arguments, folder, model, tokenizer, prompt, device)
     else:
-        report, start = of_prompt(arguments, thinker, tokenizer, prompt)
+        report, start = of_prompt(arguments, model, tokenizer, prompt)
     try:
         text = json.dumps(report.data, allow_nan=False)
     except ValueError as error:
@@ -284,7 +284,7 @@ def main() -> int:
         at = {name: start.pop(name) for name in ("layer", "head") if name in start}
         explorer = None
         if prompt is not None:
-            explorer = html_report.gather(thinker, tokenizer, prompt, around=tuple(at.values()) or (0, 0), **start)
+            explorer = html_report.gather(model, tokenizer, prompt, around=tuple(at.values()) or (0, 0), **start)
         at |= {"position": start.get("position", -1), "view": VIEWS.get(arguments.command, "attention")}
         fold = arguments.command in ON_THE_PAGE
         html_report.write_page(arguments.html, title, report, explorer, **at, fold=fold)

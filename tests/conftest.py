@@ -105,11 +105,11 @@ def random_thinker(seed=0, gains=0.5, weights=0.3, **kwargs):
     """A Thinker whose every parameter matters: a fresh one has zero output projections and would hide mistakes."""
     torch.manual_seed(seed)
     shape = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
-    thinker = Thinker(ThinkerConfig(**{**shape, **kwargs}))
+    model = Thinker(ThinkerConfig(**{**shape, **kwargs}))
     with torch.no_grad():
-        for parameter in thinker.parameters():
+        for parameter in model.parameters():
             parameter.normal_(gains if parameter.dim() == 1 else 0, weights)
-    return thinker.eval()
+    return model.eval()
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,7 @@ def make_step(ranks, config=CONFIG, optimizer="adamw", **train):
 
 def everything(step):
     """Weights and optimizer state, whole, as a safetensors file can hold them."""
-    tensors = checkpoint.model_tensors(step.thinker) | step.optimizers.tensors()
+    tensors = checkpoint.model_tensors(step.model) | step.optimizers.tensors()
     return {name: whole(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()}
 
 
@@ -87,7 +87,7 @@ def gradients(ranks, folder, steps, options):
 
     def kept(skip):
         found.clear()
-        for name, parameter in step.thinker.named_parameters():
+        for name, parameter in step.model.named_parameters():
             found[name] = whole(parameter.grad.detach()).clone()
         update(skip)
 
@@ -97,7 +97,7 @@ def gradients(ranks, folder, steps, options):
         if path.exists():
             theirs = load_file(path)
             with torch.no_grad():
-                for name, parameter in step.thinker.named_parameters():
+                for name, parameter in step.model.named_parameters():
                     value = theirs[f"weight {name}"]
                     if hasattr(parameter, "to_local"):
                         own, parts = parameter.to_local(), value.chunk(ranks.size)
@@ -106,7 +106,7 @@ def gradients(ranks, folder, steps, options):
                     else:
                         parameter.copy_(value)
         else:
-            weights = {f"weight {name}": p.detach().clone() for name, p in step.thinker.named_parameters()}
+            weights = {f"weight {name}": p.detach().clone() for name, p in step.model.named_parameters()}
         norm = step(batch(number, ranks), 1.0)[1]
         found["norm of all"] = norm.reshape(1)
         if path.exists():
@@ -132,7 +132,7 @@ def save(ranks, folder, parallel):
             ranks.tell()
             saver = Saver(place, 1, ranks=ranks, sharded=sharded)
             state = RunState(step=2).model_dump(mode="json")
-            saver.save("step", 2, checkpoint.contents(step.thinker, state, step.optimizers.tensors()))
+            saver.save("step", 2, checkpoint.contents(step.model, state, step.optimizers.tensors()))
             ranks.tell()  # rank 0 has written
 
 
@@ -179,7 +179,7 @@ def frequent(ranks, precision, parallel):
     update = step.optimizers.step
 
     def kept(skip):
-        found.update({name: whole(p.grad.detach()).clone() for name, p in step.thinker.named_parameters()})
+        found.update({name: whole(p.grad.detach()).clone() for name, p in step.model.named_parameters()})
         update(skip)
 
     step.optimizers.step = kept
@@ -195,7 +195,7 @@ def when_summed(ranks, parallel):
     """Before each of two micro-batches: whether a matrix has no gradient yet, which FSDP2 sums before it is there."""
     step, seen = make_step(ranks, parallel=parallel, micro_batch_size=2), []
     weight = step.optimizers.optimizers[0].param_groups[0]["params"][0]
-    step.thinker.register_forward_pre_hook(lambda *given: seen.append(weight.grad is None))
+    step.model.register_forward_pre_hook(lambda *given: seen.append(weight.grad is None))
     step(batch(0, ranks), 1.0)
     return seen
 
@@ -203,10 +203,10 @@ def when_summed(ranks, parallel):
 def hear(ranks, recipe, overrides):
     """A signal to the last rank alone, as all hear of it, and what an evaluation says before and after."""
     trainer = Trainer(load_recipe(recipe, overrides), ranks)
-    before = trainer.evaluator(trainer.thinker, trainer.hear)
+    before = trainer.evaluator(trainer.model, trainer.hear)
     if ranks.rank == ranks.size - 1:
         trainer.interrupt.number = 15
-    after = trainer.evaluator(trainer.thinker, trainer.hear)
+    after = trainer.evaluator(trainer.model, trainer.hear)
     trainer.batches.close()
     return before.loss, before.n_tokens, after, trainer.stopping
 

@@ -57,12 +57,12 @@ def test_bf16_compiled_follows_fp32_resumes_and_samples(tmp_path):
 
 
 def test_cached_logits_equal_uncached_ones(make_thinker):
-    thinker = make_thinker().cuda()
+    model = make_thinker().cuda()
     tokens = torch.randint(0, 61, (3, 40), device="cuda")
     with torch.no_grad():
-        full = thinker(tokens)
-    cache = thinker.new_cache(3, 40)
-    pieces = [thinker(chunk, cache=cache) for chunk in tokens.split([7, 1, 20, 12], dim=1)]
+        full = model(tokens)
+    cache = model.new_cache(3, 40)
+    pieces = [model(chunk, cache=cache) for chunk in tokens.split([7, 1, 20, 12], dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, rtol=0, atol=1e-4)
 
 
@@ -78,16 +78,16 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     tokens = torch.randint(50, (4, 17))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 64)
     step(batch, 1.0)
-    everything = {**step.thinker.state_dict(), **step.optimizers.tensors()}
+    everything = {**step.model.state_dict(), **step.optimizers.tensors()}
     before = {name: tensor.clone() for name, tensor in everything.items()}
-    hook = step.thinker.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    hook = step.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     torch.cuda.set_sync_debug_mode("error")
     step(batch, 1.0)
     torch.cuda.set_sync_debug_mode("default")
     hook.remove()
     assert all(torch.equal(tensor, before[name]) for name, tensor in everything.items())
     step(batch, 1.0)
-    assert not torch.equal(step.thinker.head.weight, before["head.weight"])
+    assert not torch.equal(step.model.head.weight, before["head.weight"])
 
 
 def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
@@ -211,16 +211,16 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
     for name in ("reference", "plain", "compiled"):
         settled = {"precision": "bf16", "compile": name == "compiled", "micro_batch_size": 2, "batch_size": 2}
         step = TrainingStep(draw(config, 1, torch.device("cuda")), check_recipe({"train": {**settled, "max_steps": 9}}))
-        step.thinker.kernel = "reference" if name == "reference" else "auto"
+        step.model.kernel = "reference" if name == "reference" else "auto"
         generator, used = torch.Generator().manual_seed(0), set()
-        place = step.thinker.place
+        place = step.model.place
 
         def placed(*given, place=place, used=used):
             placement = place(*given)
             used.update(sight.kernel for sight in placement.sights)
             return placement
 
-        step.thinker.place = placed
+        step.model.place = placed
         for number in range(3):
             tokens = torch.randint(50, (2, 2049), generator=generator)
             documents = (torch.rand(2, 2048, generator=generator) < (number + 1) / 400).cumsum(1) if isolated else None

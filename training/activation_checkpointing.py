@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from thinker.model import Thinker
 
 
-def recompute(thinker: Thinker, every: int) -> None:
+def recompute(model: Thinker, every: int) -> None:
     """Let every `every`-th block keep its input alone, and compute the rest again in the backward pass.
 
     Chen et al. 2016 (arXiv:1604.06174). The same numbers; one more forward pass of these blocks.
     """
-    for block in thinker.blocks[::every]:
+    for block in model.blocks[::every]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 

@@ -18,7 +18,7 @@ from thinker.training.activation_checkpointing import recompute
 from thinker.training.config import TrainSection
 
 
-def distribute(thinker: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module:
+def distribute(model: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module:
     """The model as a step calls it. First what is computed again, then compiling, then what the ranks share.
 
     "ddp": every rank has all of it, and gradients are summed while the backward pass still goes on. "fsdp": every rank
@@ -27,14 +27,14 @@ def distribute(thinker: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module
     their own: thousands of gradients of a frequent token, added in bf16, were 40% off.
     """
     if train.recompute_every:
-        recompute(thinker, train.recompute_every)
+        recompute(model, train.recompute_every)
     if train.compile:
         # A program for each kind of layer; beyond this limit, of 8 unless raised, torch would go on without any.
         torch._dynamo.config.recompile_limit = 256
-        for block in thinker.blocks:
+        for block in model.blocks:
             block.compile()  # in place: names of parameters stay as they are
     if ranks.size == 1:
-        return thinker
+        return model
     assert train.parallel != "auto", "settled before"
     # Imported here: half a second that one process alone need not wait.
     from torch.distributed.device_mesh import init_device_mesh
@@ -42,16 +42,16 @@ def distribute(thinker: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module
     from torch.nn.parallel import DistributedDataParallel
 
     if train.parallel == "ddp":
-        model = DistributedDataParallel(thinker, gradient_as_bucket_view=True)
-        model.register_comm_hook(None, _summed)
-        return model
-    cast = MixedPrecisionPolicy(param_dtype=thinker.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped.register_comm_hook(None, _summed)
+        return wrapped
+    cast = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(ranks.device_type, (ranks.size,))
-    for module in (*thinker.blocks, thinker):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy() if module is thinker else cast)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy() if module is model else cast)
         module.set_gradient_divide_factor(1.0)  # a sum
         module.set_force_sum_reduction_for_comms(True)
-    return thinker
+    return model
 
 
 def _summed(state, bucket):  # noqa: ANN001, ANN202 - torch refuses annotations that are text
@@ -69,6 +69,6 @@ def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def clip(thinker: Thinker, limit: float | None) -> Tensor:
+def clip(model: Thinker, limit: float | None) -> Tensor:
     """Scale all gradients down to a global norm of `limit`, if given. Returns the norm before, of the whole model."""
-    return whole(torch.nn.utils.clip_grad_norm_(thinker.parameters(), limit or float("inf")))
+    return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf")))

@@ -36,16 +36,16 @@ def take_up(
     if before is not None:
         config = ThinkerConfig.from_dict(before.recipe["model"])
         recipe.data.tokenizer = recipe.data.tokenizer or before.recipe["data"]["tokenizer"]
-        thinker, tokenizer = None, load_tokenizer(run)
+        model, tokenizer = None, load_tokenizer(run)
     else:
-        thinker, tokenizer = load(source)
+        model, tokenizer = load(source)
         if tokenizer is None:
             raise UserError(f"run.init_from={source} has no tokenizer, without which its tokens mean nothing")
         if recipe.data.tokenizer is not None:
             _refuse_another(recipe.data.tokenizer, tokenizer, source)
         recipe.data.tokenizer = recipe.data.tokenizer or str(source)
         tokenizer = _with_template(recipe, None, None, tokenizer)
-        config = thinker.config
+        config = model.config
     given = {name: getattr(recipe.model, name) for name in recipe.model.model_fields_set}
     values = config.to_dict()
     for name, value in given.items():
@@ -65,11 +65,11 @@ def take_up(
         raise UserError(f"train.lora_rank is {recipe.train.lora_rank}, more than the model is wide ({config.d_model})")
     recipe.model = ModelSection(**config.to_dict())
     check_recipe(recipe.model_dump())  # what sections say of each other, now that all is known
-    if thinker is not None and config != thinker.config:
-        weights = thinker.state_dict()
-        thinker = Thinker(config)
-        thinker.load_state_dict(weights)
-    return thinker, tokenizer
+    if model is not None and config != model.config:
+        weights = model.state_dict()
+        model = Thinker(config)
+        model.load_state_dict(weights)
+    return model, tokenizer
 
 
 def _refuse_another(spec: str, tokenizer: Tokenizer, source: str) -> None:

@@ -77,9 +77,9 @@ def predict_memory(recipe: Recipe, config: ThinkerConfig, micro_batch_size: int,
     seed = torch.get_rng_state()
     with FakeTensorMode(), Alive(device) as alive:
         with device:
-            thinker = Thinker(config)
+            model = Thinker(config)
         weights = alive.now
-        step = TrainingStep(thinker, recipe, guarded=False)  # there are no values to look at
+        step = TrainingStep(model, recipe, guarded=False)  # there are no values to look at
         alive.now = weights  # its counters are no part of the plan
         tokens = torch.zeros(rows, recipe.data.seq_len, dtype=torch.int64, device=device)
         documents = tokens if recipe.data.isolate_documents else None
@@ -87,7 +87,7 @@ def predict_memory(recipe: Recipe, config: ThinkerConfig, micro_batch_size: int,
         step(batch, 1.0)  # the first makes the optimizers' state
         persistent = alive.now
         part = tokens[:micro_batch_size]
-        loss = step.thinker(part, targets=part, documents=None if documents is None else part)
+        loss = step.model(part, targets=part, documents=None if documents is None else part)
         activations = alive.now - persistent
         del loss
         alive.peak = alive.now

@@ -30,17 +30,17 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(thinker: Thinker, seq_len: int) -> int:
+def flops_per_token(model: Thinker, seq_len: int) -> int:
     """FLOPs of a training step a token by the convention of PaLM's appendix B (arXiv:2204.02311).
 
     6 a parameter (head counted, embedding look-up not) plus 12 · n_layers · d_model · T for attention, where d_model
     stands for the width of all heads together.
     """
-    config = thinker.config
-    parameters = sum(parameter.numel() for parameter in thinker.parameters())
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     if not config.tie_embeddings:
-        parameters -= thinker.embedding.weight.numel()
-    heads = sum(block.attention.n_heads for block in thinker.blocks)
+        parameters -= model.embedding.weight.numel()
+    heads = sum(block.attention.n_heads for block in model.blocks)
     return 6 * parameters + 12 * heads * config.head_dim * seq_len
 
 

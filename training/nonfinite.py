@@ -20,33 +20,33 @@ from thinker.runtime.process_group import whole
 TEXT_CHARS = 200  # of each sample, in a report
 
 
-def diagnose(thinker: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
+def diagnose(model: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
     """Each sample of a step (from 0) alone, forward and backward without dropout, on the weights as they are.
 
     Returns "samples": id, loss (nats a token) and gradient norm (None where not finite), and the text's beginning;
     "first_not_finite": the first module whose output is not; "gradients_not_finite": parameters whose gradient's norm
     is not; "largest_weight": [name, size], None for a size that is not finite.
     """
-    model, samples, found = plain(thinker), [], {"module": None}
+    copy, samples, found = plain(model), [], {"module": None}
     bad: set[str] = set()
-    for name, module in model.named_modules():
+    for name, module in copy.named_modules():
         module.register_forward_hook(_watch(found, name or "loss"))
     for row, number in enumerate(loader.sample_ids(step)):
         inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
         given = (inputs, targets, loader.windows.documents(inputs))
-        given = [x if x is None else x.to(thinker.device) for x in given]
-        loss_sum, count = model(given[0], targets=given[1], documents=given[2])
+        given = [x if x is None else x.to(model.device) for x in given]
+        loss_sum, count = copy(given[0], targets=given[1], documents=given[2])
         loss = loss_sum / max(int(count), 1)
         loss.backward()
         loss = loss.detach()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not math.isfinite(norm):
             bad |= {name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())}
-        model.zero_grad(set_to_none=True)
+        copy.zero_grad(set_to_none=True)
         text = tokenizer.decode(inputs[0].tolist())[:TEXT_CHARS]
         samples.append({"id": number, "loss": finite(loss), "grad_norm": finite(norm), "text": text})
-    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in model.named_parameters()}
+    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in copy.named_parameters()}
     largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,
@@ -69,18 +69,18 @@ def finite(value: Tensor | float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def plain(thinker: Thinker) -> Thinker:
-    """The same weights, whole, in a model that is not compiled, for evaluation. All ranks that share them must ask."""
-    weights = {name: whole(tensor) for name, tensor in thinker.state_dict().items()}
+def plain(model: Thinker) -> Thinker:
+    """The same weights, whole, in a copy that is not compiled, for evaluation. All ranks that share them must ask."""
+    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
-        model = Thinker(thinker.config)
+        copy = Thinker(model.config)
     if RANK_OF in weights:
-        add_lora(model, len(weights[RANK_OF]))
-    model.load_state_dict(weights, assign=True)
-    if thinker.config.tie_embeddings:
-        model.head.weight = model.embedding.weight
-    model.activation_dtype = thinker.activation_dtype
-    return model.requires_grad_().eval()
+        add_lora(copy, len(weights[RANK_OF]))
+    copy.load_state_dict(weights, assign=True)
+    if model.config.tie_embeddings:
+        copy.head.weight = copy.embedding.weight
+    copy.activation_dtype = model.activation_dtype
+    return copy.requires_grad_().eval()
 
 
 def _watch(found: dict[str, str | None], name: str) -> Callable[[nn.Module, Any, Any], None]:

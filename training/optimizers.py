@@ -52,11 +52,11 @@ class Optimizers:
     (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with like neighbours keep apart (docs/experiments.md).
     """
 
-    def __init__(self, thinker: Thinker, section: OptimizerSection) -> None:
+    def __init__(self, model: Thinker, section: OptimizerSection) -> None:
         """`section`: with every rate filled in."""
         muon = section.name == "muon"
         names: dict[str, list[str]] = {"matrices": [], "embedding": [], "head": [], "gains": []}
-        parameters = {name: p for name, p in thinker.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in parameters.items():
             kind = {"embedding": "embedding", "positions": "embedding", "head": "head"}.get(
                 name.split(".")[0], "matrices"
@@ -80,11 +80,11 @@ class Optimizers:
             self.optimizers.append(
                 Muon(
                     [groups.pop(kind) for kind in ("matrices", "head") if kind in groups],
-                    dtype=torch.bfloat16 if thinker.dtype == torch.bfloat16 else torch.float32,
+                    dtype=torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32,
                     momentum=section.momentum,
                 )
             )
-        fused = thinker.device.type in ("cpu", "cuda")
+        fused = model.device.type in ("cpu", "cuda")
         self.optimizers.append(
             torch.optim.AdamW(list(groups.values()), betas=section.betas, eps=section.eps, fused=fused)
         )

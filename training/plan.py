@@ -51,9 +51,9 @@ def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
     train = recipe.train
     memory = predict_memory(recipe, config, train.micro_batch_size, device)
     with torch.device("meta"):
-        thinker = Thinker(config)
-    parameters = sum(parameter.numel() for parameter in thinker.parameters())
-    flops = flops_per_token(thinker, recipe.data.seq_len)
+        model = Thinker(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops = flops_per_token(model, recipe.data.seq_len)
     step_tokens = train.batch_size * recipe.data.seq_len
     cache = KVCache(config, 1, config.max_seq_len, "meta", DTYPES[train.precision])
     plan: dict[str, Any] = {
@@ -62,7 +62,7 @@ def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
         "micro_batch_size": train.micro_batch_size,
         "compile": train.compile,
         "parameters": parameters,
-        "embedding_parameters": thinker.embedding.weight.numel(),
+        "embedding_parameters": model.embedding.weight.numel(),
         **{f"{name}_bytes": value for name, value in asdict(memory).items()},
         "free_bytes": free_memory(device),
         "cache_bytes": cache.nbytes,

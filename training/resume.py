@@ -147,7 +147,7 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     expected: dict[str, Tensor | None] = {name: None for name in names if name.startswith("random.")}  # of old ones
     begun = len(names) > len(expected)  # there is nothing before the first step
     tensors = checkpoint.read(folder, checkpoint.TRAINING, expected | (step.optimizers.expected() if begun else {}))
-    checkpoint.load_weights(step.thinker, folder)
+    checkpoint.load_weights(step.model, folder)
     if begun:
         step.optimizers.load_tensors(tensors)
     if state.scaler:

@@ -30,27 +30,27 @@ class TrainingStep:
         guarded: whether that is looked at.
     """
 
-    def __init__(self, thinker: Thinker, recipe: Recipe, guarded: bool = True, ranks: Ranks = ALONE) -> None:
-        self.train, self.thinker, self.ranks = recipe.train, thinker.train(), ranks
-        self.thinker.activation_dtype = DTYPES[self.train.precision]
+    def __init__(self, model: Thinker, recipe: Recipe, guarded: bool = True, ranks: Ranks = ALONE) -> None:
+        self.train, self.model, self.ranks = recipe.train, model.train(), ranks
+        self.model.activation_dtype = DTYPES[self.train.precision]
         if self.train.lora_rank is not None:
             rank = self.train.lora_rank
-            add_lora(self.thinker, rank, (self.train.lora_alpha or 2 * rank) / rank)
-        rates = fill_rates(recipe.optimizer, thinker.config, recipe.train.batch_size, pace_of(recipe))
-        self.model = distribute(self.thinker, self.train, ranks)
-        self.device = self.thinker.device  # where it may have been brought by sharing it
-        self.optimizers = Optimizers(self.thinker, rates)
+            add_lora(self.model, rank, (self.train.lora_alpha or 2 * rank) / rank)
+        rates = fill_rates(recipe.optimizer, model.config, recipe.train.batch_size, pace_of(recipe))
+        self.parallel_model = distribute(self.model, self.train, ranks)
+        self.device = self.model.device  # where it may have been brought by sharing it
+        self.optimizers = Optimizers(self.model, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.guarded, self.bad = guarded, torch.zeros((), dtype=torch.int64, device=self.device)
-        if hasattr(self.model, "no_sync"):
+        if hasattr(self.parallel_model, "no_sync"):
             # DDP puts gradients into buckets as its first backward pass finds them, and a sum's last bits depend on
             # its place there. After this pass no step is a first one, neither of a new run nor of one that goes on.
             tokens = torch.zeros(
                 self.train.micro_batch_size, recipe.data.seq_len, dtype=torch.int64, device=self.device
             )
-            with cast_once(self.thinker):
+            with cast_once(self.model):
                 documents = tokens if recipe.data.isolate_documents else None
-                (self.model(tokens, targets=tokens, documents=documents)[0] * 0).backward()
+                (self.parallel_model(tokens, targets=tokens, documents=documents)[0] * 0).backward()
             self.optimizers.zero_grad()
 
     def __call__(self, batch: Batch, lr_factor: float) -> tuple[Tensor, Tensor]:
@@ -61,20 +61,20 @@ class TrainingStep:
         train, size = self.train, self.train.micro_batch_size
         self.optimizers.set_lr(lr_factor)
         total = torch.zeros((), device=self.device)
-        with cast_once(self.thinker):
+        with cast_once(self.model):
             for part in range(0, rows := len(batch.inputs), size):
                 x, y, documents = (
                     whole if whole is None else whole[part : part + size].to(self.device, non_blocking=True)  # (b, T)
                     for whole in (batch.inputs, batch.targets, batch.documents)
                 )
-                with synchronised(self.model, now=part + size >= rows):
+                with synchronised(self.parallel_model, now=part + size >= rows):
                     with offload() if train.offload_activations else contextlib.nullcontext():
-                        loss_sum, _ = self.model(x, targets=y, documents=documents)
+                        loss_sum, _ = self.parallel_model(x, targets=y, documents=documents)
                     self.scaler.scale(loss_sum / max(batch.count, 1)).backward()
                 total += loss_sum.detach()
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = clip(self.thinker, train.grad_clip)
+        grad_norm = clip(self.model, train.grad_clip)
         if self.ranks.size > 1:
             torch.distributed.all_reduce(total)
         loss = total / max(batch.count, 1)
@@ -97,19 +97,19 @@ def draw(config: ThinkerConfig, seed: int, device: torch.device, begun: Thinker 
 
 
 @contextlib.contextmanager
-def cast_once(thinker: Thinker) -> Iterator[None]:
+def cast_once(model: Thinker) -> Iterator[None]:
     """Within it each matrix is cast to the activations' precision once, for any number of passes.
 
     Gradients reach the weights themselves and add up in their precision. For as long, the weights must not change.
     """
-    weights = thinker.embedding.weight.dtype
-    sharded = hasattr(thinker, "unshard")  # FSDP2 gathers those of blocks in that precision
-    matrices = [m for m in thinker.modules() if isinstance(m, Linear) and thinker.dtype != weights and not sharded]
+    weights = model.embedding.weight.dtype
+    sharded = hasattr(model, "unshard")  # FSDP2 gathers those of blocks in that precision
+    matrices = [m for m in model.modules() if isinstance(m, Linear) and model.dtype != weights and not sharded]
     try:
         for matrix in matrices:
-            matrix.cast = matrix.weight.to(thinker.dtype)
-        if thinker.head.cast is not None:
-            thinker.head.cast = thinker.head.cast.detach()  # the loss gives its weight a gradient in full precision
+            matrix.cast = matrix.weight.to(model.dtype)
+        if model.head.cast is not None:
+            model.head.cast = model.head.cast.detach()  # the loss gives its weight a gradient in full precision
         yield
     finally:
         for matrix in matrices:

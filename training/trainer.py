@@ -99,8 +99,8 @@ class Trainer:
         )
         self.memory = MemoryMeter(self.device)
         sharded = ranks.size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole
-        self.thinker = draw(config, recipe.run.seed, torch.device("cpu") if sharded else self.device, begun)
-        self.train_step = TrainingStep(self.thinker, recipe, ranks=ranks)
+        self.model = draw(config, recipe.run.seed, torch.device("cpu") if sharded else self.device, begun)
+        self.train_step = TrainingStep(self.model, recipe, ranks=ranks)
         if train.sample_every:
             check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], config, config.longest)
         self.run.create()
@@ -159,7 +159,7 @@ class Trainer:
             print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
             self.tracker.finish()
             self.run.unlock()
-            report(self.run, self.state, self.thinker.config.prefix, self.corpus.train.has_conversations)
+            report(self.run, self.state, self.model.config.prefix, self.corpus.train.has_conversations)
             return 0
         if self.state.step:
             print(f"going on from step {self.state.step} in {self.run.path}", file=sys.stderr)
@@ -183,7 +183,7 @@ class Trainer:
                 print(f"saved step {self.state.step} in {self.run.path}; the same command goes on from there",
                       file=sys.stderr)  # fmt: skip
                 return 128 + self.stopping  # as shells tell which signal it was: 129, 130, 143
-            report(self.run, self.state, self.thinker.config.prefix, self.corpus.train.has_conversations)
+            report(self.run, self.state, self.model.config.prefix, self.corpus.train.has_conversations)
         return 0
 
     def until_the_end(self) -> None:
@@ -273,9 +273,9 @@ class Trainer:
             path = write_report(self.run, number, notes)
             self.bar.write(f"{found}: left out, {self.state.skipped} of {allowed} ({path})", file=sys.stderr)
             return
-        notes |= diagnose(self.thinker, self.loader, self.corpus.tokenizer, step)
+        notes |= diagnose(self.model, self.loader, self.corpus.tokenizer, step)
         path = write_report(self.run, number, notes)
-        self.saver.save("bad", number, checkpoint.contents(self.thinker, {"step": number}))
+        self.saver.save("bad", number, checkpoint.contents(self.model, {"step": number}))
         self.ranks.gather(number)  # who leaves first ends the others
         name, size = notes["largest_weight"]
         largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
@@ -342,7 +342,7 @@ class Trainer:
         line = {"tokens_per_second": tokens_per_second, "peak_memory_bytes": self.memory.peak()}
         peak = peak_flops(self.device, self.recipe.train.precision)
         if peak is not None:
-            line["mfu"] = tokens_per_second * flops_per_token(self.thinker, self.recipe.data.seq_len) / peak
+            line["mfu"] = tokens_per_second * flops_per_token(self.model, self.recipe.data.seq_len) / peak
         return line
 
     def log(self, line: dict[str, Any]) -> None:
@@ -358,7 +358,7 @@ class Trainer:
         """
         state = self.state
         self.read_losses()
-        found = None if state.evaluated_at == state.step else self.evaluator(self.thinker, self.hear)
+        found = None if state.evaluated_at == state.step else self.evaluator(self.model, self.hear)
         if found is None:
             return
         if not math.isfinite(found.loss):
@@ -373,7 +373,7 @@ class Trainer:
         self.log(line)
         if state.best_val_loss is None or found.loss < state.best_val_loss:
             state.best_val_loss = found.loss
-            best = checkpoint.contents(self.thinker, {"step": state.step, "val_loss": found.loss})
+            best = checkpoint.contents(self.model, {"step": state.step, "val_loss": found.loss})
             self.saver.save("best", state.step, best)
 
     def save(self) -> None:
@@ -382,7 +382,7 @@ class Trainer:
         self.state.scaler = self.train_step.scaler.state_dict()
         if self.state != self.saved:
             tensors = self.train_step.optimizers.tensors()
-            files = checkpoint.contents(self.thinker, self.state.model_dump(mode="json"), tensors)
+            files = checkpoint.contents(self.model, self.state.model_dump(mode="json"), tensors)
             self.run.check()
             self.run.flush_metrics()
             self.saver.save("step", self.state.step, files)
@@ -390,10 +390,10 @@ class Trainer:
 
     def sample(self) -> str:
         """A line from the model as it is now. All ranks ask; only rank 0 gets one."""
-        thinker = plain(self.thinker) if hasattr(self.thinker, "unshard") else self.thinker
+        model = plain(self.model) if hasattr(self.model, "unshard") else self.model
         if not self.ranks.first:
             return ""
-        generator = Generator(thinker, self.corpus.tokenizer)
+        generator = Generator(model, self.corpus.tokenizer)
         prompt, seed = self.recipe.train.sample_prompt, self.state.step
         completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
         return " ".join((prompt + completion[0].text).split())

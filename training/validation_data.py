@@ -63,7 +63,7 @@ def ids_in_use(folder: Path, tokenizer: Tokenizer, scratch: Path, most: int = 50
 
 
 def sample_texts(
-    thinker: Thinker, tokenizer: Tokenizer, folder: Path, path: Path | None, n: int, scratch: Path, longest: int = 256
+    model: Thinker, tokenizer: Tokenizer, folder: Path, path: Path | None, n: int, scratch: Path, longest: int = 256
 ) -> tuple[Tensor, Tensor]:
     """At most n windows of a text file, or of what the run in `folder` was validated on: tokens and targets, (N, T).
 
@@ -71,7 +71,7 @@ def sample_texts(
 
     Raises UserError where there are too few tokens.
     """
-    T, packing = min(longest, thinker.config.max_seq_len), "contiguous"
+    T, packing = min(longest, model.config.max_seq_len), "contiguous"
     if path is None:
         recipe, tokens = held_out(folder, tokenizer, "--text")
         T, packing = min(T, recipe.data.seq_len), recipe.data.packing
@@ -82,7 +82,7 @@ def sample_texts(
     T = min(T, total // 8)  # of a short text several windows all the same
     if T < 2:
         raise UserError(f"{path or 'the text'} has {total} tokens; there must be at least 16")
-    windows = Windows(tokens, T, packing, given=thinker.config.prefix)
+    windows = Windows(tokens, T, packing, given=model.config.prefix)
     pairs = [windows[int(i)] for i in np.linspace(0, len(windows) - 1, min(n, len(windows))).round()]
-    inputs, targets = (torch.from_numpy(np.stack(part)).to(thinker.device) for part in zip(*pairs))  # (N, T) each
+    inputs, targets = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs))  # (N, T) each
     return inputs, targets

@@ -39,26 +39,26 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_round_trip_is_exact(tmp_path, tied):
-    thinker = make_thinker(tie_embeddings=tied)
-    checkpoint.save(tmp_path / "best-00000001", thinker, {"step": 1})
+    model = make_thinker(tie_embeddings=tied)
+    checkpoint.save(tmp_path / "best-00000001", model, {"step": 1})
     again, tokenizer = load(tmp_path / "best-00000001")
     assert tokenizer is None
-    assert again.config == thinker.config
-    for (name, a), b in zip(thinker.named_parameters(), again.parameters()):
+    assert again.config == model.config
+    for (name, a), b in zip(model.named_parameters(), again.parameters()):
         assert torch.equal(a, b), name
     assert (again.head.weight is again.embedding.weight) == tied
     tokens = torch.randint(0, 270, (1, 9))
-    assert torch.equal(again(tokens), thinker.eval()(tokens))
+    assert torch.equal(again(tokens), model.eval()(tokens))
 
 
 def test_load_takes_the_latest_with_its_tokenizer(run):
-    thinker, tokenizer = load(run.path)
+    model, tokenizer = load(run.path)
     torch.manual_seed(3)
-    assert torch.equal(thinker.embedding.weight, make_thinker().embedding.weight)
+    assert torch.equal(model.embedding.weight, make_thinker().embedding.weight)
     assert tokenizer.decode(tokenizer.encode("hé")) == "hé"
-    assert not thinker.training
+    assert not model.training
     older, _ = load(run.path, checkpoint="step-00000001")
-    assert not torch.equal(older.embedding.weight, thinker.embedding.weight)
+    assert not torch.equal(older.embedding.weight, model.embedding.weight)
 
 
 def damage_flip(path):

@@ -32,9 +32,9 @@ def trained(request, tiny, tmp_path_factory):
 
 
 def said(folder, **options):
-    thinker, tokenizer = load(folder)
+    model, tokenizer = load(folder)
     params = SamplingParams(max_new_tokens=14, temperature=0)
-    return Generator(thinker, tokenizer, **options).generate([PROMPT, PROMPT[:20]], params)
+    return Generator(model, tokenizer, **options).generate([PROMPT, PROMPT[:20]], params)
 
 
 def test_a_form_trains_and_is_sampled_from(trained):
@@ -57,15 +57,15 @@ def test_a_form_trains_and_is_sampled_from(trained):
 def test_a_text_without_end_where_memory_is_bounded(trained):
     """The ring decodes ten times its context; the others end where theirs does."""
     name, folder = trained
-    thinker, tokenizer = load(folder)
-    completion = Generator(thinker, tokenizer).generate([PROMPT], SamplingParams(max_new_tokens=320))[0]
+    model, tokenizer = load(folder)
+    completion = Generator(model, tokenizer).generate([PROMPT], SamplingParams(max_new_tokens=320))[0]
     ended = completion.finish_reason == "stop"
-    assert thinker.config.endless == (name == "ring")
+    assert model.config.endless == (name == "ring")
     if name == "ring":
         assert ended or len(completion.token_ids) == 320
         tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT), *completion.token_ids]])
         with torch.no_grad():
-            logprobs = thinker(tokens[:, :-1])[0, -len(completion.token_ids) :].log_softmax(-1)
+            logprobs = model(tokens[:, :-1])[0, -len(completion.token_ids) :].log_softmax(-1)
         known = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), known, rtol=0, atol=1e-4)
     else:
@@ -87,12 +87,12 @@ def test_what_a_form_cannot_is_refused(trained):
         said(folder, window=8)
     with pytest.raises(UserError, match="full attention, RoPE and plain scores"):
         said(folder, compile=True)
-    thinker, tokenizer = load(folder)
+    model, tokenizer = load(folder)
     if name == "prefix":
         with pytest.raises(UserError, match="the prompt has 1 tokens; the model reads its first 5 both ways"):
-            Generator(thinker, tokenizer).generate([""])
+            Generator(model, tokenizer).generate([""])
     else:
-        assert Generator(thinker, tokenizer).generate([""])[0].prompt_tokens == 1
+        assert Generator(model, tokenizer).generate([""])[0].prompt_tokens == 1
 
 
 @pytest.mark.parametrize(

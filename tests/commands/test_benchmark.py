@@ -201,11 +201,11 @@ def test_a_ladder_of_sizes_and_its_law(tiny, tmp_path):
         assert row["tokens"] == pytest.approx(0.1 * row["parameters"], abs=128 + 32)
         with torch.device("meta"):
             width, layers, heads = map(int, row["shape"].split("x"))
-            thinker = Thinker(
+            model = Thinker(
                 ThinkerConfig(vocab_size=300, d_model=width, n_layers=layers, n_heads=heads, max_seq_len=32)
             )
-        assert row["parameters"] == sum(parameter.numel() for parameter in thinker.parameters())
-        assert row["flops"] == flops_per_token(thinker, 32) * row["tokens"]
+        assert row["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+        assert row["flops"] == flops_per_token(model, 32) * row["tokens"]
     assert not result["floor_known"]
     assert (tmp_path / "runs" / "scaling" / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert "ten times the largest one's compute" in done.stdout

@@ -97,15 +97,15 @@ def test_losses_of_a_run_and_of_its_export(command, tiny_run, tmp_path, capsys):
     assert trained["nats_per_token"]["mean"] == pytest.approx(last["val_loss"], rel=1e-5)
     assert trained["bits_per_byte"]["mean"] == pytest.approx(last["val_bits_per_byte"], rel=1e-5)
     assert short["nats_per_token"]["mean"] > trained["nats_per_token"]["mean"]
-    thinker, tokenizer = interop.load(tiny_run)
+    model, tokenizer = interop.load(tiny_run)
     folder = tmp_path / "hf"
     folder.mkdir()
-    huggingface.save_folder(thinker, tokenizer, folder)
+    huggingface.save_folder(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 32)
     given = ["--source", "text", "--path", ROOT / "README.md", "--max-tokens", 700, "--device", "cpu"]
     both = []
-    for model in tiny_run, folder:
-        assert command(model, *given, "--png", tmp_path / "a.png") == 0
+    for path in tiny_run, folder:
+        assert command(path, *given, "--png", tmp_path / "a.png") == 0
         shown = capsys.readouterr().out
         both.append(shown.splitlines()[-6:])
         assert "perplexity" in shown
@@ -136,8 +136,8 @@ def test_a_table_is_as_wide_as_its_numbers(command, tiny_run, tmp_path, capsys):
 
 
 def test_learned_positions_say_where_they_end(command, tiny_run, make_thinker, capsys, monkeypatch):
-    thinker, tokenizer = interop.load(tiny_run)
-    learned = make_thinker(vocab_size=thinker.config.vocab_size, max_seq_len=32, positions="learned")
+    model, tokenizer = interop.load(tiny_run)
+    learned = make_thinker(vocab_size=model.config.vocab_size, max_seq_len=32, positions="learned")
     monkeypatch.setattr(interop, "load", lambda *_: (learned, tokenizer))
     assert command(tiny_run, "--long", "--windows", 2, "--device", "cpu") == 0
     shown = capsys.readouterr().out

@@ -43,17 +43,17 @@ def command(monkeypatch, capsys):
 
 
 @pytest.fixture
-def model(tiny_run):
+def loaded(tiny_run):
     return interop.load(tiny_run)
 
 
-def test_a_row_number_by_number(command, tiny_run, model):
-    thinker, tokenizer = model
+def test_a_row_number_by_number(command, tiny_run, loaded):
+    model, tokenizer = loaded
     found = json.loads(
         command(tiny_run, "explain", "--prompt", PROMPT, "--layer", 1, "--head", 1, "--query", 4, "--json")
     )
     ids = [tokenizer.bos_id, *tokenizer.encode(PROMPT)]
-    weights = thinker.attention_weights(torch.tensor([ids]))[1, 0, 1, 4]
+    weights = model.attention_weights(torch.tensor([ids]))[1, 0, 1, 4]
     assert found["weights"] == pytest.approx(weights.tolist(), abs=1e-6)
     q = torch.tensor(found["q"])
     assert found["scaled"] == pytest.approx([score / math.sqrt(len(q)) for score in found["scores"]])
@@ -69,10 +69,10 @@ def test_a_row_number_by_number(command, tiny_run, model):
     assert "<|bos|>" in rows[1]
 
 
-def test_maps_and_flows(command, tiny_run, model, tmp_path):
-    thinker, tokenizer = model
+def test_maps_and_flows(command, tiny_run, loaded, tmp_path):
+    model, tokenizer = loaded
     tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT)]])
-    weights = thinker.attention_weights(tokens)
+    weights = model.attention_weights(tokens)
     found = json.loads(command(tiny_run, "map", "--prompt", PROMPT, "--layer", 1, "--json"))
     torch.testing.assert_close(torch.tensor(found["weights"]), weights[1, 0, 0])
     shown = command(tiny_run, "map", "--prompt", PROMPT, "--png", tmp_path / "map.png")
@@ -85,11 +85,11 @@ def test_maps_and_flows(command, tiny_run, model, tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("map.png", "f.png"))
 
 
-def test_scores_of_all_heads(command, tiny_run, model, tmp_path):
-    thinker, tokenizer = model
+def test_scores_of_all_heads(command, tiny_run, loaded, tmp_path):
+    model, tokenizer = loaded
     found = json.loads(command(tiny_run, "heads", "--json", "--png", tmp_path / "heads.png"))
     ids = ids_in_use(tiny_run, tokenizer, tmp_path)
-    weights = thinker.attention_weights(heads.repeated_tokens(ids, min(24, thinker.config.max_seq_len // 2)))
+    weights = model.attention_weights(heads.repeated_tokens(ids, min(24, model.config.max_seq_len // 2)))
     assert torch.tensor(found["induction"]).shape == (2, 2)
     torch.testing.assert_close(torch.tensor(found["induction"]), heads.induction(weights).mean(dim=1))
     shown = command(tiny_run, "heads", "--prompt", PROMPT)
@@ -97,8 +97,8 @@ def test_scores_of_all_heads(command, tiny_run, model, tmp_path):
     assert len(shown.strip().split("\n\n")[1].splitlines()) == 1 + 4
 
 
-def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run, model, tmp_path):
-    _, tokenizer = model
+def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run, loaded, tmp_path):
+    _, tokenizer = loaded
     ids = ids_in_use(tiny_run, tokenizer, tmp_path)
     assert 10 < len(ids) < tokenizer.vocab_size
     assert tokenizer.bos_id not in ids
@@ -109,12 +109,12 @@ def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run,
     assert "random tokens of the whole vocabulary" in command(tmp_path / "alone", "heads")
 
 
-def test_what_a_prediction_is_made_of(command, tiny_run, model, tmp_path):
-    thinker, tokenizer = model
+def test_what_a_prediction_is_made_of(command, tiny_run, loaded, tmp_path):
+    model, tokenizer = loaded
     tokens = torch.tensor([tokenizer.bos_id, *tokenizer.encode(PROMPT)])
     given = ["--prompt", PROMPT, "--against", "e"]
     found = json.loads(command(tiny_run, "attribute", *given, "--json", "--png", tmp_path / "a.png"))
-    logits = thinker(tokens[None])[0, -1]
+    logits = model(tokens[None])[0, -1]
     (against,) = tokenizer.encode("e")
     assert found["target"] == logits.argmax().item()
     assert found["y"] == pytest.approx((logits.max() - logits[against]).item(), abs=1e-4)
@@ -144,23 +144,23 @@ def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, make_thin
     assert "have no gradients" in command(tmp_path / "m", "attribute", "--prompt", "abcabc")
 
 
-def test_attribution_begins_at_the_token_that_begins_texts(command, tiny_run, model):
-    thinker, tokenizer = model
+def test_attribution_begins_at_the_token_that_begins_texts(command, tiny_run, loaded):
+    model, tokenizer = loaded
     found = json.loads(command(tiny_run, "attribute", "--prompt", PROMPT, "--json"))
-    tokens = reports.Prompt.read(thinker, tokenizer, PROMPT).tokens
-    given = attribution.integrated_gradients(thinker, tokens, found["target"], baseline=tokenizer.bos_id)
+    tokens = reports.Prompt.read(model, tokenizer, PROMPT).tokens
+    given = attribution.integrated_gradients(model, tokens, found["target"], baseline=tokenizer.bos_id)
     assert found["by_token"] == pytest.approx(given[0].tolist(), abs=1e-4)
     assert found["by_token"][0] == 0
 
 
-def test_patching_between_two_prompts(command, tiny_run, model, tmp_path):
-    thinker, tokenizer = model
+def test_patching_between_two_prompts(command, tiny_run, loaded, tmp_path):
+    model, tokenizer = loaded
     clean, corrupt = "Line 7", "Line 8"
     assert len(tokenizer.encode(clean)) == len(tokenizer.encode(corrupt))
     shown = command(tiny_run, "patch", "--prompt", clean, "--corrupt", corrupt, "--png", tmp_path / "p.png", "--json")
     found = json.loads(shown)
-    prompts = [reports.Prompt.read(thinker, tokenizer, text).tokens for text in (clean, corrupt)]
-    known = attribution.patch(thinker, *prompts, found["target"])
+    prompts = [reports.Prompt.read(model, tokenizer, text).tokens for text in (clean, corrupt)]
+    known = attribution.patch(model, *prompts, found["target"])
     assert found["blocks.0"] == pytest.approx(known["blocks.0"].tolist())
     assert found["blocks.1"][-1] == pytest.approx(1, abs=1e-4)
     assert (tmp_path / "p.png").exists()
@@ -180,9 +180,9 @@ def test_scores_over_a_training(command, four_heads, tmp_path):
     found = json.loads(command(four_heads, "heads", "--over-training", "--json", "--png", tmp_path / "o.png"))
     assert found["steps"] == [5, 10, 15, 20]
     for step, row in zip(found["steps"], found["previous"]):
-        thinker, tokenizer = interop.load(four_heads, checkpoint=f"step-{step:08d}")
-        random = reports.random_repeats(thinker, ids_in_use(four_heads, tokenizer, tmp_path))
-        known = heads.previous_token(thinker.attention_weights(random)).mean(dim=1)
+        model, tokenizer = interop.load(four_heads, checkpoint=f"step-{step:08d}")
+        random = reports.random_repeats(model, ids_in_use(four_heads, tokenizer, tmp_path))
+        known = heads.previous_token(model.attention_weights(random)).mean(dim=1)
         assert row == pytest.approx(known.flatten().tolist(), abs=1e-5)
     shown = command(four_heads, "heads", "--over-training", "--prompt", PROMPT)
     assert len(shown.strip().split("\n\n")[1].splitlines()) == 5
@@ -190,16 +190,16 @@ def test_scores_over_a_training(command, four_heads, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["zero", "mean", "gradient"])
-def test_what_heads_are_worth(command, tiny_run, model, tmp_path, how):
+def test_what_heads_are_worth(command, tiny_run, loaded, tmp_path, how):
     text = tmp_path / "text.txt"
     text.write_text("Line 7: the cat sat on the mat and said nothing. " * 40)
     found = json.loads(command(tiny_run, "heads", "--importance", how, "--text", text, "--texts", 5, "--json"))
-    thinker, tokenizer = model
-    tokens, targets = sample_texts(thinker, tokenizer, tiny_run, text, 5, tmp_path)
+    model, tokenizer = loaded
+    tokens, targets = sample_texts(model, tokenizer, tiny_run, text, 5, tmp_path)
     if how == "gradient":
-        known = heads.importance_by_gradient(thinker, tokens, targets=targets)
+        known = heads.importance_by_gradient(model, tokens, targets=targets)
     else:
-        known = heads.importance_by_ablation(thinker, tokens, how, targets=targets)
+        known = heads.importance_by_ablation(model, tokens, how, targets=targets)
     assert found["value"] == [pytest.approx(row, abs=1e-5) for row in known.value.tolist()]
     assert found["low"] == [pytest.approx(row, abs=1e-5) for row in known.low.tolist()]
     shown = command(tiny_run, "heads", "--importance", how, "--texts", 4, "--png", tmp_path / "i.png")  # its own text
@@ -208,23 +208,23 @@ def test_what_heads_are_worth(command, tiny_run, model, tmp_path, how):
     assert values == sorted(values, reverse=True)
 
 
-def test_texts_lie_evenly_and_count_what_follows(model, tiny_run, tmp_path):
-    thinker, tokenizer = model
+def test_texts_lie_evenly_and_count_what_follows(loaded, tiny_run, tmp_path):
+    model, tokenizer = loaded
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + i % 26) for i in range(4000)))
-    tokens, targets = sample_texts(thinker, tokenizer, tiny_run, text, 4, tmp_path)
+    tokens, targets = sample_texts(model, tokenizer, tiny_run, text, 4, tmp_path)
     assert torch.equal(tokens[:, 1:][targets[:, :-1] >= 0], targets[:, :-1][targets[:, :-1] >= 0])
-    assert tokens.shape == (4, thinker.config.max_seq_len)
+    assert tokens.shape == (4, model.config.max_seq_len)
     text.write_text("short")
     with pytest.raises(UserError, match="there must be at least 16"):
-        sample_texts(thinker, tokenizer, tiny_run, text, 4, tmp_path)
+        sample_texts(model, tokenizer, tiny_run, text, 4, tmp_path)
 
 
 def test_what_is_given_is_no_target(make_thinker, tiny_run, tmp_path):
     tokenizer, text = make_tokenizer("byte", []), tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 30)
-    thinker = make_thinker(vocab_size=tokenizer.vocab_size, attention="prefix(5)")
-    _, targets = sample_texts(thinker, tokenizer, tiny_run, text, 3, tmp_path)
+    model = make_thinker(vocab_size=tokenizer.vocab_size, attention="prefix(5)")
+    _, targets = sample_texts(model, tokenizer, tiny_run, text, 3, tmp_path)
     assert (targets[:, :4] == -1).all()
     assert (targets[:-1, 4:] >= 0).all()  # the last window is padded
 
@@ -234,29 +234,29 @@ def test_two_steps_of_a_run(command, four_heads, tmp_path):
     found = json.loads(command(*given, "--prompt", PROMPT, "--json", "--png", tmp_path / "c.png"))
     models = [interop.load(four_heads, checkpoint=name) for name in given[3::2]]
     tokens = reports.Prompt.read(*models[0], PROMPT).tokens[None]
-    weights = [thinker.attention_weights(tokens) for thinker, _ in models]
+    weights = [model.attention_weights(tokens) for model, _ in models]
     apart = heads.redundancy(torch.stack([w[1, :, 2] for w in weights], dim=1))[0, 0, 1]
     assert found["apart"][1][2] == pytest.approx(apart.item(), abs=1e-6)
     assert found["distance"][1][0] == pytest.approx(heads.mean_distance(weights[1][0, 0]).tolist(), abs=1e-5)
-    logs = [thinker(tokens).log_softmax(-1) for thinker, _ in models]
+    logs = [model(tokens).log_softmax(-1) for model, _ in models]
     known = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
     assert found["divergence_of_predictions"] == pytest.approx(known, abs=1e-5)
     itself = command(four_heads, "compare", "--other", four_heads)
     assert "= 0.0000 nats a token; the same likeliest token at 100.0%" in itself
 
 
-def test_without_a_tokenizer_what_needs_none(command, tiny_run, model, tmp_path):
+def test_without_a_tokenizer_what_needs_none(command, tiny_run, loaded, tmp_path):
     shutil.copytree(next((tiny_run / "checkpoints").glob("step-*")), tmp_path / "step-00000040")
     assert "random tokens of the whole vocabulary" in command(tmp_path / "step-00000040", "heads")
     with pytest.raises(UserError, match="has no tokenizer, so it cannot read a text"):
         command(tmp_path / "step-00000040", "map", "--prompt", "ab")
 
 
-def test_numbers_that_are_none_end_in_one_line(command, model, tmp_path):
-    thinker, tokenizer = copy.deepcopy(model[0]), model[1]
+def test_numbers_that_are_none_end_in_one_line(command, loaded, tmp_path):
+    model, tokenizer = copy.deepcopy(loaded[0]), loaded[1]
     with torch.no_grad():
-        thinker.blocks[0].mlp.up_proj.weight.fill_(torch.nan)
-    checkpoint.save(tmp_path / "nan", thinker, {"step": 0})
+        model.blocks[0].mlp.up_proj.weight.fill_(torch.nan)
+    checkpoint.save(tmp_path / "nan", model, {"step": 0})
     tokenizer.save(tmp_path / "nan")
     for name in ("lens", "attribute"):
         with pytest.raises(UserError, match="not finite"):
@@ -291,7 +291,7 @@ def test_pruning_for_good(command, four_heads, tmp_path):
         torch.testing.assert_close(left(tokens), whole(tokens), rtol=0, atol=1e-4)
     assert found["parameters"][1] == sum(p.numel() for p in left.parameters()) < found["parameters"][0]
     tokens, targets = sample_texts(whole, tokenizer, four_heads, None, 6, tmp_path)
-    known = [heads.losses(thinker, tokens[3:], targets[3:]).mean().item() for thinker in (whole, left)]
+    known = [heads.losses(model, tokens[3:], targets[3:]).mean().item() for model in (whole, left)]
     assert [found["loss_before"], found["loss_after"]] == pytest.approx(known, abs=1e-5)
     again = command(tmp_path / "pruned", "heads")  # it can be looked into as any other
     assert len(again.strip().split("\n\n")[1].splitlines()) == 1 + 5
@@ -309,11 +309,11 @@ def test_pruning_for_good(command, four_heads, tmp_path):
         (("patch", "--corrupt", PROMPT.replace("7", "8")), {"view": "attention"}),
     ],
 )
-def test_a_page_begins_where_the_command_looked(command, tiny_run, model, tmp_path, given, start):
+def test_a_page_begins_where_the_command_looked(command, tiny_run, loaded, tmp_path, given, start):
     command(tiny_run, *given, "--prompt", PROMPT, "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     facts = json.loads(re.search(r'id="facts">(.*?)</script>', text)[1])
-    n_tokens = len(reports.Prompt.read(*model, PROMPT).tokens)
+    n_tokens = len(reports.Prompt.read(*loaded, PROMPT).tokens)
     assert len(facts["labels"]) == n_tokens
     start = start | ({"position": n_tokens - 2} if "-2" in given else {})
     assert {name: facts["start"][name] for name in start} == start
@@ -326,7 +326,7 @@ def test_a_page_of_a_report_alone(command, tiny_run, tmp_path):
     assert text.count("<tr>") == 1 + 4
 
 
-def test_tokens_that_people_can_read(model):
+def test_tokens_that_people_can_read(loaded):
     tokenizer = make_tokenizer("byte", [])
     assert [reports.label(tokenizer, i) for i in (65, 32, 10, 0xC3, tokenizer.bos_id)] == [
         "A",

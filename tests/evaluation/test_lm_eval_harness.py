@@ -28,12 +28,12 @@ SAMPLE = "Once upon a time there was a naïve cat. It sat on the mat, and the do
 def models(tmp_path_factory):
     """The same model through both adapters."""
     tokenizer = make_tokenizer("bpe:300", [SAMPLE])
-    thinker = random_thinker(vocab_size=tokenizer.vocab_size, max_seq_len=48)
+    model = random_thinker(vocab_size=tokenizer.vocab_size, max_seq_len=48)
     folder = tmp_path_factory.mktemp("hf")
-    save_folder(thinker, tokenizer, folder)
+    save_folder(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 48)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4, max_length=48, add_bos_token=True)
-    return ThinkerLM(thinker, tokenizer, batch_size=3), theirs
+    return ThinkerLM(model, tokenizer, batch_size=3), theirs
 
 
 def requests(kind, arguments):
@@ -114,7 +114,7 @@ def test_a_task_on_local_files(models, tmp_path):
         if kind == "loglikelihood_rolling":
             text = text.replace("{{question}}", "").replace("{{answer}}", "{{text}}")
         (tmp_path / f"{name}.yaml").write_text(text)
-    found = run_tasks(ours.thinker, ours.tokenizer, ["two_words", "stories"], include=tmp_path)
+    found = run_tasks(ours.model, ours.tokenizer, ["two_words", "stories"], include=tmp_path)
     assert found.keys() == {"two_words", "stories"}
     picks = []
     for row in rows:
@@ -125,30 +125,30 @@ def test_a_task_on_local_files(models, tmp_path):
     n_bytes = sum(len(row["text"].encode()) for row in rows)
     assert found["stories"]["bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2))
     assert "acc_stderr" in found["two_words"]
-    limited = run_tasks(ours.thinker, ours.tokenizer, ["two_words"], include=tmp_path, limit=2, n_shots=0)
+    limited = run_tasks(ours.model, ours.tokenizer, ["two_words"], include=tmp_path, limit=2, n_shots=0)
     assert limited["two_words"]["acc"] in (0.0, 0.5, 1.0)
     assert limited["two_words"]["questions"] == 2
     assert found["two_words"].keys() == {"acc", "acc_stderr", "questions"}
     with pytest.raises(UserError, match="the harness cannot run two_words: "):
-        run_tasks(ours.thinker, ours.tokenizer, ["two_words"], include=tmp_path, n_shots=99)
+        run_tasks(ours.model, ours.tokenizer, ["two_words"], include=tmp_path, n_shots=99)
     data.rename(tmp_path / "gone.jsonl")
     with pytest.raises(UserError, match="the harness cannot run stories: "):
-        run_tasks(ours.thinker, ours.tokenizer, ["stories"], include=tmp_path)
+        run_tasks(ours.model, ours.tokenizer, ["stories"], include=tmp_path)
     with pytest.raises(UserError, match="did you mean"):
-        run_tasks(ours.thinker, ours.tokenizer, ["two_word"], include=tmp_path)
+        run_tasks(ours.model, ours.tokenizer, ["two_word"], include=tmp_path)
 
 
 def test_the_model_is_not_trained_by_it(models):
-    assert not any(parameter.grad is not None for parameter in models[0].thinker.parameters())
-    assert isinstance(models[0].thinker.head.weight, torch.nn.Parameter)
+    assert not any(parameter.grad is not None for parameter in models[0].model.parameters())
+    assert isinstance(models[0].model.head.weight, torch.nn.Parameter)
 
 
 def test_what_a_continuation_without_a_context_is_seen_after():
     """As in the harness's own adapter: what begins a text by the tokenizer's own file, or else what ends one there."""
     base = make_tokenizer("byte", [])
     tokens = [base.token_bytes(i) for i in range(256)] + [None, None]
-    thinker = random_thinker(vocab_size=258)
+    model = random_thinker(vocab_size=258)
     for named, known in [({"bos_token": "<s>", "eos_token": "</s>"}, (256, 257)), ({"eos_token": "</s>"}, (257, 257))]:
         tokenizer = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos=[256], named=named)
-        model = ThinkerLM(thinker, tokenizer)
-        assert (model.prefix_token_id, model.eot_token_id) == known
+        adapter = ThinkerLM(model, tokenizer)
+        assert (adapter.prefix_token_id, adapter.eot_token_id) == known

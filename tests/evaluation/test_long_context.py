@@ -24,17 +24,17 @@ def corpus(text_file, tmp_path_factory):
 
 
 @pytest.fixture
-def thinker(make_thinker):
+def model(make_thinker):
     return make_thinker(vocab_size=257, max_seq_len=16)
 
 
-def by_hand(thinker, windows, n):
+def by_hand(model, windows, n):
     """Losses (n, T) as lists, None where nothing is counted."""
     rows = []
     for index in range(n):
         inputs, targets = (torch.from_numpy(x) for x in windows[index])
         with torch.no_grad():
-            logits = thinker(inputs[None], documents=windows.documents(inputs[None]))[0]
+            logits = model(inputs[None], documents=windows.documents(inputs[None]))[0]
         known = logits.double().log_softmax(dim=-1)
         rows.append([-known[at, y].item() if y >= 0 else None for at, y in enumerate(targets.tolist())])
     return rows
@@ -47,19 +47,19 @@ def by_hand(thinker, windows, n):
     ids=str,
 )  # fmt: skip
 def test_every_position_by_hand(make_thinker, corpus, form):
-    thinker = make_thinker(vocab_size=257, max_seq_len=16, **form)
-    windows = long_windows(thinker.config, corpus.val, 64)
+    model = make_thinker(vocab_size=257, max_seq_len=16, **form)
+    windows = long_windows(model.config, corpus.val, 64)
     assert windows.seq_len == 64
     n = len(windows)  # the last of them is not full
-    found = loss_by_position(thinker, windows, 3)
-    rows = by_hand(thinker, windows, n)
+    found = loss_by_position(model, windows, 3)
+    rows = by_hand(model, windows, n)
     columns = [[loss for loss in column if loss is not None] for column in zip(*rows)]
     assert found.counts.tolist() == [len(column) for column in columns]
     assert len(set(found.counts.tolist())) == (3 if "attention" in form and "prefix" in form["attention"] else 2)
     expected = [statistics.mean(column) if column else math.nan for column in columns]
     torch.testing.assert_close(found.by_position, torch.tensor(expected).double(), rtol=1e-4, atol=1e-4, equal_nan=True)
 
-    evaluation = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(thinker)
+    evaluation = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(model)
     weighted = (found.by_position.nan_to_num() * found.counts).sum() / found.counts.sum()
     assert found.counts.sum() == evaluation.n_tokens
     assert weighted.item() == pytest.approx(evaluation.loss, rel=1e-5)
@@ -67,32 +67,32 @@ def test_every_position_by_hand(make_thinker, corpus, form):
 
 def test_documents_that_are_isolated(make_thinker, tmp_path):
     corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
-    thinker = make_thinker(vocab_size=257, max_seq_len=256)
+    model = make_thinker(vocab_size=257, max_seq_len=256)
     windows = Windows(corpus.val, 1024, "contiguous", isolate=True)
-    found = loss_by_position(thinker, windows, 1, limit=1)
-    assert found.by_position.tolist() == pytest.approx(by_hand(thinker, windows, 1)[0], rel=1e-4)
+    found = loss_by_position(model, windows, 1, limit=1)
+    assert found.by_position.tolist() == pytest.approx(by_hand(model, windows, 1)[0], rel=1e-4)
 
 
-def test_segments_and_their_errors(thinker, corpus):
-    windows = long_windows(thinker.config, corpus.val, 64)
-    thinker.train()
-    found = loss_by_position(thinker, windows, 2, limit=5)
-    assert thinker.training
+def test_segments_and_their_errors(model, corpus):
+    windows = long_windows(model.config, corpus.val, 64)
+    model.train()
+    found = loss_by_position(model, windows, 2, limit=5)
+    assert model.training
     parts = found.segments()
     assert [(part.start, part.end) for part in parts] == [(0, 8), (8, 16), (16, 32), (32, 48), (48, 64)]
-    means = [statistics.mean(row[16:32]) for row in by_hand(thinker.eval(), windows, 5)]
+    means = [statistics.mean(row[16:32]) for row in by_hand(model.eval(), windows, 5)]
     assert parts[2].n_tokens == 5 * 16
     assert parts[2].loss == pytest.approx(statistics.mean(means), rel=1e-4)
     assert parts[2].error == pytest.approx(statistics.stdev(means) / math.sqrt(5), rel=1e-3)
-    assert loss_by_position(thinker, windows, 2, limit=1).segments()[0].error is None
+    assert loss_by_position(model, windows, 2, limit=1).segments()[0].error is None
     assert found.table().count("beyond the training") == 3
 
 
-def test_the_error_of_windows_that_are_not_full(thinker, corpus):
-    windows = long_windows(thinker.config, corpus.val, 64)
-    found = loss_by_position(thinker, windows, 8)
+def test_the_error_of_windows_that_are_not_full(model, corpus):
+    windows = long_windows(model.config, corpus.val, 64)
+    found = loss_by_position(model, windows, 8)
     part = found.segment(0, 64)
-    rows = [[x for x in row if x is not None] for row in by_hand(thinker, windows, len(windows))]
+    rows = [[x for x in row if x is not None] for row in by_hand(model, windows, len(windows))]
     n, mean = sum(map(len, rows)), sum(map(sum, rows)) / sum(map(len, rows))
     spread = sum((sum(row) - mean * len(row)) ** 2 for row in rows)
     assert (part.n_tokens, part.loss) == (n, pytest.approx(mean, rel=1e-5))
@@ -100,27 +100,27 @@ def test_the_error_of_windows_that_are_not_full(thinker, corpus):
 
 
 def test_learned_positions_end_at_the_trained_length(make_thinker, corpus):
-    thinker = make_thinker(vocab_size=257, max_seq_len=16, positions="learned")
-    windows = long_windows(thinker.config, corpus.val, 64)
+    model = make_thinker(vocab_size=257, max_seq_len=16, positions="learned")
+    windows = long_windows(model.config, corpus.val, 64)
     assert windows.seq_len == 16
-    assert len(loss_by_position(thinker, windows, 4, limit=4).segments()) == 2
+    assert len(loss_by_position(model, windows, 4, limit=4).segments()) == 2
 
 
 @pytest.mark.parametrize("given", [YARN, "{type: yarn, factor: 4.0, original_max_seq_len: 16}"])
-def test_stretched_as_if_made_so(thinker, corpus, given):
-    windows = long_windows(thinker.config, corpus.val, 64)
-    before = loss_by_position(thinker, windows, 4, limit=4).nats
-    made = Thinker(ThinkerConfig(**{**thinker.config.to_dict(), "rope_scaling": YARN})).eval()
-    made.load_state_dict(thinker.state_dict())
-    stretch(thinker, given)
-    after = loss_by_position(thinker, windows, 4, limit=4).nats
+def test_stretched_as_if_made_so(model, corpus, given):
+    windows = long_windows(model.config, corpus.val, 64)
+    before = loss_by_position(model, windows, 4, limit=4).nats
+    made = Thinker(ThinkerConfig(**{**model.config.to_dict(), "rope_scaling": YARN})).eval()
+    made.load_state_dict(model.state_dict())
+    stretch(model, given)
+    after = loss_by_position(model, windows, 4, limit=4).nats
     assert torch.equal(after, loss_by_position(made, windows, 4, limit=4).nats)
     assert not torch.allclose(before, after)
 
 
-def test_scalings_that_are_refused(make_thinker, thinker):
+def test_scalings_that_are_refused(make_thinker, model):
     with pytest.raises(UserError, match="alibi"):
         stretch(make_thinker(positions="alibi"), YARN)
     for wrong in ("{type: yarn", "4", "{type: jarn, factor: 4}", "{type: linear}"):
         with pytest.raises(UserError):
-            stretch(thinker, wrong)
+            stretch(model, wrong)

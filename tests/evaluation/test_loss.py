@@ -18,12 +18,12 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def thinker(corpus):
+def model(corpus):
     torch.manual_seed(0)
-    thinker = Thinker(ThinkerConfig(vocab_size=600, d_model=16, n_layers=1, n_heads=2, max_seq_len=600))
-    torch.nn.init.normal_(thinker.head.weight, std=0.3)
-    torch.nn.init.normal_(thinker.blocks[0].attention.o_proj.weight, std=0.5)  # a fresh one is blind to all before
-    return thinker.train()
+    model = Thinker(ThinkerConfig(vocab_size=600, d_model=16, n_layers=1, n_heads=2, max_seq_len=600))
+    torch.nn.init.normal_(model.head.weight, std=0.3)
+    torch.nn.init.normal_(model.blocks[0].attention.o_proj.weight, std=0.5)  # a fresh one is blind to all before
+    return model.train()
 
 
 def documents(token_set):
@@ -32,19 +32,19 @@ def documents(token_set):
             yield torch.from_numpy(shard.tokens[start : end + 1].astype("int64"))
 
 
-def test_document_aligned_loss_floor_and_bits(corpus, thinker):
+def test_document_aligned_loss_floor_and_bits(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
     windows = Windows(corpus.val, max(len(d) for d in documents(corpus.val)), "documents")
-    found = Evaluator(windows, 3, lengths)(thinker)
-    assert thinker.training
-    thinker.eval()
+    found = Evaluator(windows, 3, lengths)(model)
+    assert model.training
+    model.eval()
     nats = tokens = n_bytes = 0
     for document in documents(corpus.val):
         with torch.no_grad():
-            loss, count = thinker(document[None, :-1], targets=document[None, 1:])
+            loss, count = model(document[None, :-1], targets=document[None, 1:])
         nats, tokens = nats + loss.item(), tokens + count.item()
         n_bytes += len(corpus.tokenizer.decode(document.tolist()).encode())
-    thinker.train()
+    model.train()
     assert found.n_tokens == tokens
     assert found.bits_per_byte == pytest.approx(found.loss * tokens / math.log(2) / n_bytes)
     log_prob = sum(shard.log_probs.sum() for shard in corpus.val.shards)
@@ -53,41 +53,41 @@ def test_document_aligned_loss_floor_and_bits(corpus, thinker):
     assert found.loss == pytest.approx(nats / tokens, rel=0.02)
 
 
-def test_the_floor_is_unknown_where_stories_are_cut_or_windows_are_not_aligned(corpus, thinker):
+def test_the_floor_is_unknown_where_stories_are_cut_or_windows_are_not_aligned(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
     assert Evaluator(Windows(corpus.val, 40, "documents"), 3, lengths).floor is None
     assert Evaluator(Windows(corpus.val, 600, "contiguous"), 3, lengths).floor is None
 
 
-def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, thinker):
+def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
     windows = Windows(corpus.val, 400, "documents")
-    part = Evaluator(windows, 2, lengths, limit=1)(thinker)
-    whole = Evaluator(windows, 2, lengths)(thinker)
+    part = Evaluator(windows, 2, lengths, limit=1)(model)
+    whole = Evaluator(windows, 2, lengths)(model)
     assert part.n_tokens < whole.n_tokens
     assert part.entropy_floor != whole.entropy_floor
     assert part.entropy_floor == pytest.approx(whole.entropy_floor, rel=0.3)
 
 
-def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, thinker):
+def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, model):
     windows = Windows(corpus.val, 500, "documents", isolate=True)
-    found = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(thinker)
-    thinker.eval()
+    found = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(model)
+    model.eval()
     with torch.no_grad():
-        parts = [thinker(document[None, :-1], targets=document[None, 1:]) for document in documents(corpus.val)]
-    thinker.train()
+        parts = [model(document[None, :-1], targets=document[None, 1:]) for document in documents(corpus.val)]
+    model.train()
     alone = sum(loss.item() for loss, _ in parts) / sum(count.item() for _, count in parts)
     assert found.loss == pytest.approx(alone, rel=1e-6)
-    together = Evaluator(Windows(corpus.val, 500, "documents"), 3, token_byte_lengths(corpus.tokenizer))(thinker)
+    together = Evaluator(Windows(corpus.val, 500, "documents"), 3, token_byte_lengths(corpus.tokenizer))(model)
     assert abs(together.loss - alone) > 1e-4
     assert together.n_tokens == found.n_tokens
 
 
-def test_what_is_given_is_not_counted_and_has_no_floor(corpus, thinker):
+def test_what_is_given_is_not_counted_and_has_no_floor(corpus, model):
     lengths, limit = token_byte_lengths(corpus.tokenizer), 2
     windows = Windows(corpus.val, 500, "documents", given=20)
     evaluator = Evaluator(windows, 3, lengths, limit)
     assert evaluator.floor is None
-    found = evaluator(thinker)
-    plain = Evaluator(Windows(corpus.val, 500, "documents"), 3, lengths, limit)(thinker)
+    found = evaluator(model)
+    plain = Evaluator(Windows(corpus.val, 500, "documents"), 3, lengths, limit)(model)
     assert found.n_tokens == plain.n_tokens - limit * 19  # the last of 20 predicts the first that is not given

@@ -101,13 +101,13 @@ def test_values_are_the_grammars_and_none_begins_another():
         assert not [(a, b) for a in values for b in values if a != b and a.startswith(b)]
 
 
-def direct(thinker, tokenizer, one):
+def direct(model, tokenizer, one):
     """ln P of every value in its place, each by a pass of its own."""
     sums = []
     for value in needle.VALUES[one.name]:
         ids = tokenizer.encode(f" {value}")
         with torch.no_grad():
-            known = thinker(torch.tensor([[*one.tokens, *ids]]))[0].double().log_softmax(dim=-1)
+            known = model(torch.tensor([[*one.tokens, *ids]]))[0].double().log_softmax(dim=-1)
         sums.append(sum(known[len(one.tokens) - 1 + k, i].item() for k, i in enumerate(ids)))
     return sums
 
@@ -115,18 +115,18 @@ def direct(thinker, tokenizer, one):
 @pytest.mark.parametrize(("spec", "form"), [("bpe", {}), ("byte", {}), ("byte", {"attention": "window(70)"})])
 def test_scores_are_those_of_whole_passes(request, make_thinker, spec, form):
     tokenizer = request.getfixturevalue(spec)
-    thinker = make_thinker(vocab_size=tokenizer.vocab_size, max_seq_len=64, n_layers=1, **form)
+    model = make_thinker(vocab_size=tokenizer.vocab_size, max_seq_len=64, n_layers=1, **form)
     distance = 64 if spec == "bpe" else 160
     right, given = [], []
     for one in needle.make_needles(tokenizer, distance, 4, seed=0):
-        expected = direct(thinker, tokenizer, one)
+        expected = direct(model, tokenizer, one)
         ids = [tokenizer.encode(f" {value}") for value in needle.VALUES[one.name]]
-        assert needle.log_probs(thinker, one.tokens, ids).tolist() == pytest.approx(expected, abs=2e-4)
+        assert needle.log_probs(model, one.tokens, ids).tolist() == pytest.approx(expected, abs=2e-4)
         best = needle.VALUES[one.name][max(range(len(expected)), key=expected.__getitem__)]
         right.append(best == one.value)
         place = needle.VALUES[one.name].index(one.value)
         given.append(torch.tensor(expected).softmax(dim=0)[place].item())
-    found = needle.needle_test(thinker, tokenizer, distance, n_examples=4)
+    found = needle.needle_test(model, tokenizer, distance, n_examples=4)
     assert found["n_examples"] == 4
     assert found["accuracy"] == sum(right) / 4
     assert found["probability"] == pytest.approx(sum(given) / 4, rel=1e-3)
@@ -134,20 +134,20 @@ def test_scores_are_those_of_whole_passes(request, make_thinker, spec, form):
 
 def test_a_likelier_word_is_found_and_errors_are_binomial(make_thinker, bpe):
     """A head that prefers the words of half the needles, whatever the context."""
-    thinker = make_thinker(vocab_size=bpe.vocab_size, max_seq_len=512, tie_embeddings=False)
+    model = make_thinker(vocab_size=bpe.vocab_size, max_seq_len=512, tie_embeddings=False)
     needles = needle.make_needles(bpe, 32, 8, seed=0)
     favourites = {one.name: one.value for one in needles}
     expected = sum(favourites[one.name] == one.value for one in needles) / 8
     single = {bpe.encode(f" {value}")[-1] for value in favourites.values()}
     with torch.no_grad():
-        thinker.norm.weight.fill_(0)
-        thinker.norm.weight[0] = 1
-        thinker.head.weight.fill_(0)
-    thinker.norm.register_forward_hook(lambda module, given, x: x.abs())
+        model.norm.weight.fill_(0)
+        model.norm.weight[0] = 1
+        model.head.weight.fill_(0)
+    model.norm.register_forward_hook(lambda module, given, x: x.abs())
     with torch.no_grad():
-        thinker.head.weight[sorted(single), 0] = 50.0
+        model.head.weight[sorted(single), 0] = 50.0
     assert all(len(bpe.encode(f" {value}")) == 1 for value in favourites.values())
-    found = needle.needle_test(thinker, bpe, 32, n_examples=8)
+    found = needle.needle_test(model, bpe, 32, n_examples=8)
     assert found["accuracy"] == expected
     assert 0 < expected < 1
     assert found["error"] == pytest.approx((expected * (1 - expected) / 8) ** 0.5)
@@ -155,9 +155,9 @@ def test_a_likelier_word_is_found_and_errors_are_binomial(make_thinker, bpe):
 
 
 def test_what_cannot_be_reached_says_why(make_thinker, bpe, byte):
-    thinker = make_thinker(vocab_size=bpe.vocab_size, max_seq_len=200, positions="learned")
-    assert needle.needle_test(thinker, bpe, 32, n_examples=2)["n_examples"] == 2
-    far = needle.needle_test(thinker, bpe, 256, n_examples=2)
+    model = make_thinker(vocab_size=bpe.vocab_size, max_seq_len=200, positions="learned")
+    assert needle.needle_test(model, bpe, 32, n_examples=2)["n_examples"] == 2
+    far = needle.needle_test(model, bpe, 256, n_examples=2)
     assert "200 positions" in far["unreachable"]
     near = needle.needle_test(make_thinker(vocab_size=257), byte, 8, n_examples=2)
     assert "no story" in near["unreachable"]

@@ -29,18 +29,18 @@ def tokens(tmp_path):
 
 
 @pytest.fixture
-def thinker(make_thinker):
+def model(make_thinker):
     return make_thinker(vocab_size=257)
 
 
-def by_hand(thinker, length, stride):
+def by_hand(model, length, stride):
     """Nats of every token of TEXT and of the boundary after it, one window after the other, in plain Python."""
     ids = [BYTES.bos_id, *BYTES.encode(TEXT), BYTES.bos_id]
     nats = {}
     for start in range(0, len(ids) - 1, stride):
         window = ids[start : start + length]
         with torch.no_grad():
-            logits = thinker(torch.tensor([window]))[0].double()
+            logits = model(torch.tensor([window]))[0].double()
         for place in range(len(window)):
             target = start + place + 1
             if target < len(ids) and target not in nats:
@@ -49,10 +49,10 @@ def by_hand(thinker, length, stride):
 
 
 @pytest.mark.parametrize(("length", "stride"), [(32, 32), (32, 8), (50, 13), (64, 1), (4096, 4096)])
-def test_equals_a_computation_by_hand(thinker, tokens, length, stride):
+def test_equals_a_computation_by_hand(model, tokens, length, stride):
     windows = Windows(tokens, length, "contiguous", stride=stride)
-    found = text_loss(thinker, windows, token_byte_lengths(BYTES))
-    expected = by_hand(thinker, length, stride)
+    found = text_loss(model, windows, token_byte_lengths(BYTES))
+    expected = by_hand(model, length, stride)
     assert found.n_tokens == len(expected) == len(TEXT.encode()) + 1
     assert found.n_bytes == len(TEXT.encode())
     assert found.nats_per_token.mean == pytest.approx(sum(expected) / len(expected), rel=1e-5)
@@ -128,17 +128,17 @@ def test_students_quantiles():
         assert [student(share, freedom) for share in (0.95, 0.99)] == pytest.approx(known, rel=0.012)
 
 
-def test_one_window_has_no_interval(thinker, tokens):
-    found = text_loss(thinker, Windows(tokens, 4096, "contiguous"), token_byte_lengths(BYTES))
+def test_one_window_has_no_interval(model, tokens):
+    found = text_loss(model, Windows(tokens, 4096, "contiguous"), token_byte_lengths(BYTES))
     assert (found.nats_per_token.low, found.perplexity.high) == (None, None)
 
 
-def test_the_floor_of_tales_and_whole_stories(thinker, tmp_path):
+def test_the_floor_of_tales_and_whole_stories(model, tmp_path):
     source = open_source("tales", max_documents=100, seed=5)
     tokens = tokenize(source, BYTES, 4000, tmp_path)
     assert 4000 <= tokens.n_tokens < 7000
     windows = Windows(tokens, 2000, "documents")
-    found = text_loss(thinker, windows, token_byte_lengths(BYTES))
+    found = text_loss(model, windows, token_byte_lengths(BYTES))
     known = [story.log_prob for _, story in zip(range(tokens.n_documents), source.documents())]
     assert found.entropy_floor == pytest.approx(-sum(known) / (tokens.n_tokens - 1))
     assert found.n_tokens == tokens.n_tokens - 1
@@ -153,13 +153,13 @@ def test_a_single_text_is_cut_where_enough_is_read(tmp_path):
         tokenize(open_source("text", path=str(tmp_path / "empty.txt")), BYTES, 100, tmp_path)
 
 
-def test_of_conversations_the_answers_are_counted(thinker, tmp_path):
+def test_of_conversations_the_answers_are_counted(model, tmp_path):
     template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '?' }}{% endfor %}"
     talk = [{"role": "user", "content": "where"}, {"role": "assistant", "content": "here"}]
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 5)
     tokenizer = BYTES.with_chat_template(template)
     tokens = tokenize(open_source("jsonl", path=str(tmp_path / "talk.jsonl")), tokenizer, 10**4, tmp_path)
-    found = text_loss(thinker, Windows(tokens, 40, "contiguous"), token_byte_lengths(tokenizer))
+    found = text_loss(model, Windows(tokens, 40, "contiguous"), token_byte_lengths(tokenizer))
     assert (found.n_tokens, found.n_bytes) == (5 * len("here<"), 5 * len("here"))
 
 

@@ -18,25 +18,25 @@ def make(attention="full", seed=0, **shape):
     return random_thinker(seed, attention=attention, **{"vocab_size": 264, "max_seq_len": 48, **shape})
 
 
-def texts(thinker, prompts, params=PARAMS, **options):
-    return [one.token_ids for one in Generator(thinker, TOKENIZER, **options).generate(prompts, params)]
+def texts(model, prompts, params=PARAMS, **options):
+    return [one.token_ids for one in Generator(model, TOKENIZER, **options).generate(prompts, params)]
 
 
 @pytest.mark.parametrize("attention", ["(token(97) & window(8)) | window(4)", "topk(4) & window(16)", "prefix(3)"])
 def test_rows_of_unequal_length_and_drafts_change_no_text(attention):
-    thinker, prompts = make(attention), ["abcab", "ab" * 4, "cab"]
-    assert not thinker.config.endless
-    plain = texts(thinker, prompts, use_cache=False)
-    assert texts(thinker, prompts) == texts(thinker, prompts, speculate=4) == plain
+    model, prompts = make(attention), ["abcab", "ab" * 4, "cab"]
+    assert not model.config.endless
+    plain = texts(model, prompts, use_cache=False)
+    assert texts(model, prompts) == texts(model, prompts, speculate=4) == plain
 
 
 def test_drafts_of_many_rows_keep_within_learned_positions():
-    thinker, draft = make(positions="learned"), make(positions="learned", seed=1)
+    model, draft = make(positions="learned"), make(positions="learned", seed=1)
     params = SamplingParams(max_new_tokens=40, temperature=1.0, logit_bias={TOKENIZER.eos_id: -100.0})
     prompts = ["ab" * n for n in range(3, 9)]
-    plain = texts(thinker, prompts, params)
-    assert texts(thinker, prompts, params, speculate=8) == plain
-    assert texts(thinker, prompts, params, speculate=8, draft=draft) == plain
+    plain = texts(model, prompts, params)
+    assert texts(model, prompts, params, speculate=8) == plain
+    assert texts(model, prompts, params, speculate=8, draft=draft) == plain
 
 
 def test_drafts_of_models_that_cannot_are_refused():
@@ -53,28 +53,28 @@ def test_drafts_of_models_that_cannot_are_refused():
 
 
 def test_dynamic_angles_end_a_text_at_the_original_length_with_a_cache():
-    thinker = make(rope_scaling={"type": "dynamic", "factor": 2, "original_max_seq_len": 20})
-    (cached,) = Generator(thinker, TOKENIZER).generate(["abc"], PARAMS)
-    (uncached,) = Generator(thinker, TOKENIZER, use_cache=False).generate(["abc"], PARAMS)
+    model = make(rope_scaling={"type": "dynamic", "factor": 2, "original_max_seq_len": 20})
+    (cached,) = Generator(model, TOKENIZER).generate(["abc"], PARAMS)
+    (uncached,) = Generator(model, TOKENIZER, use_cache=False).generate(["abc"], PARAMS)
     assert (len(cached.token_ids), len(uncached.token_ids)) == (17, 30)
     assert cached.token_ids == uncached.token_ids[:17]
     assert cached.finish_reason == "length"
 
 
 def test_what_is_read_both_ways_is_not_scored():
-    thinker, text = make("prefix(8)", vocab_size=257), "the old cat sat on the mat"
+    model, text = make("prefix(8)", vocab_size=257), "the old cat sat on the mat"
     ids = TOKENIZER.encode(text)
     tokens = torch.tensor([[TOKENIZER.bos_id, *ids]])
     with torch.no_grad():
-        nats, count = thinker(tokens[:, :-1], targets=tokens[:, 1:])
-    score = Generator(thinker, TOKENIZER).score(text, top=1)
+        nats, count = model(tokens[:, :-1], targets=tokens[:, 1:])
+    score = Generator(model, TOKENIZER).score(text, top=1)
     assert score.token_ids == ids[7:]
     assert len(score.logprobs) == len(score.top_logprobs) == count == len(ids) - 7
     assert score.n_bytes == len(ids) - 7
     assert score.nats == pytest.approx(nats.item(), rel=1e-5)
     with pytest.raises(UserError, match="both ways"):
-        Generator(thinker, TOKENIZER).score(text[:7])
-    assert len(Generator(thinker, TOKENIZER).score(text[:8]).logprobs) == 1
+        Generator(model, TOKENIZER).score(text[:7])
+    assert len(Generator(model, TOKENIZER).score(text[:8]).logprobs) == 1
 
 
 @pytest.mark.parametrize("prefix", [1, 20, 40, 48])
@@ -85,10 +85,10 @@ def test_texts_longer_than_the_context_are_scored_after_each_windows_prefix(pref
 
 def test_a_prefix_longer_than_a_pass_over_a_prompt(monkeypatch):
     monkeypatch.setattr("thinker.generation.engine.PREFILL_CHUNK", 8)
-    thinker, prompts = make("prefix(20)"), ["abcdefg" * 4]
-    assert texts(thinker, prompts) == texts(thinker, prompts, use_cache=False)
+    model, prompts = make("prefix(20)"), ["abcdefg" * 4]
+    assert texts(model, prompts) == texts(model, prompts, use_cache=False)
     with pytest.raises(UserError, match="its first 20 both ways, so give as many"):
-        texts(thinker, ["abc"])
+        texts(model, ["abc"])
 
 
 def test_a_turn_taken_back_to_before_the_prefix():
@@ -101,11 +101,11 @@ def test_a_turn_taken_back_to_before_the_prefix():
 
 @pytest.mark.parametrize("speculate", [0, 3])
 def test_a_conversation_goes_on_beyond_a_window_as_wide_as_the_context(speculate):
-    thinker = make("window(48)")
-    conversation = Conversation(Generator(thinker, TOKENIZER, speculate=speculate))
+    model = make("window(48)")
+    conversation = Conversation(Generator(model, TOKENIZER, speculate=speculate))
     said = "".join("".join(conversation.say(text, PARAMS)) for text in ("abc", "de", "fgh"))
     assert len(conversation.tokens) > 96
-    fresh = Conversation(Generator(thinker, TOKENIZER))
+    fresh = Conversation(Generator(model, TOKENIZER))
     assert "".join("".join(fresh.say(text, PARAMS)) for text in ("abc", "de", "fgh")) == said
 
 

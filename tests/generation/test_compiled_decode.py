@@ -15,8 +15,8 @@ TOKENIZER = make_tokenizer("byte", [])
 
 
 def test_compiled_equals_plain_at_every_length_with_one_compilation(make_thinker):
-    thinker = make_thinker(n_layers=2, max_seq_len=128)
-    snapshot = for_decoding(thinker)
+    model = make_thinker(n_layers=2, max_seq_len=128)
+    snapshot = for_decoding(model)
     compiled, kinds = CompiledThinker(snapshot), torch._dynamo.utils.counters["stats"]
     before = kinds["unique_graphs"]
     for prompt, room in ((3, 20), (17, 40), (40, 100)):
@@ -35,11 +35,11 @@ def test_compiled_equals_plain_at_every_length_with_one_compilation(make_thinker
 
 
 def test_a_compiled_generator_gives_the_same_text_also_in_batches_and_int8(make_thinker):
-    thinker = make_thinker(vocab_size=264, max_seq_len=64)
+    model = make_thinker(vocab_size=264, max_seq_len=64)
     params = SamplingParams(max_new_tokens=20, seed=4)
     for how in ({}, {"int8": True}):
-        plain = Generator(thinker, TOKENIZER, **how)
-        compiled = Generator(thinker, TOKENIZER, compile=True, **how)
+        plain = Generator(model, TOKENIZER, **how)
+        compiled = Generator(model, TOKENIZER, compile=True, **how)
         for prompts in (["The cat"], ["The cat", "a", "The cat"]):
             known = [completion.token_ids for completion in plain.generate(prompts, params)]
             assert [completion.token_ids for completion in compiled.generate(prompts, params)] == known

@@ -13,7 +13,7 @@ PARAMS = SamplingParams(max_new_tokens=6, seed=3, logit_bias={TOKENIZER.eos_id: 
 
 
 @pytest.fixture(scope="module")
-def thinker(make_thinker):
+def model(make_thinker):
     return make_thinker(vocab_size=264, max_seq_len=96)
 
 
@@ -28,16 +28,16 @@ def fresh(generator, tokens, params):
 def counted(generator):
     """A list that grows by the number of positions of every pass."""
     passes = []
-    generator.thinker.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
+    generator.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
     return passes
 
 
 @pytest.mark.parametrize("how", [{}, {"speculate": 3}, {"window": 12, "sinks": 2}, {"window": 90}])
-def test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(thinker, how):
-    generator = Generator(thinker, TOKENIZER, **how)
+def test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(model, how):
+    generator = Generator(model, TOKENIZER, **how)
     conversation, passes = Conversation(generator), counted(generator)
     for text in ("Once upon", " a time", "", ", there was a fox"):
-        expected = fresh(Generator(thinker, TOKENIZER, **how), conversation.tokens + TOKENIZER.encode(text), PARAMS)
+        expected = fresh(Generator(model, TOKENIZER, **how), conversation.tokens + TOKENIZER.encode(text), PARAMS)
         del passes[:]
         pieces = list(conversation.say(text, PARAMS))
         assert conversation.tokens == expected
@@ -46,8 +46,8 @@ def test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(thinker, how
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 12, "sinks": 2}])
-def test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(thinker, how):
-    generator = Generator(thinker, TOKENIZER, **how)
+def test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(model, how):
+    generator = Generator(model, TOKENIZER, **how)
     conversation = Conversation(generator)
     list(conversation.say("The first turn is long enough to roll.", PARAMS))
     before = list(conversation.tokens)
@@ -70,12 +70,12 @@ def test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_be
     assert (conversation.text, conversation.undo()) == ("", False)
 
 
-def test_a_failure_in_the_middle_of_a_pass_is_forgotten(thinker, monkeypatch):
+def test_a_failure_in_the_middle_of_a_pass_is_forgotten(model, monkeypatch):
     """As when Ctrl-C comes while a layer is being computed: the cache says more than it holds."""
-    generator = Generator(thinker, TOKENIZER)
+    generator = Generator(model, TOKENIZER)
     conversation = Conversation(generator)
     list(conversation.say("Some text", PARAMS))
-    head = generator.thinker.head.forward
+    head = generator.model.head.forward
     calls = []
 
     def interrupted(x):
@@ -84,26 +84,26 @@ def test_a_failure_in_the_middle_of_a_pass_is_forgotten(thinker, monkeypatch):
             raise KeyboardInterrupt
         return head(x)
 
-    monkeypatch.setattr(generator.thinker.head, "forward", interrupted)
+    monkeypatch.setattr(generator.model.head, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(conversation.say(" more", PARAMS))
-    monkeypatch.setattr(generator.thinker.head, "forward", head)
+    monkeypatch.setattr(generator.model.head, "forward", head)
     expected = fresh(generator, [*conversation.tokens, *TOKENIZER.encode(".")], PARAMS)
     list(conversation.say(".", PARAMS))
     assert conversation.tokens == expected
 
 
-def test_the_end_of_text_does_not_end_the_conversation(thinker):
+def test_the_end_of_text_does_not_end_the_conversation(model):
     with torch.no_grad():
-        conversation = Conversation(Generator(thinker, TOKENIZER))
+        conversation = Conversation(Generator(model, TOKENIZER))
     only_eos = SamplingParams(max_new_tokens=5, logit_bias={TOKENIZER.eos_id: 1e9})
     assert list(conversation.say("ab", only_eos)) == []
     assert conversation.text == "ab"
     assert conversation.tokens == [TOKENIZER.bos_id, *TOKENIZER.encode("ab")]
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(thinker):
-    conversation = Conversation(Generator(thinker, TOKENIZER))
+def test_what_does_not_fit_is_refused_and_changes_nothing(model):
+    conversation = Conversation(Generator(model, TOKENIZER))
     list(conversation.say("a" * 60, PARAMS))
     before = list(conversation.tokens)
     with pytest.raises(UserError, match="the model's context is 96"):
@@ -114,6 +114,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(thinker):
 
 @pytest.mark.parametrize("attention", ["window(10) | global(2)", "linear(8)", "strided(4)"])
 def test_turns_and_undo_in_models_that_forget_and_that_cannot(make_thinker, attention):
-    thinker = make_thinker(vocab_size=264, max_seq_len=96, attention=attention)
-    test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(thinker, {})
-    test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(thinker, {})
+    model = make_thinker(vocab_size=264, max_seq_len=96, attention=attention)
+    test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(model, {})
+    test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(model, {})

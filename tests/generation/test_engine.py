@@ -49,7 +49,7 @@ def batches(draw_from):
 
 
 @pytest.fixture(scope="module")
-def thinker():
+def model():
     return random_thinker(1, 0.3, 0.4, vocab_size=264, max_seq_len=48)
 
 
@@ -57,68 +57,68 @@ PROMPTS = ["", "a", "Once upon", "the quick brown fox jumps over", "é漢"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_ragged_batch_gives_what_each_row_gives_alone(thinker, temperature):
-    generator = Generator(thinker, TOKENIZER)
+def test_a_ragged_batch_gives_what_each_row_gives_alone(model, temperature):
+    generator = Generator(model, TOKENIZER)
     together = generator.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=temperature, seed=5))
     for index, (prompt, row) in enumerate(zip(PROMPTS, together)):
         params = SamplingParams(max_new_tokens=12, temperature=temperature, seed=5 + index)
         assert generator.generate([prompt], params)[0].token_ids == row.token_ids
 
 
-def test_cached_equals_uncached(thinker):
+def test_cached_equals_uncached(model):
     params = SamplingParams(max_new_tokens=15, seed=3, repetition_penalty=1.2, top_k=50)
-    cached = Generator(thinker, TOKENIZER).generate(PROMPTS, params)
-    uncached = Generator(thinker, TOKENIZER, use_cache=False).generate(PROMPTS, params)
+    cached = Generator(model, TOKENIZER).generate(PROMPTS, params)
+    uncached = Generator(model, TOKENIZER, use_cache=False).generate(PROMPTS, params)
     assert [c.token_ids for c in cached] == [c.token_ids for c in uncached]
     for a, b in zip(cached, uncached):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_logprobs_equal_a_teacher_forced_pass(thinker):
-    completion = Generator(thinker, TOKENIZER).generate(["Hello"], SamplingParams(max_new_tokens=20, seed=2))[0]
+def test_logprobs_equal_a_teacher_forced_pass(model):
+    completion = Generator(model, TOKENIZER).generate(["Hello"], SamplingParams(max_new_tokens=20, seed=2))[0]
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode("Hello"), *completion.token_ids]
     with torch.no_grad():
-        logits = thinker(torch.tensor([ids]))[0, :, : TOKENIZER.vocab_size]
+        logits = model(torch.tensor([ids]))[0, :, : TOKENIZER.vocab_size]
     known = logits.log_softmax(-1)[range(5, len(ids) - 1), completion.token_ids]
     assert completion.logprobs == pytest.approx(known.tolist(), abs=1e-4)
 
 
-def test_greedy_takes_the_likeliest(thinker):
-    completion = Generator(thinker, TOKENIZER).generate(["Hello"], SamplingParams(max_new_tokens=8, temperature=0))[0]
+def test_greedy_takes_the_likeliest(model):
+    completion = Generator(model, TOKENIZER).generate(["Hello"], SamplingParams(max_new_tokens=8, temperature=0))[0]
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode("Hello")]
     for token in completion.token_ids:
         with torch.no_grad():
-            assert thinker(torch.tensor([ids]))[0, -1, : TOKENIZER.vocab_size].argmax().item() == token
+            assert model(torch.tensor([ids]))[0, -1, : TOKENIZER.vocab_size].argmax().item() == token
         ids.append(token)
 
 
-def test_streaming_equals_generate_and_leaves_the_model_as_it_was(thinker):
-    generator, params = Generator(thinker, TOKENIZER), SamplingParams(max_new_tokens=30, seed=9)
-    thinker.train()
+def test_streaming_equals_generate_and_leaves_the_model_as_it_was(model):
+    generator, params = Generator(model, TOKENIZER), SamplingParams(max_new_tokens=30, seed=9)
+    model.train()
     pieces = list(generator.stream("The", params))
-    assert thinker.training
-    thinker.eval()
+    assert model.training
+    model.eval()
     assert len(pieces) > 3
     assert "".join(pieces) == generator.generate(["The"], params)[0].text
     completion = Completion("The")
     assert "".join(generator.stream_into(completion, params)) == completion.text
 
 
-def test_same_seed_same_text_other_seed_other_text(thinker):
-    generator = Generator(thinker, TOKENIZER)
+def test_same_seed_same_text_other_seed_other_text(model):
+    generator = Generator(model, TOKENIZER)
     texts = [generator.generate(["x"], SamplingParams(max_new_tokens=20, seed=seed))[0].text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_ids_without_meaning_are_never_drawn(thinker):
-    completions = Generator(thinker, TOKENIZER).generate(["a"] * 20, SamplingParams(max_new_tokens=40, temperature=3.0))
+def test_ids_without_meaning_are_never_drawn(model):
+    completions = Generator(model, TOKENIZER).generate(["a"] * 20, SamplingParams(max_new_tokens=40, temperature=3.0))
     assert all(token < TOKENIZER.vocab_size for c in completions for token in c.token_ids)
 
 
-def always(thinker, token):
+def always(model, token):
     """A copy that says nothing but `token`."""
-    copy = Thinker(thinker.config).eval()
-    copy.load_state_dict(thinker.state_dict())
+    copy = Thinker(model.config).eval()
+    copy.load_state_dict(model.state_dict())
     with torch.no_grad():
         copy.norm.weight.zero_()
         copy.norm.weight[0] = 1
@@ -131,10 +131,10 @@ def always(thinker, token):
     return copy
 
 
-def test_finish_reasons(thinker):
-    at_end = Generator(always(thinker, TOKENIZER.eos_id), TOKENIZER).generate(["ab"])[0]
+def test_finish_reasons(model):
+    at_end = Generator(always(model, TOKENIZER.eos_id), TOKENIZER).generate(["ab"])[0]
     assert (at_end.finish_reason, at_end.text, at_end.token_ids) == ("stop", "", [TOKENIZER.eos_id])
-    z = Generator(always(thinker, ord("z")), TOKENIZER)
+    z = Generator(always(model, ord("z")), TOKENIZER)
     limited = z.generate(["ab"], SamplingParams(max_new_tokens=5))[0]
     assert (limited.finish_reason, limited.text) == ("length", "zzzzz")
     stopped = z.generate(["ab"], SamplingParams(stop=("zzz",)))[0]
@@ -143,8 +143,8 @@ def test_finish_reasons(thinker):
     assert (full.finish_reason, len(full.token_ids)) == ("length", 48 + 1 - 3)  # the last token is never fed
 
 
-def test_a_finished_row_leaves_the_others_alone(thinker):
-    generator = Generator(thinker, TOKENIZER)
+def test_a_finished_row_leaves_the_others_alone(model):
+    generator = Generator(model, TOKENIZER)
     prompts = ["q" * 45, "a", "b" * 30]  # the context ends for each at another time
     together = generator.generate(prompts, SamplingParams(max_new_tokens=40, seed=1))
     assert [len(c.token_ids) for c in together][::2] == [3, 18]
@@ -153,21 +153,21 @@ def test_a_finished_row_leaves_the_others_alone(thinker):
         assert alone.token_ids == row.token_ids
 
 
-def test_a_prompt_that_fills_the_context_is_refused(thinker):
+def test_a_prompt_that_fills_the_context_is_refused(model):
     with pytest.raises(UserError, match="49 tokens and the model's context is 48; shorten it to at most 48"):
-        Generator(thinker, TOKENIZER).generate(["a" * 48])
-    assert len(Generator(thinker, TOKENIZER).generate(["a" * 47])[0].token_ids) == 1
-    assert Generator(thinker, TOKENIZER).generate([]) == []
+        Generator(model, TOKENIZER).generate(["a" * 48])
+    assert len(Generator(model, TOKENIZER).generate(["a" * 47])[0].token_ids) == 1
+    assert Generator(model, TOKENIZER).generate([]) == []
 
 
 @settings(max_examples=25, **SAME_EXAMPLES)
 @given(batch=batches())
-def test_any_batch_gives_each_row_what_it_gets_alone_and_without_a_cache(thinker, batch):
+def test_any_batch_gives_each_row_what_it_gets_alone_and_without_a_cache(model, batch):
     prompts, params = batch
-    generator = Generator(thinker, TOKENIZER)
+    generator = Generator(model, TOKENIZER)
     together = generator.generate(prompts, params)
     alone = [generator.generate([prompt], [own])[0] for prompt, own in zip(prompts, params)]
-    uncached = Generator(thinker, TOKENIZER, use_cache=False).generate(prompts, params)
+    uncached = Generator(model, TOKENIZER, use_cache=False).generate(prompts, params)
     for row, *others in zip(together, alone, uncached):
         for other in others:
             assert (row.token_ids, row.text, row.finish_reason) == (other.token_ids, other.text, other.finish_reason)
@@ -178,15 +178,15 @@ def test_any_batch_gives_each_row_what_it_gets_alone_and_without_a_cache(thinker
 def shapes_fed(generator, prompts, params):
     """The completions, and the (rows, positions) of every pass on the way to them."""
     shapes = []
-    hook = generator.thinker.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    hook = generator.model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     try:
         return generator.generate(prompts, params), shapes
     finally:
         hook.remove()
 
 
-def test_the_same_prompt_is_read_once_and_prompts_of_equal_length_together(thinker):
-    generator, params = Generator(thinker, TOKENIZER), SamplingParams(max_new_tokens=4, seed=3)
+def test_the_same_prompt_is_read_once_and_prompts_of_equal_length_together(model):
+    generator, params = Generator(model, TOKENIZER), SamplingParams(max_new_tokens=4, seed=3)
     completions, shapes = shapes_fed(generator, ["Hello"] * 5, params)
     assert shapes == [(1, 6), (5, 1), (5, 1), (5, 1)]
     assert len({tuple(c.token_ids) for c in completions}) == 5  # each sample draws by its own seed
@@ -194,13 +194,13 @@ def test_the_same_prompt_is_read_once_and_prompts_of_equal_length_together(think
     assert shapes == [(1, 1), (2, 4), (1, 6), (5, 1), (5, 1), (5, 1)]
 
 
-def plain_loop(thinker, prompt, params, counted_prompt=False):
+def plain_loop(model, prompt, params, counted_prompt=False):
     """What sampling is, one full pass a token; `counted_prompt` makes the mistake of penalising the prompt too."""
     ids, numbers = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)], random.Random(params.seed)
     start = 0 if counted_prompt else len(ids)
     for _ in range(params.max_new_tokens):
         with torch.no_grad():
-            logits = thinker(torch.tensor([ids]))[:, -1, : TOKENIZER.vocab_size]  # (1, V)
+            logits = model(torch.tensor([ids]))[:, -1, : TOKENIZER.vocab_size]  # (1, V)
         counts = torch.bincount(torch.tensor(ids[start:], dtype=torch.int64), minlength=TOKENIZER.vocab_size)
         seen = torch.bincount(torch.tensor(ids), minlength=TOKENIZER.vocab_size) > 0
         probs = distribution(logits, params, seen[None], counts[None])
@@ -209,28 +209,28 @@ def plain_loop(thinker, prompt, params, counted_prompt=False):
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_presence_and_frequency_count_what_was_drawn_and_repetition_the_prompt_too(thinker, name):
-    prompt, generator = "abacabad", Generator(thinker, TOKENIZER)
+def test_presence_and_frequency_count_what_was_drawn_and_repetition_the_prompt_too(model, name):
+    prompt, generator = "abacabad", Generator(model, TOKENIZER)
     few = dict.fromkeys(b"abcd", 50.0)  # so few tokens that all of them come again, in the prompt and after it
     mattered = 0
     for seed in range(10):
         params = SamplingParams(max_new_tokens=10, logit_bias=few, seed=seed, **{name: 2.0})
         drawn = generator.generate([prompt], params)[0].token_ids
-        assert drawn == plain_loop(thinker, prompt, params)
+        assert drawn == plain_loop(model, prompt, params)
         mattered += drawn != generator.generate([prompt], SamplingParams(10, logit_bias=few, seed=seed))[0].token_ids
         if name != "repetition_penalty":
-            mattered += drawn != plain_loop(thinker, prompt, params, counted_prompt=True)
+            mattered += drawn != plain_loop(model, prompt, params, counted_prompt=True)
     assert mattered > 5  # else none of it was tested
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("memory", [{}, {"window": 5, "sinks": 2}, {"window": 30}])
-def test_a_prompt_read_in_pieces_leads_to_the_same_text(thinker, monkeypatch, size, memory):
+def test_a_prompt_read_in_pieces_leads_to_the_same_text(model, monkeypatch, size, memory):
     params = SamplingParams(max_new_tokens=8, seed=4)
     prompts = [*PROMPTS, "y" * 40]
-    whole = Generator(thinker, TOKENIZER, **memory).generate(prompts, params)
+    whole = Generator(model, TOKENIZER, **memory).generate(prompts, params)
     monkeypatch.setattr(engine, "PREFILL_CHUNK", size)
-    generator = Generator(thinker, TOKENIZER, **memory)
+    generator = Generator(model, TOKENIZER, **memory)
     pieces, shapes = shapes_fed(generator, prompts, params)
     assert max(positions for _, positions in shapes) == size
     for a, b in zip(whole, pieces):
@@ -238,8 +238,8 @@ def test_a_prompt_read_in_pieces_leads_to_the_same_text(thinker, monkeypatch, si
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_parameters_and_prompts_must_be_equally_many_and_biases_within_the_vocabulary(thinker):
-    generator = Generator(thinker, TOKENIZER)
+def test_parameters_and_prompts_must_be_equally_many_and_biases_within_the_vocabulary(model):
+    generator = Generator(model, TOKENIZER)
     with pytest.raises(UserError, match="3 prompts and 2 sampling parameters"):
         generator.generate(["a", "b", "c"], [SamplingParams()] * 2)
     with pytest.raises(UserError, match="1 prompts and 0 sampling parameters"):
@@ -266,21 +266,21 @@ def test_parameters_and_prompts_must_be_equally_many_and_biases_within_the_vocab
         ({"use_cache": False, "compile": True}, "compile works on the cache"),
     ],
 )
-def test_options_that_do_not_go_together_are_named(thinker, options, said):
+def test_options_that_do_not_go_together_are_named(model, options, said):
     with pytest.raises(UserError, match=said):
-        Generator(thinker, TOKENIZER, **options)
+        Generator(model, TOKENIZER, **options)
 
 
-def test_the_likeliest_tokens_are_those_of_a_teacher_forced_pass(thinker):
+def test_the_likeliest_tokens_are_those_of_a_teacher_forced_pass(model):
     params = [SamplingParams(max_new_tokens=20, temperature=t, seed=6, logprobs=n) for t, n in [(0, 1), (1, 5), (2, 0)]]
     found = 0
-    for completion, own in zip(Generator(thinker, TOKENIZER).generate(["Hello", "Hello", "You"], params), params):
+    for completion, own in zip(Generator(model, TOKENIZER).generate(["Hello", "Hello", "You"], params), params):
         if not own.logprobs:
             assert completion.top_logprobs == []
             continue
         ids = [TOKENIZER.bos_id, *TOKENIZER.encode(completion.prompt), *completion.token_ids]
         with torch.no_grad():
-            logits = thinker(torch.tensor([ids]))[0, -len(completion.token_ids) - 1 : -1, : TOKENIZER.vocab_size]
+            logits = model(torch.tensor([ids]))[0, -len(completion.token_ids) - 1 : -1, : TOKENIZER.vocab_size]
         values, tokens = logits.log_softmax(-1).topk(own.logprobs)
         assert len(completion.top_logprobs) == len(completion.token_ids)
         for place, top in enumerate(completion.top_logprobs):
@@ -294,15 +294,15 @@ def test_the_likeliest_tokens_are_those_of_a_teacher_forced_pass(thinker):
     assert found > 20  # greedy decoding draws the likeliest, always
 
 
-def test_ids_without_meaning_are_not_among_the_likeliest(thinker):
-    top = Generator(thinker, TOKENIZER).generate(["a"], SamplingParams(1, logprobs=1000))[0].top_logprobs[0]
+def test_ids_without_meaning_are_not_among_the_likeliest(model):
+    top = Generator(model, TOKENIZER).generate(["a"], SamplingParams(1, logprobs=1000))[0].top_logprobs[0]
     assert sorted(top) == list(range(TOKENIZER.vocab_size))
     assert math.fsum(map(math.exp, top.values())) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (6, 0), (5, 3), (44, 4)])
-def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(thinker, window, sinks):
-    generator = Generator(thinker, TOKENIZER, window=window, sinks=sinks)
+def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(model, window, sinks):
+    generator = Generator(model, TOKENIZER, window=window, sinks=sinks)
     prompts = ["", "Once upon", "é漢", "z" * 70, "the quick brown fox", "abc" * 3]
     bans = {TOKENIZER.eos_id: -math.inf}
     params = [SamplingParams(n, logit_bias=bans, seed=n, logprobs=1) for n in (60, 8, 25, 12, 1, 60)]
@@ -315,33 +315,33 @@ def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(thinker, 
         fed = len(completion.prompt.encode()) + own.max_new_tokens
         assert completion.forgotten == alone.forgotten == max(0, fed - window - sinks)
         assert completion.logprobs == pytest.approx(
-            _through_a_rolling_cache(thinker, completion, window, sinks), abs=1e-4
+            _through_a_rolling_cache(model, completion, window, sinks), abs=1e-4
         )
 
 
-def _through_a_rolling_cache(thinker, completion, window, sinks):
+def _through_a_rolling_cache(model, completion, window, sinks):
     """The log-probabilities of its tokens when everything is fed one position at a time."""
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(completion.prompt), *completion.token_ids]
-    cache, known = RollingKVCache(thinker, 1, window, sinks), []
+    cache, known = RollingKVCache(model, 1, window, sinks), []
     for token, following in pairwise(ids):
-        logits = thinker(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
+        logits = model(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
         known.append(logits.log_softmax(-1)[following].item())
     return known[-len(completion.token_ids) :]
 
 
-def test_a_window_that_forgets_nothing_changes_nothing(thinker):
+def test_a_window_that_forgets_nothing_changes_nothing(model):
     params = SamplingParams(max_new_tokens=20, seed=2)
-    rolling = Generator(thinker, TOKENIZER, window=46, sinks=2).generate(PROMPTS[:3], params)
-    plain = Generator(thinker, TOKENIZER).generate(PROMPTS[:3], params)
+    rolling = Generator(model, TOKENIZER, window=46, sinks=2).generate(PROMPTS[:3], params)
+    plain = Generator(model, TOKENIZER).generate(PROMPTS[:3], params)
     assert [c.token_ids for c in rolling] == [c.token_ids for c in plain]
     assert [c.forgotten for c in rolling + plain] == [0] * 6
 
 
 @settings(max_examples=50, **SAME_EXAMPLES)
 @given(batch=batches(), options=st.sampled_from([{}, {"window": 7, "sinks": 1}, {"speculate": 3}]))
-def test_the_pieces_of_a_stream_are_the_tokens_decoded_up_to_stop_or_end(thinker, batch, options):
+def test_the_pieces_of_a_stream_are_the_tokens_decoded_up_to_stop_or_end(model, batch, options):
     (prompt, *_), (params, *_) = batch
-    generator, completion = Generator(thinker, TOKENIZER, **options), Completion(prompt)
+    generator, completion = Generator(model, TOKENIZER, **options), Completion(prompt)
     pieces = list(generator.stream_into(completion, params))
     decoded = TOKENIZER.decode(completion.token_ids)
     starts = [decoded.index(stop) for stop in params.stop if stop in decoded]

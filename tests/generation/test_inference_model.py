@@ -36,14 +36,14 @@ def relative_error(ours, known):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 def test_says_what_the_thinker_says(make_thinker, qk_norm, tied, n_kv_heads):
-    thinker = make_thinker(qk_norm=qk_norm, tie_embeddings=tied, n_kv_heads=n_kv_heads)
-    snapshot = for_decoding(thinker)
+    model = make_thinker(qk_norm=qk_norm, tie_embeddings=tied, n_kv_heads=n_kv_heads)
+    snapshot = for_decoding(model)
     tokens = draw_tokens(3, 24)
     with torch.no_grad():
-        known = thinker(tokens)
+        known = model(tokens)
         torch.testing.assert_close(snapshot(tokens), known, rtol=0, atol=1e-5)
         torch.testing.assert_close(snapshot(tokens, last_only=True), known[:, -1:], rtol=0, atol=1e-5)
-        embeddings = thinker.embedding(tokens)
+        embeddings = model.embedding(tokens)
         torch.testing.assert_close(snapshot(embeddings=embeddings), known, rtol=0, atol=1e-5)
     torch.testing.assert_close(snapshot(tokens), known, rtol=0, atol=1e-5)  # with gradients switched on
     cache = snapshot.new_cache(3, 24)
@@ -54,70 +54,70 @@ def test_says_what_the_thinker_says(make_thinker, qk_norm, tied, n_kv_heads):
 @pytest.mark.parametrize("form", [{}, {"dtype": torch.bfloat16}, {"int8": True}], ids=["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_the_original_and_the_snapshot_do_not_touch_each_other(make_thinker, form, tied):
-    thinker = make_thinker(tie_embeddings=tied).train()
-    before = copy.deepcopy(thinker.state_dict())
+    model = make_thinker(tie_embeddings=tied).train()
+    before = copy.deepcopy(model.state_dict())
     tokens = draw_tokens(2, 10)
     drawn = torch.get_rng_state()
-    snapshot = for_decoding(thinker, **form)
+    snapshot = for_decoding(model, **form)
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert thinker.training
+    assert model.training
     assert not snapshot.training
     assert not any(parameter.requires_grad for parameter in snapshot.parameters())
-    assert all(parameter.requires_grad for parameter in thinker.parameters())
-    assert list(thinker.state_dict()) == list(before)
-    assert all(torch.equal(new, before[name]) for name, new in thinker.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(new, before[name]) for name, new in model.state_dict().items())
 
     said, state = snapshot(tokens), copy.deepcopy(snapshot.state_dict())
-    optimizer = torch.optim.SGD(thinker.parameters(), lr=0.1)
-    total, count = thinker(tokens, targets=tokens)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total, count = model(tokens, targets=tokens)
     (total / count).backward()
     optimizer.step()
-    assert not any(torch.equal(new, before[name]) for name, new in thinker.state_dict().items())  # every one learns
+    assert not any(torch.equal(new, before[name]) for name, new in model.state_dict().items())  # every one learns
     assert torch.equal(snapshot(tokens), said)
     assert all(torch.equal(new, state[name]) for name, new in snapshot.state_dict().items())
 
 
 def test_drops_nothing_out(make_thinker):
-    thinker = make_thinker(dropout=0.5).train()
+    model = make_thinker(dropout=0.5).train()
     tokens = draw_tokens(2, 10)
-    said = for_decoding(thinker)(tokens)
-    torch.testing.assert_close(said, thinker.eval()(tokens), rtol=0, atol=1e-5)
+    said = for_decoding(model)(tokens)
+    torch.testing.assert_close(said, model.eval()(tokens), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 def test_bf16_is_bf16_throughout_and_close(make_thinker, tied, int8):
-    thinker = make_thinker(tie_embeddings=tied)
-    snapshot = for_decoding(thinker, torch.bfloat16, int8)
+    model = make_thinker(tie_embeddings=tied)
+    snapshot = for_decoding(model, torch.bfloat16, int8)
     assert {parameter.dtype for parameter in snapshot.parameters()} == {torch.bfloat16}
     tokens = draw_tokens(2, 20)
     cache = snapshot.new_cache(2, 20)
     assert cache.layers[0].keys.dtype == torch.bfloat16
     pieces = [snapshot(chunk, cache=cache) for chunk in tokens.split([14, 1, 5], dim=1)]
     assert {piece.dtype for piece in pieces} == {torch.bfloat16}
-    assert relative_error(torch.cat(pieces, dim=1), thinker(tokens).detach()) < (0.06 if int8 else 0.03)
+    assert relative_error(torch.cat(pieces, dim=1), model(tokens).detach()) < (0.06 if int8 else 0.03)
 
 
 def test_runs_in_its_own_dtype_whatever_the_thinkers_activations_were(make_thinker):
-    thinker = make_thinker()
-    thinker.activation_dtype = torch.bfloat16
-    assert for_decoding(thinker)(draw_tokens(1, 3)).dtype == torch.float32
-    assert for_decoding(thinker, torch.bfloat16)(draw_tokens(1, 3)).dtype == torch.bfloat16
+    model = make_thinker()
+    model.activation_dtype = torch.bfloat16
+    assert for_decoding(model)(draw_tokens(1, 3)).dtype == torch.float32
+    assert for_decoding(model, torch.bfloat16)(draw_tokens(1, 3)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_int8_quantizes_every_matrix_and_the_head_but_not_the_look_up(make_thinker, tied):
-    thinker = make_thinker(tie_embeddings=tied)
-    snapshot = for_decoding(thinker, int8=True)
-    assert torch.equal(snapshot.embedding.weight, thinker.embedding.weight)
+    model = make_thinker(tie_embeddings=tied)
+    snapshot = for_decoding(model, int8=True)
+    assert torch.equal(snapshot.embedding.weight, model.embedding.weight)
     assert not [name for name, module in snapshot.named_modules() if isinstance(module, torch.nn.Linear)]
     quantized = {name: module for name, module in snapshot.named_modules() if isinstance(module, Int8Linear)}
     assert len(quantized) == 4 * 2 + 1
     torch.testing.assert_close(
         quantized["head"].quantized * quantized["head"].scale[:, None],
-        thinker.head.weight.detach(),
+        model.head.weight.detach(),
         rtol=0,
-        atol=thinker.head.weight.abs().max().item() / 253,
+        atol=model.head.weight.abs().max().item() / 253,
     )
 
 
@@ -125,15 +125,15 @@ def test_int8_quantizes_every_matrix_and_the_head_but_not_the_look_up(make_think
 @pytest.mark.parametrize("integers", [True, False], ids=["by_integers", "by_casting"])
 def test_int8_logits_are_within_a_few_percent(make_thinker, tied, integers):
     for seed in range(4):
-        thinker = make_thinker(seed, tie_embeddings=tied)
+        model = make_thinker(seed, tie_embeddings=tied)
         tokens = draw_tokens(2, 20, seed)
-        snapshot = for_decoding(thinker, int8=True)
+        snapshot = for_decoding(model, int8=True)
         if not integers:
             for module in snapshot.modules():
                 module.by_integers = False
         cache = snapshot.new_cache(2, 20)
         said = torch.cat([snapshot(chunk, cache=cache) for chunk in tokens.split([14, 1, 5], dim=1)], dim=1)
-        assert 1e-4 < relative_error(said, thinker(tokens).detach()) < 0.06
+        assert 1e-4 < relative_error(said, model(tokens).detach()) < 0.06
 
 
 @needs_exact_integers
@@ -151,10 +151,10 @@ def test_matrix_bytes_counts_what_a_step_reads(make_thinker):
     weights = 3 * ((4 + 2 + 2) * 8 * 32 + 32 * 32 + 2 * 96 * 32 + 32 * 96) + 61 * 32
     gains = 3 * (2 * 32 + (4 + 2) * 8) + 32  # those of queries and keys stand once for each head
     for tied in (True, False):
-        thinker = make_thinker(**shape, tie_embeddings=tied)
-        assert matrix_bytes(for_decoding(thinker)) == 4 * (weights + gains)
-        assert matrix_bytes(for_decoding(thinker, torch.bfloat16)) == 2 * (weights + gains)
-        assert matrix_bytes(for_decoding(thinker, int8=True)) == weights + 4 * channels + 4 * gains
+        model = make_thinker(**shape, tie_embeddings=tied)
+        assert matrix_bytes(for_decoding(model)) == 4 * (weights + gains)
+        assert matrix_bytes(for_decoding(model, torch.bfloat16)) == 2 * (weights + gains)
+        assert matrix_bytes(for_decoding(model, int8=True)) == weights + 4 * channels + 4 * gains
     wide = make_thinker(d_model=256, n_layers=1)
     assert 0.25 < matrix_bytes(for_decoding(wide, int8=True)) / matrix_bytes(for_decoding(wide)) < 0.26
 

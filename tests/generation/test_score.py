@@ -23,19 +23,19 @@ def make_thinker(max_seq_len=48):
     return random_thinker(1, 0.3, 0.4, vocab_size=264, max_seq_len=max_seq_len)
 
 
-def teacher_forced(thinker, tokens):
+def teacher_forced(model, tokens):
     """The log-probabilities (T, V) after each of the tokens, by one full pass without a cache."""
     with torch.no_grad():
-        return thinker(torch.tensor([tokens]))[0, :, : TOKENIZER.vocab_size].log_softmax(-1)
+        return model(torch.tensor([tokens]))[0, :, : TOKENIZER.vocab_size].log_softmax(-1)
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(text=st.text("ab é漢\n", max_size=16) | st.text(max_size=12))  # at most 48 bytes: what the context predicts
 def test_up_to_the_context_each_token_has_its_log_probability_in_one_full_pass(text):
-    thinker = make_thinker()
-    score = Generator(thinker, TOKENIZER).score(text)
+    model = make_thinker()
+    score = Generator(model, TOKENIZER).score(text)
     ids = TOKENIZER.encode(text)
-    known = teacher_forced(thinker, [TOKENIZER.bos_id, *ids])
+    known = teacher_forced(model, [TOKENIZER.bos_id, *ids])
     assert score.token_ids == ids
     assert score.logprobs == pytest.approx([known[i, token].item() for i, token in enumerate(ids)], abs=1e-4)
     assert score.n_bytes == len(text.encode())
@@ -43,8 +43,8 @@ def test_up_to_the_context_each_token_has_its_log_probability_in_one_full_pass(t
 
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 48])
 def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(size):
-    thinker = make_thinker(size)
-    generator, step = Generator(thinker, TOKENIZER), size - size // 2
+    model = make_thinker(size)
+    generator, step = Generator(model, TOKENIZER), size - size // 2
     for length in {1, size - 1, size, size + 1, size + step, size + step + 1, 3 * size + 2, 90} - {0}:
         text = TEXT.encode()[:length].decode(errors="ignore")
         ids = TOKENIZER.encode(text)
@@ -56,7 +56,7 @@ def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(si
             seen = tokens[begin : place + 1]
             assert len(seen) == place + 1 or len(seen) >= size / 2
             assert len(seen) <= size
-            expected.append(teacher_forced(thinker, seen)[-1, target].item())
+            expected.append(teacher_forced(model, seen)[-1, target].item())
         score = generator.score(text)
         assert score.token_ids == ids
         assert score.logprobs == pytest.approx(expected, abs=1e-4)
@@ -64,13 +64,13 @@ def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(si
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (9, 0), (6, 3)])
 def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
-    thinker = make_thinker(12)
+    model = make_thinker(12)
     tokens = [TOKENIZER.bos_id, *TOKENIZER.encode(TEXT)]
-    cache, expected = RollingKVCache(thinker, 1, window, sinks), []
+    cache, expected = RollingKVCache(model, 1, window, sinks), []
     for token, target in pairwise(tokens):
-        logits = thinker(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
+        logits = model(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
         expected.append(logits.log_softmax(-1)[target].item())
-    score = Generator(thinker, TOKENIZER, window=window, sinks=sinks).score(TEXT)
+    score = Generator(model, TOKENIZER, window=window, sinks=sinks).score(TEXT)
     assert score.logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -100,15 +100,15 @@ def test_generation_reports_the_numbers_of_scoring(options):
 
 
 def test_the_likeliest_tokens_stand_at_every_place():
-    thinker = make_thinker(16)
-    generator = Generator(thinker, TOKENIZER)
+    model = make_thinker(16)
+    generator = Generator(model, TOKENIZER)
     score = generator.score(TEXT, top=4)  # over several windows
     assert len(score.top_logprobs) == len(score.logprobs) == len(TEXT.encode())
     for token, logprob, top in zip(score.token_ids, score.logprobs, score.top_logprobs):
         assert len(top) == 4
         assert list(top.values()) == sorted(top.values(), reverse=True)
         assert top.get(token, logprob) == logprob <= max(top.values())
-    known = teacher_forced(thinker, [TOKENIZER.bos_id, *score.token_ids[:15]])
+    known = teacher_forced(model, [TOKENIZER.bos_id, *score.token_ids[:15]])
     for place, top in enumerate(score.top_logprobs[:16]):
         values, tokens = known[place].topk(4)
         assert list(top) == tokens.tolist()
@@ -128,10 +128,10 @@ def test_nats_and_bits_per_byte_by_arithmetic():
 
 
 def test_a_certain_text_costs_nothing_and_an_uncertain_one_eight_bits_a_byte():
-    thinker = make_thinker()
+    model = make_thinker()
     with torch.no_grad():
-        thinker.head.weight.zero_()
-    uniform = Generator(thinker, TOKENIZER).score(TEXT)
+        model.head.weight.zero_()
+    uniform = Generator(model, TOKENIZER).score(TEXT)
     assert uniform.bits_per_byte == pytest.approx(math.log2(TOKENIZER.vocab_size), abs=1e-5)  # 257 tokens: 8.006
     assert uniform.nats == pytest.approx(len(uniform.token_ids) * math.log(TOKENIZER.vocab_size), rel=1e-6)
 

@@ -20,38 +20,38 @@ def draw_tokens(rows, length, seed=0):
     return torch.randint(0, 61, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def full_pass(thinker, tokens, mix):
+def full_pass(model, tokens, mix):
     """The Thinker's own modules on whole sequences; mix(attention, x) -> (B, H, T, D) is what differs."""
-    x = thinker.embedding(tokens)
-    for block in thinker.blocks:
+    x = model.embedding(tokens)
+    for block in model.blocks:
         mixed = mix(block.attention, block.attention_norm(x))
         x = x + block.attention.o_proj(mixed.transpose(1, 2).flatten(2))
         x = x + block.mlp(block.mlp_norm(x))
-    return thinker.head(thinker.norm(x))
+    return model.head(model.norm(x))
 
 
 @torch.no_grad()
-def in_a_window(thinker, tokens, window):
+def in_a_window(model, tokens, window):
     """Logits where each query sees the `window` newest keys at most: one full pass under a mask."""
     at = torch.arange(tokens.shape[1])
-    rope = thinker.rope(at, len(at), torch.float32)
+    rope = model.rope(at, len(at), torch.float32)
 
     def mix(attention, x):
         q, k, v = attention.project(x, rope)
         weights = attention_weights(q, k, Sight((at <= at[:, None]) & (at[:, None] - at < window)))
         return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
-    return full_pass(thinker, tokens, mix)
+    return full_pass(model, tokens, mix)
 
 
 @torch.no_grad()
-def with_sinks(thinker, tokens, window, sinks):
+def with_sinks(model, tokens, window, sinks):
     """The same with sinks, from queries and keys that nobody has turned yet, each pair at the distance it is due."""
     length = tokens.shape[1]
     at = torch.arange(length)
     unturned = torch.ones(length, 1), torch.zeros(length, 1)
-    turned = thinker.rope(at, length, torch.float32)
-    turned_nearer = thinker.rope(at.clamp_max(sinks + window - 1), length, torch.float32)
+    turned = model.rope(at, length, torch.float32)
+    turned_nearer = model.rope(at.clamp_max(sinks + window - 1), length, torch.float32)
     seen = [[i <= t and (i < sinks or i > t - window) for i in range(length)] for t in range(length)]
 
     def mix(attention, x):
@@ -61,15 +61,15 @@ def with_sinks(thinker, tokens, window, sinks):
         scores = torch.where(at < sinks, near, far) * attention.head_dim**-0.5
         return scores.masked_fill(~torch.tensor(seen), -torch.inf).softmax(dim=-1) @ v
 
-    return full_pass(thinker, tokens, mix)
+    return full_pass(model, tokens, mix)
 
 
-def fed(thinker, cache, tokens, chunks):
+def fed(model, cache, tokens, chunks):
     """The logits of all tokens, fed by chunks of these sizes in turn, over and over."""
     pieces, at = [], 0
     while at < tokens.shape[1]:
         size = chunks[len(pieces) % len(chunks)]
-        pieces.append(thinker(tokens[:, at : at + size], cache=cache))
+        pieces.append(model(tokens[:, at : at + size], cache=cache))
         at += size
     return torch.cat(pieces, dim=1)
 
@@ -91,10 +91,10 @@ def assert_close(ours, known):
 def test_without_sinks_logits_equal_a_full_pass_in_a_window(
     make_thinker, window, times, chunks, n_kv_heads, batch, qk_norm, seed
 ):
-    thinker = make_thinker(seed, n_kv_heads=n_kv_heads, qk_norm=qk_norm)
+    model = make_thinker(seed, n_kv_heads=n_kv_heads, qk_norm=qk_norm)
     tokens = draw_tokens(batch, int(window * times) + 1, seed)
-    logits = fed(thinker, RollingKVCache(thinker, batch, window), tokens, chunks)
-    assert_close(logits, in_a_window(thinker, tokens, window))
+    logits = fed(model, RollingKVCache(model, batch, window), tokens, chunks)
+    assert_close(logits, in_a_window(model, tokens, window))
 
 
 @given(
@@ -110,41 +110,41 @@ def test_without_sinks_logits_equal_a_full_pass_in_a_window(
 def test_sinks_are_seen_from_as_near_as_the_cache_reaches(
     make_thinker, window, sinks, times, chunks, n_kv_heads, batch, seed
 ):
-    thinker = make_thinker(seed, n_kv_heads=n_kv_heads)
+    model = make_thinker(seed, n_kv_heads=n_kv_heads)
     tokens = draw_tokens(batch, int((sinks + window) * times) + 1, seed)
-    logits = fed(thinker, RollingKVCache(thinker, batch, window, sinks), tokens, chunks)
-    assert_close(logits, with_sinks(thinker, tokens, window, sinks))
+    logits = fed(model, RollingKVCache(model, batch, window, sinks), tokens, chunks)
+    assert_close(logits, with_sinks(model, tokens, window, sinks))
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 23])
 def test_every_chunk_size_gives_the_same(make_thinker, sinks, size):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = draw_tokens(2, 23)
-    logits = fed(thinker, RollingKVCache(thinker, 2, 4, sinks), tokens, [size])
-    assert_close(logits, with_sinks(thinker, tokens, 4, sinks))
+    logits = fed(model, RollingKVCache(model, 2, 4, sinks), tokens, [size])
+    assert_close(logits, with_sinks(model, tokens, 4, sinks))
 
 
 def test_the_two_references_agree_and_both_differ_from_full_attention(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = draw_tokens(1, 15)
     with torch.no_grad():
-        full = thinker(tokens)
-    assert_close(in_a_window(thinker, tokens, 5), with_sinks(thinker, tokens, 5, 0))
-    assert_close(in_a_window(thinker, tokens, 15), full)
-    assert_close(with_sinks(thinker, tokens, 12, 3), full)
-    for forgetful in (in_a_window(thinker, tokens, 14), with_sinks(thinker, tokens, 12, 2)):
+        full = model(tokens)
+    assert_close(in_a_window(model, tokens, 5), with_sinks(model, tokens, 5, 0))
+    assert_close(in_a_window(model, tokens, 15), full)
+    assert_close(with_sinks(model, tokens, 12, 3), full)
+    for forgetful in (in_a_window(model, tokens, 14), with_sinks(model, tokens, 12, 2)):
         assert_close(forgetful[:, :14], full[:, :14])
         assert (forgetful[:, 14] - full[:, 14]).abs().max() > 1e-3
 
 
 def test_a_window_as_long_as_the_text_is_full_attention(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = draw_tokens(2, 16)
     with torch.no_grad():
-        full = thinker(tokens)
+        full = model(tokens)
     for window, sinks in [(16, 0), (30, 0), (12, 4), (1, 15), (3, 40)]:
-        assert_close(fed(thinker, RollingKVCache(thinker, 2, window, sinks), tokens, [5, 1]), full)
+        assert_close(fed(model, RollingKVCache(model, 2, window, sinks), tokens, [5, 1]), full)
 
 
 @given(
@@ -161,15 +161,15 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
     make_thinker, window, sinks, groups, chunks, steps, n_kv_heads, data
 ):
     """Some rows have rolled over and others not, or not even past the sinks, or do so while they are decoded."""
-    thinker = make_thinker(n_kv_heads=n_kv_heads)
+    model = make_thinker(n_kv_heads=n_kv_heads)
     lengths = [length for length, rows in groups for _ in range(rows)]
     tokens = draw_tokens(len(lengths), max(lengths) + 2 * steps)
-    known = with_sinks(thinker, tokens, window, sinks)
+    known = with_sinks(model, tokens, window, sinks)
     cache = None
     for length, rows in groups:
-        part = RollingKVCache(thinker, rows, window, sinks)
+        part = RollingKVCache(model, rows, window, sinks)
         first = 0 if cache is None else len(cache.lengths)
-        logits = fed(thinker, part, tokens[first : first + rows, :length], chunks)
+        logits = fed(model, part, tokens[first : first + rows, :length], chunks)
         assert_close(logits, known[first : first + rows, :length])
         if cache is None:
             cache = part
@@ -182,7 +182,7 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
         """One token at a time into each of these rows."""
         for _ in range(steps):
             at = torch.tensor(cache.lengths)
-            assert_close(thinker(tokens[rows, at][:, None], cache=cache)[:, 0], known[rows, at])
+            assert_close(model(tokens[rows, at][:, None], cache=cache)[:, 0], known[rows, at])
 
     rows = list(range(len(lengths)))
     decode(rows)
@@ -193,102 +193,102 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
 
 
 def test_even_rows_again_take_chunks_after_the_uneven_ones_left(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = draw_tokens(2, 24)
-    cache = RollingKVCache(thinker, 1, 5, 2)
-    other = RollingKVCache(thinker, 1, 5, 2)
-    thinker(tokens[:1, :4], cache=cache)
-    thinker(tokens[1:, :11], cache=other)
+    cache = RollingKVCache(model, 1, 5, 2)
+    other = RollingKVCache(model, 1, 5, 2)
+    model(tokens[:1, :4], cache=cache)
+    model(tokens[1:, :11], cache=other)
     cache.extend(other)
-    thinker(tokens[[0, 1], [4, 11]][:, None], cache=cache)
+    model(tokens[[0, 1], [4, 11]][:, None], cache=cache)
     cache.select([1])
-    assert_close(thinker(tokens[1:, 12:], cache=cache), with_sinks(thinker, tokens[1:], 5, 2)[:, 12:])
+    assert_close(model(tokens[1:, 12:], cache=cache), with_sinks(model, tokens[1:], 5, 2)[:, 12:])
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_the_form_for_decoding_rolls_alike(make_thinker, sinks):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = draw_tokens(2, 20)
-    snapshot = for_decoding(thinker)
+    snapshot = for_decoding(model)
     logits = fed(snapshot, RollingKVCache(snapshot, 2, 4, sinks), tokens, [6, 1, 1, 2])
-    assert_close(logits, with_sinks(thinker, tokens, 4, sinks))
+    assert_close(logits, with_sinks(model, tokens, 4, sinks))
 
 
 def test_bf16_rolls_in_bf16(make_thinker):
-    thinker = for_decoding(make_thinker(), torch.bfloat16)
-    cache = RollingKVCache(thinker, 1, 4, 2)
-    logits = fed(thinker, cache, draw_tokens(1, 20), [7, 1])
+    model = for_decoding(make_thinker(), torch.bfloat16)
+    cache = RollingKVCache(model, 1, 4, 2)
+    logits = fed(model, cache, draw_tokens(1, 20), [7, 1])
     assert logits.dtype == cache.layers[0].keys.dtype == torch.bfloat16
     assert logits.isfinite().all()
 
 
 def test_memory_does_not_grow_and_what_is_forgotten_is_counted(make_thinker):
-    thinker = make_thinker()
-    cache = RollingKVCache(thinker, 2, 6, 2)
+    model = make_thinker()
+    cache = RollingKVCache(model, 2, 6, 2)
     size = cache.nbytes
     # Layers, rows, key heads, keys and values of every slot and the sinks' keys once more, width, fp32.
     assert size == 2 * 2 * 2 * (2 * (6 + 2) + 2) * 8 * 4
     for tokens in draw_tokens(2, 90).split([3, 5, 1, 1, 20, 60], dim=1):
-        thinker(tokens, cache=cache)
+        model(tokens, cache=cache)
         assert cache.nbytes == size
         assert all(layer.keys.shape[2] == layer.values.shape[2] == 8 for layer in cache.layers)
         assert cache.forgotten == max(0, cache.lengths[0] - 8)
     assert cache.lengths == [90, 90]
-    assert thinker.new_cache(2).forgotten == 0
+    assert model.new_cache(2).forgotten == 0
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_rewinds_while_nothing_is_forgotten(make_thinker, sinks):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens, other = draw_tokens(2, 20), draw_tokens(2, 20, seed=1)
-    cache = RollingKVCache(thinker, 2, 8 - sinks, sinks)
-    thinker(torch.cat((tokens[:, :5], other[:, :3]), dim=1), cache=cache)  # full to the last slot
+    cache = RollingKVCache(model, 2, 8 - sinks, sinks)
+    model(torch.cat((tokens[:, :5], other[:, :3]), dim=1), cache=cache)  # full to the last slot
     assert cache.forgotten == 0
     cache.rewind([5, 5])
-    known = with_sinks(thinker, tokens, 8 - sinks, sinks)
-    assert_close(thinker(tokens[:, 5:], cache=cache), known[:, 5:])
+    known = with_sinks(model, tokens, 8 - sinks, sinks)
+    assert_close(model(tokens[:, 5:], cache=cache), known[:, 5:])
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_rows_rewound_to_unequal_lengths_go_on_as_if_alone(make_thinker, sinks):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = draw_tokens(3, 20)
-    cache = RollingKVCache(thinker, 3, 8 - sinks, sinks)
-    thinker(tokens[:, :8], cache=cache)
+    cache = RollingKVCache(model, 3, 8 - sinks, sinks)
+    model(tokens[:, :8], cache=cache)
     cache.rewind([1, 8, 4])
-    known = with_sinks(thinker, tokens, 8 - sinks, sinks)
+    known = with_sinks(model, tokens, 8 - sinks, sinks)
     for step in range(12):
         at = torch.tensor([1, 8, 4]) + step
-        assert_close(thinker(tokens[range(3), at][:, None], cache=cache)[:, 0], known[range(3), at])
+        assert_close(model(tokens[range(3), at][:, None], cache=cache)[:, 0], known[range(3), at])
 
 
 def test_does_not_rewind_once_something_is_forgotten(make_thinker):
-    thinker = make_thinker()
-    cache = RollingKVCache(thinker, 1, 6, 2)
-    thinker(draw_tokens(1, 9), cache=cache)
+    model = make_thinker()
+    cache = RollingKVCache(model, 1, 6, 2)
+    model(draw_tokens(1, 9), cache=cache)
     with pytest.raises(UserError, match="cannot go back"):
         cache.rewind([8])
     assert cache.lengths == [9]
     cache.rewind([9])  # nowhere
-    cache = RollingKVCache(thinker, 1, 6)
-    thinker(draw_tokens(1, 3), cache=cache)
+    cache = RollingKVCache(model, 1, 6)
+    model(draw_tokens(1, 3), cache=cache)
     with pytest.raises(UserError, match="cannot rewind a row of 3"):
         cache.rewind([4])
 
 
 def test_what_it_cannot_do_is_refused_and_changes_nothing(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     for window, sinks in [(0, 0), (-1, 2), (4, -1)]:
         with pytest.raises(UserError, match="window"):
-            RollingKVCache(thinker, 1, window, sinks)
-    cache = RollingKVCache(thinker, 2, 4)
-    thinker(draw_tokens(2, 3), cache=cache)
+            RollingKVCache(model, 1, window, sinks)
+    cache = RollingKVCache(model, 2, 4)
+    model(draw_tokens(2, 3), cache=cache)
     with pytest.raises(UserError, match="2 rows"):
-        thinker(draw_tokens(3, 1), cache=cache)
+        model(draw_tokens(3, 1), cache=cache)
     cache.rewind([3, 1])
     before = copy.deepcopy(cache.layers)
     with pytest.raises(UserError, match="one position at a time"):
-        thinker(draw_tokens(2, 2), cache=cache)
+        model(draw_tokens(2, 2), cache=cache)
     assert cache.lengths == [3, 1]
     assert all(torch.equal(new.keys, old.keys) for new, old in zip(cache.layers, before, strict=True))
 
@@ -301,12 +301,12 @@ def test_what_it_cannot_do_is_refused_and_changes_nothing(make_thinker):
 )
 @settings(max_examples=10, deadline=None)
 def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, window, sinks, seed):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = draw_tokens(len(lengths), 9, seed)
     cache = None
     for row, length in enumerate(lengths):
-        part = RollingKVCache(thinker, 1, window, sinks)
-        thinker(tokens[row : row + 1, :length], cache=part)
+        part = RollingKVCache(model, 1, window, sinks)
+        model(tokens[row : row + 1, :length], cache=part)
         if cache is None:
             cache = part
         else:
@@ -319,6 +319,6 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, wind
                 empty = held[row, :, min(length, cache.max_len) :]
                 empty.copy_(1e4 * torch.randn(empty.shape, generator=generator))
     for _ in range(3):
-        assert torch.equal(thinker(tokens[:, :1], cache=littered), thinker(tokens[:, :1], cache=cache))
+        assert torch.equal(model(tokens[:, :1], cache=littered), model(tokens[:, :1], cache=cache))
     if len(set(lengths)) == 1:
-        assert torch.equal(thinker(tokens, cache=littered), thinker(tokens, cache=cache))
+        assert torch.equal(model(tokens, cache=littered), model(tokens, cache=cache))

@@ -35,7 +35,7 @@ def make_thinker(seed=0, **shape):
 
 
 @pytest.fixture(scope="module")
-def thinker():
+def model():
     return make_thinker(1, n_layers=2, n_heads=4, n_kv_heads=2)
 
 
@@ -69,11 +69,11 @@ PROMPTS = st.lists(st.text("abc", max_size=16), min_size=1, max_size=3)
 @functools.cache
 def make_generator(seed, shape, drafter):
     """Kept, since to make one takes as long as to use it."""
-    thinker = make_thinker(seed, **SHAPES[shape])
+    model = make_thinker(seed, **SHAPES[shape])
     if drafter == "none":
-        return Generator(thinker, TOKENIZER)
-    draft = {"lookup": None, "other": make_thinker(seed + 1), "itself": thinker}[drafter]
-    return Generator(thinker, TOKENIZER, speculate=8, draft=draft)
+        return Generator(model, TOKENIZER)
+    draft = {"lookup": None, "other": make_thinker(seed + 1), "itself": model}[drafter]
+    return Generator(model, TOKENIZER, speculate=8, draft=draft)
 
 
 def assert_same(plain, speculated):
@@ -118,63 +118,63 @@ def test_speculation_draws_the_very_tokens_of_plain_decoding():
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
-def test_every_limit_within_a_draft_is_kept(thinker, drafter):
-    draft = {"lookup": None, "other": make_thinker(2), "itself": thinker}[drafter]
+def test_every_limit_within_a_draft_is_kept(model, drafter):
+    draft = {"lookup": None, "other": make_thinker(2), "itself": model}[drafter]
     prompts, limits = ["abab", "b"] * 12, [*range(1, 13), *range(1, 13)]
     params = [SamplingParams(n, n % 2, logit_bias=few(b"ab"), seed=i) for i, n in enumerate(limits)]
-    plain = Generator(thinker, TOKENIZER).generate(prompts, params)
-    speculated = Generator(thinker, TOKENIZER, speculate=5, draft=draft).generate(prompts, params)
+    plain = Generator(model, TOKENIZER).generate(prompts, params)
+    speculated = Generator(model, TOKENIZER, speculate=5, draft=draft).generate(prompts, params)
     assert_same(plain, speculated)
     assert [len(c.token_ids) for c in speculated] == limits
     assert sum(c.accepted for c in speculated) > 40
     for index in range(12):  # alone, where no other row needs a longer draft
-        alone = Generator(thinker, TOKENIZER, speculate=5, draft=draft).generate(prompts[index:][:1], [params[index]])
+        alone = Generator(model, TOKENIZER, speculate=5, draft=draft).generate(prompts[index:][:1], [params[index]])
         assert_same(plain[index : index + 1], alone)
         assert (alone[0].drafted, alone[0].accepted) == (speculated[index].drafted, speculated[index].accepted)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
-def test_the_context_is_filled_to_its_end_and_not_beyond(thinker, drafter):
-    draft = {"lookup": None, "other": make_thinker(2), "itself": thinker}[drafter]
+def test_the_context_is_filled_to_its_end_and_not_beyond(model, drafter):
+    draft = {"lookup": None, "other": make_thinker(2), "itself": model}[drafter]
     prompts = ["ab" * 20, "a" * 47, "", "aba" * 15]  # 47: all but the one token that is drawn and never fed
     params = SamplingParams(1000, 0.7, logit_bias=few(b"ab"))
-    plain = Generator(thinker, TOKENIZER).generate(prompts, params)
-    speculated = Generator(thinker, TOKENIZER, speculate=8, draft=draft).generate(prompts, params)
+    plain = Generator(model, TOKENIZER).generate(prompts, params)
+    speculated = Generator(model, TOKENIZER, speculate=8, draft=draft).generate(prompts, params)
     assert_same(plain, speculated)
     assert [len(c.token_ids) for c in speculated] == [48 - len(prompt) for prompt in prompts]
     assert sum(c.accepted for c in speculated) > 10
 
 
-def test_each_accepted_draft_saves_a_pass(thinker):
-    for draft in (None, make_thinker(2), thinker):
-        generator, passes = Generator(thinker, TOKENIZER, speculate=4, draft=draft), []
-        generator.thinker.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(args[0].shape))
+def test_each_accepted_draft_saves_a_pass(model):
+    for draft in (None, make_thinker(2), model):
+        generator, passes = Generator(model, TOKENIZER, speculate=4, draft=draft), []
+        generator.model.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(args[0].shape))
         completion = generator.generate(["abab"], SamplingParams(40, logit_bias=few(b"ab")))[0]
         assert len(passes) == 40 - completion.accepted < 40  # one of them read the prompt
 
 
-def test_the_model_as_its_own_draft_is_right_every_time(thinker):
-    generator = Generator(thinker, TOKENIZER, speculate=3, draft=thinker)
+def test_the_model_as_its_own_draft_is_right_every_time(model):
+    generator = Generator(model, TOKENIZER, speculate=3, draft=model)
     completions = generator.generate(["", "abc", "é漢"], SamplingParams(30, logit_bias=ENDLESS, presence_penalty=1.0))
     # The prompt leads to one token, then each pass to three drafts and one more, the last to what is still wanted.
     assert [(c.drafted, c.accepted) for c in completions] == [(7 * 3 + 0, 7 * 3 + 0)] * 3
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "itself"])
-def test_a_text_may_end_inside_a_draft(thinker, drafter):
+def test_a_text_may_end_inside_a_draft(model, drafter):
     # Some documents in the prompt, so that prompt lookup drafts the boundary between them.
     document = [*b"ab", EOS]
     ends = []
-    for options in ({}, {"speculate": 6, "draft": None if drafter == "lookup" else thinker}):
-        generator, completions = Generator(thinker, TOKENIZER, **options), [Completion("") for _ in range(30)]
+    for options in ({}, {"speculate": 6, "draft": None if drafter == "lookup" else model}):
+        generator, completions = Generator(model, TOKENIZER, **options), [Completion("") for _ in range(30)]
         rows = [
             generator.new_row(
                 index, completion, SamplingParams(12, logit_bias=few(document), seed=index), [EOS, *document * 4]
             )
             for index, completion in enumerate(completions)
         ]
-        cache = generator.new_cache(generator.thinker, len(rows), 48 + 6)
-        logits = generator.feed(generator.thinker, [row.tokens for row in rows], cache)[:, None]
+        cache = generator.new_cache(generator.model, len(rows), 48 + 6)
+        logits = generator.feed(generator.model, [row.tokens for row in rows], cache)[:, None]
         for _ in generator.decode(rows, cache, logits):
             pass
         ends.append(completions)
@@ -191,9 +191,9 @@ def test_a_text_may_end_inside_a_draft(thinker, drafter):
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
-def test_a_row_that_ends_leaves_the_others_alone(thinker, drafter):
-    draft = {"lookup": None, "other": make_thinker(2), "itself": thinker}[drafter]
-    generator = Generator(thinker, TOKENIZER, speculate=4, draft=draft)
+def test_a_row_that_ends_leaves_the_others_alone(model, drafter):
+    draft = {"lookup": None, "other": make_thinker(2), "itself": model}[drafter]
+    generator = Generator(model, TOKENIZER, speculate=4, draft=draft)
     prompts = ["abab", "b" * 30, "", "abab", "ba", "c" * 44]
     ends = [(3, ()), (40, ()), (30, ("abab",)), (11, ()), (40, ()), (40, ())]
     params = [SamplingParams(n, logit_bias=few(b"ab"), seed=n, stop=stop) for n, stop in ends]
@@ -210,7 +210,7 @@ def test_a_row_that_ends_leaves_the_others_alone(thinker, drafter):
 def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
     letters, prompt = b"abcd", "aabacadbbcbdccdda"  # every pair of letters: prompt lookup always finds one
     samples, batch = 20_000, 1_000  # rows of a batch
-    thinker = make_thinker(4)
+    model = make_thinker(4)
     shaping = {
         "temperature": 1.4,
         "top_p": 0.93,
@@ -218,7 +218,7 @@ def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
         "logit_bias": dict.fromkeys(letters, 1000.0),
     }
     draft = None if drafter == "lookup" else make_thinker(5)
-    generator = Generator(thinker, TOKENIZER, speculate=2, draft=draft)
+    generator = Generator(model, TOKENIZER, speculate=2, draft=draft)
     seen, drafted, accepted = Counter(), 0, 0
     for begin in range(0, samples, batch):
         # The second token is drafted, and where that was right, the third comes from the same pass.
@@ -229,7 +229,7 @@ def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
     assert drafted == samples
     assert 0.1 < accepted / drafted < 0.9
 
-    expected = joint_distribution(thinker, prompt, letters, SamplingParams(**shaping))
+    expected = joint_distribution(model, prompt, letters, SamplingParams(**shaping))
     assert sum(expected.values()) == pytest.approx(1)
     assert len(expected) < 64  # top-p leaves some out; these never come
     assert seen.keys() <= expected.keys()
@@ -242,7 +242,7 @@ def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
     assert p > 1e-4
 
 
-def joint_distribution(thinker, prompt, letters, params):
+def joint_distribution(model, prompt, letters, params):
     """The probability of every sequence of three letters that can come, by passes over whole texts."""
     known = {(): 1.0}
     for _ in range(3):
@@ -250,7 +250,7 @@ def joint_distribution(thinker, prompt, letters, params):
         for drawn, probability in known.items():
             ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt), *drawn]
             with torch.no_grad():
-                logits = thinker(torch.tensor([ids]))[:, -1, : TOKENIZER.vocab_size]
+                logits = model(torch.tensor([ids]))[:, -1, : TOKENIZER.vocab_size]
             counts = torch.bincount(torch.tensor(drawn, dtype=torch.int64), minlength=TOKENIZER.vocab_size)
             probs = distribution(logits, params, None, counts[None])[0].tolist()
             longer.update({(*drawn, letter): probability * probs[letter] for letter in letters if probs[letter]})
@@ -327,7 +327,7 @@ def test_prompt_lookup_sees_each_row_by_itself():
     assert lookup.propose(rows[:0:-1]) == [[6, 4, 5], [1, 2, 9]]  # the first row has left
 
 
-def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_of_right_and_wrong(thinker):
+def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_of_right_and_wrong(model):
     def prefill(model, rows, slack):
         # Texts of unequal length in one cache, one position at a time.
         cache = model.new_cache(len(rows), 48 + slack)
@@ -336,7 +336,7 @@ def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_o
         cache.rewind([len(row.tokens) for row in rows])
         return cache
 
-    drafter = DraftModel(thinker, 3, prefill)
+    drafter = DraftModel(model, 3, prefill)
     rows = [
         Row(index, Completion(""), SamplingParams(seed=index, presence_penalty=1.0), [EOS, *text], limit, TOKENIZER)
         for index, (text, limit) in enumerate([(b"ab", 30), (b"", 9), (b"hello", 2), (b"xyz", 30)])
@@ -348,7 +348,7 @@ def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_o
                 assert len(draft) == min(3, max(0, row.limit - 1))
                 expected = []
                 for _ in draft:
-                    logits = thinker(torch.tensor([[*row.tokens, *expected]]))[:, -1, : TOKENIZER.vocab_size]
+                    logits = model(torch.tensor([[*row.tokens, *expected]]))[:, -1, : TOKENIZER.vocab_size]
                     expected += draw_each([(row, expected)], logits)
                 assert draft == expected
                 for token in [*draft[: next(accept)], 7]:
@@ -356,10 +356,10 @@ def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_o
                         row.take(Drawn(token, 0.0, {}))
 
 
-def test_a_draft_model_must_share_the_tokens_and_reach_as_far(thinker):
+def test_a_draft_model_must_share_the_tokens_and_reach_as_far(model):
     with pytest.raises(UserError, match="the draft model has 300 token ids and the model 264"):
-        Generator(thinker, TOKENIZER, speculate=2, draft=make_thinker(vocab_size=300))
+        Generator(model, TOKENIZER, speculate=2, draft=make_thinker(vocab_size=300))
     with pytest.raises(UserError, match="the draft model's context is 47 tokens, shorter than the model's 48"):
-        Generator(thinker, TOKENIZER, speculate=2, draft=make_thinker(max_seq_len=47))
+        Generator(model, TOKENIZER, speculate=2, draft=make_thinker(max_seq_len=47))
     with pytest.raises(UserError, match="a draft model needs speculate"):
-        Generator(thinker, TOKENIZER, draft=make_thinker())
+        Generator(model, TOKENIZER, draft=make_thinker())

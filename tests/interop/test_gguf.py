@@ -42,21 +42,21 @@ TOKENIZERS["qwen2"] = other_split(LLAMA3.replace("{1,3}", ""))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 def test_what_is_written_is_read(tmp_path, form, dtype):
-    thinker = random_thinker(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form])
+    model = random_thinker(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form])
     path = tmp_path / "model.gguf"
-    write_gguf(thinker, BPE, path, dtype)
+    write_gguf(model, BPE, path, dtype)
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     down = tensors["blk.1.ffn_down.weight"].data
     assert down.dtype == {"f32": np.float32, "f16": np.float16}[dtype]
-    assert np.array_equal(down, thinker.blocks[1].mlp.down_proj.weight.detach().numpy().astype(down.dtype))
+    assert np.array_equal(down, model.blocks[1].mlp.down_proj.weight.detach().numpy().astype(down.dtype))
     assert tensors["output_norm.weight"].data.dtype == np.float32
-    assert ("output.weight" in tensors) == (not thinker.config.tie_embeddings)
+    assert ("output.weight" in tensors) == (not model.config.tie_embeddings)
     assert ("rope_freqs.weight" in tensors) == (form == "llama3")
     fields = {name: field.contents() for name, field in reader.fields.items()}
     family = fields["general.architecture"]
     assert family == {"llama-tied-mqa": "llama", "linear": "qwen3", "llama3": "llama"}.get(form, form)
-    assert fields[f"{family}.attention.head_count_kv"] == thinker.config.n_kv_heads
+    assert fields[f"{family}.attention.head_count_kv"] == model.config.n_kv_heads
     assert fields["tokenizer.ggml.bos_token_id"] == BPE.bos_id
     assert len(fields["tokenizer.ggml.tokens"]) == BPE.vocab_size + 2
     assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges_of(BPE)]
@@ -66,28 +66,28 @@ def test_what_is_written_is_read(tmp_path, form, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_llama_cpp_computes_the_same(tmp_path, form):
     llama_cpp = pytest.importorskip("llama_cpp")
-    thinker = random_thinker(vocab_size=BPE.vocab_size + 2, d_model=64, max_seq_len=128, **FORMS[form])
+    model = random_thinker(vocab_size=BPE.vocab_size + 2, d_model=64, max_seq_len=128, **FORMS[form])
     path = tmp_path / "model.gguf"
-    write_gguf(thinker, BPE, path, "f32")
-    model = llama_cpp.Llama(str(path), n_ctx=128, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False)
+    write_gguf(model, BPE, path, "f32")
+    llama = llama_cpp.Llama(str(path), n_ctx=128, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False)
     tokens = torch.randint(BPE.vocab_size - 1, (1, 100))
-    model.eval(tokens[0].tolist())
+    llama.eval(tokens[0].tolist())
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(model.scores[:100]), thinker(tokens)[0], rtol=0, atol=1e-4)
-    model.close()
-    assert "64 greedy tokens equal" in prove_gguf(thinker, BPE, path, exact=True)
+        torch.testing.assert_close(torch.from_numpy(llama.scores[:100]), model(tokens)[0], rtol=0, atol=1e-4)
+    llama.close()
+    assert "64 greedy tokens equal" in prove_gguf(model, BPE, path, exact=True)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_llama_cpp_tokenizes_alike(tmp_path, kind):
     pytest.importorskip("llama_cpp")
     tokenizer, path = TOKENIZERS[kind], tmp_path / "model.gguf"
-    thinker = random_thinker(vocab_size=tokenizer.vocab_size, d_model=64)
-    write_gguf(thinker, tokenizer, path, "f16")
-    assert "texts tokenized equally" in prove_gguf(thinker, tokenizer, path, exact=False, n_texts=2000)
+    model = random_thinker(vocab_size=tokenizer.vocab_size, d_model=64)
+    write_gguf(model, tokenizer, path, "f16")
+    assert "texts tokenized equally" in prove_gguf(model, tokenizer, path, exact=False, n_texts=2000)
     if kind == "bpe":
         with pytest.raises(Stopped, match="otherwise"):
-            prove_gguf(thinker, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
+            prove_gguf(model, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
         with pytest.raises(Stopped, match="greedy"):
             prove_gguf(random_thinker(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
 

@@ -43,13 +43,13 @@ TOKENIZERS = {spec: make_tokenizer(spec, [SAMPLE]) for spec in ("byte", "char", 
 def test_there_and_back(tmp_path, n_kv_heads, tied, qk_norm, kind):
     tokenizer = TOKENIZERS[kind]
     shape = {"n_kv_heads": n_kv_heads, "tie_embeddings": tied, "qk_norm": qk_norm, "head_dim": 10}
-    thinker = random_thinker(**shape, vocab_size=tokenizer.vocab_size + 3)
-    save_folder(thinker, tokenizer, tmp_path)
+    model = random_thinker(**shape, vocab_size=tokenizer.vocab_size + 3)
+    save_folder(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
-    assert prove(thinker, tokenizer, tmp_path, n_texts=100).logit_difference < 1e-5
+    assert prove(model, tokenizer, tmp_path, n_texts=100).logit_difference < 1e-5
     again, its_tokenizer = load(tmp_path)
-    assert again.config == thinker.config
-    ours, back = thinker.state_dict(), again.state_dict()
+    assert again.config == model.config
+    ours, back = model.state_dict(), again.state_dict()
     assert ours.keys() == back.keys()
     assert all(torch.equal(ours[name], back[name]) for name in ours)
     assert (again.head.weight is again.embedding.weight) == tied
@@ -80,19 +80,19 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", FORMS)
 def test_every_form_that_the_format_has(tmp_path, family, rope):
-    thinker = random_thinker(n_layers=3, rope_scaling=ROPES[rope], max_seq_len=32, **FORMS[family])
-    assert family_of(thinker.config) == family
-    save_folder(thinker, None, tmp_path)
-    assert prove(thinker, None, tmp_path).n_greedy == (28 if rope == "dynamic" else 64)
+    model = random_thinker(n_layers=3, rope_scaling=ROPES[rope], max_seq_len=32, **FORMS[family])
+    assert family_of(model.config) == family
+    save_folder(model, None, tmp_path)
+    assert prove(model, None, tmp_path).n_greedy == (28 if rope == "dynamic" else 64)
     again, tokenizer = load(tmp_path)
     assert tokenizer is None
     with torch.no_grad():
-        tokens = torch.randint(thinker.config.vocab_size, (1, 90))
-        torch.testing.assert_close(again(tokens), thinker(tokens), rtol=0, atol=0)
+        tokens = torch.randint(model.config.vocab_size, (1, 90))
+        torch.testing.assert_close(again(tokens), model(tokens), rtol=0, atol=0)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         torch.testing.assert_close(again(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
     config = again.config.to_dict() | {"rope_scaling": None}
-    assert config == thinker.config.to_dict() | {"rope_scaling": None}
+    assert config == model.config.to_dict() | {"rope_scaling": None}
 
 
 @pytest.mark.parametrize("form", [{"positions": "alibi"}, {"positions": "none"}, {"softcap": 5.0},
@@ -224,36 +224,36 @@ def test_shards_and_precisions(tmp_path, dtype):
 
 
 def test_our_shards(tmp_path):
-    thinker = random_thinker()
-    save_folder(thinker, None, tmp_path, shard_bytes=10_000)
+    model = random_thinker()
+    save_folder(model, None, tmp_path, shard_bytes=10_000)
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2
     assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == {file.name for file in files}
     with safe_open(files[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    assert prove(thinker, None, tmp_path).logit_difference < 1e-5
+    assert prove(model, None, tmp_path).logit_difference < 1e-5
     again, _ = load(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(thinker.state_dict().values(), again.state_dict().values()))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
 
 def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
     tokenizer = TOKENIZERS["bpe:400"]
-    thinker = random_thinker(vocab_size=tokenizer.vocab_size)
-    save_folder(thinker, tokenizer, tmp_path)
+    model = random_thinker(vocab_size=tokenizer.vocab_size)
+    save_folder(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
-    prove(thinker, tokenizer, tmp_path, n_texts=50)
+    prove(model, tokenizer, tmp_path, n_texts=50)
     tensors = load_file(tmp_path / "model.safetensors")
     other = tensors | {"model.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"] * 1.001}
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Stopped, match="other logits"):
-        prove(thinker, tokenizer, tmp_path, n_texts=50)
+        prove(model, tokenizer, tmp_path, n_texts=50)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][60:]
     content["model"]["ignore_merges"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(Stopped, match="otherwise"):
-        prove(thinker, tokenizer, tmp_path)
+        prove(model, tokenizer, tmp_path)
 
 
 # What is refused, by name

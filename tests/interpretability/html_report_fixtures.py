@@ -73,14 +73,14 @@ class Shown:
     """A model, what it computes, and its page."""
 
     def __init__(self, folder, text=TEXT, **shape):
-        self.thinker = random_thinker(**{"vocab_size": 257, "n_layers": 3, "weights": 0.25, **shape})
+        self.model = random_thinker(**{"vocab_size": 257, "n_layers": 3, "weights": 0.25, **shape})
         self.tokenizer = make_tokenizer("byte", [])
-        self.prompt = reports.Prompt.read(self.thinker, self.tokenizer, text)
+        self.prompt = reports.Prompt.read(self.model, self.tokenizer, text)
         self.tokens, self.T = self.prompt.tokens, len(self.prompt.tokens)
-        self.weights = self.thinker.attention_weights(self.tokens[None])[:, 0]  # (layers, H, T, T)
+        self.weights = self.model.attention_weights(self.tokens[None])[:, 0]  # (layers, H, T, T)
         with torch.no_grad():
-            self.shares = self.thinker(self.tokens[None])[0].softmax(dim=-1)  # (T, V)
-        self.explorer = html_report.gather(self.thinker, self.tokenizer, self.prompt)
+            self.shares = self.model(self.tokens[None])[0].softmax(dim=-1)  # (T, V)
+        self.explorer = html_report.gather(self.model, self.tokenizer, self.prompt)
         self.path = folder / "page.html"
         html_report.write_page(self.path, "a model", None, self.explorer, layer=1, head=2, position=9)
 

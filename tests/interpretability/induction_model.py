@@ -14,15 +14,15 @@ def induction_circuit(sharpness=200.0):
         vocab_size=V, d_model=WIDTH, n_layers=2, n_heads=1, head_dim=T, d_ff=8, max_seq_len=T, positions="learned",
         qk_norm=False,
     )  # fmt: skip
-    thinker = Thinker(config).eval()
+    model = Thinker(config).eval()
     token, place, before = torch.arange(V), V + torch.arange(T), V + T + torch.arange(V)
     with torch.no_grad():
-        for name, parameter in thinker.named_parameters():
+        for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.zero_()
-        thinker.embedding.weight[token, token] = 1
-        thinker.positions.weight[torch.arange(T), place] = 1
-        first, second = (block.attention for block in thinker.blocks)
+        model.embedding.weight[token, token] = 1
+        model.positions.weight[torch.arange(T), place] = 1
+        first, second = (block.attention for block in model.blocks)
         first.q_proj.weight[torch.arange(T), place] = sharpness
         first.k_proj.weight[torch.arange(1, T), place[:-1]] = 1  # a key answers the position after its own
         first.v_proj.weight[token, token] = 1
@@ -32,5 +32,5 @@ def induction_circuit(sharpness=200.0):
         second.k_proj.weight[token, V] = -1  # the first position had no token before it but itself
         second.v_proj.weight[token, token] = 1
         second.o_proj.weight[token, token] = 1
-        thinker.head.weight[token, token] = 1
-    return thinker
+        model.head.weight[token, token] = 1
+    return model

@@ -21,27 +21,27 @@ def tokens():
 @pytest.mark.parametrize("against", [None, 7])
 @pytest.mark.parametrize("position", [-1, 4])
 def test_direct_logit_attribution_sums_to_the_difference(make_thinker, tokens, form, against, position):
-    thinker = make_thinker(**form)
-    parts = attribution.direct_logit_attribution(thinker, tokens, 3, against, position)
+    model = make_thinker(**form)
+    parts = attribution.direct_logit_attribution(model, tokens, 3, against, position)
     assert (parts.heads.shape, parts.mlps.shape) == ((2, 4), (2,))
-    logits = thinker(tokens[None])[0, position]
+    logits = model(tokens[None])[0, position]
     known = logits[3] - (0 if against is None else logits[against])
     assert parts.y == pytest.approx(known.item(), abs=1e-5)
     assert parts.sum() == pytest.approx(known.item(), abs=1e-4)
 
 
 def test_what_the_circuit_says_comes_from_its_induction_head():
-    thinker = induction_circuit()
+    model = induction_circuit()
     tokens = torch.tensor([3, 8, 1, 5, 3, 8])
-    parts = attribution.direct_logit_attribution(thinker, tokens, target=1, against=5)
+    parts = attribution.direct_logit_attribution(model, tokens, target=1, against=5)
     assert parts.heads[1, 0].item() == pytest.approx(parts.y, abs=1e-4)
     assert parts.heads[0, 0].item() == pytest.approx(0, abs=1e-4)
     clean, corrupt = torch.tensor([3, 8, 1, 5, 3, 8]), torch.tensor([3, 8, 9, 5, 3, 8])
-    found = attribution.patch(thinker, clean, corrupt, target=1, against=9)
+    found = attribution.patch(model, clean, corrupt, target=1, against=9)
     assert found["embedding"].tolist() == pytest.approx([0, 0, 1, 0, 0, 0], abs=1e-3)
     assert found["blocks.0"].tolist() == pytest.approx([0, 0, 1, 0, 0, 0], abs=1e-3)
     assert found["blocks.1"].tolist() == pytest.approx([0, 0, 0, 0, 0, 1], abs=1e-3)
-    lens = attribution.logit_lens(thinker, clean, position=-1)[:, 0]  # (3, V)
+    lens = attribution.logit_lens(model, clean, position=-1)[:, 0]  # (3, V)
     assert lens.shape == (3, V)
     assert lens.argmax(-1).tolist()[-1] in (1, 8)
     assert lens[2, 1] > lens[1, 1] + 1  # the last layer says it, the first does not
@@ -50,42 +50,42 @@ def test_what_the_circuit_says_comes_from_its_induction_head():
 @pytest.mark.parametrize("form", FORMS[:4], ids=str)
 @pytest.mark.parametrize("baseline", [None, 5, "embedding"])
 def test_integrated_gradients_are_complete(make_thinker, tokens, form, baseline):
-    thinker = make_thinker(weights=0.15, **form)
-    table = thinker.embedding.weight.detach()
+    model = make_thinker(weights=0.15, **form)
+    table = model.embedding.weight.detach()
     x, empty = table[tokens], {None: table.mean(dim=0), 5: table[5], "embedding": torch.full((32,), 0.1)}[baseline]
     given, y_of_empty, missed = attribution.integrated_gradients(
-        thinker, tokens, 3, 7, baseline=empty if baseline == "embedding" else baseline, tolerance=1e-4
+        model, tokens, 3, 7, baseline=empty if baseline == "embedding" else baseline, tolerance=1e-4
     )
     assert given.shape == (14,)
     with torch.no_grad():
-        both = thinker(embeddings=torch.stack([x, empty.expand_as(x)]))[:, -1]
+        both = model(embeddings=torch.stack([x, empty.expand_as(x)]))[:, -1]
     known = both[0, 3] - both[0, 7] - both[1, 3] + both[1, 7]
     assert y_of_empty == pytest.approx((both[1, 3] - both[1, 7]).item(), abs=1e-5)
     assert given.sum().item() == pytest.approx(known.item(), abs=1e-3)
     assert abs(missed) < 1e-3
-    thinker.requires_grad_(False)
-    again = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=empty, tolerance=1e-4)[0]
+    model.requires_grad_(False)
+    again = attribution.integrated_gradients(model, tokens, 3, 7, baseline=empty, tolerance=1e-4)[0]
     torch.testing.assert_close(again, given)
 
 
 def test_as_many_points_as_it_takes(make_thinker, tokens):
-    thinker, nearly_nothing = make_thinker(), torch.full((32,), 1e-3)  # where all directions lie close together
-    coarse = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=nearly_nothing, tolerance=torch.inf)[2]
-    fine = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=nearly_nothing)[2]
+    model, nearly_nothing = make_thinker(), torch.full((32,), 1e-3)  # where all directions lie close together
+    coarse = attribution.integrated_gradients(model, tokens, 3, 7, baseline=nearly_nothing, tolerance=torch.inf)[2]
+    fine = attribution.integrated_gradients(model, tokens, 3, 7, baseline=nearly_nothing)[2]
     assert abs(fine) < abs(coarse) / 100
 
 
 def test_what_no_token_gives(make_thinker, tokens):
-    thinker = make_thinker()
-    given, _, _ = attribution.integrated_gradients(thinker, tokens, 3, 7, position=5)
+    model = make_thinker()
+    given, _, _ = attribution.integrated_gradients(model, tokens, 3, 7, position=5)
     assert (given[6:] == 0).all()  # later than what is predicted
-    given, _, _ = attribution.integrated_gradients(thinker, tokens, 3, 7, baseline=int(tokens[2]))
+    given, _, _ = attribution.integrated_gradients(model, tokens, 3, 7, baseline=int(tokens[2]))
     assert given[2] == 0  # as in the baseline
 
 
 def test_gradient_times_attention_is_what_a_small_change_does(make_thinker, tokens):
-    thinker = make_thinker()
-    found = attribution.gradient_times_attention(thinker, tokens, 3, 7)
+    model = make_thinker()
+    found = attribution.gradient_times_attention(model, tokens, 3, 7)
     assert found.shape == (2, 4, 14, 14)
     layer, head, query, key = 0, 2, 9, 5
     logits = []
@@ -96,36 +96,36 @@ def test_gradient_times_attention_is_what_a_small_change_does(make_thinker, toke
             weights[:, head, query, key] *= 1 + step
             return weights
 
-        with torch.no_grad(), thinker.edit({f"blocks.{layer}.attention.weights": nudge}):
-            logits.append(attribution.prediction(thinker(tokens[None]), 3, 7).item())
+        with torch.no_grad(), model.edit({f"blocks.{layer}.attention.weights": nudge}):
+            logits.append(attribution.prediction(model(tokens[None]), 3, 7).item())
     assert found[layer, head, query, key].item() == pytest.approx((logits[1] - logits[0]) / 0.04, rel=1e-2)
     assert (found.triu(1) == 0).all()
 
 
 def test_the_last_layers_lens_is_the_logits(make_thinker, tokens):
-    thinker = make_thinker()
-    lens = attribution.logit_lens(thinker, tokens)
+    model = make_thinker()
+    lens = attribution.logit_lens(model, tokens)
     with torch.no_grad():
-        torch.testing.assert_close(lens[-1], thinker(tokens[None])[0])
-        torch.testing.assert_close(lens[0], thinker.head(thinker.norm(thinker.embedding(tokens))))
+        torch.testing.assert_close(lens[-1], model(tokens[None])[0])
+        torch.testing.assert_close(lens[0], model.head(model.norm(model.embedding(tokens))))
     assert lens.shape == (3, 14, 61)
-    torch.testing.assert_close(attribution.logit_lens(thinker, tokens, position=-1), lens[:, -1:])
-    torch.testing.assert_close(attribution.logit_lens(thinker, tokens, position=slice(2, 5)), lens[:, 2:5])
+    torch.testing.assert_close(attribution.logit_lens(model, tokens, position=-1), lens[:, -1:])
+    torch.testing.assert_close(attribution.logit_lens(model, tokens, position=slice(2, 5)), lens[:, 2:5])
 
 
 def test_patching_all_of_the_stream_brings_all_of_it_back(make_thinker, tokens):
-    thinker, corrupt = make_thinker(), tokens.clone()
+    model, corrupt = make_thinker(), tokens.clone()
     corrupt[6] = (corrupt[6] + 1) % 61
-    found = attribution.patch(thinker, tokens, corrupt, 3, 7, names=["embedding", "blocks.*", "blocks.*.attention"])
+    found = attribution.patch(model, tokens, corrupt, 3, 7, names=["embedding", "blocks.*", "blocks.*.attention"])
     assert found["embedding"].tolist() == pytest.approx([float(i == 6) for i in range(14)], abs=1e-3)
     assert found["blocks.1"].tolist() == pytest.approx([float(i == 13) for i in range(14)], abs=1e-3)
     assert found.keys() == {"embedding", "blocks.0", "blocks.1", "blocks.0.attention", "blocks.1.attention"}
     with pytest.raises(UserError, match="as many tokens"):
-        attribution.patch(thinker, tokens, corrupt[1:], 3)
+        attribution.patch(model, tokens, corrupt[1:], 3)
     with pytest.raises(UserError, match="nothing to bring back"):
-        attribution.patch(thinker, tokens, tokens, 3)
+        attribution.patch(model, tokens, tokens, 3)
     with pytest.raises(UserError, match="cannot be patched by position"):
-        attribution.patch(thinker, tokens, corrupt, 3, names=["blocks.0.attention.weights"])
+        attribution.patch(model, tokens, corrupt, 3, names=["blocks.0.attention.weights"])
 
 
 def test_gradient_times_attention_of_a_pruned_model(make_thinker, tokens):
@@ -135,8 +135,8 @@ def test_gradient_times_attention_of_a_pruned_model(make_thinker, tokens):
 
 
 def test_one_position_alone_is_predicted(make_thinker, tokens):
-    thinker = make_thinker()
+    model = make_thinker()
     for position in (0, 5, -1):
-        found = attribution.predict(thinker, 3, 7, position, tokens=tokens[None])
-        logits = thinker(tokens[None])[0, position]
+        found = attribution.predict(model, 3, 7, position, tokens=tokens[None])
+        logits = model(tokens[None])[0, position]
         assert found.item() == pytest.approx((logits[3] - logits[7]).item(), abs=1e-5)

@@ -20,14 +20,14 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head", [0, 3])
 def test_weights_follow_from_the_numbers(make_thinker, form, head):
-    thinker = make_thinker(**FORMS[form])
+    model = make_thinker(**FORMS[form])
     prompt = Prompt(torch.arange(12) * 5 % 61, [f"t{i}" for i in range(12)])
     for query in (0, 3, 11):
-        found = explain(thinker, prompt, 1, head, query).data
-        weights = thinker.attention_weights(prompt.tokens[None])[1, 0, head, query]
-        scaled = torch.tensor(found["scores"]) * thinker.config.head_dim**-0.5
+        found = explain(model, prompt, 1, head, query).data
+        weights = model.attention_weights(prompt.tokens[None])[1, 0, head, query]
+        scaled = torch.tensor(found["scores"]) * model.config.head_dim**-0.5
         assert found["scaled"] == pytest.approx(scaled.tolist(), abs=1e-4)
-        cap = thinker.config.softcap
+        cap = model.config.softcap
         capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
         assert found["capped"] == pytest.approx(capped.tolist(), abs=1e-4)
         final = torch.where(torch.tensor(found["seen"]), capped + torch.tensor(found["bias"]), -torch.inf)
@@ -38,9 +38,9 @@ def test_weights_follow_from_the_numbers(make_thinker, form, head):
 
 
 def test_what_is_seen_is_the_mask_and_not_what_is_left_of_a_weight(make_thinker):
-    thinker = make_thinker(**FORMS["sharp"])
+    model = make_thinker(**FORMS["sharp"])
     prompt = Prompt(torch.arange(12), [str(i) for i in range(12)])
-    report = explain(thinker, prompt, 0, 0, 8)
+    report = explain(model, prompt, 0, 0, 8)
     assert report.data["seen"] == [True] * 9 + [False] * 3
     assert 0 in report.data["weights"][:9]
     assert [row[4] for row in report.rows] == ["yes"] * 9 + ["no"] * 3

@@ -66,17 +66,17 @@ def test_heads_that_look_at_one_token():
 
 
 def test_a_circuit_built_by_hand_has_the_scores_of_one():
-    thinker = induction_circuit()
+    model = induction_circuit()
     tokens = heads.repeated_tokens(V, T // 2, batch=3)
     assert tokens.shape == (3, T)
     assert (tokens[:, : T // 2] == tokens[:, T // 2 :]).all()
     assert all(len(set(row.tolist())) == T // 2 for row in tokens)
-    weights = thinker.attention_weights(tokens)  # (2, B, 1, T, T)
+    weights = model.attention_weights(tokens)  # (2, B, 1, T, T)
     assert heads.previous_token(weights)[0].flatten().tolist() == pytest.approx([1] * 3, abs=1e-5)
     assert heads.induction(weights)[1].flatten().tolist() == pytest.approx([1] * 3, abs=1e-5)
     assert heads.induction(weights)[0].max() < 0.01
     assert heads.duplicate_token(weights)[1].max() < 0.01
-    assert (thinker(tokens)[:, T // 2 : -1].argmax(-1) == tokens[:, T // 2 + 1 :]).all()  # and so it can repeat
+    assert (model(tokens)[:, T // 2 : -1].argmax(-1) == tokens[:, T // 2 + 1 :]).all()  # and so it can repeat
     same = torch.eye(T).roll(-T // 2, dims=-1)
     assert heads.duplicate_token(same).item() == 1
     with pytest.raises(UserError, match="13 distinct tokens"):
@@ -111,9 +111,9 @@ def test_redundancy(seed):
 # Importance
 
 
-def losses(thinker, tokens):
+def losses(model, tokens):
     with torch.no_grad():
-        logits = thinker(tokens[:, :-1])
+        logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
 
 
@@ -124,11 +124,11 @@ def test_ablation_is_the_loss_of_a_model_without_the_heads_columns(make_thinker)
     assert (found.low < found.value).all()
     assert (found.value < found.high).all()
     for layer, head in [(0, 1), (1, 3)]:
-        thinker = make_thinker()
-        plain = losses(thinker, tokens)
+        model = make_thinker()
+        plain = losses(model, tokens)
         with torch.no_grad():
-            thinker.blocks[layer].attention.o_proj.weight[:, head * 8 : (head + 1) * 8] = 0
-        known = losses(thinker, tokens) - plain
+            model.blocks[layer].attention.o_proj.weight[:, head * 8 : (head + 1) * 8] = 0
+        known = losses(model, tokens) - plain
         assert found.value[layer, head].item() == pytest.approx(known.mean().item(), abs=1e-5)
     one = heads.importance_by_ablation(make_thinker(), tokens[:1])
     assert one.low.isnan().all()
@@ -136,59 +136,59 @@ def test_ablation_is_the_loss_of_a_model_without_the_heads_columns(make_thinker)
 
 def test_the_mean_takes_from_a_head_only_what_varies(make_thinker):
     """A head whose output never varies costs nothing where it is replaced by its mean, and something by zero."""
-    thinker = make_thinker()
+    model = make_thinker()
     with torch.no_grad():
         for name in ("q_proj", "k_proj"):
-            getattr(thinker.blocks[0].attention, name).weight.zero_()
-    thinker.embedding.weight.data[:] = thinker.embedding.weight.data[0]  # all tokens alike: so is every value
+            getattr(model.blocks[0].attention, name).weight.zero_()
+    model.embedding.weight.data[:] = model.embedding.weight.data[0]  # all tokens alike: so is every value
     tokens = torch.randint(0, 61, (4, 12))
-    mean = heads.importance_by_ablation(thinker, tokens, how="mean").value[0]
-    zero = heads.importance_by_ablation(thinker, tokens, how="zero").value[0]
+    mean = heads.importance_by_ablation(model, tokens, how="mean").value[0]
+    zero = heads.importance_by_ablation(model, tokens, how="zero").value[0]
     assert mean.abs().max() < 1e-5
     assert zero.abs().max() > 1e-2
 
 
 def test_gradients_find_the_circuit_and_agree_with_autograd_by_hand(make_thinker):
-    thinker, tokens = make_thinker(), torch.randint(0, 61, (5, 13))
-    found = heads.importance_by_gradient(thinker, tokens)
+    model, tokens = make_thinker(), torch.randint(0, 61, (5, 13))
+    found = heads.importance_by_gradient(model, tokens)
     torch.testing.assert_close(found.value.norm(dim=1), torch.ones(2))
     known = torch.zeros(2, 4)
     for row in tokens:
         for layer in range(2):
             gate = torch.ones(4, requires_grad=True)  # ∂L/∂gate = Σ z · ∂L/∂z
-            with thinker.edit({f"blocks.{layer}.attention.heads": lambda z, gate=gate: z * gate[:, None, None]}):
-                logits = thinker(row[None, :-1])
+            with model.edit({f"blocks.{layer}.attention.heads": lambda z, gate=gate: z * gate[:, None, None]}):
+                logits = model(row[None, :-1])
             F.cross_entropy(logits[0], row[1:]).backward()
             known[layer] += gate.grad.abs() / len(tokens)
     torch.testing.assert_close(found.value, known / known.norm(dim=1, keepdim=True), rtol=0, atol=1e-5)
-    thinker.requires_grad_(False)
-    torch.testing.assert_close(heads.importance_by_gradient(thinker, tokens).value, found.value)
+    model.requires_grad_(False)
+    torch.testing.assert_close(heads.importance_by_gradient(model, tokens).value, found.value)
 
 
 def test_losses_count_what_is_a_target(make_thinker):
-    thinker, tokens = make_thinker(), torch.arange(36).reshape(3, 12)
+    model, tokens = make_thinker(), torch.arange(36).reshape(3, 12)
     targets = tokens.roll(-1, 1).clone()
     targets[:, 7:] = -1
-    logs = thinker(tokens).log_softmax(-1).gather(2, targets.clamp_min(0)[..., None])[..., 0]
+    logs = model(tokens).log_softmax(-1).gather(2, targets.clamp_min(0)[..., None])[..., 0]
     known = -logs[:, :7].mean(dim=1)
-    torch.testing.assert_close(heads.losses(thinker, tokens, targets), known, rtol=0, atol=1e-5)
+    torch.testing.assert_close(heads.losses(model, tokens, targets), known, rtol=0, atol=1e-5)
 
 
 def test_importance_does_not_depend_on_how_many_texts_are_read_at_once(make_thinker, monkeypatch):
-    thinker, tokens = make_thinker(), (torch.arange(60).reshape(5, 12) * 7) % 61
-    whole = [heads.importance_by_ablation(thinker, tokens, "mean"), heads.importance_by_gradient(thinker, tokens)]
+    model, tokens = make_thinker(), (torch.arange(60).reshape(5, 12) * 7) % 61
+    whole = [heads.importance_by_ablation(model, tokens, "mean"), heads.importance_by_gradient(model, tokens)]
     batches = heads._batches
     monkeypatch.setattr(heads, "_batches", lambda *given: [
         (a, b) for x, y in batches(*given) for a, b in zip(x.split(2), y.split(2))
     ])  # fmt: skip
-    again = [heads.importance_by_ablation(thinker, tokens, "mean"), heads.importance_by_gradient(thinker, tokens)]
+    again = [heads.importance_by_ablation(model, tokens, "mean"), heads.importance_by_gradient(model, tokens)]
     for one, other in zip(whole, again):
         torch.testing.assert_close(one.value, other.value, rtol=0, atol=1e-5)
 
 
 def test_the_gradient_of_a_group_is_that_of_its_heads_together(make_thinker):
-    thinker, tokens = make_thinker(n_kv_heads=2), (torch.arange(24).reshape(2, 12) * 5) % 61
-    found = heads.importance_by_gradient(thinker, tokens, by_group=True).value
+    model, tokens = make_thinker(n_kv_heads=2), (torch.arange(24).reshape(2, 12) * 5) % 61
+    found = heads.importance_by_gradient(model, tokens, by_group=True).value
     known = torch.zeros(2, 2)
     for layer in range(2):
         for group in range(2):  # the derivative of the loss along a gate that scales the group
@@ -200,16 +200,16 @@ def test_the_gradient_of_a_group_is_that_of_its_heads_together(make_thinker):
                         [z[:, :2] * (gate if group == 0 else 1), z[:, 2:] * (gate if group == 1 else 1)], 1
                     )
 
-                with thinker.edit({f"blocks.{layer}.attention.heads": scale}):
-                    loss = heads.losses(thinker, text[None]).sum()
+                with model.edit({f"blocks.{layer}.attention.heads": scale}):
+                    loss = heads.losses(model, text[None]).sum()
                 known[layer, group] += torch.autograd.grad(loss, gate)[0].abs() / 2
     torch.testing.assert_close(found, known / known.norm(dim=1, keepdim=True), rtol=0, atol=1e-4)
 
 
 def test_a_wider_interval_covers_more(make_thinker):
-    thinker, tokens = make_thinker(), (torch.arange(60).reshape(5, 12) * 7) % 61
+    model, tokens = make_thinker(), (torch.arange(60).reshape(5, 12) * 7) % 61
     for measure in (heads.importance_by_ablation, heads.importance_by_gradient):
-        wide, narrow = (measure(thinker, tokens, share=share) for share in (0.99, 0.5))
+        wide, narrow = (measure(model, tokens, share=share) for share in (0.99, 0.5))
         assert ((wide.high - wide.low) > 2 * (narrow.high - narrow.low)).all()
-        usual = measure(thinker, tokens)
-        torch.testing.assert_close(usual.low, measure(thinker, tokens, share=0.95).low)
+        usual = measure(model, tokens)
+        torch.testing.assert_close(usual.low, measure(model, tokens, share=0.95).low)

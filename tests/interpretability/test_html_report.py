@@ -210,8 +210,8 @@ def test_attribution(shown, visit):
     view(tab, "Attribution")
     target = int(shown.shares[-1].argmax())
     start = shown.tokenizer.prompt_start[0]
-    given, _, missed = attribution.integrated_gradients(shown.thinker, shown.tokens, target, baseline=start)
-    parts = attribution.direct_logit_attribution(shown.thinker, shown.tokens, target)
+    given, _, missed = attribution.integrated_gradients(shown.model, shown.tokens, target, baseline=start)
+    parts = attribution.direct_logit_attribution(shown.model, shown.tokens, target)
     labels = tokens(tab).evaluate_all("all => all.map(one => one.ariaLabel)")
     found = [float(text.rsplit("adds ", 1)[1].replace("−", "-")) for text in labels]
     assert found == pytest.approx(given.tolist(), abs=1e-3)
@@ -235,7 +235,7 @@ def test_attribution(shown, visit):
 def test_lens(shown, visit):
     tab = visit(shown.path)
     view(tab, "Lens")
-    lens = attribution.logit_lens(shown.thinker, shown.tokens).softmax(dim=-1)  # (layers + 1, T, V)
+    lens = attribution.logit_lens(shown.model, shown.tokens).softmax(dim=-1)  # (layers + 1, T, V)
     tokens(tab).nth(6).click()
     tab.get_by_role("slider").press("ArrowLeft")
     settle(tab)

@@ -188,11 +188,11 @@ def test_every_form_of_model(tmp_path, visit, shape, text):
 
 
 def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
-    thinker, tokenizer = random_thinker(vocab_size=4), make_tokenizer("byte", [])
+    model, tokenizer = random_thinker(vocab_size=4), make_tokenizer("byte", [])
     tokenizer.prompt_start = []  # its own begins texts with an id that the model lacks
     prompt = reports.Prompt(torch.tensor([1, 2, 3, 1]), ["a", "b", "c", "a"])
     html_report.write_page(
-        tmp_path / "p.html", "small", None, html_report.gather(thinker, tokenizer, prompt), view="lens"
+        tmp_path / "p.html", "small", None, html_report.gather(model, tokenizer, prompt), view="lens"
     )
     tab = visit(tmp_path / "p.html")
     assert tab.locator("#next li").count() == 4
@@ -217,7 +217,7 @@ def test_a_pruned_model(tmp_path, visit):
 
 
 def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
-    report = reports.measure_heads(shown.thinker, None, reports.random_repeats(shown.thinker), "all")
+    report = reports.measure_heads(shown.model, None, reports.random_repeats(shown.model), "all")
     html_report.write_page(tmp_path / "r.html", "scores", report, None)
     tab = visit(tmp_path / "r.html")
     assert tab.locator("#tokens").count() == 0
@@ -228,7 +228,7 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
     drawn = tab.get_by_alt_text("A picture of what the table says")
     assert drawn.evaluate("one => one.complete && one.naturalWidth") > 500
     html_report.write_page(
-        tmp_path / "b.html", "both", reports.map_head(shown.thinker, shown.prompt, 0, 0), shown.explorer
+        tmp_path / "b.html", "both", reports.map_head(shown.model, shown.prompt, 0, 0), shown.explorer
     )
     both = visit(tmp_path / "b.html")
     assert both.get_by_alt_text("A picture of what the table says").count() == 1
@@ -236,7 +236,7 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
 
 
 def test_a_narrow_screen_does_not_scroll_sideways(tmp_path, shown, visit):
-    report = reports.map_head(shown.thinker, shown.prompt, 0, 0)
+    report = reports.map_head(shown.model, shown.prompt, 0, 0)
     html_report.write_page(tmp_path / "p.html", "a model with a long name " * 4, report, shown.explorer)
     tab = visit(tmp_path / "p.html", width=360)
     for name in ("Attention", "Attribution", "Lens"):
@@ -252,15 +252,15 @@ def test_it_cannot_be_written(shown, tmp_path):
 
 
 def test_logits_that_are_not_finite(shown, tmp_path):
-    thinker = random_thinker(vocab_size=257)
-    thinker.head.weight.data.fill_(float("nan"))
+    model = random_thinker(vocab_size=257)
+    model.head.weight.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        html_report.gather(thinker, shown.tokenizer, shown.prompt)
+        html_report.gather(model, shown.tokenizer, shown.prompt)
 
 
 def test_the_prediction_can_be_chosen(shown):
-    found = html_report.gather(shown.thinker, shown.tokenizer, shown.prompt, target=97, against=98, position=4).facts
-    parts = attribution.direct_logit_attribution(shown.thinker, shown.tokens, 97, 98, 4)
+    found = html_report.gather(shown.model, shown.tokenizer, shown.prompt, target=97, against=98, position=4).facts
+    parts = attribution.direct_logit_attribution(shown.model, shown.tokens, 97, 98, 4)
     assert found["attribution"]["what"] == "logit of ‘a’ rather than ‘b’ after position 4"
     assert found["attribution"]["y"] == pytest.approx(parts.y)
     assert json.dumps(found)

@@ -61,11 +61,11 @@ def test_lines_and_tables_and_many_panels(tmp_path):
 
 
 def test_a_map_of_all_heads_has_one_tile_for_each(make_thinker):
-    thinker = make_thinker(n_layers=3, n_kv_heads=4)
+    model = make_thinker(n_layers=3, n_kv_heads=4)
     tokens = torch.arange(20)[None] % 61
-    tiles = reports._tiles(thinker, tokens)
+    tiles = reports._tiles(model, tokens)
     assert tiles.shape == (3 * 22 - 2, 4 * 22 - 2)
-    weights = thinker.attention_weights(tokens)[2, 0, 1]
+    weights = model.attention_weights(tokens)[2, 0, 1]
     top = weights[:, 1:].max()
     torch.testing.assert_close(tiles[44:64, 22:42], (weights / top).clamp_max(1), rtol=0, atol=1e-4)
     assert tiles[20:22].isnan().all()

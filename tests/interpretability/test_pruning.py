@@ -25,9 +25,9 @@ FORMS = {
 }
 
 
-def masked(thinker, groups):
+def masked(model, groups):
     """Edits that set all the query heads of these key heads to zero."""
-    shared = thinker.config.n_heads // thinker.config.n_kv_heads
+    shared = model.config.n_heads // model.config.n_kv_heads
     names = [(layer, group * shared + i) for layer, group in groups for i in range(shared)]
     return {f"blocks.{layer}.attention.heads.{head}": "zero" for layer, head in names}
 
@@ -35,24 +35,24 @@ def masked(thinker, groups):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("groups", [[(0, 1)], [(0, 0), (1, 1)]])
 def test_a_pruned_model_equals_the_masked_one(make_thinker, form, groups):
-    thinker = make_thinker(**FORMS[form])
-    left = pruning.prune(thinker, groups)
-    with thinker.edit(masked(thinker, groups)):
-        known = thinker(TOKENS)
+    model = make_thinker(**FORMS[form])
+    left = pruning.prune(model, groups)
+    with model.edit(masked(model, groups)):
+        known = model(TOKENS)
     torch.testing.assert_close(left(TOKENS), known, rtol=0, atol=1e-4)
     cache, pieces = left.new_cache(2, 20), []
     for part in TOKENS.split((7, 1, 12), dim=1):
         pieces.append(left(part, cache=cache))
     torch.testing.assert_close(torch.cat(pieces, dim=1), known, rtol=0, atol=1e-4)
-    assert sum(p.numel() for p in left.parameters()) < sum(p.numel() for p in thinker.parameters())
-    assert (left(TOKENS) - thinker(TOKENS)).abs().max() > 0.1
+    assert sum(p.numel() for p in left.parameters()) < sum(p.numel() for p in model.parameters())
+    assert (left(TOKENS) - model(TOKENS)).abs().max() > 0.1
 
 
 def test_as_many_in_every_layer_is_an_ordinary_model(make_thinker):
-    thinker = make_thinker(n_kv_heads=2)
-    left = pruning.prune(thinker, [(0, 1), (1, 0)])
+    model = make_thinker(n_kv_heads=2)
+    left = pruning.prune(model, [(0, 1), (1, 0)])
     assert (left.config.n_heads, left.config.n_kv_heads, left.config.kv_heads_by_layer) == (2, 1, None)
-    assert left.config.head_dim == thinker.config.head_dim
+    assert left.config.head_dim == model.config.head_dim
     again = pruning.prune(pruning.prune(make_thinker(n_kv_heads=4), [(0, 0)]), [(0, 0), (1, 3)])
     once = pruning.prune(make_thinker(n_kv_heads=4), [(0, 0), (0, 1), (1, 3)])
     torch.testing.assert_close(again(TOKENS), once(TOKENS))
@@ -94,13 +94,13 @@ def test_looking_into_it(make_thinker):
 
 
 def test_importance_of_a_group_is_that_of_its_heads_together(make_thinker):
-    thinker = make_thinker(n_kv_heads=2)
-    found = heads.importance_by_ablation(thinker, TOKENS, by_group=True)
-    with thinker.edit(masked(thinker, [(1, 1)])):
-        cost = heads.losses(thinker, TOKENS)
+    model = make_thinker(n_kv_heads=2)
+    found = heads.importance_by_ablation(model, TOKENS, by_group=True)
+    with model.edit(masked(model, [(1, 1)])):
+        cost = heads.losses(model, TOKENS)
     assert found.value.shape == (2, 2)
-    assert found.value[1, 1].item() == pytest.approx((cost - heads.losses(thinker, TOKENS)).mean().item(), abs=1e-5)
-    by_gradient = heads.importance_by_gradient(thinker, TOKENS, by_group=True).value
+    assert found.value[1, 1].item() == pytest.approx((cost - heads.losses(model, TOKENS)).mean().item(), abs=1e-5)
+    by_gradient = heads.importance_by_gradient(model, TOKENS, by_group=True).value
     assert by_gradient.norm(dim=1).tolist() == pytest.approx([1, 1])
 
 

@@ -11,15 +11,15 @@ PROMPT = Prompt(torch.arange(10) * 7 % 61, [f"t{i}" for i in range(10)])
 
 
 def test_the_likeliest_token_of_a_position(make_thinker):
-    thinker = make_thinker()
-    best = thinker(PROMPT.tokens[None])[0].argmax(dim=-1).tolist()
-    assert [reports.choose_target(thinker, PROMPT, at) for at in range(10)] == best
+    model = make_thinker()
+    best = model(PROMPT.tokens[None])[0].argmax(dim=-1).tolist()
+    assert [reports.choose_target(model, PROMPT, at) for at in range(10)] == best
 
 
 def test_scores_of_repeats_are_not_of_the_prompt(make_thinker):
-    thinker, random = make_thinker(), heads.repeated_tokens(61, 12)
-    found = reports.measure_heads(thinker, PROMPT, random, "all")
-    repeated, own = thinker.attention_weights(random), thinker.attention_weights(PROMPT.tokens[None])
+    model, random = make_thinker(), heads.repeated_tokens(61, 12)
+    found = reports.measure_heads(model, PROMPT, random, "all")
+    repeated, own = model.attention_weights(random), model.attention_weights(PROMPT.tokens[None])
     assert torch.tensor(found.data["induction"]).allclose(heads.induction(repeated).mean(dim=1), atol=1e-5)
     assert torch.tensor(found.data["duplicate"]).allclose(heads.duplicate_token(repeated).mean(dim=1), atol=1e-5)
     assert torch.tensor(found.data["entropy"]).allclose(heads.entropy(own)[:, 0], atol=1e-5)
@@ -33,10 +33,10 @@ def test_scores_of_repeats_are_not_of_the_prompt(make_thinker):
 
 
 def test_flow_is_from_the_position(make_thinker):
-    thinker = make_thinker()
-    weights = thinker.attention_weights(PROMPT.tokens[None])[:, 0]
+    model = make_thinker()
+    weights = model.attention_weights(PROMPT.tokens[None])[:, 0]
     for at in (3, 9):
-        found = reports.show_flow(thinker, PROMPT, at).data
+        found = reports.show_flow(model, PROMPT, at).data
         assert found["rollout"][-1] == pytest.approx(flow.rollout(weights)[-1, at].tolist(), abs=1e-5)
         assert found["max_flow"] == pytest.approx(flow.max_flow(weights)[at].tolist(), abs=1e-5)
 
@@ -51,23 +51,23 @@ def test_a_map_names_only_what_is_looked_at(make_thinker):
 def test_over_a_training_the_highest_score_and_whose_it_is(make_thinker):
     models, random = [make_thinker(seed) for seed in (0, 1)], heads.repeated_tokens(61, 12)
     found = comparison.show_training([(step, lambda m=m: m) for step, m in zip((10, 20), models)], None, random, "all")
-    for row, thinker in zip(found.rows, models):
-        known = heads.induction(thinker.attention_weights(random)).mean(dim=1)  # (layers, H)
+    for row, model in zip(found.rows, models):
+        known = heads.induction(model.attention_weights(random)).mean(dim=1)  # (layers, H)
         layer, head = divmod(int(known.argmax()), 4)
         assert row[found.columns.index("induction")] == f"{known.max():.3f} ({layer}.{head})"
 
 
 @pytest.mark.parametrize("how", ["zero", "mean", "gradient"])
 def test_what_is_pruned_is_chosen_by_what_was_asked_for(make_thinker, how):
-    thinker = make_thinker(n_kv_heads=4)
+    model = make_thinker(n_kv_heads=4)
     tokens = (torch.arange(96).reshape(8, 12) * 5) % 61
     texts = tokens, tokens.roll(-1, 1)
-    _, found = comparison.show_pruning(thinker, texts, how, 3, None)
+    _, found = comparison.show_pruning(model, texts, how, 3, None)
     half = tuple(part[:4] for part in texts)
     if how == "gradient":
-        known = heads.importance_by_gradient(thinker, half[0], targets=half[1])
+        known = heads.importance_by_gradient(model, half[0], targets=half[1])
     else:
-        known = heads.importance_by_ablation(thinker, half[0], how, targets=half[1])
+        known = heads.importance_by_ablation(model, half[0], how, targets=half[1])
     assert torch.tensor(found.data["value"]).allclose(known.value, atol=1e-5)
     lowest = known.value.flatten().argsort()[:3].tolist()
     assert sorted(found.data["pruned"]) == sorted(divmod(at, 4) for at in lowest)

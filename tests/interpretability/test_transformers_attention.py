@@ -41,8 +41,8 @@ def test_weights_are_those_of_transformers(tmp_path, family):
 
 def test_bertviz_takes_the_weights(make_thinker):
     bertviz = pytest.importorskip("bertviz")
-    thinker = make_thinker(n_layers=3)
-    weights = thinker.attention_weights(torch.arange(9)[None])  # (layers, 1, H, T, T)
+    model = make_thinker(n_layers=3)
+    weights = model.attention_weights(torch.arange(9)[None])  # (layers, 1, H, T, T)
     page = bertviz.head_view(list(weights), [f"token{i}" for i in range(9)], html_action="return").data
     assert "token8" in page
     for layer, head in ((0, 0), (2, 3)):
@@ -61,7 +61,7 @@ MEASURE = """
 import re, sys, torch
 sys.path.insert(0, {root!r})
 from thinker.model import Thinker, ThinkerConfig
-thinker = Thinker(ThinkerConfig(vocab_size=64, d_model=64, n_layers=4, n_heads=8, n_kv_heads=2, max_seq_len=2048,
+model = Thinker(ThinkerConfig(vocab_size=64, d_model=64, n_layers=4, n_heads=8, n_kv_heads=2, max_seq_len=2048,
                                 attention={attention!r})).eval()
 tokens = torch.randint(64, (1, 2048))
 
@@ -72,11 +72,11 @@ def peak():  # of this process: ru_maxrss begins with its parent's
 
 
 with torch.no_grad():
-    with thinker.tap("blocks.3.attention.weights"):
-        thinker(tokens[:, :300])  # what the first pass of a process takes for itself
+    with model.tap("blocks.3.attention.weights"):
+        model(tokens[:, :300])  # what the first pass of a process takes for itself
     before = peak()
-    with thinker.tap("blocks.2.attention.weights") as seen:
-        thinker(tokens)
+    with model.tap("blocks.2.attention.weights") as seen:
+        model(tokens)
     after = peak()
 print((after - before) / seen["blocks.2.attention.weights"].nbytes)
 """

@@ -97,8 +97,8 @@ def test_memory():
         assert cache.nbytes // (10 * 3) == known
     for name, known in example["attention_parameters_d256"].items():
         kv_heads = int(name.split("_")[1][0])
-        thinker = Thinker(ThinkerConfig(vocab_size=8, d_model=256, n_heads=4, n_kv_heads=kv_heads, qk_norm=False))
-        assert sum(p.numel() for p in thinker.blocks[0].attention.parameters()) == known
+        model = Thinker(ThinkerConfig(vocab_size=8, d_model=256, n_heads=4, n_kv_heads=kv_heads, qk_norm=False))
+        assert sum(p.numel() for p in model.blocks[0].attention.parameters()) == known
 
 
 @given(

@@ -56,17 +56,17 @@ def test_cached_equals_full_at_every_position_for_any_chunks(make_thinker, atten
     )
     @settings(max_examples=20, deadline=None)
     def test(form, chunks, batch, seed):
-        thinker = make_thinker(seed, **form)
-        chunks = [max(chunks[0], thinker.config.prefix), *chunks[1:]]
+        model = make_thinker(seed, **form)
+        chunks = [max(chunks[0], model.config.prefix), *chunks[1:]]
         length = min(80, sum(chunks))
         tokens = draw_tokens(batch, length, seed)
         with torch.no_grad():
-            full = thinker(tokens)
-        cache = thinker.new_cache(batch, 80)
+            full = model(tokens)
+        cache = model.new_cache(batch, 80)
         size, at, pieces = cache.nbytes, 0, []
         for chunk in chunks:
             if at < length:
-                pieces.append(thinker(tokens[:, at : at + chunk], cache=cache))
+                pieces.append(model(tokens[:, at : at + chunk], cache=cache))
                 at += chunk
         close(torch.cat(pieces, dim=1), full)
         assert cache.nbytes == size
@@ -87,15 +87,15 @@ def test_rows_of_unequal_length_go_on_as_if_alone(make_thinker, attention, one_t
     )
     @settings(max_examples=15, deadline=None)
     def test(form, lengths, chunks, kept, seed):
-        thinker = make_thinker(seed, **form)
-        lengths = [max(length, thinker.config.prefix) for length in lengths]
+        model = make_thinker(seed, **form)
+        lengths = [max(length, model.config.prefix) for length in lengths]
         tokens = draw_tokens(len(lengths), 80, seed)
         with torch.no_grad():
-            full = thinker(tokens)
+            full = model(tokens)
         cache = None
         for row, length in enumerate(lengths):
-            part = thinker.new_cache(1, 80)
-            thinker(tokens[row : row + 1, :length], cache=part)
+            part = model.new_cache(1, 80)
+            model(tokens[row : row + 1, :length], cache=part)
             if cache is None:
                 cache = part
             else:
@@ -107,7 +107,7 @@ def test_rows_of_unequal_length_go_on_as_if_alone(make_thinker, attention, one_t
                 break
             at = torch.tensor(cache.lengths)[:, None] + torch.arange(chunk)  # (B, T)
             index = torch.tensor(rows)[:, None]
-            close(thinker(tokens[index, at], cache=cache), full[index, at])
+            close(model(tokens[index, at], cache=cache), full[index, at])
             if number == len(chunks) // 2:
                 chosen = [kept.randrange(len(rows)) for _ in range(kept.randint(1, 3))]
                 cache.select(chosen)
@@ -126,16 +126,16 @@ def test_rows_of_unequal_length_go_on_as_if_alone(make_thinker, attention, one_t
 def test_a_ring_goes_back_as_far_as_it_has_slack(make_thinker, one_thread, attention, slack, steps, seed):
     """Chunks are appended and partly taken back, over and over, as drafts are that fail; what comes is always right."""
     more = {"window": 5} if attention == "LG" else {}
-    thinker = make_thinker(seed, attention=attention, max_seq_len=80, **more)
+    model = make_thinker(seed, attention=attention, max_seq_len=80, **more)
     generator = torch.Generator().manual_seed(seed)
-    cache, text = thinker.new_cache(1, 80, slack=slack), torch.zeros(1, 0, dtype=torch.long)
+    cache, text = model.new_cache(1, 80, slack=slack), torch.zeros(1, 0, dtype=torch.long)
     for chunk, back in steps:
         text = torch.cat((text, torch.randint(0, 61, (1, chunk), generator=generator)), dim=1)
         if text.shape[1] > 80:
             break
         with torch.no_grad():
-            known = thinker(text)[:, -chunk:]
-        close(thinker(text[:, -chunk:], cache=cache), known)
+            known = model(text)[:, -chunk:]
+        close(model(text[:, -chunk:], cache=cache), known)
         back = min(back, slack, text.shape[1] - 1)
         if cache.written[0] - (text.shape[1] - back) > slack:
             back = 0  # it went further once, and has not come there again
@@ -144,24 +144,24 @@ def test_a_ring_goes_back_as_far_as_it_has_slack(make_thinker, one_thread, atten
 
 
 def test_what_a_cache_keeps_follows_the_pattern(make_thinker):
-    thinker = make_thinker(n_layers=4, attention=["full", "window(8)", "window(8) | global(2)", "linear(16)"])
-    layers = thinker.new_cache(2, 50, slack=3).layers
+    model = make_thinker(n_layers=4, attention=["full", "window(8)", "window(8) | global(2)", "linear(16)"])
+    layers = model.new_cache(2, 50, slack=3).layers
     assert [type(layer) for layer in layers] == [LayerCache, RingLayer, RingLayer, LinearLayer]
     assert [layer.size for layer in layers[1:3]] == [8 + 3, 8 + 3 + 2]
     assert layers[0].keys.shape[2] == 50
     assert layers[3].sums.shape == (2, 2, 16, 9)  # (B, K, m, D + 1)
-    short = thinker.new_cache(2, 6).layers  # a ring would hold more than there is room for
+    short = model.new_cache(2, 6).layers  # a ring would hold more than there is room for
     assert [type(layer) for layer in short] == [LayerCache, LayerCache, LayerCache, LinearLayer]
 
 
 @pytest.mark.parametrize("attention", ["window(16)", "window(8) | global(4)", "linear(8)", ["window(4)", "linear(8)"]])
 def test_memory_does_not_grow_where_the_reach_is_bounded(make_thinker, attention):
-    thinker = make_thinker(attention=attention, positions="none")
+    model = make_thinker(attention=attention, positions="none")
     tokens = torch.randint(0, 61, (1, 1024), generator=torch.Generator().manual_seed(0))
-    cache = thinker.new_cache(1, 64)
+    cache = model.new_cache(1, 64)
     size = cache.nbytes
     for _ in range(64):  # 64k tokens
-        thinker(tokens, cache=cache, last_only=True)
+        model(tokens, cache=cache, last_only=True)
         assert cache.nbytes == size
     assert cache.lengths == [65536]
     assert cache.endless
@@ -169,9 +169,9 @@ def test_memory_does_not_grow_where_the_reach_is_bounded(make_thinker, attention
 
 
 def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(make_thinker):
-    thinker = make_thinker(attention="window(8)")
-    cache = thinker.new_cache(1, 60, slack=2)
-    thinker(torch.zeros(1, 30, dtype=torch.long), cache=cache)
+    model = make_thinker(attention="window(8)")
+    cache = model.new_cache(1, 60, slack=2)
+    model(torch.zeros(1, 30, dtype=torch.long), cache=cache)
     cache.rewind([28])
     assert cache.can_rewind([28])
     assert not cache.can_rewind([27])
@@ -187,27 +187,27 @@ def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(make_t
 
 
 def test_a_prefix_comes_whole_or_not_at_all(make_thinker):
-    thinker = make_thinker(attention="prefix(6)")
+    model = make_thinker(attention="prefix(6)")
     tokens = torch.randint(0, 61, (2, 12))
-    cache = thinker.new_cache(2, 12)
+    cache = model.new_cache(2, 12)
     with pytest.raises(UserError, match="first 6 positions"):
-        thinker(tokens[:, :5], cache=cache)
+        model(tokens[:, :5], cache=cache)
     assert cache.lengths == [0, 0]
-    thinker(tokens[:, :6], cache=cache)
-    thinker(tokens[:, 6:7], cache=cache)
+    model(tokens[:, :6], cache=cache)
+    model(tokens[:, 6:7], cache=cache)
 
 
 def test_no_loss_is_counted_inside_a_prefix(make_thinker):
     """What position 5 of a prefix of 6 predicts is the first token that it does not see."""
-    thinker = make_thinker(attention="prefix(6)")
+    model = make_thinker(attention="prefix(6)")
     tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
-    loss, count = thinker(tokens[:, :-1], targets=tokens[:, 1:])
-    logprobs = thinker(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # (B, T)
+    loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
+    logprobs = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # (B, T)
     assert count == 2 * (12 - 5)
     torch.testing.assert_close(loss, -logprobs[:, 5:].sum())
     changed = tokens.clone()
     changed[:, 7:] = 0
-    assert torch.equal(thinker(changed[:, :-1])[:, :7], thinker(tokens[:, :-1])[:, :7])
+    assert torch.equal(model(changed[:, :-1])[:, :7], model(tokens[:, :-1])[:, :7])
 
 
 @pytest.mark.parametrize("attention", [a for a in ATTENTION if a != "prefix(6)"], ids=str)
@@ -217,75 +217,75 @@ def test_isolated_documents_have_the_logits_that_they_have_alone(make_thinker, a
     def test(form, lengths, seed):
         while sum(lengths) > 80:
             lengths.pop()
-        thinker = make_thinker(seed, **form)
+        model = make_thinker(seed, **form)
         tokens = draw_tokens(2, sum(lengths), seed)
         documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1) + 3
         with torch.no_grad():
-            packed = thinker(tokens, documents=documents)
-            alone = [thinker(document) for document in tokens.split(lengths, dim=1)]
+            packed = model(tokens, documents=documents)
+            alone = [model(document) for document in tokens.split(lengths, dim=1)]
         close(packed, torch.cat(alone, dim=1))
 
     test()
 
 
 def test_rows_may_have_their_borders_in_different_places(make_thinker):
-    thinker = make_thinker(attention="window(5) | global(2)", positions="learned")
+    model = make_thinker(attention="window(5) | global(2)", positions="learned")
     tokens = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
     documents = torch.tensor([[0] * 5 + [1] * 7, [4] * 9 + [9] * 3])
     with torch.no_grad():
-        packed = thinker(tokens, documents=documents)
+        packed = model(tokens, documents=documents)
         for row, border in ((0, 5), (1, 9)):
             for part in (slice(0, border), slice(border, 12)):
-                close(packed[row, part], thinker(tokens[row : row + 1, part])[0])
+                close(packed[row, part], model(tokens[row : row + 1, part])[0])
     with pytest.raises(UserError, match="one document a row"):
-        thinker(tokens, documents=documents, cache=thinker.new_cache(2, 12))
+        model(tokens, documents=documents, cache=model.new_cache(2, 12))
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
 def test_a_later_token_changes_no_earlier_logit(make_thinker, attention):
-    thinker = make_thinker(attention=attention, **({"window": 6} if attention == "LG" else {}))
+    model = make_thinker(attention=attention, **({"window": 6} if attention == "LG" else {}))
     tokens = torch.randint(0, 61, (1, 30), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 61
-    assert torch.equal(thinker(tokens)[:, :20], thinker(changed)[:, :20])
-    assert not torch.equal(thinker(tokens)[:, 20:], thinker(changed)[:, 20:])
+    assert torch.equal(model(tokens)[:, :20], model(changed)[:, :20])
+    assert not torch.equal(model(tokens)[:, 20:], model(changed)[:, 20:])
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
 def test_weights_are_those_of_the_forward_pass(make_thinker, attention):
     more = {"window": 6} if attention == "LG" else {}
-    thinker = make_thinker(attention=attention, **more)
+    model = make_thinker(attention=attention, **more)
     tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
-    weights = thinker.attention_weights(tokens)
+    weights = model.attention_weights(tokens)
     torch.testing.assert_close(weights.sum(-1), (weights.sum(-1) > 0).float(), rtol=0, atol=1e-5)
-    first = thinker.blocks[0].attention
+    first = model.blocks[0].attention
     seen = {}
     hook = first.register_forward_hook(lambda module, args, out: seen.update(args=args, out=out))
-    thinker(tokens)
+    model(tokens)
     hook.remove()
     v = first.project(seen["args"][0], seen["args"][1])[2].repeat_interleave(2, dim=1)  # (B, H, T, D)
     close((weights[0] @ v).transpose(1, 2).flatten(2) @ first.o_proj.weight.T, seen["out"])
 
 
 def test_sinks_take_their_share_of_the_weights(make_thinker):
-    thinker = make_thinker(sink_logits=True)
+    model = make_thinker(sink_logits=True)
     tokens = torch.randint(0, 61, (1, 9))
-    assert (thinker.attention_weights(tokens).sum(-1) < 1).all()
+    assert (model.attention_weights(tokens).sum(-1) < 1).all()
     with torch.no_grad():
-        for block in thinker.blocks:
+        for block in model.blocks:
             block.attention.sinks.fill_(-1e9)
-    sums = thinker.attention_weights(tokens).sum(-1)
+    sums = model.attention_weights(tokens).sum(-1)
     torch.testing.assert_close(sums, torch.ones_like(sums))
     plain = make_thinker()
-    plain.load_state_dict({k: v for k, v in thinker.state_dict().items() if not k.endswith("sinks")})
-    close(thinker(tokens), plain(tokens))
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.endswith("sinks")})
+    close(model(tokens), plain(tokens))
 
 
 def test_a_cap_beyond_all_scores_changes_nothing(make_thinker):
-    thinker = make_thinker(softcap=1e6)
+    model = make_thinker(softcap=1e6)
     plain = make_thinker()
     tokens = torch.randint(0, 61, (1, 9))
-    torch.testing.assert_close(thinker(tokens), plain(tokens), rtol=0, atol=1e-3)
+    torch.testing.assert_close(model(tokens), plain(tokens), rtol=0, atol=1e-3)
 
 
 def test_positions_are_known_in_every_way_but_one(make_thinker):
@@ -293,67 +293,67 @@ def test_positions_are_known_in_every_way_but_one(make_thinker):
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
     shuffled = tokens[:, [3, 0, 4, 1, 2, 5]]
     for positions in POSITIONS:
-        thinker = make_thinker(n_layers=1, positions=positions)
-        same = torch.allclose(thinker(tokens)[:, -1], thinker(shuffled)[:, -1], atol=1e-5)
+        model = make_thinker(n_layers=1, positions=positions)
+        same = torch.allclose(model(tokens)[:, -1], model(shuffled)[:, -1], atol=1e-5)
         assert same == (positions == "none"), positions
 
 
 def test_learned_positions_end(make_thinker):
-    thinker = make_thinker(positions="learned", max_seq_len=8)
+    model = make_thinker(positions="learned", max_seq_len=8)
     with pytest.raises(UserError, match="learned 8 positions"):
-        thinker(torch.zeros(1, 9, dtype=torch.long))
-    cache = thinker.new_cache(1, 20)
-    thinker(torch.zeros(1, 6, dtype=torch.long), cache=cache)
+        model(torch.zeros(1, 9, dtype=torch.long))
+    cache = model.new_cache(1, 20)
+    model(torch.zeros(1, 6, dtype=torch.long), cache=cache)
     with pytest.raises(UserError, match="learned 8 positions"):
-        thinker(torch.zeros(1, 3, dtype=torch.long), cache=cache)
+        model(torch.zeros(1, 3, dtype=torch.long), cache=cache)
     assert cache.lengths == [6]
 
 
 def test_tokens_that_are_asked_for_do_not_come_as_embeddings(make_thinker):
-    thinker = make_thinker(attention="token(5) | window(3)")
-    x = thinker.embedding(torch.arange(9)[None])
-    for options in ({}, {"cache": thinker.new_cache()}):
+    model = make_thinker(attention="token(5) | window(3)")
+    x = model.embedding(torch.arange(9)[None])
+    for options in ({}, {"cache": model.new_cache()}):
         with pytest.raises(UserError, match="embeddings have none"):
-            thinker(embeddings=x, **options)
+            model(embeddings=x, **options)
 
 
 @pytest.mark.parametrize("attention", ["linear(8)", "window(4) | global(2)"])
 def test_documents_may_have_any_numbers(make_thinker, attention):
-    thinker, tokens = make_thinker(attention=attention), torch.arange(9)[None]
-    plain = thinker(tokens, documents=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
-    odd = thinker(tokens, documents=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
+    model, tokens = make_thinker(attention=attention), torch.arange(9)[None]
+    plain = model(tokens, documents=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
+    odd = model(tokens, documents=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
     assert torch.equal(plain, odd)
     with pytest.raises(UserError, match=r"documents are \(1, 9\)"):
-        thinker(tokens, documents=torch.zeros(1, 8, dtype=int))
+        model(tokens, documents=torch.zeros(1, 8, dtype=int))
 
 
 def test_angles_that_depend_on_the_length_do_not_go_with_several_documents(make_thinker):
-    thinker = make_thinker(rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_seq_len": 8})
-    thinker(torch.zeros(1, 8, dtype=int), documents=torch.zeros(1, 8, dtype=int))
+    model = make_thinker(rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_seq_len": 8})
+    model(torch.zeros(1, 8, dtype=int), documents=torch.zeros(1, 8, dtype=int))
     with pytest.raises(UserError, match="isolated documents"):
-        thinker(torch.zeros(1, 9, dtype=int), documents=torch.zeros(1, 9, dtype=int))
+        model(torch.zeros(1, 9, dtype=int), documents=torch.zeros(1, 9, dtype=int))
 
 
 def test_a_text_without_end_has_no_table_of_angles_without_end(make_thinker, monkeypatch):
     monkeypatch.setattr("thinker.model.rope.LONGEST_TABLE", 32)
-    thinker, tokens = make_thinker(attention="window(8)"), torch.arange(120)[None] % 61
+    model, tokens = make_thinker(attention="window(8)"), torch.arange(120)[None] % 61
     whole = make_thinker(attention="window(8)")(tokens)  # a model with a table of its own
-    cache, logits = thinker.new_cache(1, 10), []
+    cache, logits = model.new_cache(1, 10), []
     for chunk in tokens.split([20, 5, *[1] * 45, 50], dim=1):
-        logits.append(thinker(chunk, cache=cache))
+        logits.append(model(chunk, cache=cache))
     torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=1e-4, atol=1e-4)
-    assert len(thinker.rope.table[0]) <= 50
+    assert len(model.rope.table[0]) <= 50
 
 
 def test_far_keys_alone_are_told_apart_in_16_bits(make_thinker):
     """What is subtracted for a distance of 400 would be rounded to whole numbers."""
-    thinker = make_thinker(attention="global(4)", positions="alibi", max_seq_len=512)
+    model = make_thinker(attention="global(4)", positions="alibi", max_seq_len=512)
     tokens = torch.arange(400)[None] % 61
-    thinker.activation_dtype = torch.bfloat16
+    model.activation_dtype = torch.bfloat16
     with torch.no_grad():
-        logits = thinker(tokens).float()
-        thinker.kernel = "reference"
-        exact = thinker(tokens).float()
+        logits = model(tokens).float()
+        model.kernel = "reference"
+        exact = model(tokens).float()
     assert (logits - exact).abs().mean() < 0.25 * 0.045  # which it was before
 
 
@@ -421,21 +421,21 @@ def test_learning_goes_on_in_every_form(make_thinker):
             if not goes_together(attention, positions, more):
                 continue
             form = {"attention": attention, "positions": positions, **more}
-            thinker = make_thinker(**form, **({"window": 6} if attention == "LG" else {}))
-            twin = copy.deepcopy(thinker)
+            model = make_thinker(**form, **({"window": 6} if attention == "LG" else {}))
+            twin = copy.deepcopy(model)
             twin.kernel = "reference"
-            for model in (thinker, twin):
-                model(tokens[:, :-1], targets=tokens[:, 1:])[0].backward()
-            for (name, mine), its in zip(thinker.named_parameters(), twin.parameters()):
+            for each in (model, twin):
+                each(tokens[:, :-1], targets=tokens[:, 1:])[0].backward()
+            for (name, mine), its in zip(model.named_parameters(), twin.parameters()):
                 assert mine.grad.abs().sum() > 0, (form, name)
                 torch.testing.assert_close(mine.grad, its.grad, rtol=1e-3, atol=1e-3)
 
 
 def test_forced_kernels_that_cannot_are_refused(make_thinker):
-    thinker = Thinker(make_thinker(attention="strided(4)").config)
-    thinker.kernel = "fold"
+    model = Thinker(make_thinker(attention="strided(4)").config)
+    model.kernel = "fold"
     with pytest.raises(UserError, match=r"the attention kernel 'fold' does not compute strided\(4\)"):
-        thinker(torch.zeros(1, 9, dtype=torch.long))
-    thinker.kernel = "fast"
+        model(torch.zeros(1, 9, dtype=torch.long))
+    model.kernel = "fast"
     with pytest.raises(UserError, match="there are: auto, sdpa"):
-        thinker(torch.zeros(1, 9, dtype=torch.long))
+        model(torch.zeros(1, 9, dtype=torch.long))

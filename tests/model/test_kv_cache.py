@@ -22,13 +22,13 @@ def splits(draw):
 @given(split=splits(), seed=st.integers(0, 5))
 @settings(max_examples=40, deadline=None)
 def test_cached_logits_equal_uncached_at_every_position(make_thinker, n_kv_heads, batch, split, seed):
-    thinker = make_thinker(seed, n_kv_heads=n_kv_heads, max_seq_len=96)
+    model = make_thinker(seed, n_kv_heads=n_kv_heads, max_seq_len=96)
     length, chunks = split
     tokens = torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        full = thinker(tokens)
-    cache = thinker.new_cache(batch, length)
-    pieces = [thinker(chunk, cache=cache) for chunk in tokens.split(chunks, dim=1)]
+        full = model(tokens)
+    cache = model.new_cache(batch, length)
+    pieces = [model(chunk, cache=cache) for chunk in tokens.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, rtol=0, atol=1e-5)
 
 
@@ -40,51 +40,51 @@ def test_cached_logits_equal_uncached_at_every_position(make_thinker, n_kv_heads
 @settings(max_examples=40, deadline=None)
 def test_rows_of_unequal_length(make_thinker, lengths, chunks, seed):
     """Padded prompts in one prefill, each row rewound to its own length, then further chunks of any size."""
-    thinker = make_thinker(seed)
+    model = make_thinker(seed)
     generator = torch.Generator().manual_seed(seed)
     rows, more = len(lengths), sum(chunks)
     tokens = torch.randint(0, 61, (rows, max(lengths) + more), generator=generator)
-    cache = thinker.new_cache(rows, max(lengths) + more)
-    thinker(tokens[:, : max(lengths)], cache=cache)
+    cache = model.new_cache(rows, max(lengths) + more)
+    model(tokens[:, : max(lengths)], cache=cache)
     cache.rewind(lengths)
     tails = torch.stack([tokens[row, length : length + more] for row, length in enumerate(lengths)])
-    logits = torch.cat([thinker(chunk, cache=cache) for chunk in tails.split(chunks, dim=1)], dim=1)
+    logits = torch.cat([model(chunk, cache=cache) for chunk in tails.split(chunks, dim=1)], dim=1)
     for row, length in enumerate(lengths):
         with torch.no_grad():
-            alone = thinker(tokens[row : row + 1, : length + more])[0, length:]
+            alone = model(tokens[row : row + 1, : length + more])[0, length:]
         torch.testing.assert_close(logits[row], alone, rtol=0, atol=1e-5)
     assert cache.lengths == [length + more for length in lengths]
 
 
 def test_select_keeps_rows(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = torch.randint(0, 61, (3, 9))
-    cache = thinker.new_cache(3, 16)
-    thinker(tokens[:, :6], cache=cache)
+    cache = model.new_cache(3, 16)
+    model(tokens[:, :6], cache=cache)
     cache.select([2, 0, 0])
     with torch.no_grad():
-        full = thinker(tokens[[2, 0, 0]])
-    torch.testing.assert_close(thinker(tokens[[2, 0, 0], 6:], cache=cache), full[:, 6:], rtol=0, atol=1e-5)
+        full = model(tokens[[2, 0, 0]])
+    torch.testing.assert_close(model(tokens[[2, 0, 0], 6:], cache=cache), full[:, 6:], rtol=0, atol=1e-5)
 
 
 def test_overflow_is_refused_and_changes_nothing(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = torch.randint(0, 61, (1, 10))
-    cache = thinker.new_cache(1, 8)
-    thinker(tokens[:, :6], cache=cache)
+    cache = model.new_cache(1, 8)
+    model(tokens[:, :6], cache=cache)
     before = [layer.keys.clone() for layer in cache.layers], list(cache.lengths)
     with pytest.raises(UserError, match="8 positions, 6 are taken: 3 more do not fit"):
-        thinker(tokens[:, 6:9], cache=cache)
+        model(tokens[:, 6:9], cache=cache)
     assert all(torch.equal(layer.keys, old) for layer, old in zip(cache.layers, before[0], strict=True))
     assert cache.lengths == before[1]
-    assert thinker(tokens[:, 6:8], cache=cache).shape == (1, 2, 61)
+    assert model(tokens[:, 6:8], cache=cache).shape == (1, 2, 61)
 
 
 def test_wrong_batch_and_wrong_rewind_are_refused(make_thinker):
-    thinker = make_thinker()
-    cache = thinker.new_cache(2, 8)
+    model = make_thinker()
+    cache = model.new_cache(2, 8)
     with pytest.raises(UserError, match="2 rows"):
-        thinker(torch.zeros(3, 1, dtype=torch.long), cache=cache)
+        model(torch.zeros(3, 1, dtype=torch.long), cache=cache)
     with pytest.raises(UserError, match="rewind"):
         cache.rewind([1, 0])
 
@@ -96,18 +96,18 @@ def test_holds_key_heads_only(make_thinker):
 
 
 def test_no_gradient_through_a_cache(make_thinker):
-    thinker = make_thinker()
-    logits = thinker(torch.zeros(1, 3, dtype=torch.long), cache=thinker.new_cache(1, 8))
+    model = make_thinker()
+    logits = model(torch.zeros(1, 3, dtype=torch.long), cache=model.new_cache(1, 8))
     assert not logits.requires_grad
-    assert thinker(torch.zeros(1, 3, dtype=torch.long)).requires_grad
+    assert model(torch.zeros(1, 3, dtype=torch.long)).requires_grad
 
 
 def test_bf16_cache_is_bf16(make_thinker):
-    thinker = make_thinker()
-    thinker.activation_dtype = torch.bfloat16
-    cache = thinker.new_cache(1, 8)
+    model = make_thinker()
+    model.activation_dtype = torch.bfloat16
+    cache = model.new_cache(1, 8)
     assert cache.layers[0].keys.dtype == torch.bfloat16
-    assert thinker(torch.zeros(1, 3, dtype=torch.long), cache=cache).dtype == torch.bfloat16
+    assert model(torch.zeros(1, 3, dtype=torch.long), cache=cache).dtype == torch.bfloat16
 
 
 @given(
@@ -120,18 +120,18 @@ def test_bf16_cache_is_bf16(make_thinker):
 @settings(max_examples=12, deadline=None)
 def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, chunk, history, fixed, seed):
     """Whatever lies there, the logits are the same to the last bit."""
-    thinker = make_thinker(seed)
+    model = make_thinker(seed)
     tokens = torch.randint(0, 61, (len(lengths), 29), generator=torch.Generator().manual_seed(seed))
     if history == "extended":
-        cache = thinker.new_cache(1, 32)
-        thinker(tokens[:1, : lengths[0]], cache=cache)
+        cache = model.new_cache(1, 32)
+        model(tokens[:1, : lengths[0]], cache=cache)
         for row, length in enumerate(lengths[1:], start=1):
-            other = thinker.new_cache(1, 32)
-            thinker(tokens[row : row + 1, :length], cache=other)
+            other = model.new_cache(1, 32)
+            model(tokens[row : row + 1, :length], cache=other)
             cache.extend(other)
     else:
-        cache = thinker.new_cache(len(lengths), 32)
-        thinker(tokens[:, : max(lengths)], cache=cache)
+        cache = model.new_cache(len(lengths), 32)
+        model(tokens[:, : max(lengths)], cache=cache)
         cache.rewind(lengths)
     if history == "selected":
         cache.select([0, *range(len(lengths))])
@@ -145,7 +145,7 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, chun
                 empty = held[row, :, length:]
                 empty.copy_(1e4 * torch.randn(empty.shape, generator=generator))
     for new in (tokens[:, :chunk], tokens[:, :1], tokens[:, :1]):
-        assert torch.equal(thinker(new, cache=littered), thinker(new, cache=cache))
+        assert torch.equal(model(new, cache=littered), model(new, cache=cache))
 
 
 @given(
@@ -156,14 +156,14 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, chun
 )
 @settings(max_examples=10, deadline=None)
 def test_rows_read_alone_and_put_together_go_on_as_if_alone(make_thinker, lengths, chunks, fixed, seed):
-    thinker = make_thinker(seed)
+    model = make_thinker(seed)
     tokens = torch.randint(0, 61, (len(lengths), 32), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        full = thinker(tokens)
+        full = model(tokens)
     cache = None
     for row, length in enumerate(lengths):
-        part = thinker.new_cache(1, 32)
-        thinker(tokens[row : row + 1, :length], cache=part)
+        part = model.new_cache(1, 32)
+        model(tokens[row : row + 1, :length], cache=part)
         if cache is None:
             cache = part
         else:
@@ -172,14 +172,14 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(make_thinker, length
     rows = torch.arange(len(lengths))[:, None]
     for chunk in chunks:
         at = torch.tensor(cache.lengths)[:, None] + torch.arange(chunk)  # (B, T)
-        torch.testing.assert_close(thinker(tokens[rows, at], cache=cache), full[rows, at], rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(tokens[rows, at], cache=cache), full[rows, at], rtol=0, atol=1e-5)
     assert cache.lengths == [length + sum(chunks) for length in lengths]
 
 
 def test_selecting_and_extending_keep_the_order_in_memory(make_thinker):
     """Keys lie in columns on a CPU, because they are read faster so; a batch that changes must not lose that."""
-    thinker = make_thinker()
-    cache, other = thinker.new_cache(1, 12), thinker.new_cache(2, 12)
+    model = make_thinker()
+    cache, other = model.new_cache(1, 12), model.new_cache(2, 12)
     strides = cache.layers[0].keys.stride(), cache.layers[0].values.stride()
     assert strides[0][2:] == (1, 16)  # each column begins where a cache line does
     assert strides[1][2:] == (8, 1)
@@ -187,7 +187,7 @@ def test_selecting_and_extending_keep_the_order_in_memory(make_thinker):
     cache.select([2, 0, 0, 1])
     for layer in cache.layers:
         assert (layer.keys.stride(), layer.values.stride()) == strides
-    assert cache.nbytes == 4 * thinker.new_cache(1, 12).nbytes
+    assert cache.nbytes == 4 * model.new_cache(1, 12).nbytes
 
 
 def test_a_fixed_cache_reads_every_slot_under_a_mask_whatever_it_holds(make_thinker):

@@ -89,12 +89,12 @@ def close(ours, theirs, atol):
         torch.testing.assert_close(mine.double(), other.double(), rtol=0, atol=atol)
 
 
-def logits_of_transformers(thinker, values, tokens):
+def logits_of_transformers(model, values, tokens):
     """Of a fresh model with our weights: transformers' dynamic angles depend on the passes before."""
-    other = as_transformers(thinker)
+    other = as_transformers(model)
     config = copy.deepcopy(other.config)
     config.max_position_embeddings = values.get("original_max_seq_len", ORIGINAL)
-    config.rope_parameters = their_parameters(values, thinker.config.rope_theta)
+    config.rope_parameters = their_parameters(values, model.config.rope_theta)
     fresh = type(other)(config).eval()
     fresh.load_state_dict(other.state_dict())
     with torch.no_grad():
@@ -135,27 +135,27 @@ def test_tables_without_scaling_equal_those_of_transformers(theta):
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 def test_logits_equal_those_of_transformers(make_thinker, name, qk_norm):
     values = SCALINGS[name] | {"factor": 4.0}
-    thinker = make_thinker(d_model=64, max_seq_len=ORIGINAL, qk_norm=qk_norm, rope_theta=500.0)
+    model = make_thinker(d_model=64, max_seq_len=ORIGINAL, qk_norm=qk_norm, rope_theta=500.0)
     tokens = torch.randint(0, 61, (2, 3 * ORIGINAL))
     with torch.no_grad():
-        plain = thinker(tokens)
-        thinker.rope = Rope(thinker.config.head_dim, 500.0, scaled(name, 4.0))
-        ours = thinker(tokens)
-    torch.testing.assert_close(ours, logits_of_transformers(thinker, values, tokens), rtol=0, atol=1e-4)
+        plain = model(tokens)
+        model.rope = Rope(model.config.head_dim, 500.0, scaled(name, 4.0))
+        ours = model(tokens)
+    torch.testing.assert_close(ours, logits_of_transformers(model, values, tokens), rtol=0, atol=1e-4)
     assert (ours - plain).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("lengths", [(96, 32, 64), (20, 96, 95, 97, 96), (32, 33, 32, 64, 31)], ids=str)
 def test_dynamic_tables_are_never_those_of_another_length(make_thinker, lengths):
     values = SCALINGS["dynamic"] | {"factor": 2.0}
-    thinker = make_thinker(d_model=64, max_seq_len=ORIGINAL, qk_norm=False)
-    thinker.rope = Rope(16, 10000.0, scaled("dynamic", 2.0))
+    model = make_thinker(d_model=64, max_seq_len=ORIGINAL, qk_norm=False)
+    model.rope = Rope(16, 10000.0, scaled("dynamic", 2.0))
     for length in lengths:
-        close(our_tables(thinker.rope, length), their_tables(values, 16, 1e4, length, exact=True), 1e-6)
+        close(our_tables(model.rope, length), their_tables(values, 16, 1e4, length, exact=True), 1e-6)
         tokens = torch.randint(0, 61, (1, length))
         with torch.no_grad():
-            ours = thinker(tokens)
-        torch.testing.assert_close(ours, logits_of_transformers(thinker, values, tokens), rtol=0, atol=1e-4)
+            ours = model(tokens)
+        torch.testing.assert_close(ours, logits_of_transformers(model, values, tokens), rtol=0, atol=1e-4)
 
 
 @each_scaling

@@ -17,12 +17,12 @@ from thinker.runtime.errors import UserError
 @settings(max_examples=40, deadline=None)
 def test_changing_a_token_changes_no_logit_before_it(make_thinker, length, at, seed):
     at %= length
-    thinker = make_thinker(seed)
+    model = make_thinker(seed)
     tokens = torch.randint(0, 61, (1, length), generator=torch.Generator().manual_seed(seed))
     changed = tokens.clone()
     changed[0, at] = (changed[0, at] + 1) % 61
     with torch.no_grad():
-        a, b = thinker(tokens), thinker(changed)
+        a, b = model(tokens), model(changed)
     assert torch.equal(a[:, :at], b[:, :at])
     assert not torch.equal(a[:, at], b[:, at])
 
@@ -35,14 +35,14 @@ class AtZero(Rope):
 
 
 def test_without_positions_a_block_is_blind_to_order(make_thinker):
-    thinker = make_thinker(n_layers=1)
+    model = make_thinker(n_layers=1)
     tokens = torch.randint(0, 61, (1, 12))
     shuffled = torch.cat([tokens[:, torch.randperm(11)], tokens[:, 11:]], dim=1)
     assert not torch.equal(tokens, shuffled)
     with torch.no_grad():
-        assert not torch.allclose(thinker(tokens)[:, -1], thinker(shuffled)[:, -1], atol=1e-2)
-        thinker.rope = AtZero(thinker.config.head_dim, 10000.0)
-        torch.testing.assert_close(thinker(tokens)[:, -1], thinker(shuffled)[:, -1], rtol=0, atol=1e-5)
+        assert not torch.allclose(model(tokens)[:, -1], model(shuffled)[:, -1], atol=1e-2)
+        model.rope = AtZero(model.config.head_dim, 10000.0)
+        torch.testing.assert_close(model(tokens)[:, -1], model(shuffled)[:, -1], rtol=0, atol=1e-5)
 
 
 @given(
@@ -72,45 +72,45 @@ def test_shifting_all_positions_changes_no_logit(make_thinker):
         def forward(self, positions, end, dtype):
             return super().forward(positions + 1000, end + 1000, dtype)
 
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = torch.randint(0, 61, (2, 20))
     with torch.no_grad():
-        before = thinker(tokens)
-        thinker.rope = Shifted(thinker.config.head_dim, thinker.config.rope_theta)
-        torch.testing.assert_close(thinker(tokens), before, rtol=0, atol=1e-3)
+        before = model(tokens)
+        model.rope = Shifted(model.config.head_dim, model.config.rope_theta)
+        torch.testing.assert_close(model(tokens), before, rtol=0, atol=1e-3)
 
 
 def test_rope_tables_grow_on_demand_and_are_not_saved(make_thinker):
-    thinker = make_thinker()
-    short = thinker.rope(torch.arange(5), 5, torch.float32)
-    long = thinker.rope(torch.arange(5000), 5000, torch.float32)
+    model = make_thinker()
+    short = model.rope(torch.arange(5), 5, torch.float32)
+    long = model.rope(torch.arange(5000), 5000, torch.float32)
     assert torch.equal(short[0], long[0][:5])
-    assert not any("rope" in name for name in thinker.state_dict())
+    assert not any("rope" in name for name in model.state_dict())
 
 
 def test_embeddings_instead_of_tokens(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = torch.randint(0, 61, (2, 9))
     with torch.no_grad():
-        assert torch.equal(thinker(embeddings=thinker.embedding(tokens)), thinker(tokens))
+        assert torch.equal(model(embeddings=model.embedding(tokens)), model(tokens))
 
 
 def test_last_only(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = torch.randint(0, 61, (2, 9))
     with torch.no_grad():
-        last = thinker(tokens, last_only=True)
+        last = model(tokens, last_only=True)
         assert last.shape == (2, 1, 61)
-        torch.testing.assert_close(last, thinker(tokens)[:, -1:], rtol=0, atol=1e-6)
+        torch.testing.assert_close(last, model(tokens)[:, -1:], rtol=0, atol=1e-6)
 
 
 def test_wrong_inputs_are_refused(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = torch.zeros(1, 3, dtype=torch.long)
     for arguments in ({}, {"tokens": tokens, "embeddings": torch.zeros(1, 3, 32)}, {"tokens": tokens[0]},
                       {"tokens": tokens[:, :0]}, {"embeddings": torch.zeros(3, 32)}):  # fmt: skip
         with pytest.raises(UserError):
-            thinker(**arguments)
+            model(**arguments)
 
 
 def test_the_head_can_be_drawn_with_a_deviation():
@@ -122,8 +122,8 @@ def test_the_head_can_be_drawn_with_a_deviation():
 
 def test_every_matrix_can_be_drawn_alike():
     torch.manual_seed(3)
-    thinker = Thinker(ThinkerConfig(vocab_size=500, d_model=128, n_layers=2, init="normal"))
-    for name, parameter in thinker.named_parameters():
+    model = Thinker(ThinkerConfig(vocab_size=500, d_model=128, n_layers=2, init="normal"))
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.03), name
             assert abs(parameter.mean().item()) < 0.0005, name
@@ -134,9 +134,9 @@ def test_every_matrix_can_be_drawn_alike():
 @pytest.mark.parametrize("tied", [False, True])
 def test_initialisation(tied):
     torch.manual_seed(3)
-    thinker = Thinker(ThinkerConfig(vocab_size=500, d_model=128, n_layers=2, n_heads=4, tie_embeddings=tied))
+    model = Thinker(ThinkerConfig(vocab_size=500, d_model=128, n_layers=2, n_heads=4, tie_embeddings=tied))
     tokens = torch.randint(0, 500, (2, 30))
-    for name, parameter in thinker.named_parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             assert (parameter == 1).all(), name
         elif name.endswith(("o_proj.weight", "down_proj.weight")) or name == "head.weight":
@@ -145,38 +145,38 @@ def test_initialisation(tied):
             expected = (0.02 if tied else 1.0) if name == "embedding.weight" else parameter.shape[1] ** -0.5
             assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
     with torch.no_grad():
-        x = thinker.embedding(tokens)
-        for block in thinker.blocks:  # every block begins as the identity
-            assert torch.equal(block(x, thinker.rope(torch.arange(30), 30, x.dtype), Sight(is_causal=True)), x)
+        x = model.embedding(tokens)
+        for block in model.blocks:  # every block begins as the identity
+            assert torch.equal(block(x, model.rope(torch.arange(30), 30, x.dtype), Sight(is_causal=True)), x)
         if not tied:
-            loss, count = thinker(tokens, targets=tokens)
+            loss, count = model(tokens, targets=tokens)
             assert (loss / count).item() == pytest.approx(math.log(500), rel=1e-6)
-    again = Thinker(thinker.config)
+    again = Thinker(model.config)
     again.initialise(torch.Generator().manual_seed(7))
-    twin = Thinker(thinker.config)
+    twin = Thinker(model.config)
     twin.initialise(torch.Generator().manual_seed(7))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), twin.parameters()))
 
 
 def test_dropout_acts_in_training_only(make_thinker):
-    thinker = make_thinker(dropout=0.5)
+    model = make_thinker(dropout=0.5)
     tokens = torch.randint(0, 61, (1, 9))
-    assert torch.equal(thinker(tokens), thinker(tokens))
-    thinker.train()
-    assert not torch.equal(thinker(tokens), thinker(tokens))
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
 
 
 def test_attention_weights(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = torch.randint(0, 61, (2, 11))
-    weights = thinker.attention_weights(tokens)
+    weights = model.attention_weights(tokens)
     assert weights.shape == (2, 2, 4, 11, 11)  # (layers, B, H, T, T)
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 4, 11))
     assert (weights.triu(1) == 0).all()
-    assert not thinker.blocks[0].attention._forward_pre_hooks
-    first = thinker.blocks[0]
-    x = first.attention_norm(thinker.embedding(tokens))
-    rope = thinker.rope(torch.arange(11), 11, x.dtype)
+    assert not model.blocks[0].attention._forward_pre_hooks
+    first = model.blocks[0]
+    x = first.attention_norm(model.embedding(tokens))
+    rope = model.rope(torch.arange(11), 11, x.dtype)
     v = first.attention.project(x, rope)[2].repeat_interleave(2, dim=1)  # (B, H, T, D)
     seen = (weights[0] @ v).transpose(1, 2).flatten(2) @ first.attention.o_proj.weight.T
     torch.testing.assert_close(
@@ -185,13 +185,13 @@ def test_attention_weights(make_thinker):
 
 
 def test_weights_stay_fp32_while_activations_are_bf16(make_thinker):
-    thinker = make_thinker()
+    model = make_thinker()
     tokens = torch.randint(0, 61, (2, 11))
-    exact = thinker(tokens)
-    thinker.activation_dtype = torch.bfloat16
-    rough = thinker(tokens)
+    exact = model(tokens)
+    model.activation_dtype = torch.bfloat16
+    rough = model(tokens)
     assert rough.dtype == torch.bfloat16
-    assert all(parameter.dtype == torch.float32 for parameter in thinker.parameters())
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert (rough.float() - exact).abs().max() < 0.1 * exact.std()
 
 

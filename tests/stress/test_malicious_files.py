@@ -114,7 +114,7 @@ def stage(tmp_path_factory, text_file):
     step(Batch(tokens, tokens, 18), 1.0)
     state = RunState(step=1, recipe=recipe.model_dump(mode="json"), pending_losses=1.5, scaler={"scale": 2.0})
     folder = run.checkpoints / "step-00000001"
-    checkpoint.save(folder, step.thinker, state.model_dump(mode="json"), step.optimizers.tensors())
+    checkpoint.save(folder, step.model, state.model_dump(mode="json"), step.optimizers.tensors())
     (run.path / "recipe.yaml").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())
     run.log({"step": 1, "train_loss": 2.5})
     corpus = prepare(source="text", path=text_file, tokenizer="byte", cache_dir=run.path / "c", progress=False)

@@ -184,8 +184,8 @@ def test_a_model_is_read_from_files_of_many_ranks(saved):
         assert len(list(folder.glob("*.safetensors"))) == (int(size) if form == "sharded" else 2)
         listed = checkpoint.read_json(folder / "manifest.json")
         assert {path.name for path in folder.iterdir()} == {*listed, "manifest.json"}
-        thinker = checkpoint.load_thinker(folder)
-        assert all(torch.equal(value, was[name]) for name, value in thinker.named_parameters())
+        model = checkpoint.load_thinker(folder)
+        assert all(torch.equal(value, was[name]) for name, value in model.named_parameters())
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -18,15 +18,15 @@ SMALL = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.preci
 
 def test_a_step_learns_from_each_document_alone():
     recipe = load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", SMALL)
-    thinker = draw(recipe.thinker_config(vocab_size=61), 1, torch.device("cpu"))
-    for parameter in thinker.parameters():
+    model = draw(recipe.thinker_config(vocab_size=61), 1, torch.device("cpu"))
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
     x, y, documents = tokens[:, :-1], tokens[:, 1:], torch.tensor([[0] * 5 + [1] * 7] * 2)
     with torch.no_grad():
-        alone = sum(thinker(x[:, part], targets=y[:, part])[0] for part in (slice(0, 5), slice(5, 12))) / 24
-        together = thinker(x, targets=y)[0] / 24
-    loss, _ = TrainingStep(thinker, recipe)(Batch(x, y, 24, documents), 0.0)
+        alone = sum(model(x[:, part], targets=y[:, part])[0] for part in (slice(0, 5), slice(5, 12))) / 24
+        together = model(x, targets=y)[0] / 24
+    loss, _ = TrainingStep(model, recipe)(Batch(x, y, 24, documents), 0.0)
     torch.testing.assert_close(loss, alone)
     assert abs(loss - together) > 1e-3
 
@@ -34,15 +34,15 @@ def test_a_step_learns_from_each_document_alone():
 def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
     corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
     recipe = load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "data.isolate_documents=true"])
-    thinker = draw(recipe.thinker_config(vocab_size=257), 1, torch.device("cpu"))
-    for parameter in thinker.parameters():
+    model = draw(recipe.thinker_config(vocab_size=257), 1, torch.device("cpu"))
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     loader = Loader(Windows(corpus.train, 1024, "contiguous", isolate=True), 2, seed=1)
-    samples = diagnose(thinker, loader, corpus.tokenizer, 0)["samples"]
+    samples = diagnose(model, loader, corpus.tokenizer, 0)["samples"]
     inputs, targets = loader.batch(0)
     documents = loader.windows.documents(inputs)
     assert documents.max() > 1
-    loss, _ = TrainingStep(thinker, recipe)(Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0)
+    loss, _ = TrainingStep(model, recipe)(Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0)
     assert sum(sample["loss"] for sample in samples) / 2 == pytest.approx(float(loss), rel=1e-4)
 
 

@@ -82,21 +82,21 @@ def losses(trainer, key):
 @pytest.mark.parametrize("lora", [[], ["train.lora_rank=4", "train.lora_alpha=4"]], ids=["whole", "lora"])
 def test_the_loss_on_answers_falls_and_the_run_goes_out_again(trainer, base, tmp_path, lora):
     training = trainer(*lora)
-    before = training.evaluator(training.thinker).loss
+    before = training.evaluator(training.model).loss
     assert training.train() == 0
     after = losses(training, "val_loss")[-1]
     assert after < 0.7 * before
     assert losses(training, "train_loss")[-1] < losses(training, "train_loss")[0]
-    thinker, tokenizer = load(tmp_path / "run")
+    model, tokenizer = load(tmp_path / "run")
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.content_hash == load_tokenizer(base).content_hash
-    assert not any(isinstance(module, LoraLinear) for module in thinker.modules())
+    assert not any(isinstance(module, LoraLinear) for module in model.modules())
     tokens = torch.randint(tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours = thinker(tokens)
-        torch.testing.assert_close(ours, training.thinker.eval()(tokens), rtol=0, atol=1e-5)
+        ours = model(tokens)
+        torch.testing.assert_close(ours, training.model.eval()(tokens), rtol=0, atol=1e-5)
         (tmp_path / "out").mkdir()
-        save_folder(thinker, tokenizer, tmp_path / "out")
+        save_folder(model, tokenizer, tmp_path / "out")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
 
@@ -111,8 +111,8 @@ def test_positions_that_are_masked_get_no_gradient(trainer):
         out.retain_grad()
         seen.append(out)
 
-    hook = training.thinker.norm.register_forward_hook(keep)
-    loss_sum, count = training.thinker(batch[0], targets=batch[1])
+    hook = training.model.norm.register_forward_hook(keep)
+    loss_sum, count = training.model(batch[0], targets=batch[1])
     loss_sum.backward()
     hook.remove()
     counted = batch[1] >= 0
@@ -122,7 +122,7 @@ def test_positions_that_are_masked_get_no_gradient(trainer):
     assert (sizes[counted] > 0).all()
     with torch.no_grad():
         nats = torch.nn.functional.cross_entropy(
-            training.thinker(batch[0])[counted], batch[1][counted], reduction="sum"
+            training.model(batch[0])[counted], batch[1][counted], reduction="sum"
         )
     torch.testing.assert_close(loss_sum, nats)
     ids = [tokens[row].tolist() for tokens, row in ((batch[1][i], counted[i]) for i in range(len(counted)))]
@@ -131,28 +131,28 @@ def test_positions_that_are_masked_get_no_gradient(trainer):
 
 
 def test_an_adapter_of_zeros_changes_no_logit_and_merged_equals_unmerged():
-    thinker, tokens = random_thinker(attention_bias=True, qk_norm=False), torch.randint(61, (2, 30))
+    model, tokens = random_thinker(attention_bias=True, qk_norm=False), torch.randint(61, (2, 30))
     with torch.no_grad():
-        before = thinker(tokens)
-        add_lora(thinker, 4, 2.0)
-        assert torch.equal(thinker(tokens), before)
-        for module in thinker.modules():
+        before = model(tokens)
+        add_lora(model, 4, 2.0)
+        assert torch.equal(model(tokens), before)
+        for module in model.modules():
             if isinstance(module, LoraLinear):
                 module.lora_B.normal_(0, 0.3)
-        unmerged = thinker(tokens)
+        unmerged = model(tokens)
         assert (unmerged - before).abs().max() > 0.1
-        merge_lora(thinker)
-        torch.testing.assert_close(thinker(tokens), unmerged, rtol=0, atol=2e-5)
-    assert not any("lora" in name for name in thinker.state_dict())
-    assert all(parameter.requires_grad for parameter in thinker.parameters())
+        merge_lora(model)
+        torch.testing.assert_close(model(tokens), unmerged, rtol=0, atol=2e-5)
+    assert not any("lora" in name for name in model.state_dict())
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_only_adapters_move(trainer, base):
     training = trainer("train.lora_rank=2", "train.max_steps=5")
-    frozen = {name: p.clone() for name, p in training.thinker.named_parameters() if "lora" not in name}
+    frozen = {name: p.clone() for name, p in training.model.named_parameters() if "lora" not in name}
     assert {name for name in training.train_step.optimizers.tensors() if "lora" not in name} == set()
     training.train()
-    for name, parameter in training.thinker.named_parameters():
+    for name, parameter in training.model.named_parameters():
         if "lora" in name:
             assert parameter.requires_grad
             assert parameter.abs().sum() > 0
@@ -193,13 +193,13 @@ def test_peft_loads_our_adapter(trainer, base, tmp_path):
     trainer("train.lora_rank=3", "train.lora_alpha=12", "train.max_steps=10").train()
     checkpoint = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     (tmp_path / "adapter").mkdir()
-    thinker, _ = load(tmp_path / "run")
-    write_adapter(checkpoint, thinker.config, base, tmp_path / "adapter")
+    model, _ = load(tmp_path / "run")
+    write_adapter(checkpoint, model.config, base, tmp_path / "adapter")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
-    tokens = torch.randint(thinker.config.vocab_size, (2, 40))
+    tokens = torch.randint(model.config.vocab_size, (2, 40))
     with torch.no_grad():
-        ours = thinker(tokens)
+        ours = model(tokens)
         assert (ours - load(base)[0](tokens)).abs().max() > 1e-3
         torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
         torch.testing.assert_close(theirs.merge_and_unload()(tokens).logits, ours, rtol=0, atol=1e-5)
@@ -209,9 +209,9 @@ def test_peft_loads_our_adapter(trainer, base, tmp_path):
     trainer("train.max_steps=1", folder="plain").train()
     plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
     with pytest.raises(UserError, match="has no adapters"):
-        write_adapter(plain, thinker.config, base, tmp_path / "adapter")
+        write_adapter(plain, model.config, base, tmp_path / "adapter")
     with pytest.raises(UserError, match=r"model.max_seq_len is 999, .* which an adapter cannot change"):
-        write_adapter(checkpoint, dataclasses.replace(thinker.config, max_seq_len=999), base, tmp_path / "adapter")
+        write_adapter(checkpoint, dataclasses.replace(model.config, max_seq_len=999), base, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -270,9 +270,9 @@ def test_what_contradicts_the_model_is_refused(trainer, tmp_path, overrides, mes
 def test_a_longer_context_and_dropout_may_be_asked_for(trainer):
     training = trainer("model.max_seq_len=128", "model.dropout=0.1", "data.seq_len=80",
                        "model.rope_scaling={type: yarn, factor: 2, original_max_seq_len: 64}")  # fmt: skip
-    assert training.thinker.config.max_seq_len == 128
-    assert training.thinker.rope.scaling.type == "yarn"
-    assert training.thinker.dropout.p == 0.1
+    assert training.model.config.max_seq_len == 128
+    assert training.model.rope.scaling.type == "yarn"
+    assert training.model.dropout.p == 0.1
     training.batches.close()
     training.saver.close()
 

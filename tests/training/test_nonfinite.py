@@ -29,7 +29,7 @@ def make_step(optimizer="muon", **train):
 
 
 def everything(step):
-    return {**dict(step.thinker.state_dict()), **step.optimizers.tensors()}
+    return {**dict(step.model.state_dict()), **step.optimizers.tensors()}
 
 
 def copy_of(step):
@@ -48,7 +48,7 @@ def poison(step, value, where):
         gradient.view(-1)[3] = value
         return gradient
 
-    return dict(step.thinker.named_parameters())[where].register_hook(spoil)
+    return dict(step.model.named_parameters())[where].register_hook(spoil)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -75,7 +75,7 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(optimizer, value, where, c
 def test_a_loss_that_is_not_finite_changes_no_bit():
     step = make_step()
     step(a_batch(0), 1.0)
-    embedding, token = step.thinker.embedding.weight, int(a_batch(1).inputs[0, 7])
+    embedding, token = step.model.embedding.weight, int(a_batch(1).inputs[0, 7])
     with torch.no_grad():
         kept = embedding[token].clone()
         embedding[token] = math.inf
@@ -119,7 +119,7 @@ def test_how_many_were_left_out_is_restored(tmp_path):
     step = make_step(skip_bad_steps=3)
     step(a_batch(0), 1.0)
     before = copy_of(step)
-    checkpoint.save(tmp_path / "step-00000001", step.thinker, {}, step.optimizers.tensors())
+    checkpoint.save(tmp_path / "step-00000001", step.model, {}, step.optimizers.tensors())
     other = make_step(skip_bad_steps=3)
     restore(tmp_path / "step-00000001", other, RunState(step=1, skipped=3))
     assert same_bits(before, everything(other))
@@ -148,26 +148,26 @@ def test_where_fp16_overflows_the_scale_falls_and_the_step_is_no_bad_one():
 def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(text_file, tmp_path, make_thinker, value):
     corpus = prepare(source="text", path=text_file, tokenizer="byte", cache_dir=tmp_path, progress=False)
     loader = Loader(Windows(corpus.train, 16, "contiguous"), 3, 1)
-    thinker = make_thinker(vocab_size=257).train()
-    healthy = diagnose(thinker, loader, corpus.tokenizer, 5)
+    model = make_thinker(vocab_size=257).train()
+    healthy = diagnose(model, loader, corpus.tokenizer, 5)
     assert healthy["first_not_finite"] is None
     assert healthy["gradients_not_finite"] == []
     for row, sample in enumerate(healthy["samples"]):
         inputs, targets = loader.batch(5, slice(row, row + 1))
-        loss, count = thinker(inputs, targets=targets)
+        loss, count = model(inputs, targets=targets)
         assert sample["loss"] == pytest.approx((loss / count).item())
         assert sample["text"] == corpus.tokenizer.decode(inputs[0].tolist())
     with torch.no_grad():
-        thinker.blocks[1].mlp.up_proj.weight[0, 0] = value
-    before = {name: tensor.clone() for name, tensor in thinker.state_dict().items()}
-    ill = diagnose(thinker, loader, corpus.tokenizer, 5)
+        model.blocks[1].mlp.up_proj.weight[0, 0] = value
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ill = diagnose(model, loader, corpus.tokenizer, 5)
     assert ill["first_not_finite"] == "blocks.1.mlp.up_proj"
     assert "embedding.weight" in ill["gradients_not_finite"]
     assert [sample["loss"] for sample in ill["samples"]] == [None] * 3
     assert ill["largest_weight"][0] == "blocks.1.mlp.up_proj.weight"
-    assert same_bits(before, dict(thinker.state_dict()))
-    assert thinker.training
-    assert all(parameter.grad is None for parameter in thinker.parameters())
+    assert same_bits(before, dict(model.state_dict()))
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 # ------------------------------------------------------------------ the real command

@@ -13,10 +13,10 @@ def config(**changes):
     return ThinkerConfig(**{**SHAPE, **changes})
 
 
-def rates(thinker, section):
+def rates(model, section):
     """The name of each parameter: its optimizer's class, its rate and its weight decay."""
     found = {}
-    for optimizer in Optimizers(thinker, fill_rates(section, thinker.config, 16)).optimizers:
+    for optimizer in Optimizers(model, fill_rates(section, model.config, 16)).optimizers:
         for group in optimizer.param_groups:
             for name in group["param_names"]:
                 assert name not in found
@@ -31,10 +31,10 @@ def kind(name):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_moves_the_matrices_and_adamw_the_rest(make_thinker, tied):
-    thinker = make_thinker(tie_embeddings=tied)
+    model = make_thinker(tie_embeddings=tied)
     section = OptimizerSection(lr=0.5, embedding_lr=0.4, head_lr=0.3, gain_lr=0.2, weight_decay=0.1)
-    found = rates(thinker, section)
-    assert found.keys() == dict(thinker.named_parameters()).keys()
+    found = rates(model, section)
+    assert found.keys() == dict(model.named_parameters()).keys()
     expected = {"matrix": ("Muon", 0.5, 0.1), "embedding": ("AdamW", 0.4, 0.0), "head": ("Muon", 0.3, 0.1),
                 "gain": ("AdamW", 0.2, 0.0)}  # fmt: skip
     for name, group in found.items():
@@ -90,14 +90,14 @@ def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(section):
     """What the rule of the head says, measured: one step on one token, whose logits move the same way at any width."""
     moved = []
     for width in (64, 256, 1024):
-        thinker = Thinker(config(vocab_size=2048, d_model=width))
-        optimizers = Optimizers(thinker, fill_rates(section, thinker.config, 16))
+        model = Thinker(config(vocab_size=2048, d_model=width))
+        optimizers = Optimizers(model, fill_rates(section, model.config, 16))
         x = torch.randn(width, generator=torch.Generator().manual_seed(0))
-        (thinker.head.weight @ x)[7].backward()
-        before = thinker.head.weight.detach() @ x.sign()
+        (model.head.weight @ x)[7].backward()
+        before = model.head.weight.detach() @ x.sign()
         for optimizer in optimizers.optimizers:
             optimizer.step()
-        moved.append((thinker.head.weight.detach() @ x.sign() - before).norm().item())
+        moved.append((model.head.weight.detach() @ x.sign() - before).norm().item())
     assert moved[0] > 0
     assert max(moved) < 1.2 * min(moved)
 

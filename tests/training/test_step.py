@@ -30,7 +30,7 @@ def trained(steps=3, **train):
     for number in range(steps):
         loss, norm = step(a_batch(number), 1.0)
     assert norm > 0
-    return {name: p.detach().clone() for name, p in step.thinker.named_parameters()}, loss
+    return {name: p.detach().clone() for name, p in step.model.named_parameters()}, loss
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -63,7 +63,7 @@ def test_a_shared_cast_changes_no_bit(monkeypatch):
 def test_each_matrix_is_cast_once_a_step(size, every):
     train = {"precision": "bf16", "compile": False, "micro_batch_size": size, "batch_size": 4, "max_steps": 9}
     step = TrainingStep(draw(CONFIG, 1, CPU), check_recipe({"train": {**train, "recompute_every": every}}))
-    matrices = {p.data_ptr(): name for name, p in step.thinker.named_parameters() if "proj" in name or "head" in name}
+    matrices = {p.data_ptr(): name for name, p in step.model.named_parameters() if "proj" in name or "head" in name}
     casts = []
 
     class Watch(TorchDispatchMode):
@@ -75,7 +75,7 @@ def test_each_matrix_is_cast_once_a_step(size, every):
     with Watch():
         step(a_batch(), 1.0)
     assert sorted(casts) == sorted(matrices.values())
-    assert all(m.cast is None for m in step.thinker.modules() if hasattr(m, "cast"))
+    assert all(m.cast is None for m in step.model.modules() if hasattr(m, "cast"))
 
 
 @pytest.mark.parametrize("every", [None, 2])

@@ -58,21 +58,21 @@ def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile()
     grads = {}
     for name in ("fp32", "bf16", "compiled"):
         torch.manual_seed(0)
-        thinker = Thinker(config)
-        torch.nn.init.normal_(thinker.head.weight, std=0.1)
-        thinker.activation_dtype = None if name == "fp32" else torch.bfloat16
+        model = Thinker(config)
+        torch.nn.init.normal_(model.head.weight, std=0.1)
+        model.activation_dtype = None if name == "fp32" else torch.bfloat16
         if name == "compiled":
-            for block in thinker.blocks:
+            for block in model.blocks:
                 block.compile()
-        loss, count = thinker(tokens[:, :-1], targets=tokens[:, 1:])
+        loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
         (loss / count).backward()
-        assert ("_BlockwiseAttention" in called(thinker, tokens)) == (name != "fp32")
-        grads[name] = thinker.head.weight.grad
+        assert ("_BlockwiseAttention" in called(model, tokens)) == (name != "fp32")
+        grads[name] = model.head.weight.grad
     for name in ("bf16", "compiled"):
         assert (grads[name] - grads["fp32"]).norm() < 0.03 * grads["fp32"].norm()
 
 
-def called(thinker, tokens):
+def called(model, tokens):
     with torch.profiler.profile() as profile:
-        thinker(tokens[:, :-1], targets=tokens[:, 1:])
+        model(tokens[:, :-1], targets=tokens[:, 1:])
     return {event.key for event in profile.key_averages()}

@@ -178,22 +178,22 @@ def test_a_compiled_program_serves_every_length_and_keeps_the_patterns_numbers(m
 
 def test_a_compiled_block_leaves_it_to_its_own_program():
     shape = {"vocab_size": 31, "d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}
-    thinker, programs = Thinker(ThinkerConfig(**shape, attention="bigbird(3, 2, 16, 2)")).eval(), []
+    model, programs = Thinker(ThinkerConfig(**shape, attention="bigbird(3, 2, 16, 2)")).eval(), []
 
     def backend(program, _):
         programs.append(program)
         return program
 
     with torch.no_grad():
-        for parameter in thinker.parameters():
+        for parameter in model.parameters():
             parameter.normal_(0, 0.2)
         tokens = torch.randint(31, (2, 64))
-        thinker.kernel = "reference"
-        known = thinker(tokens)
-        thinker.kernel = "flex"
-        for block in thinker.blocks:
+        model.kernel = "reference"
+        known = model(tokens)
+        model.kernel = "flex"
+        for block in model.blocks:
             block.compile(backend=backend)
-        torch.testing.assert_close(thinker(tokens), known)
+        torch.testing.assert_close(model(tokens), known)
     names = {str(node.target) for program in programs for node in program.graph.nodes}
     assert programs
     assert not any("flex" in name for name in names)
