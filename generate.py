@@ -213,9 +213,7 @@ def main() -> int:
     how = f"{'int8 weights, ' if arguments.int8 else ''}{precision} on {device.type}"
     if scored is not None:
         terminal.note(how)
-        exact = (
-            Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks) if arguments.int8 else None
-        )
+        exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks) if arguments.int8 else None
         terminal.print_score(generator, scored, arguments.logprobs, arguments.json, exact and exact.score(scored))
         return 0
     asked = None

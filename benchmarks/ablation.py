@@ -14,11 +14,11 @@ from tqdm import tqdm
 from thinker.benchmarks.environment import finish
 from thinker.benchmarks.training_runs import Training, train_all
 from thinker.data.prefetch import Batch
-from thinker.runtime.device import tune
+from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import BLUE, GREY, new_figure
-from thinker.training.config import load_recipe
-from thinker.training.optimizers import fill_rates
+from thinker.training.config import load_config
+from thinker.training.optimizers import resolve_learning_rates
 from thinker.training.step import TrainingStep, draw
 
 # token(46) is the full stop in both corpora.
@@ -35,11 +35,11 @@ FORMS: dict[str, list[str]] = {
     "LLLG, window 32": ["model.attention=LLLG", "model.window=32"],
     **{f"positions: {kind}": [f"model.positions={kind}"] for kind in ("alibi", "learned", "sinusoidal", "none")},
     "no QK-norm": ["model.qk_norm=false"],
-    "soft-cap 20": ["model.softcap=20"],
-    "sink logits": ["model.sink_logits=true"],
-    "isolated documents": ["data.isolate_documents=true"],
+    "soft-cap 20": ["model.attn_logit_softcap=20"],
+    "sink logits": ["model.attention_sinks=true"],
+    "isolated documents": ["data.document_masking=true"],
 }  # fmt: skip
-RECIPES = {"tales": ("tales-default.yaml", 16, 100), "pysource": ("pysource-default.yaml", 8, 120)}  # sequences, steps
+CONFIGS = {"tales": ("tales-default.yaml", 16, 100), "pysource": ("pysource-default.yaml", 8, 120)}  # sequences, steps
 ALWAYS = ["train.eval_every=null", "train.precision=bf16", "train.compile=false", "train.device=cpu"]
 
 
@@ -62,18 +62,18 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(f"there is no form {form!r}; there are: {'; '.join(FORMS)}")
     forms = {name: keys for name, keys in FORMS.items() if not arguments.only or name in ("full", *arguments.only)}
     trainings, rows = {}, []
-    for corpus, (recipe, batch_size, steps) in RECIPES.items():
+    for corpus, (config, batch_size, steps) in CONFIGS.items():
         for name, keys in forms.items():
             for seed in range(1, arguments.seeds + 1):
                 overrides = [*ALWAYS, *keys, f"run.seed={seed}", f"train.max_steps={arguments.steps or steps}"]
                 overrides.append(f"train.batch_size={batch_size}")
-                path = Path(__file__).parent / "configs" / recipe
+                path = Path(__file__).parent / "configs" / config
                 folder = arguments.folder / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
-                load_recipe(path, overrides)  # a mistake shows before the first hour of training
+                load_config(path, overrides)  # a mistake shows before the first hour of training
                 trainings[corpus, name, seed] = Training(f"{corpus}, {name}, {seed}", path, overrides, folder)
     train_all(list(trainings.values()), arguments.jobs)
-    speeds = {corpus: time_forms(corpus, forms, arguments.rounds) for corpus in RECIPES}
-    for corpus in RECIPES:
+    speeds = {corpus: time_forms(corpus, forms, arguments.rounds) for corpus in CONFIGS}
+    for corpus in CONFIGS:
         seeds = range(1, arguments.seeds + 1)
         losses = {name: [trainings[corpus, name, seed].loss for seed in seeds] for name in forms}
         print(
@@ -98,21 +98,21 @@ def run(arguments: argparse.Namespace) -> None:
 def time_forms(corpus: str, forms: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
     """Medians of a training step's tokens a second, and of its ratio to full's in the same round."""
     device, steps = torch.device("cpu"), {}
-    tune(device)
+    configure_backend(device)
     for name, keys in forms.items():
-        file, batch_size, _ = RECIPES[corpus]
+        file, batch_size, _ = CONFIGS[corpus]
         overrides = [*ALWAYS, *keys, f"train.batch_size={batch_size}"]
-        recipe = load_recipe(Path(__file__).parent / "configs" / file, overrides)
-        recipe.train.micro_batch_size = recipe.train.batch_size
-        config = recipe.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
-        recipe.optimizer = fill_rates(recipe.optimizer, config, recipe.train.batch_size)
-        steps[name] = TrainingStep(draw(config, 1, device), recipe), recipe
+        config = load_config(Path(__file__).parent / "configs" / file, overrides)
+        config.train.micro_batch_size = config.train.batch_size
+        model_config = config.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
+        config.optimizer = resolve_learning_rates(config.optimizer, model_config, config.train.batch_size)
+        steps[name] = TrainingStep(draw(model_config, 1, device), config), config
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for number in tqdm(range(rounds + 1), desc=f"timing on {corpus}"):
-        for name, (step, recipe) in steps.items():
-            shape = recipe.train.batch_size, recipe.data.seq_len
+        for name, (step, config) in steps.items():
+            shape = config.train.batch_size, config.data.seq_len
             tokens = torch.randint(1, step.model.config.vocab_size, shape)
-            documents = (torch.rand(shape) < 1 / 200).cumsum(1) if recipe.data.isolate_documents else None
+            documents = (torch.rand(shape) < 1 / 200).cumsum(1) if config.data.document_masking else None
             start = time.perf_counter()
             float(step(Batch(tokens, tokens, tokens.numel(), documents), 1e-3)[0])
             if number:  # the first one warms up

@@ -20,7 +20,7 @@ from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attend import KERNELS, attend, look
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.patterns import CAUSAL, Linear, Pattern, Places, parse
-from thinker.runtime.device import DTYPES, tune
+from thinker.runtime.device import DTYPES, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import new_figure
 from thinker.training.memory_estimate import Alive
@@ -35,7 +35,7 @@ TOKENS = 20  # decoded in a round
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    parser.add_argument("--forms", nargs="*", default=list(FORMS), help="patterns as a recipe spells them")
+    parser.add_argument("--forms", nargs="*", default=list(FORMS), help="patterns as a config spells them")
     parser.add_argument("--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="auto, and against it")
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
     parser.add_argument("--heads", type=int, default=4)
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not lengths or sorted(lengths) != lengths:
         raise UserError(f"--lengths {arguments.lengths} must be whole numbers that grow, such as 512,1024")
     device, dtype = torch.device(arguments.device), DTYPES[arguments.precision]
-    tune(device)
+    configure_backend(device)
     rows: list[dict[str, Any]] = []
     cases = [(text, kernel) for text in arguments.forms for kernel in arguments.kernels]
     for text, kernel in tqdm(cases, desc="forms"):
@@ -175,7 +175,7 @@ def decode_seconds(
         caches = [model.new_cache(1, length + 256) for length in lengths]
         for cache, length in zip(caches, lengths):
             for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
-                model(chunk, cache=cache, last_only=True)
+                model(chunk, cache=cache, last_logits_only=True)
         return [seconds / TOKENS for seconds in in_turn([partial(decode, cache) for cache in caches], 10, device)]
 
 

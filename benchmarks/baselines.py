@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinker.interop.huggingface import their_name, write_config
+from thinker.interop.huggingface import to_hf_name, write_config
 from thinker.model import Thinker
 
 
@@ -15,5 +15,5 @@ def as_transformers(model: Thinker) -> Any:
     config = write_config(model.config, None)
     family = config.pop("model_type")
     other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **config)).eval()
-    other.load_state_dict({their_name(name): tensor for name, tensor in model.state_dict().items()})
+    other.load_state_dict({to_hf_name(name): tensor for name, tensor in model.state_dict().items()})
     return other

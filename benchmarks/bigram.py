@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from thinker.benchmarks.environment import finish
-from thinker.data.batches import Windows, in_order
-from thinker.data.shards import TokenSet
-from thinker.training.config import load_recipe
+from thinker.data.batches import PackedDataset, sequential_batches
+from thinker.data.shards import TokenShards
+from thinker.training.config import load_config
 from thinker.training.trainer import Trainer
 
 
-def bigram_loss(train: TokenSet, windows: Windows, vocab_size: int, limit: int | None) -> float:
+def bigram_loss(train: TokenShards, windows: PackedDataset, vocab_size: int, limit: int | None) -> float:
     """Nats a token of a Witten-Bell bigram model of `train` on the targets of `windows`."""
     pairs = np.zeros((vocab_size, vocab_size), dtype=np.int32)
     for shard in train.shards:
@@ -31,7 +31,7 @@ def bigram_loss(train: TokenSet, windows: Windows, vocab_size: int, limit: int |
     kinds = (pairs > 0).sum(1)  # (V,) by how many different ones
     unigram = (pairs.sum(0) + 1) / (pairs.sum() + vocab_size)  # (V,)
     nats, count = 0.0, 0
-    for inputs, targets in in_order(windows, 64, limit):
+    for inputs, targets in sequential_batches(windows, 64, limit):
         counted = targets >= 0
         before, after = inputs[counted].numpy(), targets[counted].numpy()
         total = np.maximum(following[before] + kinds[before], 1)
@@ -47,17 +47,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--run", default="runs/bigram-peer", help="the run directory, to be trained if it is not there")
     arguments = parser.parse_args()
-    recipe = load_recipe(
+    config = load_config(
         Path(__file__).resolve().parents[1] / "configs" / "pysource.yaml",
         [f"run.dir={arguments.run}", f"train.max_minutes={arguments.minutes}", "train.device=cpu",
          "train.eval_every=null", "train.sample_every=null"],
     )  # fmt: skip
-    trainer = Trainer(recipe)
+    trainer = Trainer(config)
     trainer.train()
     state = trainer.state
     ours = trainer.evaluator(trainer.model).loss
     peer = bigram_loss(
-        trainer.corpus.train, trainer.evaluator.windows, trainer.corpus.tokenizer.vocab_size, recipe.train.eval_windows
+        trainer.corpus.train,
+        trainer.evaluator.windows,
+        trainer.corpus.tokenizer.vocab_size,
+        config.train.eval_sequences,
     )
     print(f"thinker {ours:.4f}, bigram {peer:.4f} nats a token, after {state.elapsed_s:.0f} s, {state.tokens:,} tokens")
     result = {"benchmark": "bigram", "seconds": state.elapsed_s, "tokens": state.tokens, "loss": ours}

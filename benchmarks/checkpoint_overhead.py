@@ -14,14 +14,14 @@ from tqdm import tqdm, trange
 
 from thinker.benchmarks.environment import finish
 from thinker.checkpoint import checkpoint
-from thinker.checkpoint.manager import Saver
-from thinker.training.config import load_recipe
+from thinker.checkpoint.manager import CheckpointManager
+from thinker.training.config import load_config
 from thinker.training.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    parser.add_argument("recipe", type=Path)
+    parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--rounds", type=int, default=15, help="of a bare step and a step as training makes it")
     parser.add_argument("--saves", type=int, default=9, help="in the foreground, and as many in the background")
@@ -33,12 +33,12 @@ def run(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"run.dir={folder}/run", "train.save_every=null", "train.eval_every=null", "train.max_minutes=null",
                  "train.max_steps=1000000"]  # fmt: skip
-        trainer = Trainer(load_recipe(arguments.recipe, [*arguments.overrides, *fixed]))
+        trainer = Trainer(load_config(arguments.config, [*arguments.overrides, *fixed]))
         trainer.bar = tqdm(disable=True)
         for _ in range(3):  # allocations, compiling
             bare_step(trainer)
             trainer.advance()
-        result = {"benchmark": "saving", "recipe": str(arguments.recipe), "overrides": arguments.overrides}
+        result = {"benchmark": "saving", "config": str(arguments.config), "overrides": arguments.overrides}
         result |= {"parameters": sum(p.numel() for p in trainer.model.parameters())}
         result |= bookkeeping(trainer, arguments.rounds) | saves(trainer, Path(folder), arguments.saves)
         trainer.batches.close()
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def bare_step(trainer: Trainer) -> None:
     """As most loops have it: batch, step, the loss read and logged; nothing looked at, counted or kept for resuming."""
-    factor = trainer.lr_factor()
+    factor = trainer.lr_multiplier_at()
     batch = trainer.batches.batch(trainer.state.step)
     trainer.train_step.guarded = False
     loss, norm = trainer.train_step(batch, factor)
@@ -81,10 +81,10 @@ def saves(trainer: Trainer, folder: Path, count: int) -> dict[str, float]:
     begun, after, copies, written = [], [], [], []
     for name in "fb":
         (folder / name).mkdir()
-    foreground = Saver(folder / "f", 1)
-    background = Saver(folder / "b", 1, background=True, share=trainer.saver.share)
+    foreground = CheckpointManager(folder / "f", 1)
+    background = CheckpointManager(folder / "b", 1, background=True, share=trainer.saver.share)
 
-    def save(saver: Saver) -> None:
+    def save(saver: CheckpointManager) -> None:
         tensors = trainer.train_step.optimizers.tensors()
         state = trainer.state.model_dump(mode="json")
         saver.save("step", trainer.state.step, checkpoint.contents(trainer.model, state, tensors))

@@ -17,8 +17,8 @@ from thinker.benchmarks.baselines import as_transformers
 from thinker.benchmarks.environment import finish, read_bandwidth
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.inference_model import for_decoding, matrix_bytes
-from thinker.generation.sink_cache import RollingKVCache
+from thinker.generation.inference_model import matrix_bytes, prepare_for_inference
+from thinker.generation.sink_cache import SinkCache
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device
 from thinker.runtime.errors import UserError
@@ -160,12 +160,12 @@ def synchronise(device: torch.device) -> None:
 @torch.no_grad()
 def lengths(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
     """Milliseconds for one more token at each cached length, with a full and with a rolling cache."""
-    snapshot = for_decoding(model)
+    snapshot = prepare_for_inference(model)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     caches = {}
     for length in LENGTHS:
         full = snapshot.new_cache(1, max(LENGTHS) + 1)
-        rolling = RollingKVCache(snapshot, 1, window, 4)
+        rolling = SinkCache(snapshot, 1, window, 4)
         for cache in (full, rolling):
             for layer in cache.layers:
                 layer.keys.normal_()

@@ -12,17 +12,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from thinker.benchmarks.ablation import ALWAYS, RECIPES
+from thinker.benchmarks.ablation import ALWAYS, CONFIGS
 from thinker.benchmarks.environment import finish
 from thinker.benchmarks.training_runs import Training, train_all
-from thinker.data.batches import Windows
+from thinker.data.batches import PackedDataset
 from thinker.evaluation.long_context import loss_by_position, stretch
 from thinker.interop import load
-from thinker.runtime.device import choose_device, tune
+from thinker.runtime.device import choose_device, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import GREY, new_figure
-from thinker.training.config import load_recipe
-from thinker.training.corpus import prepare_data
+from thinker.training.config import load_config
+from thinker.training.corpus import prepare_corpus
 
 TIMES = (1, 2, 4)
 KINDS = ("rope", "alibi", "learned", "sinusoidal", "none")
@@ -32,7 +32,7 @@ SCALINGS = ("linear", "dynamic", "yarn", "llama3")  # of the model with rope, wi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=RECIPES["pysource"][2])
+    parser.add_argument("--steps", type=int, default=CONFIGS["pysource"][2])
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, the cores shared out")
     parser.add_argument("--windows", type=int, default=64, help="of the longest length; shorter ones cut the same text")
     parser.add_argument("--folder", type=Path, default=Path("runs/extrapolation"), help="what is there is not repeated")
@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Train each kind, read the same text in windows of each length, print a table and a line of JSON."""
     if arguments.windows < 1:
         raise UserError(f"--windows is {arguments.windows}; it must be at least 1")
-    file, batch_size, _ = RECIPES["pysource"]
+    file, batch_size, _ = CONFIGS["pysource"]
     path, trainings = Path(__file__).parent / "configs" / file, {}
-    length = load_recipe(path, []).data.seq_len
+    length = load_config(path, []).data.seq_len
     for kind in KINDS:
         for seed in range(1, arguments.seeds + 1):
             # Room for learned positions beyond the training, as they were drawn: others have it by themselves.
@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
             overrides.append(f"train.batch_size={batch_size}")
             trainings[kind, seed] = Training(f"{kind}, {seed}", path, overrides, arguments.folder / f"{kind}-{seed}")
     train_all(list(trainings.values()), arguments.jobs)
-    tokens = prepare_data(load_recipe(path, [])).val
-    tune(choose_device("cpu"))
+    tokens = prepare_corpus(load_config(path, [])).val
+    configure_backend(choose_device("cpu"))
     rows: list[dict[str, Any]] = []
     cases = [(kind, None) for kind in KINDS] + [("rope", scaling) for scaling in SCALINGS]
     print(
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
                 original = {} if scaling == "linear" else {"original_max_seq_len": length}
                 stretch(model, {"type": scaling, "factor": max(TIMES), **original})
             for n in TIMES:
-                windows = Windows(tokens, n * length, "contiguous")
+                windows = PackedDataset(tokens, n * length, "contiguous")
                 found = loss_by_position(model, windows, 4, arguments.windows * max(TIMES) // n)
                 every = max(TIMES) // n  # of so many windows the last ends where one of the longest does
                 losses[n].append(found.nats[every - 1 :: every, -length:].nanmean().item())

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinker.benchmarks.environment import finish
-from thinker.model.kernels.linear_cross_entropy import head_loss
-from thinker.runtime.device import DTYPES, choose_device, choose_precision, tune
+from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
+from thinker.runtime.device import DTYPES, choose_device, choose_precision, configure_backend
 from thinker.training.metrics import MemoryMeter
 
 
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
 def measure(form: str, shape: tuple[int, int, int], device_name: str, precision: str) -> tuple[float, int]:
     """Seconds of the faster of two passes, and the most bytes taken."""
     device = torch.device(device_name)
-    tune(device)
+    configure_backend(device)
     rows, width, vocab = shape
     _pass(form, 64, 64, 64, device, precision)  # loads libraries, starts threads
     meter = MemoryMeter(device)
@@ -64,7 +64,7 @@ def _pass(form: str, rows: int, width: int, vocab: int, device: torch.device, pr
     weight = (0.02 * torch.randn(vocab, width, device=device)).requires_grad_()
     targets = torch.randint(vocab, (1, rows), device=device)
     start = time.perf_counter()
-    loss = head_loss(x, weight, targets)[0] if form == "chunks" else plain(x, weight, targets)
+    loss = linear_cross_entropy(x, weight, targets)[0] if form == "chunks" else plain(x, weight, targets)
     (loss / rows).backward()
     weight.grad.sum().item()
     return time.perf_counter() - start

@@ -13,7 +13,7 @@ from thinker.benchmarks.environment import finish
 from thinker.benchmarks.training_runs import Training, read_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import GREY, ORANGE, new_figure
-from thinker.training.config import load_recipe
+from thinker.training.config import load_config
 from thinker.training.plan import make_plan
 
 
@@ -55,7 +55,7 @@ class PowerLaw:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    parser.add_argument("recipe", type=Path)
+    parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", help="section.key=value, for all sizes")
     parser.add_argument("--shapes", default="48x2x2,64x3x2,96x3x3,128x4x4,192x4x6", metavar="WIDTHxLAYERSxHEADS,...")
     budget = parser.add_mutually_exclusive_group()
@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
     rungs = []
     for shape, sizes in read_shapes(arguments.shapes).items():
         overrides = [*arguments.overrides, *sizes, "train.max_minutes=null"]
-        recipe = load_recipe(arguments.recipe, [*overrides, "train.max_steps=1"])
-        rungs.append((shape, overrides, make_plan(recipe, measure=arguments.minutes is not None)))
+        config = load_config(arguments.config, [*overrides, "train.max_steps=1"])
+        rungs.append((shape, overrides, make_plan(config, measure=arguments.minutes is not None)))
     ratio = arguments.tokens_per_parameter or 20.0
     if arguments.minutes:
         seconds = sum(plan["parameters"] / plan["tokens_per_second"] for _, _, plan in rungs)
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     for shape, overrides, plan in rungs:
         steps = max(1, round(ratio * plan["parameters"] / plan["tokens_per_step"]))
         trainings.append(
-            Training(shape, arguments.recipe, [*overrides, f"train.max_steps={steps}"],
+            Training(shape, arguments.config, [*overrides, f"train.max_steps={steps}"],
                      arguments.folder / f"{shape}-{steps}")
         )  # fmt: skip
     train_all(trainings[::-1], arguments.jobs)  # the largest first, so that it does not end alone
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     png = arguments.png or arguments.folder / "scaling.png"
     draw_scaling(trainings, rows, law, entropy is not None, png)
     print(f"picture {png}")
-    result = {"benchmark": "scaling", "recipe": arguments.recipe.name, "tokens_per_parameter": ratio, "rows": rows}
+    result = {"benchmark": "scaling", "config": arguments.config.name, "tokens_per_parameter": ratio, "rows": rows}
     result |= {"floor": law.floor, "floor_known": entropy is not None, "scale": law.scale, "exponent": law.exponent}
     finish(result, arguments.out)
 

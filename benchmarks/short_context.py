@@ -21,7 +21,7 @@ from thinker.benchmarks.environment import describe
 from thinker.data import tales
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
-from thinker.training.config import load_recipe
+from thinker.training.config import load_config
 from thinker.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
@@ -39,20 +39,20 @@ def sliding_loss(model: Thinker, tokenizer: Tokenizer, stories: list[str], width
         nats -= log_probs.gather(1, targets[:width, None]).sum().item()
         if len(inputs) > width:
             windows = inputs.unfold(0, width, 1)[1:]  # (n, width)
-            log_probs = model(windows, last_only=True)[:, 0].float().log_softmax(-1)  # (n, V)
+            log_probs = model(windows, last_logits_only=True)[:, 0].float().log_softmax(-1)  # (n, V)
             nats -= log_probs.gather(1, targets[width:, None]).sum().item()
         count += len(targets)
     return nats / count
 
 
 def bound(tokenizer: Tokenizer, stories: list[str], width: int) -> tuple[float, float]:
-    """(entropy, entropy plus what is forgotten outside the window) in nats a token.
+    """(entropy, entropy plus what is n_evicted outside the window) in nats a token.
 
     Counted is each mention of a fact whose word stands nowhere in the `width` tokens before it: facts are drawn
     independently and uniformly, so that it costs as much as when it was drawn. Of a name only what its gender, which
     a pronoun may give away, leaves open is counted, and of a word in two mentions within the window the first.
     """
-    entropy = forgotten = count = 0.0
+    entropy = n_evicted = count = 0.0
     for text in stories:
         story = tales.parse(text)
         ids = tokenizer.encode(text)
@@ -70,9 +70,9 @@ def bound(tokenizer: Tokenizer, stories: list[str], width: int) -> tuple[float, 
             for match in re.finditer(rf"\b{re.escape(choice.value)}\b", text, re.IGNORECASE):
                 token = sum(end <= match.start() for end in ends)  # the token in which the word begins
                 if last is not None and token - last > width:
-                    forgotten += max(nats, 0.0)
+                    n_evicted += max(nats, 0.0)
                 last = sum(end <= match.end() - 1 for end in ends)
-    return entropy / count, (entropy + forgotten) / count
+    return entropy / count, (entropy + n_evicted) / count
 
 
 def main() -> None:
@@ -85,16 +85,16 @@ def main() -> None:
     width = arguments.tokens
     result = {"benchmark": "short_context", "tokens": width, "machine": describe(), "runs": []}
     for minutes in arguments.minutes:
-        base = load_recipe(QUICKSTART, [])
+        base = load_config(QUICKSTART, [])
         batch = base.train.batch_size * base.data.seq_len // width
-        recipe = load_recipe(
+        config = load_config(
             QUICKSTART,
             [f"run.dir=runs/short-context-{width}-{minutes:g}", f"data.seq_len={width}", f"train.batch_size={batch}",
              f"model.max_seq_len={base.data.seq_len}", f"train.max_minutes={minutes}", "train.max_steps=null",
              "train.eval_every=null", "train.sample_every=null", "data.packing=contiguous",
              f"data.max_documents={max(base.data.max_documents, int(15000 * minutes))}"],
         )  # fmt: skip
-        trainer = Trainer(recipe)
+        trainer = Trainer(config)
         trainer.train()
         state = trainer.state
         tokenizer = trainer.corpus.tokenizer

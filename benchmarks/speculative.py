@@ -15,7 +15,7 @@ from tqdm import tqdm
 from thinker.benchmarks.environment import finish
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.runtime.device import DTYPES
-from thinker.training.config import load_recipe
+from thinker.training.config import load_config
 from thinker.training.trainer import Trainer
 
 GRAM = 4  # tokens; a text loops where it repeats runs of so many more than real texts do
@@ -112,7 +112,7 @@ def int8_cost(trainer: Trainer, n_windows: int) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `scripts/benchmark.py trained`."""
     root = Path(__file__).resolve().parents[1]
-    parser.add_argument("--recipe", default=str(root / "configs" / "pysource.yaml"), help="trained first if need be")
+    parser.add_argument("--config", default=str(root / "configs" / "pysource.yaml"), help="trained first if need be")
     parser.add_argument("--run", default="runs/pysource", help="its run directory")
     parser.add_argument("--prompt", type=int, default=96, help="tokens of each prompt (default 96)")
     parser.add_argument("--new", type=int, default=128, help="tokens to make (default 128)")
@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print two tables, end with one line of JSON."""
-    trainer = Trainer(load_recipe(Path(arguments.recipe), [f"run.dir={arguments.run}", "train.device=cpu"]))
+    trainer = Trainer(load_config(Path(arguments.config), [f"run.dir={arguments.run}", "train.device=cpu"]))
     trainer.train()
     result = {"benchmark": "trained", **int8_cost(trainer, 300)}
     bits = result["bits_per_byte"]

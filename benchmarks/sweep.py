@@ -1,4 +1,4 @@
-"""Is a recipe near the best of its surroundings? One key at a time, at several sizes."""
+"""Is a config near the best of its surroundings? One key at a time, at several sizes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from thinker.benchmarks.environment import finish
 from thinker.benchmarks.training_runs import Training, read_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import GREY, new_figure
-from thinker.training.config import Recipe, load_recipe
-from thinker.training.optimizers import fill_rates
+from thinker.training.config import Config, load_config
+from thinker.training.optimizers import resolve_learning_rates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    parser.add_argument("recipe", type=Path)
+    parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", help="section.key=value, for all")
     parser.add_argument("--vary", action="append", required=True, metavar="KEY=V1,V2,...",
-                        help="x0.5: half of what the recipe comes to; may come repeatedly")  # fmt: skip
-    parser.add_argument("--shapes", metavar="WIDTHxLAYERSxHEADS,...", help="the recipe at each of these sizes")
+                        help="x0.5: half of what the config comes to; may come repeatedly")  # fmt: skip
+    parser.add_argument("--shapes", metavar="WIDTHxLAYERSxHEADS,...", help="the config at each of these sizes")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, the cores shared out")
     parser.add_argument("--folder", type=Path, default=Path("runs/sweep"), help="what is trained there is not repeated")
     parser.add_argument("--png", type=Path, help="draw it")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train the recipe and its neighbours; print a table a size and a line of JSON."""
+    """Train the config and its neighbours; print a table a size and a line of JSON."""
     neighbours = [("", "")]
     for text in arguments.vary:
         key, _, values = text.partition("=")
@@ -39,12 +39,12 @@ def run(arguments: argparse.Namespace) -> None:
     trainings = []
     for shape, sizes in shapes.items():
         for key, value in neighbours:
-            name = "-".join(part for part in (shape, key.split(".")[-1], value) if part) or "recipe"
+            name = "-".join(part for part in (shape, key.split(".")[-1], value) if part) or "config"
             overrides = [*arguments.overrides, *sizes]
             if key:
-                overrides.append(f"{key}={_resolve(load_recipe(arguments.recipe, overrides), key, value)}")
-            load_recipe(arguments.recipe, overrides)  # a mistake shows before the first hour of training
-            trainings.append(Training(name, arguments.recipe, overrides, arguments.folder / name))
+                overrides.append(f"{key}={_resolve(load_config(arguments.config, overrides), key, value)}")
+            load_config(arguments.config, overrides)  # a mistake shows before the first hour of training
+            trainings.append(Training(name, arguments.config, overrides, arguments.folder / name))
     train_all(trainings, arguments.jobs)
     rows = []
     for shape, first in zip(shapes, range(0, len(trainings), len(neighbours))):
@@ -55,24 +55,26 @@ def run(arguments: argparse.Namespace) -> None:
             row["tokens"] = training.final["tokens"]
             if key:
                 section, name = key.split(".")
-                row |= {"at": training.config[section][name], "recipe_at": here[0].config[section][name]}
+                row |= {"at": training.config[section][name], "config_at": here[0].config[section][name]}
             rows.append(row)
-            print(f"{shape:<12} {key + '=' + value if key else 'the recipe':<32} {row['loss']:.4f} {row['above']:+.2%}")
+            print(f"{shape:<12} {key + '=' + value if key else 'the config':<32} {row['loss']:.4f} {row['above']:+.2%}")
     if arguments.png:
         draw_sweep(rows, arguments.png)
-    finish({"benchmark": "sweep", "recipe": arguments.recipe.name, "rows": rows}, arguments.out)
+    finish({"benchmark": "sweep", "config": arguments.config.name, "rows": rows}, arguments.out)
 
 
-def _resolve(recipe: Recipe, key: str, value: str) -> str:
-    """ "x0.5" as half of what the recipe comes to, anything else as it is."""
+def _resolve(config: Config, key: str, value: str) -> str:
+    """ "x0.5" as half of what the config comes to, anything else as it is."""
     if not value.startswith("x"):
         return value
-    recipe.optimizer = fill_rates(recipe.optimizer, recipe.thinker_config(vocab_size=1), recipe.train.batch_size)
-    base: Any = recipe
+    config.optimizer = resolve_learning_rates(
+        config.optimizer, config.thinker_config(vocab_size=1), config.train.batch_size
+    )
+    base: Any = config
     for part in key.split("."):
         base = getattr(base, part, None)
     if not isinstance(base, (int, float)):
-        raise UserError(f"{key} is {base!r} in the recipe; {value} can only multiply a number")
+        raise UserError(f"{key} is {base!r} in the config; {value} can only multiply a number")
     try:
         return f"{float(value[1:]) * base:.6g}"
     except ValueError as error:
@@ -88,14 +90,14 @@ def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
             here = [row for row in rows if row["shape"] == shape]
             base = next(row for row in here if not row["key"])
             varied = [row for row in here if row["key"] == key]
-            points = [(row["at"], row["above"]) for row in varied] + [(varied[0]["recipe_at"], base["above"])]
+            points = [(row["at"], row["above"]) for row in varied] + [(varied[0]["config_at"], base["above"])]
             at, above = zip(*sorted(points))
             (drawn,) = axes.plot(at, [100 * a for a in above], marker="o", markersize=4, label=shape or None)
             axes.plot(points[-1][0], 100 * points[-1][1], marker="o", markersize=11, fillstyle="none",
                       color=drawn.get_color())  # fmt: skip
         axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
         axes.set(xscale="log", xlabel=key)
-    panels[0].set_ylabel("% above the best of its size (ringed: the recipe)")
+    panels[0].set_ylabel("% above the best of its size (ringed: the config)")
     if rows[0]["shape"]:
         panels[0].legend(frameon=False)
     figure.savefig(path)

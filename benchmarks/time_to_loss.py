@@ -1,4 +1,4 @@
-"""Two recipes on the same data: how soon the second comes down to where the first one ends."""
+"""Two configs on the same data: how soon the second comes down to where the first one ends."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from thinker.benchmarks.gpt2 import Gpt2
 from thinker.benchmarks.training_runs import Training, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import BLUE, GREY, new_figure
-from thinker.training.config import load_recipe
+from thinker.training.config import load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     group = parser.add_argument_group("time to a loss, instead of the time of a step")
-    group.add_argument("--recipes", nargs=2, type=Path, metavar=("SLOW", "FAST"), help="which is to overtake which")
+    group.add_argument("--configs", nargs=2, type=Path, metavar=("SLOW", "FAST"), help="which is to overtake which")
     group.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for both")
-    group.add_argument("--gpt2", action="store_true", help="the first recipe trains transformers' GPT-2, on the CPU")
+    group.add_argument("--gpt2", action="store_true", help="the first config trains transformers' GPT-2, on the CPU")
     group.add_argument("--tune", metavar="KEY=V1,V2,...", help="train the first with each value; the best one counts")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train them one after the other, in fresh folders; print a table and a line of JSON."""
-    slow_recipe, fast_recipe = arguments.recipes
+    slow_config, fast_config = arguments.configs
     key, _, values = (arguments.tune or "").partition("=")
     if arguments.tune and not values:
         raise UserError(f"--tune {arguments.tune} names no values; write it as optimizer.lr=0.001,0.002")
@@ -34,14 +34,14 @@ def run(arguments: argparse.Namespace) -> None:
         trials = [[f"{key}={value}"] for value in values.split(",")] if values else [[]]
         kind = Gpt2 if arguments.gpt2 else Training
         slow = [
-            kind(" ".join([slow_recipe.stem, *trial]), slow_recipe, [*arguments.set, *trial],
+            kind(" ".join([slow_config.stem, *trial]), slow_config, [*arguments.set, *trial],
                      Path(folder) / f"slow-{number}")
             for number, trial in enumerate(trials)
         ]  # fmt: skip
-        fast = Training(fast_recipe.stem, fast_recipe, arguments.set, Path(folder) / "fast")
-        data = [load_recipe(training.recipe, training.overrides).data for training in [*slow, fast]]
+        fast = Training(fast_config.stem, fast_config, arguments.set, Path(folder) / "fast")
+        data = [load_config(training.config, training.overrides).data for training in [*slow, fast]]
         if any(each != data[-1] for each in data):
-            raise UserError(f"{slow_recipe} and {fast_recipe} read different data; their losses cannot be compared")
+            raise UserError(f"{slow_config} and {fast_config} read different data; their losses cannot be compared")
         train_all([*slow, fast])
     best = min(slow, key=lambda training: training.loss)
     rows = [

@@ -1,4 +1,4 @@
-"""Training: steps beside `transformers`, or how soon one recipe overtakes another (--recipes)."""
+"""Training: steps beside `transformers`, or how soon one config overtakes another (--configs)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from thinker.benchmarks.baselines import as_transformers
 from thinker.benchmarks.environment import finish
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
-from thinker.runtime.device import DTYPES, choose_device, choose_precision, tune
+from thinker.runtime.device import DTYPES, choose_device, choose_precision, configure_backend
 from thinker.runtime.plotting import BLUE, GREY, new_figure
-from thinker.training.config import check_recipe
+from thinker.training.config import validate_config
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.step import TrainingStep, draw
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Time whole steps in turn, so that all contenders meet the same noise; print a table and a line of JSON."""
-    if arguments.recipes:
+    if arguments.configs:
         time_to_loss.run(arguments)
         return
     device = choose_device(arguments.device)
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     for name in tqdm(names, desc="memory"):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             memory[name] = pool.apply(peak_memory, (name, arguments.shape, str(device), precision))
-    tune(device)
+    configure_backend(device)
     contenders = {name: contender(name, arguments.shape, device, precision) for name in names}
     first = {name: _seconds(step, device) for name, step in tqdm(contenders.items(), desc="first steps")}
     for step in contenders.values():
@@ -122,7 +122,7 @@ def contender(name: str, shape: str, device: torch.device, precision: str) -> Ca
 def peak_memory(name: str, shape: str, device_name: str, precision: str) -> int:
     """Bytes that two steps take, model and optimizer included; of a process of its own."""
     device = torch.device(device_name)
-    tune(device)
+    configure_backend(device)
     meter = MemoryMeter(device)
     step = contender(name, shape, device, precision)
     for _ in range(2):
@@ -143,17 +143,23 @@ def draw_rates(rates: dict[str, float], memory: dict[str, int], title: str, path
 
 
 def ours(
-    config: ThinkerConfig, device: torch.device, precision: str, size: int, compiled: bool, optimizer: str, batch: Batch
+    model_config: ThinkerConfig,
+    device: torch.device,
+    precision: str,
+    size: int,
+    compiled: bool,
+    optimizer: str,
+    batch: Batch,
 ) -> Callable[[], Tensor]:
     """A whole step of ours, as train.py makes it."""
-    recipe = check_recipe(
+    config = validate_config(
         {
             "optimizer": {"name": optimizer},
             "train": {"max_steps": 1, "batch_size": size, "micro_batch_size": size, "precision": precision,
                       "compile": compiled},
         }
     )  # fmt: skip
-    step = TrainingStep(draw(config, 0, device), recipe)
+    step = TrainingStep(draw(model_config, 0, device), config)
     return lambda: step(batch, 0.1)[0]
 
 

@@ -22,13 +22,13 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 @dataclass
 class Training:
-    """A recipe with overrides, where its run lies, and, once it is trained, what came out."""
+    """A config with overrides, where its run lies, and, once it is trained, what came out."""
 
     name: str
-    recipe: Path
+    config: Path
     overrides: list[str]
     folder: Path
-    config: dict[str, Any] = field(default_factory=dict)  # the resolved recipe
+    resolved: dict[str, Any] = field(default_factory=dict)  # the resolved config
     curve: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl with a validation loss
     peak_memory: int = 0  # bytes
 
@@ -45,13 +45,13 @@ class Training:
     def train(self, threads: int | None = None) -> None:
         """Run train.py to its end; a run that is finished already is only read. Raises UserError with its last line."""
         environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-        command = [sys.executable, str(TRAIN), str(self.recipe), *self.overrides, f"run.dir={self.folder}"]
+        command = [sys.executable, str(TRAIN), str(self.config), *self.overrides, f"run.dir={self.folder}"]
         done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise UserError(f"{self.name}: {said[-1].removeprefix('error: ')}")
         run = RunDirectory(self.folder)
-        self.config = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        self.resolved = yaml.safe_load(run.config.read_text(encoding="utf-8"))
         lines = list(run.read_metrics())
         self.curve = [line for line in lines if "val_loss" in line]
         self.peak_memory = max(line.get("peak_memory_bytes", 0) for line in lines)

@@ -35,7 +35,7 @@ from thinker.checkpoint import sharded
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF, add_lora, merge_lora
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import ALONE, Ranks, whole
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 
 MANIFEST = "manifest.json"
 MODEL, TRAINING = "model.safetensors", "training.safetensors"
@@ -47,7 +47,7 @@ PIECE = 1 << 18  # bytes that are written and hashed at once
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or what JSON can hold
 
 
-class Damaged(UserError):
+class CorruptCheckpoint(UserError):
     """A checkpoint that is not whole; the message names the file."""
 
 
@@ -67,7 +67,7 @@ def contents(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] 
     return files if training is None else files | {TRAINING: training}
 
 
-def copied(files: Files, ranks: Ranks = ALONE, always: bool = True) -> Files:
+def copied(files: Files, ranks: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
     """The same, all tensors whole and in the host's memory, where training may go on while they are written.
 
     Args:
@@ -81,8 +81,8 @@ def copied(files: Files, ranks: Ranks = ALONE, always: bool = True) -> Files:
             continue
         found[name] = {}
         for key, tensor in file.items():
-            gathered = whole(tensor.detach())  # one after the other: there may be no room for all
-            if ranks.first:
+            gathered = full_tensor(tensor.detach())  # one after the other: there may be no room for all
+            if ranks.is_main:
                 found[name][key] = gathered.to("cpu", copy=always and not hasattr(tensor, "to_local"))
     return found
 
@@ -91,7 +91,7 @@ def write(
     folder: Path,
     files: Files,
     rest: Callable[[float], None] = lambda seconds: None,
-    shared_by: Ranks | None = None,
+    shared_by: DistContext | None = None,
 ) -> None:
     """Write files so that `folder` appears whole or not at all; a folder of that name is replaced.
 
@@ -102,7 +102,7 @@ def write(
     Raises OSError where the disk is full; nothing of the attempt stays.
     """
     temporary, listed = folder.with_name(f".{folder.name}.tmp"), {}
-    first = shared_by is None or shared_by.first
+    first = shared_by is None or shared_by.is_main
     try:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -141,50 +141,50 @@ def model_tensors(model: Thinker) -> dict[str, Tensor]:
 
 
 def verify(folder: Path) -> None:
-    """Compare every file with the manifest. Raises Damaged, naming the first file that is not as it was written."""
+    """Compare every file with the manifest. Raises CorruptCheckpoint, naming the first file that is not as it was written."""
     manifest = read_json(folder / MANIFEST)
     for name, listed in manifest.items():
         kinds = [type(value) for value in listed] if isinstance(listed, list) else None
         if not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) or kinds != [int, str]:
-            raise Damaged(f"{folder / MANIFEST} is not as it was written")
+            raise CorruptCheckpoint(f"{folder / MANIFEST} is not as it was written")
     try:
         whole = (folder / MANIFEST).read_bytes() == _json(manifest)
     except OSError as error:
-        raise Damaged(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
+        raise CorruptCheckpoint(f"{folder / MANIFEST} cannot be read: {error.strerror}") from error
     if not whole:
-        raise Damaged(f"{folder / MANIFEST} is not as it was written")
+        raise CorruptCheckpoint(f"{folder / MANIFEST} is not as it was written")
     needed = ["config.json", "state.json"]
     if not any(name.startswith("shard-") for name in manifest):
         needed += [MODEL, TRAINING] if folder.name.startswith("step-") else [MODEL]
     if missing := [name for name in needed if name not in manifest]:
-        raise Damaged(f"{folder / MANIFEST} does not list {missing[0]}")
+        raise CorruptCheckpoint(f"{folder / MANIFEST} does not list {missing[0]}")
     for name, listed in manifest.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path} is missing, or a link instead of a file")
+            raise CorruptCheckpoint(f"{path} is missing, or a link instead of a file")
         try:
             found = [path.stat().st_size, _sha256(path)]
         except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+            raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
         if found != listed:
-            raise Damaged(f"{path} is not as it was written: its size or sha256 is another")
+            raise CorruptCheckpoint(f"{path} is not as it was written: its size or sha256 is another")
     number = re.fullmatch(rf"{KINDS}-(\d+)", folder.name)
     if number and read_json(folder / "state.json").get("step") != int(number[1]):
-        raise Damaged(f"{folder / 'state.json'} is of another step")
+        raise CorruptCheckpoint(f"{folder / 'state.json'} is of another step")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises Damaged where it is missing or is none."""
+    """A JSON object from a file. Raises CorruptCheckpoint where it is missing or is none."""
     try:
         if not path.is_file():
-            raise Damaged(f"{path} is missing")
+            raise CorruptCheckpoint(f"{path} is missing")
         if path.stat().st_size > JSON_BYTES:
-            raise Damaged(f"{path} is larger than any file of its kind")
+            raise CorruptCheckpoint(f"{path} is larger than any file of its kind")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
-        raise Damaged(f"{path} cannot be read as JSON") from error
+        raise CorruptCheckpoint(f"{path} cannot be read as JSON") from error
     if not isinstance(value, dict):
-        raise Damaged(f"{path} is not a JSON object")
+        raise CorruptCheckpoint(f"{path} is not a JSON object")
     return value
 
 
@@ -192,7 +192,7 @@ def read_tensors(path: Path, expected: dict[str, Tensor | None] | None = None) -
     """The tensors of a safetensors file.
 
     Its header is compared first with the names, shapes and types of `expected`, if given: no tensor is loaded for
-    nothing. One that is expected as None may be anything, and is left out. Raises Damaged where the file is missing,
+    nothing. One that is expected as None may be anything, and is left out. Raises CorruptCheckpoint where the file is missing,
     broken, or another.
     """
     with opened(path) as file:
@@ -217,14 +217,14 @@ def read(folder: Path, name: str, expected: dict[str, Tensor | None]) -> dict[st
     _compare(folder, found, {key: (DTYPES[like.dtype], *like.shape) for key, like in wanted.items()})
     try:
         return sharded.read(folder, wanted)
-    except sharded.Torn as error:
-        raise Damaged(str(error)) from error
+    except sharded.IncompleteShards as error:
+        raise CorruptCheckpoint(str(error)) from error
 
 
 def header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
     """Type and shape of each tensor in a checkpoint's file of this name, or what its ranks wrote instead.
 
-    Raises Damaged where that is missing or broken.
+    Raises CorruptCheckpoint where that is missing or broken.
     """
     if not sharded.is_sharded(folder):
         with opened(folder / name) as file:
@@ -232,14 +232,14 @@ def header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
             return {key: (part.get_dtype(), *part.get_shape()) for key, part in parts.items()}
     try:
         found = sharded.header(folder)
-    except sharded.Torn as error:
-        raise Damaged(str(error)) from error
+    except sharded.IncompleteShards as error:
+        raise CorruptCheckpoint(str(error)) from error
     ours = {key: shape for key, shape in found.items() if key.startswith("optimizer.") == (name == TRAINING)}
     return {key: (DTYPES.get(dtype, str(dtype)), *shape) for key, (dtype, shape) in ours.items()}
 
 
 def lora_rank(folder: Path) -> int | None:
-    """The rank of a checkpoint's adapters, None where it has none. Raises Damaged as header()."""
+    """The rank of a checkpoint's adapters, None where it has none. Raises CorruptCheckpoint as header()."""
     shape = header(folder).get(RANK_OF)
     return None if shape is None else max(1, *shape[1:2])
 
@@ -247,11 +247,13 @@ def lora_rank(folder: Path) -> int | None:
 def load_thinker(folder: Path, device: torch.device | str = "cpu") -> Thinker:
     """The model of a checkpoint, adapters merged, ready to sample from.
 
-    Raises Damaged or UserError where files and shape disagree.
+    Raises CorruptCheckpoint or UserError where files and shape disagree.
     """
     config = ThinkerConfig.from_dict(read_json(folder / "config.json"))
     if config.n_layers > len(header(folder)):  # or building so many blocks could take for ever
-        raise Damaged(f"{folder / MODEL} has fewer tensors than its configuration has layers ({config.n_layers})")
+        raise CorruptCheckpoint(
+            f"{folder / MODEL} has fewer tensors than its configuration has layers ({config.n_layers})"
+        )
     with torch.device("meta"):
         model = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
     rank = lora_rank(folder)
@@ -264,7 +266,7 @@ def load_thinker(folder: Path, device: torch.device | str = "cpu") -> Thinker:
 
 
 def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
-    """Put the weights in `folder` into the model, after checking all names and shapes; raises Damaged.
+    """Put the weights in `folder` into the model, after checking all names and shapes; raises CorruptCheckpoint.
 
     They are copied into the parameters, or with `assign` become the parameters.
     """
@@ -282,7 +284,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def set_aside(folder: Path, prefix: str) -> None:
+def quarantine(folder: Path, prefix: str) -> None:
     """Take a checkpoint out of the sequence, to PREFIX-NAME beside it: nothing of it is deleted."""
     aside = folder.with_name(f"{prefix}-{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -311,14 +313,14 @@ def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, open. Raises Damaged where it is missing or broken."""
+    """A safetensors file, open. Raises CorruptCheckpoint where it is missing or broken."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
-        raise Damaged(f"{path} is missing") from error
+        raise CorruptCheckpoint(f"{path} is missing") from error
     except (SafetensorError, OSError, RuntimeError) as error:  # the last where it goes while it is mapped
-        raise Damaged(f"{path} is no whole safetensors file") from error
+        raise CorruptCheckpoint(f"{path} is no whole safetensors file") from error
 
 
 def _holds_tensors(name: str) -> bool:
@@ -329,7 +331,7 @@ def _compare(path: Path, found: dict[str, tuple], expected: dict[str, tuple]) ->
     if found != expected:
         name = min(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
         has, asks = (" ".join(map(str, each[name])) if name in each else "nothing" for each in (found, expected))
-        raise Damaged(f"{path} has {name} as {has} where {asks} belongs")
+        raise CorruptCheckpoint(f"{path} has {name} as {has} where {asks} belongs")
 
 
 def _json(value: dict[str, Any]) -> bytes:

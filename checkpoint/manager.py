@@ -8,10 +8,10 @@ from pathlib import Path
 
 from thinker.checkpoint import checkpoint
 from thinker.checkpoint.checkpoint import Files
-from thinker.runtime.process_group import ALONE, Ranks
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
 
-class Saver:
+class CheckpointManager:
     """Writes checkpoints into a folder and then removes those that are kept no longer, never before.
 
     Args:
@@ -30,7 +30,7 @@ class Saver:
         keep_every: int | None = None,
         background: bool = False,
         share: float = 1.0,
-        ranks: Ranks = ALONE,
+        ranks: DistContext = SINGLE_PROCESS,
         sharded: bool = False,
     ) -> None:
         self.folder, self.keep_last, self.keep_every, self.share = folder, keep_last, keep_every, share
@@ -45,7 +45,7 @@ class Saver:
         name = f"{kind}-{step:08d}"
         if not self.sharded and (self._pool is not None or self.ranks.size > 1):
             files = checkpoint.copied(files, self.ranks, always=self._pool is not None)
-            if not self.ranks.first:
+            if not self.ranks.is_main:
                 return
         if self._pool is None:
             self._write(name, kind, files)
@@ -69,7 +69,7 @@ class Saver:
     def _write(self, name: str, kind: str, files: Files) -> None:
         shared_by = self.ranks if self.sharded else None
         checkpoint.write(self.folder / name, files, self._rest if self._pool else lambda seconds: None, shared_by)
-        if not self.ranks.first:
+        if not self.ranks.is_main:
             return
         for folder in checkpoint.list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:
             kept = kind == "step" and self.keep_every and int(folder.name.split("-")[1]) % self.keep_every == 0

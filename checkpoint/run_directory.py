@@ -1,4 +1,4 @@
-"""A run directory: the resolved recipe, the tokenizer, metrics.jsonl and checkpoints/."""
+"""A run directory: the resolved config, the tokenizer, metrics.jsonl and checkpoints/."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from thinker.checkpoint.checkpoint import Damaged, flush, list_checkpoints, verify
-from thinker.runtime.errors import FULL_DISK, Stopped, UserError
+from thinker.checkpoint.checkpoint import CorruptCheckpoint, flush, list_checkpoints, verify
+from thinker.runtime.errors import FULL_DISK, RunError, UserError
 
 
 class RunDirectory:
@@ -81,24 +81,24 @@ class RunDirectory:
             self._lock = None
 
     def check(self) -> None:
-        """Raise Stopped where the folder that this process has locked is gone, or another is in its place."""
+        """Raise RunError where the folder that this process has locked is gone, or another is in its place."""
         if self._lock is None:
             return
         try:
             there = os.stat(self.path / ".lock")
         except OSError as error:
-            raise Stopped(f"{self.path} was removed or moved away while the training was at work in it") from error
+            raise RunError(f"{self.path} was removed or moved away while the training was at work in it") from error
         if not os.path.samestat(there, os.fstat(self._lock)):
-            raise Stopped(f"{self.path} was replaced by another folder while the training was at work in it")
+            raise RunError(f"{self.path} was replaced by another folder while the training was at work in it")
 
     def write_config(self, tree: dict[str, Any]) -> None:
-        """Write the resolved recipe, whole or not at all."""
+        """Write the resolved config, whole or not at all."""
         if not self.writes:
             return
         replace_file(self.config, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
     def log(self, line: dict[str, Any]) -> None:
-        """Append one line to metrics.jsonl. Raises Stopped where the folder is gone."""
+        """Append one line to metrics.jsonl. Raises RunError where the folder is gone."""
         self.check()
         if not self.writes:
             return
@@ -122,7 +122,7 @@ class RunDirectory:
                     if numbers and isinstance(line.get("step"), int):
                         yield line
 
-    def cut_metrics(self, step: int, evaluated_at: int | None) -> None:
+    def truncate_metrics(self, step: int, evaluated_at: int | None) -> None:
         """Keep what was logged up to `step`, and of evaluations up to `evaluated_at`: the run goes on from there."""
         if not self.writes:
             return
@@ -146,7 +146,7 @@ class RunDirectory:
         for folder in reversed(found):
             try:
                 verify(folder)
-            except Damaged as error:
+            except CorruptCheckpoint as error:
                 if not folder.exists():
                     return self.latest()  # a training at work has just removed it, and made another
                 print(f"passing over a checkpoint: {error}", file=sys.stderr)

@@ -13,18 +13,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from thinker.runtime.process_group import Ranks
+from thinker.runtime.process_group import DistContext
 
 PATTERN = "shard-*.safetensors"
 
 Header = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and whole shape by name
 
 
-class Torn(Exception):
+class IncompleteShards(Exception):
     """Files that do not hold every row of every tensor once; the message says where."""
 
 
-def write(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> list[Path]:
+def write(folder: Path, tensors: dict[str, Tensor], ranks: DistContext) -> list[Path]:
     """Write this rank's rows of `tensors` into a folder that is there; all ranks do at once. Returns its own files.
 
     Raises OSError where a disk is full.
@@ -48,13 +48,13 @@ def is_sharded(folder: Path) -> bool:
 
 
 def header(folder: Path) -> Header:
-    """What the safetensors files of a folder hold together. Raises Torn where a row is missing or there twice."""
+    """What the safetensors files of a folder hold together. Raises IncompleteShards where a row is missing or there twice."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise Torn(f"{folder} holds a file that is no whole safetensors file") from error
+        raise IncompleteShards(f"{folder} holds a file that is no whole safetensors file") from error
     shapes: Header = {}
     for name, tensor in found.items():
         shape, end = tuple(tensor.size), 0
@@ -63,10 +63,10 @@ def header(folder: Path) -> Header:
             if not shape:
                 continue
             if offsets != (end,) + (0,) * (len(shape) - 1) or sizes[1:] != shape[1:]:
-                raise Torn(f"{folder} does not hold every row of {name} once")
+                raise IncompleteShards(f"{folder} does not hold every row of {name} once")
             end += sizes[0]
         if shape and end != shape[0]:
-            raise Torn(f"{folder} does not hold every row of {name} once")
+            raise IncompleteShards(f"{folder} does not hold every row of {name} once")
         shapes[name] = tensor.properties.dtype, shape
     return shapes
 
@@ -75,7 +75,7 @@ def read(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of these names, whose shapes must have been compared with header().
 
     One that the ranks share is filled, each rank reading its own rows; of others the values are read into new ones, in
-    the host's memory. Raises Torn where a file is another than header() saw.
+    the host's memory. Raises IncompleteShards where a file is another than header() saw.
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
@@ -88,5 +88,5 @@ def read(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as each rank reads for itself
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
-        raise Torn(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error
+        raise IncompleteShards(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error
     return tensors

@@ -1,4 +1,4 @@
-"""Windows of tokens: how a stream is cut, and in which order training sees the cuts, as a function of (seed, step)."""
+"""PackedDataset of tokens: how a stream is cut, and in which order training sees the cuts, as a function of (seed, step)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from thinker.data.shards import Shard, TokenSet
+from thinker.data.shards import Shard, TokenShards
 from thinker.runtime.errors import UserError
 
 Packing = Literal["contiguous", "documents"]
@@ -49,8 +49,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-class Windows:
-    """One way of cutting a TokenSet into windows of seq_len inputs and as many targets, the tokens one further.
+class PackedDataset:
+    """One way of cutting a TokenShards into windows of seq_len inputs and as many targets, the tokens one further.
 
     Every token but the first boundary of each shard is a target exactly once; nothing is dropped.
 
@@ -69,7 +69,7 @@ class Windows:
 
     def __init__(
         self,
-        tokens: TokenSet,
+        tokens: TokenShards,
         seq_len: int,
         packing: Packing,
         *,
@@ -93,7 +93,7 @@ class Windows:
             )
         if isolate and any(shard.counted is not None and _has_inner_boundary(shard) for shard in tokens.shards):
             raise UserError(
-                "data.isolate_documents: the chat template writes the boundary token within conversations too, so that "
+                "data.document_masking: the chat template writes the boundary token within conversations too, so that "
                 "it does not tell where one begins; set it to false"
             )
         self.starts: list[np.ndarray] = []  # "documents" only: see _packed_starts
@@ -129,7 +129,7 @@ class Windows:
         targets[: max(0, self.given - 1)] = IGNORED
         if shard.counted is not None:
             targets[: end - start][shard.counted[start + 1 : end + 1] == 0] = IGNORED
-        elif shard.own_end:
+        elif shard.has_eos:
             targets[targets == int(shard.tokens[0])] = IGNORED
         if start > 0:
             targets[: self.seq_len - self.stride] = IGNORED
@@ -148,7 +148,7 @@ class Windows:
     def n_targets(self) -> int:
         """Targets counted in one pass over all windows."""
         return sum(
-            shard.n_tokens - 1 - shard.own_end * shard.n_documents
+            shard.n_tokens - 1 - shard.has_eos * shard.n_documents
             if shard.counted is None
             else int(shard.counted[1:].sum())
             for shard in self.tokens.shards
@@ -160,13 +160,13 @@ class Windows:
         return max(int(np.diff(shard.offsets).max()) for shard in self.tokens.shards)
 
 
-class Loader:
+class BatchLoader:
     """Batches for training, each a pure function of (seed, step): each window once an epoch, in a new order each time.
 
     Raises UserError where the corpus is shorter than one window.
     """
 
-    def __init__(self, windows: Windows, batch_size: int, seed: int) -> None:
+    def __init__(self, windows: PackedDataset, batch_size: int, seed: int) -> None:
         if windows.tokens.n_tokens < windows.seq_len + 1:
             raise UserError(
                 f"the training split has {windows.tokens.n_tokens} tokens, but one window of data.seq_len="
@@ -190,8 +190,8 @@ class Loader:
         return self.windows.batch(self.sample_ids(step)[rows])
 
 
-def in_order(
-    windows: Windows, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
+def sequential_batches(
+    windows: PackedDataset, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The first `limit` windows (all, where None) in order, in batches of (inputs, targets); the last may be short.
 
@@ -205,7 +205,7 @@ def in_order(
         yield inputs, targets if own < count else torch.full_like(targets, IGNORED)
 
 
-def entropy_floor(windows: Windows, limit: int | None = None) -> float | None:
+def entropy_floor(windows: PackedDataset, limit: int | None = None) -> float | None:
     """-sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats a target.
 
     It is the least that the loss over exactly these windows can be on average, each document seen from its beginning.
@@ -226,7 +226,7 @@ def entropy_floor(windows: Windows, limit: int | None = None) -> float | None:
         if (lengths > windows.seq_len).any():
             return None
         nats -= float(shard.log_probs[:n_documents].sum())
-        targets += int(end) - shard.own_end * n_documents  # the boundary behind such an end is none
+        targets += int(end) - shard.has_eos * n_documents  # the boundary behind such an end is none
         count -= min(count, len(starts) - 1)
     return nats / targets
 
@@ -267,5 +267,5 @@ def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-def _count(windows: Windows, limit: int | None) -> int:
+def _count(windows: PackedDataset, limit: int | None) -> int:
     return len(windows) if limit is None else min(limit, len(windows))

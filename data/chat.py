@@ -91,7 +91,7 @@ def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, n
 def ask(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     """The tokens after which the model answers, begun as all its texts."""
     ids = tokenizer.encode(render(tokenizer, messages, ask=True), allow_special=True)
-    return ids if ids[:1] == [tokenizer.bos_id] else [*tokenizer.prompt_start, *ids]
+    return ids if ids[:1] == [tokenizer.bos_id] else [*tokenizer.bos_prefix, *ids]
 
 
 def _render(tokenizer: Tokenizer, messages: list[Message], ask: bool, mark: bool) -> tuple[str, list[tuple[int, int]]]:

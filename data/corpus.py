@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from thinker.data import chat
-from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenSet
+from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
 from thinker.data.sources import Document, Source, open_source
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
@@ -37,8 +37,8 @@ class Corpus:
     """A tokenized corpus: its tokenizer, its two splits, a sha256 of all their tokens, and the cache's folder."""
 
     tokenizer: Tokenizer
-    train: TokenSet
-    val: TokenSet
+    train: TokenShards
+    val: TokenShards
     sha256: str
     folder: Path
 
@@ -117,7 +117,7 @@ def _open(folder: Path) -> Corpus:
     try:
         index = json.loads((folder / "corpus.json").read_bytes())
         tokenizer = load_tokenizer(folder)
-        train, val = (TokenSet.open(folder, index[name], tokenizer) for name in ("train", "val"))
+        train, val = (TokenShards.open(folder, index[name], tokenizer) for name in ("train", "val"))
         sha256 = str(index["sha256"])
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise DamagedShard(f"{folder}: {error}") from error

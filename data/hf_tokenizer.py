@@ -66,8 +66,8 @@ class Files:
             raise ValueError("it names no token that begins or ends a text")
         self.bos_id = self.added[self.boundary]
         before = _template(tokenizer.get("post_processor"), self.added)
-        self.prompt_start = before or ([self.bos_id] if config.get(BEGINS_KEY) is True else [])
-        if self.prompt_start not in ([], [self.bos_id]):
+        self.bos_prefix = before or ([self.bos_id] if config.get(BEGINS_KEY) is True else [])
+        if self.bos_prefix not in ([], [self.bos_id]):
             raise ValueError("texts begin with more than one special token")
 
     def _check(self, added: list[dict], elsewhere: list[Any]) -> None:
@@ -92,7 +92,7 @@ class Files:
 
     def content(self) -> dict:
         """What decides how text is encoded, and what ends it."""
-        names = {"boundary": self.boundary, "eos": self.eos_ids, "begins": bool(self.prompt_start)}
+        names = {"boundary": self.boundary, "eos": self.eos_ids, "begins": bool(self.bos_prefix)}
         names |= {"named": self.named}
         return {"tokenizer": self.tokenizer, "chat_template": self.chat_template} | names
 
@@ -104,7 +104,7 @@ class Files:
         return write_json(folder / FILE_NAME, self.tokenizer)
 
 
-class ForeignTokenizer(Tokenizer):
+class HFTokenizer(Tokenizer):
     """One that is run through the library `tokenizers`, behind the same methods."""
 
     def __init__(self, files: Files) -> None:  # not tiktoken's: nothing of the base's __init__ is wanted
@@ -115,7 +115,7 @@ class ForeignTokenizer(Tokenizer):
         self.kind, self.normalizer, self.chat_template = "hf", None, files.chat_template
         self.special_tokens, self.boundary, self.named = files.added, files.boundary, files.named
         self.vocab_size = 1 + max([*self._whole.get_vocab().values()])
-        self.bos_id, self.eos_ids, self.prompt_start = files.bos_id, files.eos_ids, files.prompt_start
+        self.bos_id, self.eos_ids, self.bos_prefix = files.bos_id, files.eos_ids, files.bos_prefix
         self.eos_id, self.visible = self.eos_ids[0], files.visible
         self._names = {files.added[name]: name.encode() for name in self.visible}
         special = set(files.added.values())
@@ -164,7 +164,7 @@ class ForeignTokenizer(Tokenizer):
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """As Tokenizer.with_chat_template."""
-        return ForeignTokenizer(Files(self._files.tokenizer, self._files.config, template, self.eos_ids, self.bos_id))
+        return HFTokenizer(Files(self._files.tokenizer, self._files.config, template, self.eos_ids, self.bos_id))
 
     def save(self, folder: str | Path) -> Path:
         """Write the files that it came from into an existing folder."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinker.data.batches import Loader
+from thinker.data.batches import BatchLoader
 
 
 class Batch(NamedTuple):
@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     documents: Tensor | None = None  # (B, T) int64, numbered, where they are isolated
 
 
-class Ahead:
+class Prefetcher:
     """A loader whose next batches are always in the making. They stay a pure function of the step: none is skipped.
 
     Args:
@@ -29,7 +29,7 @@ class Ahead:
         workers: threads, each making a batch; 0: a batch is made when it is asked for.
     """
 
-    def __init__(self, loader: Loader, pinned: bool = False, rows: slice = slice(None), workers: int = 1) -> None:
+    def __init__(self, loader: BatchLoader, pinned: bool = False, rows: slice = slice(None), workers: int = 1) -> None:
         self.loader, self.pinned, self.rows, self.workers = loader, pinned, rows, workers
         self.waited = 0.0  # seconds, in all
         self._pool = ThreadPoolExecutor(max(1, workers), thread_name_prefix="batches")

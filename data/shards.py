@@ -51,7 +51,7 @@ class Shard:
         document_bytes: (n_documents,) int64, bytes of UTF-8 text.
         log_probs: (n_documents,) float64, ln P of each document, or None.
         counted: (n_tokens,) uint8, 1 for tokens that are to be learned, or None: all are.
-        own_end: texts end with a token of their own, so that nobody has to predict the boundary.
+        has_eos: texts end with a token of their own, so that nobody has to predict the boundary.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class Shard:
     document_bytes: np.ndarray
     log_probs: np.ndarray | None
     counted: np.ndarray | None = None
-    own_end: bool = False
+    has_eos: bool = False
 
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
@@ -97,8 +97,8 @@ class Shard:
             raise DamagedShard(f"{path} does not begin and end with a document")
         log_probs = views[3] if extra & 1 else None
         counted = views[-1] if extra & 2 else None
-        own_end = tokenizer.bos_id not in tokenizer.eos_ids
-        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs, counted, own_end)
+        has_eos = tokenizer.bos_id not in tokenizer.eos_ids
+        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs, counted, has_eos)
 
 
 class ShardWriter:
@@ -116,8 +116,8 @@ class ShardWriter:
         self.digest = hashlib.sha256()  # of all tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._boundary = np.array([tokenizer.bos_id], self._dtype).tobytes()
-        own_end = tokenizer.bos_id not in tokenizer.eos_ids
-        self._end = np.array([tokenizer.eos_id], self._dtype).tobytes() if own_end else b""
+        has_eos = tokenizer.bos_id not in tokenizer.eos_ids
+        self._end = np.array([tokenizer.eos_id], self._dtype).tobytes() if has_eos else b""
         self._file = None
 
     @property
@@ -215,14 +215,14 @@ class ShardWriter:
         self._file = None
 
 
-class TokenSet:
+class TokenShards:
     """One split of a corpus: its shards, in order, and their totals."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
 
     @classmethod
-    def open(cls, folder: Path, files: list[str], tokenizer: Tokenizer) -> TokenSet:
+    def open(cls, folder: Path, files: list[str], tokenizer: Tokenizer) -> TokenShards:
         """Open shards by name; raises DamagedShard."""
         return cls([Shard.open(folder / file, tokenizer) for file in files])
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from thinker.data.chat import Message, check_messages
-from thinker.runtime.errors import FULL_DISK, UserError, nearest
+from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
 SOURCES = ("tales", "pysource", "repeats", "text", "jsonl", "parquet", "hub")
 GENERATED_DOCUMENTS = 25_000  # of tales and repeats, which have no end of their own, unless max_documents says other
@@ -91,7 +91,7 @@ def open_source(
     Raises UserError for an unknown source, a missing file, and an option that the source would not read.
     """
     if source not in SOURCES:
-        raise UserError(f"data.source={source}: there are {', '.join(SOURCES)}{nearest(source, SOURCES)}")
+        raise UserError(f"data.source={source}: there are {', '.join(SOURCES)}{did_you_mean(source, SOURCES)}")
     if max_documents is not None and max_documents < 1:
         raise UserError(f"data.max_documents={max_documents}: it must be at least 1, or null for no bound")
     reads_path = source in ("text", "jsonl", "parquet", "hub")
@@ -123,7 +123,7 @@ def open_source(
 
 
 def _bounded(documents: Iterable[Document], most: int | None) -> Iterator[Document]:
-    """The first documents; that there are more is said, since the bound may come from a recipe's author."""
+    """The first documents; that there are more is said, since the bound may come from a config's author."""
     for number, document in enumerate(documents):
         if number == most:
             print(f"data.max_documents: the first {most:,} documents are taken, there are more", file=sys.stderr)
@@ -271,7 +271,7 @@ def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[D
             if column == "text" and column not in row and "messages" in row:
                 column = "messages"
             if column not in row:
-                near = nearest(column, row)
+                near = did_you_mean(column, row)
                 raise UserError(f"data.column={column}: {where} has the columns {', '.join(row)}{near}")
             text = row[column]
             if isinstance(text, list):

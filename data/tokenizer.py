@@ -38,7 +38,7 @@ class Tokenizer:
         special_tokens: name -> id.
         bos_id: the boundary token, which begins every document and so also ends the one before.
         eos_ids: tokens that end a text; for tokenizers made here the boundary alone. eos_id: the first of them.
-        prompt_start: what a prompt begins with: the boundary, or nothing.
+        bos_prefix: what a prompt begins with: the boundary, or nothing.
         chat_template: how a conversation becomes text (Jinja), or None. named: what it calls bos_token, eos_token, ...
         content_hash: sha256 of everything that decides how text is encoded, as 64 hexadecimal digits.
 
@@ -92,7 +92,7 @@ class Tokenizer:
         self.vocab_size = len(tokens)
         self.bos_id = special_tokens[boundary]
         self.eos_ids, self.eos_id = eos, eos[0]
-        self.prompt_start = [self.bos_id] if begins else []
+        self.bos_prefix = [self.bos_id] if begins else []
         self.visible, self.normalizer, self.chat_template = visible or [], normalizer, chat_template
         self.named = self._default_names() if named is None else named
         self._names = {special_tokens[name]: name.encode() for name in self.visible}
@@ -183,7 +183,7 @@ class Tokenizer:
         }
         only_elsewhere = {  # than in tokenizers made here
             "eos": self.eos_ids if self.eos_ids != [self.bos_id] else None,
-            "begins": None if self.prompt_start else False,
+            "begins": None if self.bos_prefix else False,
             "visible": self.visible or None,
             "normalizer": self.normalizer,
             "chat_template": self.chat_template,

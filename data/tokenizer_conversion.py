@@ -29,7 +29,7 @@ from thinker.data.hf_tokenizer import (
     TO_BYTE,
     TO_CHAR,
     Files,
-    ForeignTokenizer,
+    HFTokenizer,
     replace_text,
     write_json,
 )  # fmt: skip
@@ -100,7 +100,7 @@ def read(folder: Path) -> Tokenizer:
     """
     files = read_files(folder)
     try:
-        foreign = ForeignTokenizer(files)
+        foreign = HFTokenizer(files)
         ours = as_tiktoken(files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / FILE_NAME} cannot be used: {error}") from error
@@ -134,7 +134,7 @@ def as_tiktoken(files: Files) -> Tokenizer | None:
     tokens: list[bytes | None] = [None] * (1 + max([*ranks.values(), *special]))
     for token, number in ranks.items():
         tokens[number] = token
-    options = {"eos": files.eos_ids, "begins": bool(files.prompt_start), "visible": files.visible}
+    options = {"eos": files.eos_ids, "begins": bool(files.bos_prefix), "visible": files.visible}
     options |= {"normalizer": normalizer, "chat_template": files.chat_template, "named": files.named}
     try:
         return Tokenizer("hf", tokens, files.added, files.boundary, pattern, **options)
@@ -204,7 +204,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     counts, `{1,3}+`, mean something else to the library that cuts there, and are written without the +.
     """
     folder = Path(folder)
-    if isinstance(tokenizer, ForeignTokenizer):
+    if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
         return
     pieces = enumerate(tokenizer._tokens)
@@ -237,7 +237,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         "bos_token": tokenizer.named.get("bos_token"),
         "eos_token": eos,
         "pad_token": tokenizer.named.get("pad_token", eos),
-        BEGINS_KEY: bool(tokenizer.prompt_start),
+        BEGINS_KEY: bool(tokenizer.bos_prefix),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }

@@ -1,4 +1,4 @@
-"""The tokenizer that a recipe names: bytes, characters, trained BPE, tiktoken's named encodings, or a saved one."""
+"""The tokenizer that a config names: bytes, characters, trained BPE, tiktoken's named encodings, or a saved one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tiktoken
 
 from thinker.data import tokenizer_conversion
 from thinker.data.tokenizer import BOUNDARY, FILE_NAME, MAX_VOCAB, ONE_CHARACTER, PIECE_CHARS, Tokenizer
-from thinker.runtime.errors import FULL_DISK, UserError, nearest
+from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
 SAMPLE_BYTES = 32 << 20  # UTF-8 bytes of text that a tokenizer is trained on at most
 # GPT-4's split without its possessive quantifiers, which other libraries read differently.
@@ -40,12 +40,12 @@ def check_spec(spec: str) -> str:
     if kind == "tiktoken":
         names = tiktoken.list_encoding_names()
         if option not in names:
-            raise UserError(f"data.tokenizer={spec}: tiktoken has {', '.join(names)}{nearest(option, names)}")
+            raise UserError(f"data.tokenizer={spec}: tiktoken has {', '.join(names)}{did_you_mean(option, names)}")
         return kind
     if not os.path.exists(spec):
         raise UserError(
             f"data.tokenizer={spec} is neither byte, char, bpe:VOCAB, tiktoken:NAME nor the path of a saved tokenizer"
-            + nearest(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
+            + did_you_mean(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
         )
     return "path"
 

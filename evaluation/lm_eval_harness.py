@@ -16,7 +16,7 @@ from thinker.evaluation.long_context import hidden_states
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker
-from thinker.runtime.errors import UserError, nearest
+from thinker.runtime.errors import UserError, did_you_mean
 
 MAX_NEW_TOKENS = 256  # where a task does not say
 
@@ -44,7 +44,7 @@ class ThinkerLM(TemplateLM):
         """The ids of a text, special tokens by their names; in front what prompts of the model begin with."""
         ids = self.tokenizer.encode(string, allow_special=True)
         begun = ids[:1] == [self.tokenizer.bos_id]
-        return ids if add_special_tokens is False or begun else [*self.tokenizer.prompt_start, *ids]
+        return ids if add_special_tokens is False or begun else [*self.tokenizer.bos_prefix, *ids]
 
     @torch.no_grad()
     def _loglikelihood_tokens(
@@ -144,7 +144,7 @@ def run_tasks(
         manager = TaskManager(include_path=None if include is None else str(include))
     for name in names:
         if name not in manager.all_tasks:
-            raise UserError(f"the harness has no task {name}{nearest(name, manager.all_tasks)}")
+            raise UserError(f"the harness has no task {name}{did_you_mean(name, manager.all_tasks)}")
     adapter = ThinkerLM(model, tokenizer)
     try:
         found = simple_evaluate(

@@ -13,8 +13,8 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches import Windows, in_order
-from thinker.data.shards import TokenSet
+from thinker.data.batches import PackedDataset, sequential_batches
+from thinker.data.shards import TokenShards
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.rope import Rope, RopeScaling
 from thinker.runtime.errors import UserError
@@ -82,14 +82,14 @@ class LongLoss:
         return {"segments": segments, "by_position": means, "counts": self.counts.tolist()}
 
 
-def long_windows(config: ThinkerConfig, tokens: TokenSet, length: int) -> Windows:
-    """Windows of `length` that follow each other through `tokens`; shorter where positions or the tokens end.
+def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> PackedDataset:
+    """PackedDataset of `length` that follow each other through `tokens`; shorter where positions or the tokens end.
 
     Documents are cut, and lie side by side, even if the training began each window with one: that costs some loss.
     """
     longest = max(shard.n_tokens - 1 for shard in tokens.shards)
     length = min(length, longest, config.max_seq_len if config.positions == "learned" else length)
-    return Windows(tokens, length, "contiguous", given=config.prefix)
+    return PackedDataset(tokens, length, "contiguous", given=config.prefix)
 
 
 def stretch(model: Thinker, scaling: dict[str, Any] | str) -> None:
@@ -118,7 +118,7 @@ def hidden_states(model: Thinker, tokens: Tensor, documents: Tensor | None = Non
 @torch.no_grad()
 def loss_by_position(
     model: Thinker,
-    windows: Windows,
+    windows: PackedDataset,
     batch_size: int,
     limit: int | None = None,
     trained_length: int | None = None,
@@ -133,7 +133,7 @@ def loss_by_position(
     nats = []
     batches = -(-len(windows) // batch_size)
     for inputs, targets in tqdm(
-        in_order(windows, batch_size, limit), desc="evaluating", total=batches, disable=not progress
+        sequential_batches(windows, batch_size, limit), desc="evaluating", total=batches, disable=not progress
     ):
         given = [x if x is None else x.to(model.device) for x in (inputs, windows.documents(inputs))]
         rows = hidden_states(model, *given).flatten(0, 1).split(HEAD_ROWS)  # (n, C) each

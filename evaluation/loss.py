@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from thinker.data.batches import Windows, entropy_floor, in_order
+from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import ALONE, Ranks
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Evaluator:
 
     def __init__(
         self,
-        windows: Windows,
+        windows: PackedDataset,
         batch_size: int,
         byte_lengths: np.ndarray,
         limit: int | None = None,
-        ranks: Ranks = ALONE,
+        ranks: DistContext = SINGLE_PROCESS,
     ) -> None:
         self.windows, self.batch_size, self.limit, self.ranks = windows, batch_size, limit, ranks
         self.byte_lengths = torch.from_numpy(byte_lengths.astype(np.int64))
@@ -52,7 +52,9 @@ class Evaluator:
         if model.device.type in ("cpu", "cuda"):
             nats = nats.to(model.device)  # summed where the model is: the host asks once, at the end
         count = n_bytes = 0
-        for inputs, targets in in_order(self.windows, self.batch_size, self.limit, self.ranks.rank, self.ranks.size):
+        for inputs, targets in sequential_batches(
+            self.windows, self.batch_size, self.limit, self.ranks.rank, self.ranks.size
+        ):
             if stop():
                 model.train(was_training)
                 return None
@@ -64,7 +66,7 @@ class Evaluator:
             loss, _ = model(given[0], targets=given[1], documents=given[2])
             nats += loss.to(nats.device, nats.dtype)
         model.train(was_training)
-        said = zip(*self.ranks.gather(nats.item(), count, n_bytes))
+        said = zip(*self.ranks.all_gather_scalars(nats.item(), count, n_bytes))
         total, count, n_bytes = math.fsum(next(said)), *(int(sum(each)) for each in said)
         if not count:
             raise UserError("nothing in the validation set is to be predicted; its texts are shorter than the prefix")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches import Windows, entropy_floor, in_order
+from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.data.corpus import encode_all
-from thinker.data.shards import ShardWriter, TokenSet
+from thinker.data.shards import ShardWriter, TokenShards
 from thinker.data.sources import Source
 from thinker.data.tokenizer import Tokenizer
 from thinker.evaluation.long_context import LongLoss, loss_by_position
@@ -100,7 +100,7 @@ def ratio(sums: Tensor, sizes: Tensor, share: float) -> Ratio:
 
 def text_loss(
     model: Thinker,
-    windows: Windows,
+    windows: PackedDataset,
     byte_lengths: np.ndarray,
     *,
     share: float = 0.95,
@@ -118,7 +118,7 @@ def text_loss(
     lengths, n_bytes = torch.from_numpy(byte_lengths.astype(np.int64)), []
     batch = max(1, batch_tokens // windows.seq_len)
     found = loss_by_position(model, windows, batch, None, trained_length, progress=True)
-    for _, targets in in_order(windows, batch):
+    for _, targets in sequential_batches(windows, batch):
         n_bytes.append(torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0).sum(dim=1))  # (B,)
     if not sum(int(each.sum()) for each in n_bytes):
         raise UserError("the tokens to be predicted stand for no text, so that there are no bytes to count by")
@@ -159,7 +159,7 @@ def _in_brackets(ratio: Ratio, digits: int) -> str:
     return f"{ratio.mean:,.{digits}f}{interval}"
 
 
-def tokenize(source: Source, tokenizer: Tokenizer, most: int, folder: Path) -> TokenSet:
+def tokenize(source: Source, tokenizer: Tokenizer, most: int, folder: Path) -> TokenShards:
     """The first documents of a source, up to so many tokens, whole; a single text is cut there. Written to `folder`."""
     writer, left = ShardWriter(folder, "text", tokenizer), most
     with tqdm(total=most, desc="tokenizing", unit=" tokens") as bar:
@@ -176,4 +176,4 @@ def tokenize(source: Source, tokenizer: Tokenizer, most: int, folder: Path) -> T
     if left == most:
         raise UserError(f"data.source={source.name}: there is no text to be predicted")
     writer.close()
-    return TokenSet.open(folder, writer.files, tokenizer)
+    return TokenShards.open(folder, writer.files, tokenizer)

@@ -15,12 +15,12 @@ class Conversation:
     """The text so far, as tokens; what the cache knows of it is never computed again.
 
     An interrupted turn keeps what was said until then. Where the cache cannot go back (a rolling one that has
-    forgotten), it is read anew.
+    n_evicted), it is read anew.
     """
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self.tokens = list(generator.tokenizer.prompt_start)
+        self.tokens = list(generator.tokenizer.bos_prefix)
         self.turns: list[int] = []  # the number of tokens before each turn
         self._cache = None
         self._known = 0  # tokens of the text that the cache holds for certain
@@ -64,7 +64,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Begin a new text."""
-        self.tokens, self.turns, self._known = list(self.generator.tokenizer.prompt_start), [], 0
+        self.tokens, self.turns, self._known = list(self.generator.tokenizer.bos_prefix), [], 0
 
     def _catch_up(self, tokens: list[int], known: int) -> Tensor:
         """Feed what the cache does not hold yet; returns the logits after the last token, (1, 1, V)."""
@@ -72,11 +72,11 @@ class Conversation:
         known = min(known, len(tokens) - 1)  # one at least is fed, for its logits
         if known < generator.config.prefix:
             known = 0  # what is read both ways is read at once
-        if cache is not None and not cache.can_rewind([known]):
+        if cache is not None and not cache.can_truncate([known]):
             cache = None
         if cache is None:
             capacity = generator.config.max_seq_len + generator.speculate + 1  # a ring is smaller than that
             cache, known = generator.new_cache(generator.model, 1, capacity), 0
-        cache.rewind([known])
+        cache.truncate([known])
         self._cache = cache
         return generator.feed(generator.model, [tokens[known:]], cache)[:, None]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.compiled_decode import CompiledThinker
-from thinker.generation.inference_model import for_decoding
+from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion, Drawn, Row, choose, top_logprobs
-from thinker.generation.sink_cache import RollingKVCache
+from thinker.generation.sequence import Completion, Row, SampledToken, choose, top_logprobs
+from thinker.generation.sink_cache import SinkCache
 from thinker.generation.speculation import DraftModel, PromptLookup, check_draft_model, room
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.patterns import Linear
@@ -105,12 +105,12 @@ class Generator:
             )
         if window is not None and (speculate or compile):
             raise UserError(f"a window does not go with {'speculate' if speculate else 'compile'}")
-        self.model = for_decoding(model, dtype or model.dtype, int8)
+        self.model = prepare_for_inference(model, dtype or model.dtype, int8)
         self.step = CompiledThinker(self.model) if compile else self.model
         self.draft = None
         if draft is not None:
             check_draft_model(model, draft, self.endless)
-            self.draft = for_decoding(draft, dtype or model.dtype, int8)
+            self.draft = prepare_for_inference(draft, dtype or model.dtype, int8)
 
     def generate(
         self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -163,7 +163,7 @@ class Generator:
     def encode(self, prompt: str) -> list[int]:
         """A prompt as the model saw texts begin: mostly the boundary token, then its tokens. Raises UserError if too
         long."""
-        tokens = [*self.tokenizer.prompt_start, *self.tokenizer.encode(prompt)] or [self.tokenizer.bos_id]
+        tokens = [*self.tokenizer.bos_prefix, *self.tokenizer.encode(prompt)] or [self.tokenizer.bos_id]
         self.check_length(tokens)
         return tokens
 
@@ -198,7 +198,7 @@ class Generator:
         """Add tokens, equally many for each row, to a cache; returns the logits after the last, (B, V)."""
         for begin in range(0, len(tokens[0]), self.chunk):
             chunk = torch.tensor([row[begin : begin + self.chunk] for row in tokens], device=model.device)
-            logits = model(chunk, cache=cache, last_only=True)[:, 0]  # (B, V)
+            logits = model(chunk, cache=cache, last_logits_only=True)[:, 0]  # (B, V)
         return logits
 
     def decode(self, rows: list[Row], cache: KVCache | None, logits: Tensor) -> Iterator[tuple[int, str]]:
@@ -219,7 +219,7 @@ class Generator:
                         yield row.index, piece
                     if ended:
                         if self.window is not None:
-                            row.completion.forgotten = max(0, len(row.tokens) - 1 - self.sinks - self.window)
+                            row.completion.n_evicted = max(0, len(row.tokens) - 1 - self.sinks - self.window)
                         break
                 else:
                     kept.append(place)
@@ -267,7 +267,7 @@ class Generator:
         return Score(ids[given:], logprobs, likeliest, len(self.tokenizer.decode_bytes(ids[given:])))
 
     @torch.no_grad()
-    def _choose(self, rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[Drawn]]:
+    def _choose(self, rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
         return choose(rows, drafts, logits)
 
     def _prefill(self, rows: list[Row]) -> tuple[KVCache | None, Tensor]:
@@ -303,7 +303,7 @@ class Generator:
     def new_cache(self, model: Thinker, rows: int, capacity: int) -> KVCache:
         """An empty cache, rolling where there is a window."""
         if self.window is not None:
-            return RollingKVCache(model, rows, self.window, self.sinks)
+            return SinkCache(model, rows, self.window, self.sinks)
         return model.new_cache(rows, capacity, slack=self.speculate)
 
     @torch.no_grad()
@@ -313,7 +313,7 @@ class Generator:
         """Feed each row's newest token and its drafts. Returns the drafts and the logits after each, (B, T, V)."""
         if cache is None:
             return [[] for _ in rows], self._uncached(rows)
-        cache.rewind([len(row.tokens) - 1 for row in rows])  # drafts that were not drawn
+        cache.truncate([len(row.tokens) - 1 for row in rows])  # drafts that were not drawn
         drafts = [[] for _ in rows] if drafter is None else drafter.propose(rows)
         most = room(self.config, rows)
         drafts = [draft[: max(0, min(most, len(draft)))] for draft in drafts]
@@ -325,7 +325,8 @@ class Generator:
     @torch.no_grad()
     def _uncached(self, rows: list[Row]) -> Tensor:
         passes = [
-            self.model(torch.tensor([row.tokens], device=self.model.device), last_only=True)[:, 0] for row in rows
+            self.model(torch.tensor([row.tokens], device=self.model.device), last_logits_only=True)[:, 0]
+            for row in rows
         ]
         return torch.cat(passes)[:, None]  # (B, 1, V)
 

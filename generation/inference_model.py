@@ -15,7 +15,7 @@ from thinker.runtime.errors import UserError
 
 
 @torch.no_grad()
-def for_decoding(model: Thinker, dtype: torch.dtype = torch.float32, int8: bool = False) -> Thinker:
+def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, int8: bool = False) -> Thinker:
     """A snapshot of a Thinker to sample from; the one it is taken of stays as it is.
 
     Matrices with the same input (q, k and v; gate and up) lie in one piece, so that each is one product. Decoding

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.sampler import SamplingParams, sample
-from thinker.generation.streaming import TextStream
+from thinker.generation.streaming import TextStreamer
 
 
 @dataclass
@@ -24,13 +24,13 @@ class Completion:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)  # at each, of the likeliest (params.logprobs)
     finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
     prompt_tokens: int = 0  # with the boundary token that begins it
-    forgotten: int = 0  # positions that a rolling cache no longer held at the end
+    n_evicted: int = 0  # positions that a rolling cache no longer held at the end
     drafted: int = 0  # tokens that speculation proposed, and how many of them were drawn
     accepted: int = 0
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledToken:
     """A token, its log-probability under the model, and the likeliest tokens' at that place."""
 
     token: int
@@ -53,10 +53,10 @@ class Row:
         self.index, self.completion, self.params = index, completion, params
         self.tokens, self.limit = tokens, limit  # limit: tokens that may still be drawn
         self.eos_ids, self.vocab_size = tokenizer.eos_ids, tokenizer.vocab_size
-        self.stream = TextStream(tokenizer, params.stop)
+        self.stream = TextStreamer(tokenizer, params.stop)
         self.counts = torch.zeros(tokenizer.vocab_size) if _penalised(params) else None  # of each token drawn
         # What shapes the distribution: rows that agree in it draw together.
-        self.shaping = replace(params, seed=0, max_new_tokens=1, stop=(), logprobs=0)
+        self.sampling_key = replace(params, seed=0, max_new_tokens=1, stop=(), logprobs=0)
         self._random, self._uniforms = random.Random(params.seed), []
 
     def uniform(self, ahead: int) -> float:
@@ -66,7 +66,7 @@ class Row:
             self._uniforms.append(self._random.random())
         return self._uniforms[place]
 
-    def take(self, drawn: Drawn) -> tuple[str, bool]:
+    def take(self, drawn: SampledToken) -> tuple[str, bool]:
         """Add a token. Returns the text that became certain, and whether the row has ended."""
         completion = self.completion
         self.tokens.append(drawn.token)
@@ -96,7 +96,7 @@ class Row:
         return seen, counts
 
 
-def choose(rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[Drawn]]:
+def choose(rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
     """Draw the next tokens of every row: one, and one more for each draft that turns out to be what was drawn.
 
     A draft never decides anything: at each place a token is drawn from the model's own distribution by the number
@@ -115,13 +115,13 @@ def choose(rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[lis
     tokens = draw_each(contexts, flat)
     logprobs = flat.log_softmax(dim=-1)  # (N, V)
     own = logprobs.gather(1, torch.tensor(tokens, device=flat.device)[:, None])[:, 0].tolist()
-    drawn: list[list[Drawn]] = [[] for _ in rows]
+    drawn: list[list[SampledToken]] = [[] for _ in rows]
     for place, (row, ahead) in enumerate(places):
         if ahead and drawn[row][-1].token != drafts[row][ahead - 1]:
             continue
         if len(drawn[row]) == ahead:  # every draft before it was drawn
             top = top_logprobs(logprobs[place], rows[row].params.logprobs)
-            drawn[row].append(Drawn(tokens[place], own[place], top))
+            drawn[row].append(SampledToken(tokens[place], own[place], top))
     return drawn
 
 
@@ -129,7 +129,7 @@ def draw_each(contexts: list[tuple[Row, list[int]]], logits: Tensor) -> list[int
     """A token for each of logits (N, V), where each belongs to a row after some drafts."""
     settings: dict[SamplingParams, list[int]] = {}
     for place, (row, _) in enumerate(contexts):
-        settings.setdefault(row.shaping, []).append(place)
+        settings.setdefault(row.sampling_key, []).append(place)
     uniforms = torch.tensor([row.uniform(len(drafts)) for row, drafts in contexts], dtype=torch.float64)
     tokens = [0] * len(contexts)
     for params, group in settings.items():

@@ -17,7 +17,7 @@ from thinker.runtime.errors import UserError
 
 
 @dataclass
-class RollingSight(Sight):
+class SinkSight(Sight):
     """Adds what is written where, and from where the sinks are seen."""
 
     kept: Tensor | None = None  # which of the new positions are written; None: all
@@ -27,13 +27,13 @@ class RollingSight(Sight):
 
 
 @dataclass
-class RollingLayer(LayerCache):
+class SinkLayer(LayerCache):
     """One layer's sinks, then a ring of the newest: (B, K, sinks + window, D)."""
 
     sinks: Tensor  # (B, K, sinks, D), the keys of the first positions, rotated by these
     tensors = ("keys", "values", "sinks")
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: RollingSight) -> tuple[Tensor, Tensor, Tensor]:
+    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: SinkSight) -> tuple[Tensor, Tensor, Tensor]:
         """As LayerCache.store; the queries may come back doubled in width, to see the sinks from nearer."""
         n = self.sinks.shape[2]
         keys, values = k, v
@@ -58,7 +58,7 @@ class RollingLayer(LayerCache):
         return torch.cat((q, rotate(q, sight.turn)), -1), torch.cat((keys * ~is_sink, keys * is_sink), -1), values
 
 
-class RollingKVCache(KVCache):
+class SinkCache(KVCache):
     """Remembers the first `sinks` positions and the newest `window`, and forgets what lies between.
 
     Without sinks this is exactly attention in a sliding window. With sinks (Xiao et al. 2023, arXiv:2309.17453), a
@@ -74,12 +74,12 @@ class RollingKVCache(KVCache):
         self.window, self.sinks, self.rope = window, sinks, model.rope
         super().__init__(model.config, batch_size, sinks + window, model.device, model.dtype)
 
-    def _new_layer(self, pattern: Pattern, B: int, K: int) -> RollingLayer:
+    def _new_layer(self, pattern: Pattern, B: int, K: int) -> SinkLayer:
         layer = super()._new_layer(pattern, B, K)
-        return RollingLayer(layer.keys, layer.values, layer.keys[:, :, : self.sinks].clone())
+        return SinkLayer(layer.keys, layer.values, layer.keys[:, :, : self.sinks].clone())
 
     @property
-    def forgotten(self) -> int:
+    def n_evicted(self) -> int:
         """How many positions of the longest row are out of sight."""
         return max(0, max(self.lengths) - self.max_len)
 
@@ -96,7 +96,7 @@ class RollingKVCache(KVCache):
         steps = torch.arange(length, device=self.device)
         begins = torch.tensor(starts, device=self.device)  # (B,)
         positions = steps + starts[0] if even else begins[:, None] + steps  # (T,) or (B, T)
-        sight = RollingSight(held=min(end, self.max_len), slots=self._slot(positions))
+        sight = SinkSight(held=min(end, self.max_len), slots=self._slot(positions))
         done = Placement(positions, end, [sight] * len(self.layers))
         if min(starts) < self.sinks:
             sight.early = (begins < self.sinks)[:, None, None, None]
@@ -137,12 +137,12 @@ class RollingKVCache(KVCache):
         in_ring = torch.where(in_ring >= self.sinks, in_ring, -1)
         return torch.where(slots < self.sinks, torch.where(slots <= newest, slots, -1), in_ring)
 
-    def can_rewind(self, lengths: list[int]) -> bool:
-        """Only while nothing was forgotten: what was there is overwritten."""
-        return not self.forgotten or list(lengths) == self.lengths
+    def can_truncate(self, lengths: list[int]) -> bool:
+        """Only while nothing was n_evicted: what was there is overwritten."""
+        return not self.n_evicted or list(lengths) == self.lengths
 
-    def rewind(self, lengths: list[int]) -> None:
-        """As KVCache.rewind. Raises UserError where it cannot."""
-        if not self.can_rewind(lengths):
-            raise UserError("a rolling cache that has forgotten positions cannot go back")
-        super().rewind(lengths)
+    def truncate(self, lengths: list[int]) -> None:
+        """As KVCache.truncate. Raises UserError where it cannot."""
+        if not self.can_truncate(lengths):
+            raise UserError("a rolling cache that has n_evicted positions cannot go back")
+        super().truncate(lengths)

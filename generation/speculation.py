@@ -83,13 +83,13 @@ class DraftModel:
         if self.cache is None:
             self.cache = self.prefill(self.model, rows, self.length)
         cache = self.cache
-        cache.rewind([min(known, len(row.tokens) - 1) for known, row in zip(cache.lengths, rows)])
+        cache.truncate([min(known, len(row.tokens) - 1) for known, row in zip(cache.lengths, rows)])
         waiting = [row.tokens[known:] for row, known in zip(rows, cache.lengths)]
         for _ in range(longest):
             width = max(map(len, waiting))
             batch = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in waiting])
             logits = self.model(batch.to(self.model.device), cache=cache)  # (B, width, V)
-            cache.rewind([length - width + len(tokens) for length, tokens in zip(cache.lengths, waiting)])
+            cache.truncate([length - width + len(tokens) for length, tokens in zip(cache.lengths, waiting)])
             last = logits[range(len(rows)), [len(tokens) - 1 for tokens in waiting]].float()  # (B, V)
             last[:, rows[0].vocab_size :] = -torch.inf
             drawn = draw_each(list(zip(rows, drafts)), last)

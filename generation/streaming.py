@@ -7,7 +7,7 @@ import codecs
 from thinker.data.tokenizer import Tokenizer
 
 
-class TextStream:
+class TextStreamer:
     """Decodes token by token; what it gives out is never taken back, and nothing is withheld without need.
 
     - Joined, the pieces are all tokens' bytes decoded at once, bytes that are no UTF-8 as U+FFFD. A character that

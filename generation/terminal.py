@@ -14,7 +14,7 @@ from thinker.generation.conversation import Conversation
 from thinker.generation.engine import Generator, Score
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion
-from thinker.runtime.errors import UserError, nearest
+from thinker.runtime.errors import UserError, did_you_mean
 
 HELP = r"""Whatever you type is added to the text, and the model goes on from there; an empty line: it just goes on.
 \n in what you type is a new line. Ctrl-C ends the model's turn and keeps what it said.
@@ -74,7 +74,7 @@ def print_samples(
 def note_summary(
     generator: Generator, completions: list[Completion], asked: int, seconds: float, first: float | None
 ) -> None:
-    """How many tokens, of those asked for, how fast, what was drafted and what was forgotten."""
+    """How many tokens, of those asked for, how fast, what was drafted and what was n_evicted."""
     made = sum(len(completion.token_ids) for completion in completions)
     text = f"{made} tokens, {made / seconds:.0f} a second"
     if first is not None:
@@ -86,11 +86,11 @@ def note_summary(
     if any(one.finish_reason == "length" and len(one.token_ids) < asked for one in completions):
         goes_on = "; --window says how much of it to remember, and goes on" if generator.can_roll else ""
         note(f"the text ends where the model's context does, at {generator.longest} tokens{goes_on}")
-    longest = max(completions, key=lambda completion: completion.forgotten)
-    if longest.forgotten:
-        end = generator.sinks + longest.forgotten
+    longest = max(completions, key=lambda completion: completion.n_evicted)
+    if longest.n_evicted:
+        end = generator.sinks + longest.n_evicted
         note(
-            f"forgotten at the end: tokens {generator.sinks + 1} to {end} of {end + generator.window + 1}; remembered: "
+            f"n_evicted at the end: tokens {generator.sinks + 1} to {end} of {end + generator.window + 1}; remembered: "
             f"the first {generator.sinks} and the newest {generator.window}"
         )
 
@@ -222,14 +222,14 @@ def _command(conversation: Conversation, words: list[str], params: SamplingParam
             note(f"{field.name} {getattr(params, field.name)}")
     else:
         commands = ["/undo", "/reset", "/show", "/set", "/help", "/quit"]
-        raise UserError(f"{' '.join(words)} is no command, /help lists them{nearest(name, commands)}")
+        raise UserError(f"{' '.join(words)} is no command, /help lists them{did_you_mean(name, commands)}")
     return params
 
 
 def _set(params: SamplingParams, name: str, value: str) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(params)]
     if name not in names:
-        raise UserError(f"there is no setting {name}{nearest(name, names)}; /set alone shows all")
+        raise UserError(f"there is no setting {name}{did_you_mean(name, names)}; /set alone shows all")
     if name == "stop":
         return dataclasses.replace(params, stop=(value.replace("\\n", "\n"),))
     if value.lower() == "none":

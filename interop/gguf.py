@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from thinker.checkpoint.checkpoint import model_tensors
-from thinker.data.hf_tokenizer import TO_CHAR, ForeignTokenizer
+from thinker.data.hf_tokenizer import TO_CHAR, HFTokenizer
 from thinker.data.tokenizer import ONE_CHARACTER, Tokenizer
 from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import WORDS
-from thinker.interop.huggingface import family_of, their_name
+from thinker.interop.huggingface import hf_architecture, to_hf_name
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.rope import Rope, RopeScaling
-from thinker.runtime.errors import Stopped, UserError
+from thinker.runtime.errors import RunError, UserError
 
 # What cuts a text, by the names that llama.cpp has for it; LLAMA3 and WORDS cut alike.
 LLAMA3 = (
@@ -37,7 +37,7 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
         dtype: of the matrices, f16 or f32; vectors are f32 always.
 
     Raises UserError where llama.cpp does not compute such a model or cannot cut text so, or gguf is not installed;
-    Stopped where what is read is not what was written.
+    RunError where what is read is not what was written.
     """
     try:
         import gguf
@@ -71,7 +71,7 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     writer.add_token_merges([" ".join(pair) for pair in merges_of(tokenizer) or [("▁", "▁")]])
     writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
-    writer.add_add_bos_token(bool(tokenizer.prompt_start))
+    writer.add_add_bos_token(bool(tokenizer.bos_prefix))
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
     arrays = _arrays(model, family, DTYPES[dtype])
@@ -86,7 +86,7 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
 
 def _check(config: ThinkerConfig) -> str:
     """llama.cpp's name of the architecture. Raises UserError with the reason where it has none."""
-    family, kind = family_of(config), (config.rope_scaling or {}).get("type")
+    family, kind = hf_architecture(config), (config.rope_scaling or {}).get("type")
     reasons = {
         f"model.attention={config.attention}": any(pattern.text != "full" for pattern in config.patterns),
         "model.no_rope_layers": bool(config.no_rope_layers),
@@ -99,7 +99,7 @@ def _check(config: ThinkerConfig) -> str:
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
     """Every id's text, in GPT-2's printable characters, and its kind. Raises UserError for what has no counterpart."""
-    if isinstance(tokenizer, ForeignTokenizer) or tokenizer.normalizer is not None:
+    if isinstance(tokenizer, HFTokenizer) or tokenizer.normalizer is not None:
         raise UserError("GGUF is written with byte-level tokenizers without a normalizer; this one is another")
     only_bytes = tokenizer.pattern == ONE_CHARACTER and not merges_of(tokenizer) and tokenizer.kind != "char"
     if tokenizer.pattern not in SPLITS and not only_bytes:
@@ -123,7 +123,7 @@ def _arrays(model: Thinker, family: str, dtype: torch.dtype) -> dict[str, np.nda
     config, arrays = model.config, {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.n_layers)
     for ours, tensor in model_tensors(model).items():
-        key = names.get_name(their_name(ours), try_suffixes=(".weight", ".bias"))
+        key = names.get_name(to_hf_name(ours), try_suffixes=(".weight", ".bias"))
         found = re.fullmatch(r"blocks\.\d+\.attention\.([qk])_proj\.(?:weight|bias)", ours)
         if family == "llama" and found:
             tensor = _interleave(tensor, config.n_heads if found[1] == "q" else config.n_kv_heads)
@@ -145,4 +145,4 @@ def _read_again(reader: Any, arrays: dict[str, np.ndarray], tokens: list[str], p
     found = {tensor.name: tensor.data.reshape(arrays[tensor.name].shape) for tensor in reader.tensors}
     same = found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
     if not same or reader.get_field("tokenizer.ggml.tokens").contents() != tokens:
-        raise Stopped(f"{path} does not read as it was written")
+        raise RunError(f"{path} does not read as it was written")

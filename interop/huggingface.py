@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thinker.checkpoint.checkpoint import Damaged, model_tensors, opened, read_json
+from thinker.checkpoint.checkpoint import CorruptCheckpoint, model_tensors, opened, read_json
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.rope import RopeScaling
-from thinker.runtime.errors import UserError, nearest
+from thinker.runtime.errors import UserError, did_you_mean
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 INDEX, SINGLE, HEAD = "model.safetensors.index.json", "model.safetensors", "lm_head.weight"
@@ -93,19 +93,19 @@ def is_folder(path: Path) -> bool:
 def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
     """The model in a Hugging Face folder, ready to sample from, in fp32.
 
-    Raises UserError for a family or a key that is not known, Damaged where files are missing or do not fit together.
+    Raises UserError for a family or a key that is not known, CorruptCheckpoint where files are missing or do not fit together.
     """
     config = read_config(read_json(folder / "config.json"))
     where = _find_tensors(folder)
     if config.n_layers > len(where):  # or building so many blocks could take for ever
-        raise Damaged(f"{folder} has fewer tensors than its configuration has layers ({config.n_layers})")
+        raise CorruptCheckpoint(f"{folder} has fewer tensors than its configuration has layers ({config.n_layers})")
     with torch.device("meta"):
         model = Thinker(config)  # no memory for weights that are about to be replaced
-    expected = {their_name(name): name for name in model_tensors(model)}
+    expected = {to_hf_name(name): name for name in model_tensors(model)}
     surplus = {name for name in where if name.endswith("rotary_emb.inv_freq")}  # old files hold the angles too
     surplus |= {HEAD} if config.tie_embeddings else set()
     if missing := sorted(expected.keys() - where.keys()):
-        raise Damaged(f"{folder} has no tensor {missing[0]}")
+        raise CorruptCheckpoint(f"{folder} has no tensor {missing[0]}")
     if unknown := sorted(where.keys() - expected.keys() - surplus):
         raise UserError(f"{folder} has a tensor {unknown[0]}, which a {config_family(folder)} does not have")
     tensors, shapes = {}, model.state_dict()
@@ -115,7 +115,7 @@ def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
                 part, like = file.get_slice(name), shapes[expected[name]]
                 if part.get_dtype() not in ("F32", "BF16", "F16") or part.get_shape() != list(like.shape):
                     found = f"{part.get_dtype()} {part.get_shape()}"
-                    raise Damaged(f"{path}: {name} is {found}; its configuration asks for {list(like.shape)}")
+                    raise CorruptCheckpoint(f"{path}: {name} is {found}; its configuration asks for {list(like.shape)}")
                 tensors[expected[name]] = file.get_tensor(name).float()
     if config.tie_embeddings and HEAD in where:  # whether it is used then has changed with their versions
         with opened(where[HEAD]) as file:
@@ -132,7 +132,7 @@ def config_family(folder: Path) -> str:
     return str(read_json(folder / "config.json").get("model_type"))
 
 
-def their_name(name: str) -> str:
+def to_hf_name(name: str) -> str:
     """What they call one of our parameters."""
     return ".".join(NAMES.get(part, part) for part in name.split("."))
 
@@ -145,10 +145,10 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
     if not (folder / INDEX).is_file():
         pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]), None)
         hint = f"; {pickled.name} is a pickle, which can run anything: convert it to safetensors" if pickled else ""
-        raise Damaged(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+        raise CorruptCheckpoint(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
     listed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(re.fullmatch(r"[\w.-]+\.safetensors", str(f)) for f in listed.values()):
-        raise Damaged(f"{folder / INDEX} lists no files of tensors")
+        raise CorruptCheckpoint(f"{folder / INDEX} lists no files of tensors")
     return {name: folder / file for name, file in listed.items()}
 
 
@@ -157,7 +157,7 @@ def read_config(values: dict[str, Any]) -> ThinkerConfig:
     family = values.get("model_type")
     if family not in FAMILIES:
         raise UserError(
-            f"config.json: model_type is {family!r}; known are {', '.join(FAMILIES)}{nearest(str(family), FAMILIES)}"
+            f"config.json: model_type is {family!r}; known are {', '.join(FAMILIES)}{did_you_mean(str(family), FAMILIES)}"
         )
     windowless = "sliding_window" in values and values["sliding_window"] is None  # where left out, Mistral has one
     headless = "num_key_value_heads" in values and values["num_key_value_heads"] is None  # as many as query heads
@@ -249,15 +249,15 @@ def _read_rope(values: dict[str, Any], default: float) -> tuple[float, dict[str,
 # Here to there
 
 
-def family_of(config: ThinkerConfig) -> str:
+def hf_architecture(config: ThinkerConfig) -> str:
     """The family that computes what this model does. Raises UserError with the reason where there is none."""
     layers = [pattern.text for pattern in config.patterns]
     windows = {text for text in layers if text != "full"}
     reasons = {
         f"model.positions={config.positions}": config.positions != "rope",
-        "model.softcap": config.softcap is not None,
-        "model.sink_logits": config.sink_logits,
-        "model.kv_heads_by_layer": config.kv_heads_by_layer is not None,
+        "model.attn_logit_softcap": config.attn_logit_softcap is not None,
+        "model.attention_sinks": config.attention_sinks,
+        "model.n_kv_heads_per_layer": config.n_kv_heads_per_layer is not None,
         "model.attention_bias beside model.qk_norm": config.attention_bias and config.qk_norm,
         f"model.attention={config.attention}": len(windows) > 1
         or not all(re.fullmatch(r"window\(\d+\)", text) for text in windows),
@@ -276,8 +276,8 @@ def family_of(config: ThinkerConfig) -> str:
 
 
 def write_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A config.json of this model, in the keys that older versions read as well. Raises UserError as family_of."""
-    family = family_of(config)
+    """A config.json of this model, in the keys that older versions read as well. Raises UserError as hf_architecture."""
+    family = hf_architecture(config)
     values = {"architectures": [ARCHITECTURES[family]], "model_type": family}
     values |= {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
     values |= {"num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim, "hidden_act": "silu"}
@@ -338,7 +338,7 @@ def save_folder(model: Thinker, tokenizer: Tokenizer | None, folder: Path, shard
         held = sum(one.nbytes for one in shards[-1].values())
         if shards[-1] and held + tensor.nbytes > shard_bytes:
             shards.append({})
-        shards[-1][their_name(name)] = tensor.detach().cpu().contiguous()
+        shards[-1][to_hf_name(name)] = tensor.detach().cpu().contiguous()
     files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
     if len(shards) == 1:
         files = ["model.safetensors"]

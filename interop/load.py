@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from thinker.checkpoint.checkpoint import Damaged, list_checkpoints, load_thinker, verify
+from thinker.checkpoint.checkpoint import CorruptCheckpoint, list_checkpoints, load_thinker, verify
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.checkpoint.sharded import is_sharded
 from thinker.data.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def load(
         try:
             model = load_thinker(folder, device)
             break
-        except Damaged:
+        except CorruptCheckpoint:
             if folder.exists():
                 raise  # or a training at work has removed it meanwhile, and made a newer one
     return _with_tokenizer(model, folder, folder.resolve().parent.parent)

@@ -24,7 +24,7 @@ def model_card(
     """README.md of an exported model, in Markdown under the keys that the hub reads.
 
     Args:
-        run: its run directory, whose recipe and losses are told, if it has one.
+        run: its run directory, whose config and losses are told, if it has one.
         proof: what was compared with transformers.
         base: the model that it is an adapter for, if it is one; `adapter`: its rank and size.
     """
@@ -33,7 +33,7 @@ def model_card(
     head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["thinker"]}
     if base is not None:  # AutoModelForCausalLM opens both, by way of peft
         head |= {"library_name": "peft", "base_model": str(base)}
-    recipe = run / "config.yaml" if run else None
+    config_file = run / "config.yaml" if run else None
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {name}", ""]
     if base is not None:
         lines += [f"A LoRA adapter ({adapter}), trained with Thinker for the model in `{base}`. Both together:", ""]
@@ -44,15 +44,15 @@ def model_card(
         "",
         *_example(tokenizer),
     ]
-    if recipe is not None and recipe.is_file():
-        lines += _training(RunDirectory(run), recipe.read_text(encoding="utf-8"))
+    if config_file is not None and config_file.is_file():
+        lines += _training(RunDirectory(run), config_file.read_text(encoding="utf-8"))
     lines += ["## Checked", "", f"Against transformers, when this folder was written: {proof}.", ""]
     return "\n".join(lines)
 
 
 def _example(tokenizer: Tokenizer | None) -> list[str]:
     """How to sample from it, in Python that runs as it stands."""
-    start = "" if tokenizer is None or not tokenizer.prompt_start else tokenizer.boundary
+    start = "" if tokenizer is None or not tokenizer.bos_prefix else tokenizer.boundary
     lines = [
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -81,9 +81,9 @@ def _example(tokenizer: Tokenizer | None) -> list[str]:
     return lines
 
 
-def _training(run: RunDirectory, recipe: str) -> list[str]:
-    """What it read, how it ended, and the recipe."""
-    data = (yaml.safe_load(recipe) or {}).get("data", {})
+def _training(run: RunDirectory, config: str) -> list[str]:
+    """What it read, how it ended, and the config."""
+    data = (yaml.safe_load(config) or {}).get("data", {})
     source = " ".join(str(data[key]) for key in ("source", "path", "config") if data.get(key))
     lines = ["## Training", "", f"Text: `{source}`; tokenizer: `{data.get('tokenizer')}`.", ""]
     losses: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def _training(run: RunDirectory, recipe: str) -> list[str]:
     rows = [f"| {ROWS[key]} | {losses[key]:{FORMATS.get(key, '.4f')}} |" for key in ROWS if key in losses]
     if rows:
         lines += ["| at the end | |", "|---|---|", *rows, ""]
-    return [*lines, "The recipe:", "", "```yaml", recipe.strip(), "```", ""]
+    return [*lines, "The config:", "", "```yaml", config.strip(), "```", ""]
 
 
 ROWS = {

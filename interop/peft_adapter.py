@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from thinker.checkpoint.checkpoint import MODEL, Damaged, header, opened, read, read_json
-from thinker.interop.huggingface import dump, is_folder, load_folder, read_config, their_name
+from thinker.checkpoint.checkpoint import MODEL, CorruptCheckpoint, header, opened, read, read_json
+from thinker.interop.huggingface import dump, is_folder, load_folder, read_config, to_hf_name
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF
 from thinker.runtime.errors import UserError
@@ -47,7 +47,7 @@ def write_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: P
     adapters = read(checkpoint, MODEL, like)
     rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
     tensors = {
-        f"{PREFIX}{their_name(name)}.weight": tensor
+        f"{PREFIX}{to_hf_name(name)}.weight": tensor
         for name, tensor in adapters.items()
         if not name.endswith("lora_scale")
     }
@@ -74,21 +74,21 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     base = _base(folder, str(config.get("base_model_name_or_path")))
     model, scale = load_folder(base), _scale(config, folder)
     weights = dict(model.named_parameters())
-    ours = {their_name(name): name for name in weights}
+    ours = {to_hf_name(name): name for name in weights}
     with opened(folder / WEIGHTS) as file, torch.no_grad():
         names = set(file.keys())
         for name in sorted(name for name in names if name.startswith(PREFIX) and name.endswith("lora_A.weight")):
             matrix = re.sub(r"\.lora_A\.weight$", ".weight", name.removeprefix(PREFIX))
             other = name.replace("lora_A", "lora_B")
             if matrix not in ours or other not in names:
-                raise Damaged(f"{folder / WEIGHTS}: {name} belongs to no matrix of the model in {base}")
+                raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} belongs to no matrix of the model in {base}")
             A, B, weight = file.get_tensor(name).float(), file.get_tensor(other).float(), weights[ours[matrix]]
             if A.dim() != 2 or (*B.shape[:1], *A.shape[1:]) != (*weight.shape,) or B.shape[1:] != A.shape[:1]:
-                raise Damaged(f"{folder / WEIGHTS}: {name} does not fit the matrix of the model in {base}")
+                raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} does not fit the matrix of the model in {base}")
             if A.shape[0] != config["r"] or not _is_target(
                 matrix.removesuffix(".weight"), config.get("target_modules")
             ):
-                raise Damaged(
+                raise CorruptCheckpoint(
                     f"{folder / WEIGHTS}: {name} is not of what {CONFIG} says: see r and target_modules there"
                 )
             weight += scale * (B @ A)
@@ -101,7 +101,7 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
 def _scale(config: dict[str, Any], folder: Path) -> float:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise Damaged(f"{folder / CONFIG}: r and lora_alpha are {rank!r} and {alpha!r}")
+        raise CorruptCheckpoint(f"{folder / CONFIG}: r and lora_alpha are {rank!r} and {alpha!r}")
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
-from thinker.runtime.errors import Stopped, UserError
+from thinker.runtime.errors import RunError, UserError
 
 TOLERANCE = 1e-5  # of the largest logit, or of 1
 LENGTH = 256  # positions whose logits are compared
@@ -76,7 +76,7 @@ def prove(
 
     `base`: the folder holds an adapter (peft) for the model in this one.
 
-    Raises Stopped where they differ, UserError where transformers is not installed.
+    Raises RunError where they differ, UserError where transformers is not installed.
     """
     try:
         import transformers
@@ -99,12 +99,12 @@ def prove(
     ours, other = model(tokens), theirs(tokens).logits  # (2, T, V)
     difference, largest = (ours - other).abs().max().item(), ours.abs().max().item()
     if not difference <= TOLERANCE * max(1.0, largest):
-        raise Stopped(f"transformers computes other logits: they differ by {difference:.2g}; nothing was written")
+        raise RunError(f"transformers computes other logits: they differ by {difference:.2g}; nothing was written")
     steps = int(min(STEPS, model.rope.longest - 4))  # dynamic RoPE is decoded up to the length of the pretraining
     mine, its = _greedy(model, tokens[:1, :4], steps), _their_greedy(theirs, tokens[:1, :4], steps)
     if mine != its:
         at = next(place for place, both in enumerate(zip(mine, its)) if both[0] != both[1])
-        raise Stopped(f"transformers goes on with another token at greedy step {at}; nothing was written")
+        raise RunError(f"transformers goes on with another token at greedy step {at}; nothing was written")
     if tokenizer is None:
         return Parity(difference, largest, length, steps, 0)
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -117,7 +117,7 @@ def prove(
             for text, ids in zip(some, known):
                 if tokenizer.encode(text, allow_special=True) != ids:
                     own = ": it cuts for a qwen2 as Qwen does, whatever the files say" * theirs_is_qwen
-                    raise Stopped(f"transformers tokenizes {text!r} otherwise{own}; nothing was written")
+                    raise RunError(f"transformers tokenizes {text!r} otherwise{own}; nothing was written")
             bar.update(len(some))
     return Parity(difference, largest, length, steps, n_texts)
 
@@ -129,7 +129,7 @@ def prove_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_
     Args:
         exact: the file's weights are fp32; rounded ones may choose another token, and only texts are compared.
 
-    Raises Stopped where they differ.
+    Raises RunError where they differ.
     """
     try:
         from llama_cpp import Llama
@@ -145,11 +145,11 @@ def prove_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_
             fed = [int(other.scores[other.n_tokens - 1].argmax())]
             its += fed
         if exact and mine != its:
-            raise Stopped("llama.cpp goes on with other greedy tokens; nothing was written")
+            raise RunError("llama.cpp goes on with other greedy tokens; nothing was written")
         texts = adversarial_texts(list(tokenizer.special_tokens))
         for text in (text for text, _ in zip(texts, range(n_texts)) if "\0" not in text):  # where its texts end
             if other.tokenize(text.encode(), add_bos=False, special=True) != tokenizer.encode(text, allow_special=True):
-                raise Stopped(f"llama.cpp tokenizes {text!r} otherwise; nothing was written")
+                raise RunError(f"llama.cpp tokenizes {text!r} otherwise; nothing was written")
     finally:
         other.close()
     greedy = f"{steps} greedy tokens equal, " if exact else "weights rounded, tokens not compared (--dtype f32 would), "
@@ -160,7 +160,7 @@ def _greedy(model: Thinker, tokens: Tensor, steps: int) -> list[int]:
     """Through our cache."""
     cache, drawn = model.new_cache(1, tokens.shape[1] + steps), []
     for _ in range(steps):
-        tokens = model(tokens, cache=cache, last_only=True)[:, -1].argmax(-1, keepdim=True)  # (1, 1)
+        tokens = model(tokens, cache=cache, last_logits_only=True)[:, -1].argmax(-1, keepdim=True)  # (1, 1)
         drawn.append(tokens.item())
     return drawn
 

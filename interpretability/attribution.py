@@ -115,9 +115,7 @@ def direct_logit_attribution(
     Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, "A Mathematical Framework for
     Transformer Circuits", without its approximation of the norm).
     """
-    with model.tap(
-        "embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(model.blocks) - 1}"
-    ) as seen:
+    with model.tap("embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(model.blocks) - 1}") as seen:
         y = prediction(model(tokens[None]), target, against, position).item()
     x = seen[f"blocks.{len(model.blocks) - 1}"][0, position].double()  # (C,)
     unembed = model.head.weight.double()

@@ -30,7 +30,7 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     group = head // (len(q) // len(k))  # the key head that this query head shares
     raw = q[head] @ k[group].T  # (T, T)
     scaled = raw * q.shape[-1] ** -0.5
-    cap = model.config.softcap
+    cap = model.config.attn_logit_softcap
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
 
     looking, at = model.looking, torch.arange(T, device=model.device)

@@ -17,7 +17,7 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     """A model without these (layer, key head), each with all the query heads that share it.
 
     It computes what the given one does with "blocks.i.attention.heads.h" set to zero for each of them. Where all layers
-    keep as many, it is an ordinary model of fewer heads; else its config says kv_heads_by_layer.
+    keep as many, it is an ordinary model of fewer heads; else its config says n_kv_heads_per_layer.
 
     Raises UserError where there is no such group, a layer would keep none, or heads differ by more than their weights
     (alibi, patterns by head).
@@ -32,10 +32,10 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     if unknown := set(groups) - there:
         raise UserError(f"layer {min(unknown)[0]} has no key head {min(unknown)[1]}")
     sizes, shared = [len(some) for some in keep], old.n_heads // old.n_kv_heads
-    values = old.to_dict() | {"kv_heads_by_layer": sizes}
+    values = old.to_dict() | {"n_kv_heads_per_layer": sizes}
     ThinkerConfig.from_dict(values)  # may say no
     if len(set(sizes)) == 1:
-        values |= {"n_heads": sizes[0] * shared, "n_kv_heads": sizes[0], "kv_heads_by_layer": None}
+        values |= {"n_heads": sizes[0] * shared, "n_kv_heads": sizes[0], "n_kv_heads_per_layer": None}
     new = Thinker(ThinkerConfig.from_dict(values)).to(model.device, model.embedding.weight.dtype).eval()
     new.activation_dtype = model.activation_dtype
     weights = {}

@@ -79,9 +79,9 @@ class Prompt:
     @classmethod
     def read(cls, model: Thinker, tokenizer: Tokenizer, text: str) -> Prompt:
         """Begun as all its texts. Raises UserError where there are fewer than two tokens, or more than the context."""
-        ids = [*tokenizer.prompt_start, *tokenizer.encode(text)]
+        ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
         if not 2 <= len(ids) <= model.config.max_seq_len:
-            begun = " with the one that begins texts" if tokenizer.prompt_start else ""
+            begun = " with the one that begins texts" if tokenizer.bos_prefix else ""
             longest = model.config.max_seq_len
             raise UserError(f"the prompt has {len(ids)} token(s){begun}; there must be 2 to {longest}")
         return cls(torch.tensor(ids, device=model.device), [label(tokenizer, i) for i in ids])
@@ -277,7 +277,7 @@ def by_tokens(
     """
     if any(pattern.by_token for pattern in model.config.patterns):
         return None
-    start = tokenizer.prompt_start[0] if tokenizer.prompt_start else None
+    start = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
     return attribution.integrated_gradients(model, prompt.tokens, target, against, position, start)
 
 

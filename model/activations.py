@@ -15,13 +15,13 @@ from thinker.model.attend import Sight
 from thinker.model.linear_attention import LinearAttention
 from thinker.model.masks import Placement
 from thinker.model.patterns import Places
-from thinker.runtime.errors import UserError, nearest
+from thinker.runtime.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from thinker.model.transformer import Thinker
 
 Edit = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
-ONLY_SEEN = ("q", "k", "v")
+READ_ONLY = ("q", "k", "v")
 
 
 class Seen(dict[str, Tensor]):
@@ -54,7 +54,7 @@ def tap_names(model: Thinker) -> list[str]:
     """
     found = ["embedding"]
     for layer, block in enumerate(model.blocks):
-        attention = [*ONLY_SEEN, "weights", "heads", *(f"heads.{head}" for head in range(block.attention.n_heads))]
+        attention = [*READ_ONLY, "weights", "heads", *(f"heads.{head}" for head in range(block.attention.n_heads))]
         parts = ["attention_norm", *(f"attention.{part}" for part in attention), "attention"]
         parts += ["mlp_norm", "mlp.hidden", "mlp"]
         found += [f"blocks.{layer}.{part}" for part in parts] + [f"blocks.{layer}"]
@@ -73,7 +73,7 @@ def taps(model: Thinker, names: tuple[str, ...], edits: Mapping[str, Edit]) -> I
         hooks.append((name, partial(seen.keep, name)))
     for pattern, edit in edits.items():
         for name in _matching((pattern,), known):
-            if name.rpartition(".attention.")[2] in ONLY_SEEN:
+            if name.rpartition(".attention.")[2] in READ_ONLY:
                 raise UserError(f"{name} can be seen, not changed; change weights or heads")
             hooks.append((name, partial(_change, name, edit)))
     points = vars(model).setdefault("_points", Points(model))
@@ -95,7 +95,7 @@ def _matching(patterns: tuple[str, ...], known: list[str]) -> list[str]:
         apart = [(name, name.split(".")) for name in known]
         some = [name for name, own in apart if len(own) == len(parts) and all(map(fnmatchcase, own, parts))]
         if not some:
-            raise UserError(f"this model has no activation {pattern}{nearest(pattern, known)}")
+            raise UserError(f"this model has no activation {pattern}{did_you_mean(pattern, known)}")
         found += some
     return found
 

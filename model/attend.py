@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinker.model.kernels.blockwise_attention import attend_blockwise
-from thinker.model.kernels.decode_attention import attend_few
+from thinker.model.kernels.decode_attention import decode_attention
 from thinker.model.kernels.flex_attention import Flex
 from thinker.model.kernels.local_attention import fold_keys, fold_places, fold_queries, unfold
 from thinker.model.kernels.varlen_attention import Varlen
@@ -55,7 +55,7 @@ def attend(
     v: Tensor,
     sight: Sight | None = None,
     scale: float | None = None,
-    softcap: float | None = None,
+    attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys that are in sight; without one over all, in both directions.
@@ -67,7 +67,7 @@ def attend(
         q: (B, H, T, D).
         k, v: (B, K, S, D), where K divides H; each key head serves H/K query heads.
         scale: 1/√D unless given.
-        softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv:2408.00118): smooth, unlike clamping.
+        attn_logit_softcap: scores s become attn_logit_softcap · tanh(s / attn_logit_softcap) (Gemma 2, arXiv:2408.00118): smooth, unlike clamping.
         sinks: (H,), a further score of each head for a key without a value, so that it may look nowhere.
 
     Returns: (B, H, T, D). A query that sees nothing gives 0.
@@ -76,7 +76,7 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     length = q.shape[2]
     if sight.kernel == "flex":
-        return sight.prepared(q, k, v, scale, softcap, sinks)
+        return sight.prepared(q, k, v, scale, attn_logit_softcap, sinks)
     if sight.kernel == "varlen":
         return sight.prepared(q, k, v, scale)
     if sight.fold is not None:
@@ -86,9 +86,9 @@ def attend(
         allowed = sight.allowed.repeat(repeats, 1, 1, 1)  # (B·blocks, 1 or H, block, first + back + block)
         sight = replace(sight, allowed=allowed)
     by_head = sight.allowed is not None and sight.allowed.dim() == 4 and sight.allowed.shape[1] > 1
-    if softcap is not None or sinks is not None or sight.choose is not None or sight.kernel == "reference":
+    if attn_logit_softcap is not None or sinks is not None or sight.choose is not None or sight.kernel == "reference":
         v, see = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lambda rows: sight.of(rows, q, k)
-        parts = by_rows(q, k, see, scale, softcap, sinks)
+        parts = by_rows(q, k, see, scale, attn_logit_softcap, sinks)
         y = torch.cat([weights.to(v.dtype) @ v for _, weights in parts], dim=2)
     elif sight.kernel == "blockwise":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
@@ -107,7 +107,7 @@ def attention_weights(
     k: Tensor,
     sight: Sight | None = None,
     scale: float | None = None,
-    softcap: float | None = None,
+    attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The reference: the matrix that attend() multiplies v with, its softmax in fp32 (float64 for float64).
@@ -118,8 +118,8 @@ def attention_weights(
     wide = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide)  # (B, H, S, D)
     scores = q.to(wide) @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)  # (B, H, T, S)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    if attn_logit_softcap is not None:
+        scores = attn_logit_softcap * torch.tanh(scores / attn_logit_softcap)
     allowed = sight.allowed
     if sight.is_causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
@@ -141,7 +141,7 @@ def by_rows(
     k: Tensor,
     see: Callable[[slice], Sight],
     scale: float | None,
-    softcap: float | None,
+    attn_logit_softcap: float | None,
     sinks: Tensor | None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """attention_weights() of so many queries at a time, (B, H, ROWS, S), where no gradient needs all of them.
@@ -151,7 +151,7 @@ def by_rows(
     T, learning = q.shape[2], torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     for start in range(0, T, T if learning else ROWS):
         rows = slice(start, T if learning else min(start + ROWS, T))
-        yield rows, attention_weights(q[:, :, rows], k, see(rows), scale, softcap, sinks)
+        yield rows, attention_weights(q[:, :, rows], k, see(rows), scale, attn_logit_softcap, sinks)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
@@ -159,7 +159,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor
     if q.device.type == "cpu":
         plain = not (sight.is_causal or sight.blind or torch.is_grad_enabled())
         if plain and q.shape[2] <= 16 and q.dtype == torch.float32:
-            return attend_few(q, k, v, allowed, scale)
+            return decode_attention(q, k, v, allowed, scale)
         k = k.contiguous()  # SDPA's flash kernel takes rows only
     elif grouped and q.is_cuda and q.shape[2] == 1 and (allowed is None or allowed.dim() == 2 or allowed.shape[1] == 1):
         # One query: those of a key head stand where queries do, and no key is read twice.
@@ -200,7 +200,7 @@ def look(
         slopes: (H,), what a score loses with each position of distance (ALiBi, Press et al. 2022, arXiv:2108.12409).
         aligned: queries and keys are the same positions, in the same order.
         kernel: one of KERNELS to force it; "reference" goes with everything.
-        plain_scores: attend() will be given neither softcap nor sinks.
+        plain_scores: attend() will be given neither attn_logit_softcap nor sinks.
 
     Raises UserError where the kernel asked for cannot compute it.
     """

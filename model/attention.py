@@ -21,8 +21,8 @@ class Attention(nn.Module):
     def __init__(self, config: ThinkerConfig, layer: int) -> None:
         super().__init__()
         self.turns = layer not in (config.no_rope_layers or [])
-        (H, K), D = config.heads_of(layer), config.head_dim
-        self.n_heads, self.n_kv_heads, self.head_dim, self.softcap = H, K, D, config.softcap
+        (H, K), D = config.head_counts(layer), config.head_dim
+        self.n_heads, self.n_kv_heads, self.head_dim, self.attn_logit_softcap = H, K, D, config.attn_logit_softcap
         self.q_proj = Linear(config.d_model, H * D, config.attention_bias)
         self.k_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.v_proj = Linear(config.d_model, K * D, config.attention_bias)
@@ -32,7 +32,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
-        self.sinks = nn.Parameter(torch.zeros(H)) if config.sink_logits else None
+        self.sinks = nn.Parameter(torch.zeros(H)) if config.attention_sinks else None
         self.register_module("qkv_proj", None)  # the three in one piece, to decode (generation/snapshot.py)
         self.register_module("qk_norm", None)
 
@@ -61,14 +61,14 @@ class Attention(nn.Module):
         """Let the queries look at what the cache holds and at the new keys: q (B, H, T, D) -> (B, H, T, D)."""
         if cache is not None:
             q, k, v = cache.store(q, k, v, sight)  # k, v: (B, K, S, D)
-        return attend(q, k, v, sight, self.head_dim**-0.5, self.softcap, self.sinks)
+        return attend(q, k, v, sight, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
 
     def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], Sight]) -> Tensor:
         """What each query takes of each key, by the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S).
 
         `see` says what some of the queries see; little memory is taken beside the matrix itself.
         """
-        parts = by_rows(q, k, see, self.head_dim**-0.5, self.softcap, self.sinks)
+        parts = by_rows(q, k, see, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
         rows, first = next(parts)
         if rows.stop == q.shape[2]:
             return first

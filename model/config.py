@@ -34,17 +34,17 @@ class ThinkerConfig:
     qk_norm: bool = True  # RMSNorm on queries and keys before RoPE, as in Qwen3; False is the LLaMA form
     tie_embeddings: bool = False  # the head's matrix is the embedding's
     dropout: float = 0.0  # on the embedding and on what attention and MLP add to the residual stream
-    init: str = "fan_in"  # how weights are drawn, see Thinker.initialise; "normal" is GPT-2's, for comparison
+    init: str = "fan_in"  # how weights are drawn, see Thinker.init_weights; "normal" is GPT-2's, for comparison
     head_init_std: float = 0.0  # the head is drawn with this deviation; 0: the first loss is exactly ln V
     attention: str | list = "full"  # a pattern for all layers, or a list, or letters: see attention/patterns.py
     window: int | None = None  # keys that a layer L sees, where attention is letters such as "LLLG"
     positions: str = "rope"  # or alibi, learned, sinusoidal, none
     rope_scaling: dict | None = None  # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
-    softcap: float | None = None  # of attention's scores; None: none
-    sink_logits: bool = False  # a learned score of each head for looking nowhere
+    attn_logit_softcap: float | None = None  # of attention's scores; None: none
+    attention_sinks: bool = False  # a learned score of each head for looking nowhere
     attention_bias: bool = False  # added to queries, keys and values, as in Qwen2
     no_rope_layers: list | None = None  # layers, from 0, whose queries and keys are not rotated, as in SmolLM3
-    kv_heads_by_layer: list | None = None  # of each layer, where some have fewer: a pruned model's
+    n_kv_heads_per_layer: list | None = None  # of each layer, where some have fewer: a pruned model's
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len", "n_kv_heads", "head_dim", "d_ff"):
@@ -93,39 +93,45 @@ class ThinkerConfig:
                     f"model.no_rope_layers is {self.no_rope_layers}; with model.positions=rope it is a list of layers "
                     f"from 0 to {self.n_layers - 1}"
                 )
-        if self.softcap is not None and not 1e-9 <= self.softcap <= 1e9:
-            raise UserError(f"model.softcap is {self.softcap}; it must be a number from 1e-9 to 1e9, or null")
-        if self.kv_heads_by_layer is not None:
-            sizes, most = self.kv_heads_by_layer, self.n_kv_heads
+        if self.attn_logit_softcap is not None and not 1e-9 <= self.attn_logit_softcap <= 1e9:
+            raise UserError(
+                f"model.attn_logit_softcap is {self.attn_logit_softcap}; it must be a number from 1e-9 to 1e9, or null"
+            )
+        if self.n_kv_heads_per_layer is not None:
+            sizes, most = self.n_kv_heads_per_layer, self.n_kv_heads
             if len(sizes) != self.n_layers or any(type(n) is not int or not 1 <= n <= most for n in sizes):
                 raise UserError(
-                    f"model.kv_heads_by_layer is {sizes}; it must name {self.n_layers} numbers from 1 to {most}"
+                    f"model.n_kv_heads_per_layer is {sizes}; it must name {self.n_layers} numbers from 1 to {most}"
                 )
             if self.positions == "alibi" or any(layer.by_head for layer in self.patterns):
-                raise UserError("model.kv_heads_by_layer does not go with alibi, nor with patterns that differ by head")
+                raise UserError(
+                    "model.n_kv_heads_per_layer does not go with alibi, nor with patterns that differ by head"
+                )
         unknown = [token for layer in self.patterns for token in layer.tokens if token >= self.vocab_size]
-        if unknown and self.vocab_size > 1:  # a recipe is checked before its tokenizer is known
+        if unknown and self.vocab_size > 1:  # a config is checked before its tokenizer is known
             raise UserError(
                 f"model.attention names the token {unknown[0]}; the vocabulary ends at {self.vocab_size - 1}"
             )
         no_scores = any(isinstance(layer, Linear) for layer in self.patterns)
-        if no_scores and (self.softcap is not None or self.sink_logits or self.positions == "alibi"):
-            raise UserError("linear attention has no scores: model.softcap, sink_logits and alibi do not go with it")
+        if no_scores and (self.attn_logit_softcap is not None or self.attention_sinks or self.positions == "alibi"):
+            raise UserError(
+                "linear attention has no scores: model.attn_logit_softcap, attention_sinks and alibi do not go with it"
+            )
 
     @property
     def patterns(self) -> list[Pattern | Linear]:
         """Of each layer."""
         return by_layer(self.attention, self.n_layers, self.window, self.n_heads)
 
-    def heads_of(self, layer: int) -> tuple[int, int]:
+    def head_counts(self, layer: int) -> tuple[int, int]:
         """H and K of a layer: as many query heads share a key head everywhere."""
-        K = self.n_kv_heads if self.kv_heads_by_layer is None else self.kv_heads_by_layer[layer]
+        K = self.n_kv_heads if self.n_kv_heads_per_layer is None else self.n_kv_heads_per_layer[layer]
         return K * self.n_heads // self.n_kv_heads, K
 
     @property
     def is_plain(self) -> bool:
         """Whether every layer sees everything, by RoPE and plain scores: what LLaMA and Qwen3 are."""
-        plain_scores = self.softcap is None and not self.sink_logits
+        plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
         fixed_rope = self.positions == "rope" and (self.rope_scaling or {}).get("type") != "dynamic"
         fixed_rope = fixed_rope and not self.no_rope_layers
         return plain_scores and fixed_rope and {pattern.text for pattern in self.patterns} == {"full"}

@@ -17,7 +17,7 @@ from thinker.runtime.errors import UserError
 
 def looking(config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> Looking:
     """How this model's layers look."""
-    plain_scores = config.softcap is None and not config.sink_logits
+    plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
     alibi = config.positions == "alibi"
     return Looking(config.patterns, config.n_heads, dtype, device, kernel, alibi=alibi, plain_scores=plain_scores)
 
@@ -32,7 +32,7 @@ class LayerCache:
     endless = False  # whether it has room for any number of positions
     lost = ""  # why it cannot go back
 
-    def can_rewind(self, written: int, back: int, slack: int) -> bool:
+    def can_truncate(self, written: int, back: int, slack: int) -> bool:
         """Whether a row that was written so far can go `back` so many positions."""
         return True
 
@@ -81,8 +81,8 @@ class RingLayer(LayerCache):
     endless = True
     lost = "its window has been overwritten; new_cache(slack=...) keeps more"
 
-    def can_rewind(self, written: int, back: int, slack: int) -> bool:
-        """As LayerCache.can_rewind."""
+    def can_truncate(self, written: int, back: int, slack: int) -> bool:
+        """As LayerCache.can_truncate."""
         return back <= slack or written <= self.size
 
     @property
@@ -139,8 +139,8 @@ class LinearLayer:
         """Everything, by the sums."""
         return Sight()
 
-    def can_rewind(self, written: int, back: int, slack: int) -> bool:
-        """As LayerCache.can_rewind."""
+    def can_truncate(self, written: int, back: int, slack: int) -> bool:
+        """As LayerCache.can_truncate."""
         return False
 
 
@@ -157,7 +157,7 @@ class KVCache:
     `fixed` reads every slot under a mask, whatever the lengths, so that shapes never change (for CUDA graphs).
     """
 
-    forgotten = 0  # positions out of sight: none, unless it rolls
+    n_evicted = 0  # positions out of sight: none, unless it rolls
 
     def __init__(
         self,
@@ -168,16 +168,16 @@ class KVCache:
         dtype: torch.dtype,
         slack: int = 0,
     ) -> None:
-        """`slack`: how many positions rewind() may always take back, where keys have been overwritten."""
+        """`slack`: how many positions truncate() may always take back, where keys have been overwritten."""
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows by {max_len} positions: both must be at least 1")
         self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
         self.looking, self.prefix = looking(config, dtype, self.device), config.prefix
         self.width, self.dtype = config.head_dim, dtype
-        heads = [config.heads_of(layer)[1] for layer in range(config.n_layers)]
+        heads = [config.head_counts(layer)[1] for layer in range(config.n_layers)]
         self.layers = [self._new_layer(pattern, batch_size, K) for pattern, K in zip(self.looking.patterns, heads)]
         self.lengths = [0] * batch_size
-        self.written = self.written_before = self.lengths  # how far each row was ever, in spite of rewind()
+        self.written = self.written_before = self.lengths  # how far each row was ever, in spite of truncate()
         self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if self.looking.by_token else None
 
     def _new_layer(self, pattern: Pattern | Linear, B: int, K: int) -> LayerCache | LinearLayer:
@@ -249,26 +249,26 @@ class KVCache:
         query, key = Places(queries, token=self.tokens[rows, queries]), Places(keys, token=self.tokens[rows, keys])
         return self.looking(pattern, query, key, aligned)
 
-    def rewind(self, lengths: list[int]) -> None:
+    def truncate(self, lengths: list[int]) -> None:
         """Forget, in each row, every position from its new length on: drafts that were refused, a turn undone.
 
         Raises UserError where what was there has been overwritten.
         """
         for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
             if not 0 <= new <= old:
-                raise UserError(f"cannot rewind a row of {old} positions to {new}")
+                raise UserError(f"cannot truncate a row of {old} positions to {new}")
             lost = next((layer.lost for layer in self.layers if not self._keeps(layer, row, new)), None)
             if lost is not None:
-                raise UserError(f"cannot rewind from {old} to {new}: {lost}")
+                raise UserError(f"cannot truncate from {old} to {new}: {lost}")
         self.lengths = list(lengths)
 
-    def can_rewind(self, lengths: list[int]) -> bool:
-        """Whether nothing of what rewind() would need has been overwritten."""
+    def can_truncate(self, lengths: list[int]) -> bool:
+        """Whether nothing of what truncate() would need has been overwritten."""
         return all(self._keeps(layer, row, new) for layer in self.layers for row, new in enumerate(lengths))
 
     def _keeps(self, layer: LayerCache | LinearLayer, row: int, length: int) -> bool:
         written = self.written[row]
-        return length == self.lengths[row] or layer.can_rewind(written, written - length, self.slack)
+        return length == self.lengths[row] or layer.can_truncate(written, written - length, self.slack)
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows only, in this order; a finished row leaves its batch so, and a prompt is shared by many."""

@@ -1,4 +1,4 @@
-"""Who may look at whom: predicates over absolute positions, a few lines each, and how a recipe spells them.
+"""Who may look at whom: predicates over absolute positions, a few lines each, and how a config spells them.
 
 `window(64) | global(4)`: names with numbers, joined by & (before |) and parentheses. docs/attention.md draws each.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.runtime.errors import UserError, nearest
+from thinker.runtime.errors import UserError, did_you_mean
 
 NOWHERE = 1 << 40  # the position of a slot that holds no key yet: after every query
 LARGEST = 1 << 24  # of any number in a pattern
@@ -277,7 +277,7 @@ def _read(node: ast.expr) -> Pattern | Linear:
     if name not in NAMES and name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
         raise UserError(f"{name} are no layers: the letters are L (a window of model.window) and G (full), as in LLLG")
     if name not in NAMES:
-        raise UserError(f"there is no {name}{nearest(name, NAMES) or '; there are: ' + ', '.join(NAMES)}")
+        raise UserError(f"there is no {name}{did_you_mean(name, NAMES) or '; there are: ' + ', '.join(NAMES)}")
     make, given = NAMES[name], node.args if isinstance(node, ast.Call) else []
     least = 0 if make in (token, random, bigbird) else 1
     values = [_read(each) if make is heads else _number(each, least) for each in given]

@@ -19,7 +19,7 @@ def slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor([2.0**-e for e in exponents], device=device)
 
 
-def sinusoids(positions: Tensor, width: int) -> Tensor:
+def sinusoidal_embedding(positions: Tensor, width: int) -> Tensor:
     """sin and cos of each position at width/2 wavelengths from 2π to 10,000·2π, (..., T) -> (..., T, width).
 
     Vaswani et al. 2017 (arXiv:1706.03762), section 3.5, there interleaved.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinker.runtime.errors import UserError, nearest
+from thinker.runtime.errors import UserError, did_you_mean
 
 TYPES = ("linear", "dynamic", "yarn", "llama3")
 LONGEST_TABLE = 1 << 14  # positions; a longer one is made for a longer pass alone
@@ -49,7 +49,7 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.type not in TYPES:
-            hint = nearest(str(self.type), TYPES)
+            hint = did_you_mean(str(self.type), TYPES)
             raise UserError(f"model.rope_scaling.type is {self.type!r}; possible: {', '.join(TYPES)}{hint}")
         for parameter in fields(self)[1:]:
             name, value, rule = parameter.name, getattr(self, parameter.name), parameter.metadata
@@ -74,13 +74,13 @@ class RopeScaling:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RopeScaling:
-        """From a recipe or a file, where None is as good as left out; dataclasses.asdict is the inverse."""
+        """From a config or a file, where None is as good as left out; dataclasses.asdict is the inverse."""
         if not isinstance(values, dict):
             raise UserError(f"model.rope_scaling is {values!r}; it must be a table such as {{type: linear, factor: 4}}")
         known = [parameter.name for parameter in fields(cls)]
         for name in values:
             if name not in known:
-                raise UserError(f"model.rope_scaling has no key {name!r}{nearest(str(name), known)}")
+                raise UserError(f"model.rope_scaling has no key {name!r}{did_you_mean(str(name), known)}")
         return cls(**{"type": None, **values})
 
     @property
@@ -144,7 +144,7 @@ class Rope(nn.Module):
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, D)
         return cos, sin
 
-    def refuse_growing(self, end: int) -> None:
+    def check_growth(self, end: int) -> None:
         """Raise UserError where `end` positions, in a cache or of several documents, would need several angles each."""
         if end > self.longest:
             raise UserError(

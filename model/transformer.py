@@ -14,7 +14,7 @@ from thinker.model.activations import Edit, Seen, tap_names, taps
 from thinker.model.attend import Sight
 from thinker.model.attention import Attention
 from thinker.model.config import ThinkerConfig
-from thinker.model.kernels.linear_cross_entropy import head_loss
+from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache, LayerCache, looking
 from thinker.model.linear import Linear
 from thinker.model.linear_attention import LinearAttention
@@ -22,7 +22,7 @@ from thinker.model.masks import Looking, Placement
 from thinker.model.norm import RMSNorm
 from thinker.model.patterns import Linear as LinearPattern
 from thinker.model.patterns import Pattern, Places
-from thinker.model.positions import sinusoids
+from thinker.model.positions import sinusoidal_embedding
 from thinker.model.rope import Rope, RopeScaling
 from thinker.runtime.errors import UserError
 
@@ -92,10 +92,10 @@ class Thinker(nn.Module):
         self.head = Linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
-        self.initialise()
+        self.init_weights()
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator | None = None) -> None:
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Draw all weights anew.
 
         | parameter | drawn from |
@@ -143,7 +143,7 @@ class Thinker(nn.Module):
         embeddings: Tensor | None = None,
         targets: Tensor | None = None,
         cache: KVCache | None = None,
-        last_only: bool = False,
+        last_logits_only: bool = False,
         documents: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One pass, for training, prefill and decoding alike.
@@ -153,11 +153,11 @@ class Thinker(nn.Module):
             targets: (B, T) int64, the token after each; −1 is not counted.
             cache: take the T positions as the next ones of what it holds, and add them to it. For inference:
                 no gradient flows.
-            last_only: compute the logits of the last position alone.
+            last_logits_only: compute the logits of the last position alone.
             documents: (B, T) int64, a number for each document of a window, another one than its neighbours'. None
                 sees across a border, and positions count from each one's beginning: its logits are those it has alone.
 
-        Returns: logits (B, T, V), or (B, 1, V) with last_only; with targets, (sum of losses in nats, fp32; number of
+        Returns: logits (B, T, V), or (B, 1, V) with last_logits_only; with targets, (sum of losses in nats, fp32; number of
             targets counted).
 
         Raises UserError on shapes that do not fit, or a cache that is full.
@@ -169,17 +169,22 @@ class Thinker(nn.Module):
             raise UserError(f"tokens must be (B, T) and embeddings (B, T, C), not empty; got {tuple(given.shape)}")
         if cache is not None and torch.is_grad_enabled():
             with torch.no_grad():
-                options = {"targets": targets, "cache": cache, "last_only": last_only, "documents": documents}
+                options = {
+                    "targets": targets,
+                    "cache": cache,
+                    "last_logits_only": last_logits_only,
+                    "documents": documents,
+                }
                 return self(tokens, embeddings=embeddings, **options)
         place = self.place(given, tokens, documents, cache)
         x = self.embed(given, place)  # (B, T, C)
         rope = None if self.rope is None else self.rope(place.positions, place.end, self.dtype)
-        x = self.trunk(x, rope, place, cache, last_only)
+        x = self.trunk(x, rope, place, cache, last_logits_only)
         if targets is None:
             return self.head(x)  # (B, T, V)
         if self.config.prefix:  # a position that sees the next one has nothing to predict
             targets = targets.masked_fill(place.positions < self.config.prefix - 1, -1)
-        return head_loss(x, self.head.weight, targets, self.head.cast)
+        return linear_cross_entropy(x, self.head.weight, targets, self.head.cast)
 
     def place(
         self, given: Tensor, tokens: Tensor | None, documents: Tensor | None = None, cache: KVCache | None = None
@@ -198,7 +203,7 @@ class Thinker(nn.Module):
                 f"the model has learned {learned} positions (model.max_seq_len), and there are {end} tokens"
             )
         if self.rope is not None and not (cache is None and documents is None):
-            self.rope.refuse_growing(end)
+            self.rope.check_growth(end)
         if cache is not None:
             return cache.append(*given.shape[:2], tokens)
         positions = torch.arange(given.shape[1], device=given.device)  # (T,)
@@ -217,7 +222,7 @@ class Thinker(nn.Module):
         if self.positions is not None:
             x = x + self.positions(place.positions)
         elif self.config.positions == "sinusoidal":
-            x = x + sinusoids(place.positions, x.shape[-1]).to(x.dtype)
+            x = x + sinusoidal_embedding(place.positions, x.shape[-1]).to(x.dtype)
         return x
 
     def trunk(
@@ -226,19 +231,19 @@ class Thinker(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         place: Placement,
         cache: KVCache | None = None,
-        last_only: bool = False,
+        last_logits_only: bool = False,
     ) -> Tensor:
         """What lies between embedding and head: x (B, T, C), rope 2 x (T, D) -> (B, T, C)."""
         x = self.dropout(x.to(self.dtype))
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         for block, sight, layer in zip(self.blocks, place.sights, layers):
             x = block(x, rope, sight, layer)  # (B, T, C)
-        return self.norm(x[:, -1:] if last_only else x)
+        return self.norm(x[:, -1:] if last_logits_only else x)
 
     def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
         """An empty cache of this model's shape, device and precision for `max_len` positions, or config.max_seq_len.
 
-        `slack`: how many positions it can always be taken back (KVCache.rewind).
+        `slack`: how many positions it can always be taken back (KVCache.truncate).
         """
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
 
@@ -266,7 +271,7 @@ class Thinker(nn.Module):
     def attention_weights(self, tokens: Tensor) -> Tensor:
         """Every attention matrix of one ordinary forward pass, (layers, B, H, T, T); rows are queries and sum to 1.
 
-        Where a layer has fewer heads than others (config.kv_heads_by_layer), nan takes the others' place.
+        Where a layer has fewer heads than others (config.n_kv_heads_per_layer), nan takes the others' place.
         """
         with self.tap("blocks.*.attention.weights") as seen:
             self(tokens)

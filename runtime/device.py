@@ -29,7 +29,7 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(name)
 
 
-def tune(device: torch.device) -> None:
+def configure_backend(device: torch.device) -> None:
     """Settings of the process without which training on the device is slower."""
     if device.type == "cpu":
         torch.set_flush_denormal(True)  # peaked softmaxes fill the backward pass with them; each costs 100 cycles
@@ -60,7 +60,7 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def be_deterministic() -> None:
+def enable_determinism() -> None:
     """The same numbers every time: kernels whose sums depend on who comes first are refused. Before a GPU is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

@@ -13,12 +13,12 @@ class UserError(Exception):
     """A mistake of the user: its message is one line that says what is wrong and what would be right."""
 
 
-class Stopped(Exception):
+class RunError(Exception):
     """A run that cannot go on for a reason found on the way, nobody's typing: one line, exit status 1."""
 
 
-def nearest(word: str, words: Iterable[str], form: str = "{}") -> str:
-    """A question that names the word nearest to a mistyped one, to end an error message with; "" if none is near.
+def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
+    """A question that names the word did_you_mean to a mistyped one, to end an error message with; "" if none is near.
 
     The word is shown in `form`, such as "model.{}".
     """
@@ -33,7 +33,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's main() and end the process with its exit status.
 
-    A UserError becomes one line on standard error and status 2; Stopped and a full disk one line and status 1; a reader
+    A UserError becomes one line on standard error and status 2; RunError and a full disk one line and status 1; a reader
     that closed our pipe ends us quietly, as it does `cat`. Anything else is our own fault and keeps its stack trace.
     """
     # Before torch is imported: its OpenMP threads spin while they wait for each other, and with another program on one
@@ -43,7 +43,7 @@ def run_command(main: Callable[[], int]) -> None:
     try:
         status = main()
         sys.stdout.flush()
-    except (UserError, Stopped) as error:
+    except (UserError, RunError) as error:
         line = " ".join(str(error).split())
         print(f"error: {line if len(line) <= LONGEST else line[:LONGEST] + ' ...'}", file=sys.stderr)
         status = 2 if isinstance(error, UserError) else 1

@@ -105,7 +105,7 @@ def find_tokens(
     """The source's name, the length of the training's windows where it is known, how documents lie, and the tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
-    from thinker.training.validation_data import held_out, recipe_of
+    from thinker.training.validation_data import config_of, held_out
 
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}
@@ -114,11 +114,11 @@ def find_tokens(
             options |= {"max_documents": 1 + most // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
         tokens = tokenize(source, tokenizer, most, scratch)
-        packing, recipe = "documents" if arguments.source == "tales" else "contiguous", recipe_of(folder)
-        return arguments.source, recipe and recipe.data.seq_len, packing, tokens
-    recipe, tokens = held_out(folder, tokenizer, "--source")
-    packing = "documents" if recipe.data.source == "tales" else recipe.data.packing
-    return recipe.data.source, recipe.data.seq_len, packing, tokens
+        packing, config = "documents" if arguments.source == "tales" else "contiguous", config_of(folder)
+        return arguments.source, config and config.data.seq_len, packing, tokens
+    config, tokens = held_out(folder, tokenizer, "--source")
+    packing = "documents" if config.data.source == "tales" else config.data.packing
+    return config.data.source, config.data.seq_len, packing, tokens
 
 
 def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -160,7 +160,7 @@ def show(about: dict[str, Any]) -> None:
 
 def measure(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
     """Loss, perplexity and bits per byte at every length of context."""
-    from thinker.data.batches import Windows
+    from thinker.data.batches import PackedDataset
     from thinker.data.tokenizer import token_byte_lengths
     from thinker.evaluation.perplexity import table, text_loss
 
@@ -174,7 +174,7 @@ def measure(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: 
         stride = arguments.stride or length
         if max(length, stride) > longest:
             raise UserError(f"a --context of {max(length, stride)} is longer than the text, which has {longest} tokens")
-        windows = Windows(tokens, length, packing, stride=stride, given=model.config.prefix)
+        windows = PackedDataset(tokens, length, packing, stride=stride, given=model.config.prefix)
         found.append(text_loss(model, windows, lengths, share=arguments.confidence, trained_length=trained))
     if arguments.png:
         draw(found[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
@@ -247,10 +247,10 @@ def main() -> int:
     from thinker.evaluation import long_context
     from thinker.interop import load
     from thinker.interop.load import find_model
-    from thinker.runtime.device import choose_device, tune
+    from thinker.runtime.device import choose_device, configure_backend
 
     device = choose_device(arguments.device)
-    tune(device)
+    configure_backend(device)
     folder = find_model(arguments.run, arguments.checkpoint)
     model, tokenizer = load(folder, device)
     if tokenizer is None:

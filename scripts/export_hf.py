@@ -57,7 +57,7 @@ def main() -> int:
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already; give a folder that is not, or is empty")
     model, tokenizer = load(path, checkpoint=arguments.checkpoint)
-    family = huggingface.family_of(model.config)
+    family = huggingface.hf_architecture(model.config)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:

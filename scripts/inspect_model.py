@@ -178,9 +178,7 @@ def of_prompt(arguments: argparse.Namespace, model: Any, tokenizer: Any, prompt:
     return report, {"layer": layer, "head": head, "position": position, "target": target, "against": against}
 
 
-def of_heads(
-    arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any, device: Any
-) -> Any:
+def of_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any, device: Any) -> Any:
     """The report of heads, compare and prune."""
     from thinker.interop import load
     from thinker.interpretability import comparison, reports
@@ -249,10 +247,10 @@ def main() -> int:
     from thinker.interop import load
     from thinker.interop.load import find_model
     from thinker.interpretability.reports import Prompt
-    from thinker.runtime.device import choose_device, tune
+    from thinker.runtime.device import choose_device, configure_backend
 
     device = choose_device(arguments.device)
-    tune(device)
+    configure_backend(device)
     folder = find_model(arguments.model, arguments.checkpoint)
     model, tokenizer = load(folder, device)
     if tokenizer is None and (arguments.prompt is not None or needs_text(arguments)):

@@ -1,4 +1,4 @@
-"""What a recipe will take, before it starts: python scripts/plan.py RECIPE.yaml [section.key=value ...]."""
+"""What a config will take, before it starts: python scripts/plan.py CONFIG.yaml [section.key=value ...]."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from thinker.runtime.errors import run_command
 def main() -> int:
     """Print the plan. Returns the exit status."""
     parser = argparse.ArgumentParser(description="What a training will take: memory, FLOPs, tokens and time.")
-    parser.add_argument("recipe", help="a YAML file, such as configs/quickstart.yaml")
+    parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as model.d_model=512")
     parser.add_argument("--no-steps", action="store_true", help="predict only: make no steps, measure no time")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
     arguments = parser.parse_args()
-    from thinker.training.config import load_recipe
+    from thinker.training.config import load_config
     from thinker.training.plan import make_plan, show_plan
 
-    plan = make_plan(load_recipe(arguments.recipe, arguments.overrides), measure=not arguments.no_steps)
+    plan = make_plan(load_config(arguments.config, arguments.overrides), measure=not arguments.no_steps)
     print(json.dumps(plan) if arguments.json else show_plan(plan))
     return 0
 

@@ -1,4 +1,4 @@
-"""How loss falls with compute: python scripts/scaling.py RECIPE.yaml [section.key=value ...]."""
+"""How loss falls with compute: python scripts/scaling.py CONFIG.yaml [section.key=value ...]."""
 
 from __future__ import annotations
 

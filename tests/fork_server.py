@@ -95,12 +95,12 @@ def _be_a_rank(rank, size, port, folder, target, given):
     import torch
 
     from thinker.runtime.errors import run_command
-    from thinker.runtime.process_group import joined
+    from thinker.runtime.process_group import distributed_session
 
     torch.set_num_threads(1)
 
     def main():
-        with joined() as ranks:
+        with distributed_session() as ranks:
             found = target(ranks, *given)
         Path(folder, f"{rank}.json").write_text(json.dumps(found))
         return 0

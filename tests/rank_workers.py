@@ -9,20 +9,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from thinker.checkpoint import checkpoint
-from thinker.checkpoint.manager import Saver
+from thinker.checkpoint.manager import CheckpointManager
 from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import whole
+from thinker.runtime.process_group import full_tensor
 from thinker.training import resume
-from thinker.training.config import check_recipe, load_recipe
+from thinker.training.config import load_config, validate_config
 from thinker.training.resume import RunState
 from thinker.training.step import TrainingStep, draw
 from thinker.training.trainer import Trainer
 
 CPU, ROWS, T = torch.device("cpu"), 8, 24
 SHAPE = {
-    "sink_logits": True,
+    "attention_sinks": True,
     "vocab_size": 97,
     "d_model": 31,
     "n_layers": 2,
@@ -45,7 +45,7 @@ def batch(step, ranks, isolate=False):
     return Batch(inputs[own], targets[own], count, (inputs[own] < 9).cumsum(1) if isolate else None)
 
 
-def make_step(ranks, config=CONFIG, optimizer="adamw", **train):
+def make_step(ranks, model_config=CONFIG, optimizer="adamw", **train):
     """A training step of the model that seed 1 draws."""
     train = {
         "max_steps": 50,
@@ -55,16 +55,16 @@ def make_step(ranks, config=CONFIG, optimizer="adamw", **train):
         "parallel": "ddp",
     } | train
     train.setdefault("micro_batch_size", ROWS // ranks.size)
-    recipe = check_recipe({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
+    config = validate_config({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
     if not torch.distributed.is_initialized():
-        ranks.meet("cpu", 60.0)
-    return TrainingStep(draw(config, 1, CPU), recipe, ranks=ranks)
+        ranks.init_process_group("cpu", 60.0)
+    return TrainingStep(draw(model_config, 1, CPU), config, ranks=ranks)
 
 
 def everything(step):
     """Weights and optimizer state, whole, as a safetensors file can hold them."""
     tensors = checkpoint.model_tensors(step.model) | step.optimizers.tensors()
-    return {name: whole(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()}
+    return {name: full_tensor(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()}
 
 
 def learn(ranks, out, steps, options):
@@ -72,7 +72,7 @@ def learn(ranks, out, steps, options):
     step = make_step(ranks, **options)
     found = [[float(number) for number in step(batch(number, ranks), 1.0)] for number in range(steps)]
     tensors = everything(step)
-    if ranks.first:
+    if ranks.is_main:
         save_file(tensors, out)
     return found
 
@@ -88,7 +88,7 @@ def gradients(ranks, folder, steps, options):
     def kept(skip):
         found.clear()
         for name, parameter in step.model.named_parameters():
-            found[name] = whole(parameter.grad.detach()).clone()
+            found[name] = full_tensor(parameter.grad.detach()).clone()
         update(skip)
 
     step.optimizers.step = kept
@@ -126,14 +126,14 @@ def save(ranks, folder, parallel):
         tensors = everything(step)
         for sharded in (False, True):
             place = Path(folder, f"{optimizer}-{ranks.size}-{parallel}-{'sharded' if sharded else 'whole'}")
-            if ranks.first:
+            if ranks.is_main:
                 place.mkdir()
                 save_file(tensors, place / "was.safetensors")
-            ranks.tell()
-            saver = Saver(place, 1, ranks=ranks, sharded=sharded)
+            ranks.broadcast_object()
+            saver = CheckpointManager(place, 1, ranks=ranks, sharded=sharded)
             state = RunState(step=2).model_dump(mode="json")
             saver.save("step", 2, checkpoint.contents(step.model, state, step.optimizers.tensors()))
-            ranks.tell()  # rank 0 has written
+            ranks.broadcast_object()  # rank 0 has written
 
 
 def load(ranks, folder, parallel):
@@ -150,9 +150,9 @@ def load(ranks, folder, parallel):
     return changed, losses
 
 
-def train(ranks, recipe, overrides):
-    """Train by a recipe, from where its run stands. Returns the inputs of each step as this rank saw them."""
-    trainer, seen = Trainer(load_recipe(recipe, overrides), ranks), []
+def train(ranks, config, overrides):
+    """Train by a config, from where its run stands. Returns the inputs of each step as this rank saw them."""
+    trainer, seen = Trainer(load_config(config, overrides), ranks), []
 
     class Noting:
         def __call__(self, given, factor):
@@ -179,7 +179,7 @@ def frequent(ranks, precision, parallel):
     update = step.optimizers.step
 
     def kept(skip):
-        found.update({name: whole(p.grad.detach()).clone() for name, p in step.model.named_parameters()})
+        found.update({name: full_tensor(p.grad.detach()).clone() for name, p in step.model.named_parameters()})
         update(skip)
 
     step.optimizers.step = kept
@@ -200,9 +200,9 @@ def when_summed(ranks, parallel):
     return seen
 
 
-def hear(ranks, recipe, overrides):
+def hear(ranks, config, overrides):
     """A signal to the last rank alone, as all hear of it, and what an evaluation says before and after."""
-    trainer = Trainer(load_recipe(recipe, overrides), ranks)
+    trainer = Trainer(load_config(config, overrides), ranks)
     before = trainer.evaluator(trainer.model, trainer.hear)
     if ranks.rank == ranks.size - 1:
         trainer.interrupt.number = 15
@@ -213,7 +213,7 @@ def hear(ranks, recipe, overrides):
 
 def fail(ranks, what):
     """Rank 1 fails before the third step, in some way; the others wait for it."""
-    ranks.meet("cpu", 4.0)
+    ranks.init_process_group("cpu", 4.0)
     step = make_step(ranks)
     for number in range(5):
         if number == 2 and ranks.rank == 1:
@@ -228,8 +228,8 @@ def fail(ranks, what):
             if what in ("hang", "silence"):
                 time.sleep(600)
         if number == 2 and what == "silence":
-            ranks.collect(number)  # rank 1 does not come to it
+            ranks.gather_objects(number)  # rank 1 does not come to it
         if number == 2 and what == "mistake of all":
             raise UserError("nobody can read the data")
-        ranks.gather(number)
+        ranks.all_gather_scalars(number)
         step(batch(number, ranks), 1.0)

@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-# The 124M recipe on text that needs no network.
+# The 124M config on text that needs no network.
 PYDOCS = [
     ROOT / "train.py",
     ROOT / "configs" / "gpu-124m.yaml",
@@ -23,7 +23,7 @@ PYDOCS = [
     "data.val_fraction=0.02",
     "model.vocab_size=null",
     "train.batch_size=32",
-    "train.eval_windows=32",
+    "train.eval_sequences=32",
     "train.sample_every=null",
     "train.log_every=1",
 ]
@@ -69,12 +69,14 @@ def test_cached_logits_equal_uncached_ones(make_thinker):
 def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
-    from thinker.training.config import check_recipe
+    from thinker.training.config import validate_config
     from thinker.training.step import TrainingStep, draw
 
     config = ThinkerConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)
     train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
-    step = TrainingStep(draw(config, 1, torch.device("cuda")), check_recipe({"train": {**train, "skip_bad_steps": 1}}))
+    step = TrainingStep(
+        draw(config, 1, torch.device("cuda")), validate_config({"train": {**train, "max_nonfinite_steps": 1}})
+    )
     tokens = torch.randint(50, (4, 17))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 64)
     step(batch, 1.0)
@@ -91,7 +93,7 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
 
 
 def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
-    """A pattern, places, slopes, softcap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
+    """A pattern, places, slopes, attn_logit_softcap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
     from thinker.model.patterns import Places, parse
     from thinker.model.positions import slopes
 
@@ -107,17 +109,20 @@ def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
     places = Places(*(x if x is None else x.cuda() for x in (position, document, token)))
     shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, D)] + [(H,)] * ("sinks" in features)
     leaves = [torch.randn(s, generator=generator).to("cuda", dtype).float().requires_grad_() for s in shapes]
-    alibi, softcap = slopes(H, "cuda") if "alibi" in features else None, 1.5 if "softcap" in features else None
-    return parse(text), places, alibi, softcap, leaves
+    alibi, attn_logit_softcap = (
+        slopes(H, "cuda") if "alibi" in features else None,
+        1.5 if "attn_logit_softcap" in features else None,
+    )
+    return parse(text), places, alibi, attn_logit_softcap, leaves
 
 
-def values_and_gradients(kernel, dtype, pattern, places, alibi, softcap, leaves):
+def values_and_gradients(kernel, dtype, pattern, places, alibi, attn_logit_softcap, leaves):
     from thinker.model.attend import attend, look
 
     q, k, v, *sinks = leaves
-    plain = softcap is None and not sinks
+    plain = attn_logit_softcap is None and not sinks
     sight = look(pattern, places, places, q.shape[1], dtype, alibi, True, kernel, plain)
-    y = attend(*(x.to(dtype) for x in (q, k, v)), sight, None, softcap, *sinks)
+    y = attend(*(x.to(dtype) for x in (q, k, v)), sight, None, attn_logit_softcap, *sinks)
     weight = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     return sight.kernel, [y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)]
 
@@ -138,13 +143,13 @@ def _exact_fp32():
 FLEX = [
     ("window(100)", "", 64),
     ("window(100)", "alibi documents", 64),
-    ("longformer(50, 4, 3)", "softcap sinks", 64),
+    ("longformer(50, 4, 3)", "attn_logit_softcap sinks", 64),
     ("bigbird(50, 3, 64, 2, 1)", "", 16),
     ("heads(window(60), strided(33))", "documents", 64),
     ("block(64, 2)", "sinks", 8),
-    ("prefix(300)", "softcap", 36),
+    ("prefix(300)", "attn_logit_softcap", 36),
     ("token(3)", "sinks alibi", 64),  # some queries see nothing
-    ("full", "documents alibi softcap sinks", 128),
+    ("full", "documents alibi attn_logit_softcap sinks", 128),
 ]
 
 
@@ -202,7 +207,7 @@ def test_varlen_equals_the_reference(text, heads, kv_heads, width, dtype):
 def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, isolated, kernel):
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
-    from thinker.training.config import check_recipe
+    from thinker.training.config import validate_config
     from thinker.training.step import TrainingStep, draw
 
     shape = {"vocab_size": 50, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_init_std": 0.2}
@@ -210,7 +215,9 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
     found = {}
     for name in ("reference", "plain", "compiled"):
         settled = {"precision": "bf16", "compile": name == "compiled", "micro_batch_size": 2, "batch_size": 2}
-        step = TrainingStep(draw(config, 1, torch.device("cuda")), check_recipe({"train": {**settled, "max_steps": 9}}))
+        step = TrainingStep(
+            draw(config, 1, torch.device("cuda")), validate_config({"train": {**settled, "max_steps": 9}})
+        )
         step.model.kernel = "reference" if name == "reference" else "auto"
         generator, used = torch.Generator().manual_seed(0), set()
         place = step.model.place
@@ -239,9 +246,9 @@ def test_two_gpus_learn_as_one_and_save_for_one(tmp_path, parallel):
     common = ["data.max_documents=200", "data.seq_len=64", "train.batch_size=8", "train.precision=fp32"]
     common += ["train.compile=false", "optimizer.name=adamw", "optimizer.lr=0.003", "train.max_steps=20"]
     common += ["train.max_minutes=null", "train.device=cuda", f"data.cache_dir={tmp_path / 'cache'}"]
-    recipe = ROOT / "configs" / "quickstart.yaml"
-    assert run_script(ROOT / "train.py", recipe, *common, f"run.dir={tmp_path / '1'}", timeout=300).returncode == 0
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "train.py", recipe]
+    config = ROOT / "configs" / "quickstart.yaml"
+    assert run_script(ROOT / "train.py", config, *common, f"run.dir={tmp_path / '1'}", timeout=300).returncode == 0
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "train.py", config]
     options = [f"train.parallel={parallel}", "train.save_sharded=true", f"run.dir={tmp_path / '2'}"]
     done = run_script(*torchrun, *common, *options, timeout=300)
     assert done.returncode == 0, done.stderr

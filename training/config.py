@@ -1,4 +1,4 @@
-"""A recipe: the YAML file as a checked tree, with overrides section.key=value from the command line."""
+"""A config: the YAML file as a checked tree, with overrides section.key=value from the command line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from thinker.model import ThinkerConfig
-from thinker.runtime.errors import UserError, nearest
+from thinker.runtime.errors import UserError, did_you_mean
 
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, le=1e38)]  # what fp32 can hold
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-# What pydantic calls these types of input would puzzle a reader of recipes.
+# What pydantic calls these types of input would puzzle a reader of configs.
 WORDING = {
     "int_": "it must be a whole number",
     "float_": "it must be a number",
@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class Section(BaseModel):
-    """A part of a recipe. Keys that it does not know are refused."""
+    """A part of a config. Keys that it does not know are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -58,7 +58,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where the run lives, and its seed."""
 
-    dir: str | None = None  # null: runs/ and the recipe's name
+    dir: str | None = None  # null: runs/ and the config's name
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of weights, data order and dropout
     init_from: str | None = None  # a run, checkpoint or Hugging Face folder to begin with; null: anew
 
@@ -85,11 +85,11 @@ class ModelSection(Section):
     window: Positive | None = None  # keys that layers L see
     positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
     rope_scaling: dict[str, Any] | None = None  # such as {type: yarn, factor: 4, original_max_seq_len: 256}
-    softcap: float | None = None  # of attention's scores; null: none
-    sink_logits: bool = False
+    attn_logit_softcap: float | None = None  # of attention's scores; null: none
+    attention_sinks: bool = False
     attention_bias: bool = False  # of queries, keys and values
     no_rope_layers: list[int] | None = None  # layers, from 0, that do not rotate
-    kv_heads_by_layer: list[int] | None = None  # of each layer, where some have fewer than n_kv_heads
+    n_kv_heads_per_layer: list[int] | None = None  # of each layer, where some have fewer than n_kv_heads
 
 
 class DataSection(Section):
@@ -106,7 +106,7 @@ class DataSection(Section):
     packing: Literal["contiguous", "documents"] = "contiguous"
     loss_on: Literal["all", "answers"] = "all"  # answers: of conversations, what the assistant says
     chat_template: str | None = None  # a Jinja file; null: the tokenizer's own
-    isolate_documents: bool = False  # no token sees across a document's border, and positions begin anew there
+    document_masking: bool = False  # no token sees across a document's border, and positions begin anew there
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     max_documents: Positive | None = None
     workers: Annotated[int, Field(ge=0, le=64)] = 1  # threads that make batches ahead; 0: made when they are needed
@@ -121,7 +121,7 @@ class OptimizerSection(Section):
     lr: Rate | None = None  # of the blocks' matrices; null: 0.04 with muon, 1 / d_model with adamw
     embedding_lr: Rate | None = None  # null: 0.3 with muon, lr with adamw
     head_lr: Rate | None = None  # null: 0.05 with muon, lr with adamw
-    gain_lr: Rate | None = None  # of the norms; null: 0.01 with muon, lr with adamw
+    norm_lr: Rate | None = None  # of the norms; null: 0.01 with muon, lr with adamw
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.8, 0.95)
     eps: Rate = 1e-10
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # on matrices only
@@ -136,29 +136,31 @@ class TrainSection(Section):
     batch_size: Positive = 16  # sequences an optimizer step, over all ranks
     micro_batch_size: Positive | Literal["auto"] | None = None  # sequences at once; null: a rank's all; auto: what fits
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several ranks; auto: fsdp where one has no room for a whole
-    rank_timeout_s: Rate = 600.0  # that one rank waits for another
+    dist_timeout_s: Rate = 600.0  # that one rank waits for another
     lora_rank: Positive | None = None  # train adapters of so many columns, and nothing else; null: all weights
     lora_alpha: Rate | None = None  # an adapter counts alpha / rank times; null: twice the rank
-    recompute_every: Positive | None = None  # 1: every block's activations are computed again, 2: every other's
+    checkpoint_every_n_blocks: Positive | None = (
+        None  # 1: every block's activations are computed again, 2: every other's
+    )
     offload_activations: bool = False  # kept in the host's memory until the backward pass; on a GPU
     warmup_steps: Annotated[int, Field(ge=0)] = 10
     schedule: Literal["wsd", "cosine"] = "wsd"
     decay_fraction: Share | None = None  # the last part of a wsd run, in which lr falls linearly; null: 0.6
-    final_lr_fraction: Share = 0.0  # of the peak, at the end
+    min_lr_ratio: Share = 0.0  # of the peak, at the end
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0  # of the gradient's global norm; null: none
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: bool | Literal["auto"] = "auto"  # auto: where the planned run is long enough to pay for it
     log_every: Positive = 1
     eval_every: Positive | None = 250  # steps; null: at the end only
-    eval_windows: Positive | None = None  # of the validation set, the first so many; null: all
+    eval_sequences: Positive | None = None  # of the validation set, the first so many; null: all
     save_every: Positive | None = 500  # steps; null: at the end only
     keep_last: Positive = 2  # checkpoints; the best one is kept beside them
     keep_every: Positive | None = None  # steps: checkpoints at their multiples are never removed; null: none
-    background_save: bool = False  # written from a copy of the state, while training goes on
+    async_save: bool = False  # written from a copy of the state, while training goes on
     save_sharded: bool | Literal["auto"] = "auto"  # one file a rank; auto: where the weights take more than 8 GB
-    skip_bad_steps: Annotated[int, Field(ge=0)] = 0  # so many may have a loss or gradient that is not finite
-    deterministic: bool = False  # the same recipe twice gives the same bits, on the same machine
+    max_nonfinite_steps: Annotated[int, Field(ge=0)] = 0  # so many may have a loss or gradient that is not finite
+    deterministic: bool = False  # the same config twice gives the same bits, on the same machine
     sample_every: Positive | None = None  # steps; null: no samples while training
     sample_prompt: str = ""
 
@@ -171,7 +173,7 @@ class TrackingSection(Section):
     name: str | None = None  # null: the run directory's name
 
 
-class Recipe(Section):
+class Config(Section):
     """The whole tree; what contradicts itself is refused."""
 
     run: RunSection = RunSection()
@@ -182,7 +184,7 @@ class Recipe(Section):
     tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
+    def _consistent(self) -> Config:
         train, optimizer, run = self.train, self.optimizer, self.run
         if run.init_from is None:
             self.data.tokenizer = self.data.tokenizer or "bpe:4096"
@@ -200,8 +202,8 @@ class Recipe(Section):
                 f"train.batch_size ({train.batch_size}) must be a multiple of train.micro_batch_size "
                 f"({train.micro_batch_size}); possible: {', '.join(map(str, divisors))}"
             )
-        if train.background_save and train.save_sharded is True:
-            raise ValueError("train.background_save writes whole files; with train.save_sharded=true leave it out")
+        if train.async_save and train.save_sharded is True:
+            raise ValueError("train.async_save writes whole files; with train.save_sharded=true leave it out")
         if train.schedule == "cosine" and train.decay_fraction is not None:
             raise ValueError(
                 "train.decay_fraction is read by the schedule wsd only; with cosine write train.decay_fraction=null"
@@ -217,9 +219,9 @@ class Recipe(Section):
             raise ValueError("train.deterministic needs train.max_minutes=null: no two runs take the same time")
         if train.deterministic and train.micro_batch_size == "auto":
             raise ValueError("train.deterministic needs a train.micro_batch_size: what is free differs from run to run")
-        if self.data.isolate_documents and self.thinker_config(vocab_size=1).prefix:
+        if self.data.document_masking and self.thinker_config(vocab_size=1).prefix:
             raise ValueError(
-                "a prefix is given at the beginning of each window; it does not go with data.isolate_documents"
+                "a prefix is given at the beginning of each window; it does not go with data.document_masking"
             )
         max_seq_len = self.model.max_seq_len or self.data.seq_len
         if self.data.seq_len > max_seq_len:
@@ -233,9 +235,9 @@ class Recipe(Section):
                 f"model.attention reads {config.prefix} tokens both ways, which leaves none of data.seq_len "
                 f"({self.data.seq_len}) to predict; shorten the prefix"
             )
-        if self.data.isolate_documents and config.longest < self.data.seq_len:
+        if self.data.document_masking and config.longest < self.data.seq_len:
             raise ValueError(
-                "model.rope_scaling of type dynamic turns by a window's length; data.isolate_documents puts several "
+                "model.rope_scaling of type dynamic turns by a window's length; data.document_masking puts several "
                 "texts into one"
             )
         return self
@@ -253,8 +255,8 @@ class Recipe(Section):
         return ThinkerConfig(**values)
 
 
-def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
-    """The recipe in a YAML file, with overrides such as "train.max_steps=100" on top.
+def load_config(path: str | Path, overrides: list[str]) -> Config:
+    """The config in a YAML file, with overrides such as "train.max_steps=100" on top.
 
     Raises UserError, one line naming the key, where anything does not fit.
     """
@@ -263,20 +265,20 @@ def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError as error:
         there = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
-        raise UserError(f"there is no recipe {path}" + (f"; there are: {there}" if there else "")) from error
+        raise UserError(f"there is no config {path}" + (f"; there are: {there}" if there else "")) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a recipe: {getattr(error, 'strerror', error)}") from error
+        raise UserError(f"{path} cannot be read as a config: {getattr(error, 'strerror', error)}") from error
     except RecursionError as error:
-        raise UserError(f"{path} is no recipe: it is nested too deeply") from error
+        raise UserError(f"{path} is no config: it is nested too deeply") from error
     except ValueError as error:  # a date or number that cannot be
-        raise UserError(f"{path} is no recipe: {error}") from error
+        raise UserError(f"{path} is no config: {error}") from error
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError(f"{path} is no YAML{line}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{path} is no YAML: {error}") from error
     if not isinstance(tree or {}, dict):
-        raise UserError(f"{path} is no recipe: it must hold the sections {', '.join(Recipe.model_fields)}")
+        raise UserError(f"{path} is no config: it must hold the sections {', '.join(Config.model_fields)}")
     tree = tree or {}
     for name, section in list(tree.items()):
         if section is None:  # a section whose keys are all commented out
@@ -287,27 +289,27 @@ def load_recipe(path: str | Path, overrides: list[str]) -> Recipe:
         section, dot, key = dotted.partition(".")
         if not (equals and dot and key):
             raise UserError(f"{override!r} is no override; write section.key=value, such as train.max_steps=100")
-        _check_name(section, list(Recipe.model_fields), dotted)
+        _check_name(section, list(Config.model_fields), dotted)
         if not isinstance(tree.setdefault(section, {}), dict):
             raise UserError(f"{path}: {section} must hold keys, not {tree[section]!r}")
         try:
             tree[section][key] = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError):
             tree[section][key] = text
-    recipe = check_recipe(tree)
-    if recipe.run.dir is None:
-        recipe.run.dir = str(Path("runs") / path.stem)
-    return recipe
+    config = validate_config(tree)
+    if config.run.dir is None:
+        config.run.dir = str(Path("runs") / path.stem)
+    return config
 
 
-def check_recipe(tree: dict[str, Any]) -> Recipe:
-    """A Recipe from plain dictionaries. Raises UserError that names the first key that is wrong."""
+def validate_config(tree: dict[str, Any]) -> Config:
+    """A Config from plain dictionaries. Raises UserError that names the first key that is wrong."""
     for section, keys in tree.items():
-        _check_name(section, list(Recipe.model_fields), section)
+        _check_name(section, list(Config.model_fields), section)
         for key in keys if isinstance(keys, dict) else ():
-            _check_name(key, list(Recipe.model_fields[section].annotation.model_fields), f"{section}.{key}")
+            _check_name(key, list(Config.model_fields[section].annotation.model_fields), f"{section}.{key}")
     try:
-        return Recipe.model_validate(tree)
+        return Config.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][:2] if isinstance(part, str))
@@ -321,7 +323,7 @@ def check_recipe(tree: dict[str, Any]) -> Recipe:
 
 
 def _wording(error: Any) -> str:
-    """What would be right, in words for readers of recipes."""
+    """What would be right, in words for readers of configs."""
     known = next((text for kind, text in WORDING.items() if error["type"].startswith(kind)), None)
     return known or error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
 
@@ -329,5 +331,5 @@ def _wording(error: Any) -> str:
 def _check_name(name: Any, known: list[str], dotted: Any) -> None:
     if name not in known:
         form = str(dotted).replace(str(name), "{}", 1)
-        hint = nearest(str(name), known, form) or f"; there are: {', '.join(known)}"
-        raise UserError(f"the recipe has no key {dotted}{hint}")
+        hint = did_you_mean(str(name), known, form) or f"; there are: {', '.join(known)}"
+        raise UserError(f"the config has no key {dotted}{hint}")

@@ -1,15 +1,15 @@
-"""A recipe's corpus."""
+"""A config's corpus."""
 
 from __future__ import annotations
 
 from thinker.data.corpus import Corpus, prepare
 from thinker.data.tokenizer import Tokenizer
-from thinker.training.config import Recipe
+from thinker.training.config import Config
 
 
-def prepare_data(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
-    """The recipe's corpus as tokens on disk; `tokenizer`: instead of the one that the recipe names."""
-    data = recipe.data
+def prepare_corpus(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The config's corpus as tokens on disk; `tokenizer`: instead of the one that the config names."""
+    data = config.data
     options = {name: getattr(data, name) for name in ("path", "config", "split", "column", "streaming")}
     return prepare(
         source=data.source,
@@ -19,5 +19,5 @@ def prepare_data(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Corpus:
         val_fraction=data.val_fraction,
         max_documents=data.max_documents,
         cache_dir=data.cache_dir,
-        seed=recipe.run.seed,
+        seed=config.run.seed,
     )

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from thinker.model import Thinker
-from thinker.runtime.process_group import Ranks, whole
+from thinker.runtime.process_group import DistContext, full_tensor
 from thinker.training.activation_checkpointing import recompute
 from thinker.training.config import TrainSection
 
 
-def distribute(model: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module:
+def distribute(model: Thinker, train: TrainSection, ranks: DistContext) -> nn.Module:
     """The model as a step calls it. First what is computed again, then compiling, then what the ranks share.
 
     "ddp": every rank has all of it, and gradients are summed while the backward pass still goes on. "fsdp": every rank
@@ -26,8 +26,8 @@ def distribute(model: Thinker, train: TrainSection, ranks: Ranks) -> nn.Module:
     Rajbhandari et al. 2020, arXiv:1910.02054), in the precision of the activations. Embedding and head are gathered in
     their own: thousands of gradients of a frequent token, added in bf16, were 40% off.
     """
-    if train.recompute_every:
-        recompute(model, train.recompute_every)
+    if train.checkpoint_every_n_blocks:
+        recompute(model, train.checkpoint_every_n_blocks)
     if train.compile:
         # A program for each kind of layer; beyond this limit, of 8 unless raised, torch would go on without any.
         torch._dynamo.config.recompile_limit = 256
@@ -60,7 +60,7 @@ def _summed(state, bucket):  # noqa: ANN001, ANN202 - torch refuses annotations 
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[None]:
+def gradient_sync(model: nn.Module, now: bool) -> AbstractContextManager[None]:
     """Within it a backward pass sums gradients over the ranks only where `now`: at a batch's last micro-batch."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(now)
@@ -71,4 +71,4 @@ def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[None]:
 
 def clip(model: Thinker, limit: float | None) -> Tensor:
     """Scale all gradients down to a global norm of `limit`, if given. Returns the norm before, of the whole model."""
-    return whole(torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf")))
+    return full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf")))

@@ -10,64 +10,66 @@ from thinker.data.tokenizer_factory import check_spec, load_tokenizer
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.training.config import ModelSection, Recipe, check_recipe
+from thinker.training.config import Config, ModelSection, validate_config
 from thinker.training.resume import RunState
 
 # What a model may be trained on with, other than it was made with; `init` and `head_init_std` decide nothing any more.
 FREE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")
 
 
-def take_up(
-    recipe: Recipe, before: RunState | None = None, run: Path | None = None
+def load_initial_model(
+    config: Config, before: RunState | None = None, run: Path | None = None
 ) -> tuple[Thinker | None, Tokenizer | None]:
-    """The model and the tokenizer that run.init_from names; fills in what the recipe leaves out of its shape.
+    """The model and the tokenizer that run.init_from names; fills in what the config leaves out of its shape.
 
     Args:
         before: where a run that goes on stands: its own folder, `run`, then has all that is needed.
 
-    Returns: the model, None where the recipe begins anew or goes on; the tokenizer, None where the recipe's own one is
+    Returns: the model, None where the config begins anew or goes on; the tokenizer, None where the config's own one is
         to be made.
 
-    Raises UserError where the recipe contradicts the model.
+    Raises UserError where the config contradicts the model.
     """
-    source = recipe.run.init_from
+    source = config.run.init_from
     if source is None:
-        return None, _with_template(recipe, before, run)
+        return None, _with_template(config, before, run)
     if before is not None:
-        config = ThinkerConfig.from_dict(before.recipe["model"])
-        recipe.data.tokenizer = recipe.data.tokenizer or before.recipe["data"]["tokenizer"]
+        model_config = ThinkerConfig.from_dict(before.config["model"])
+        config.data.tokenizer = config.data.tokenizer or before.config["data"]["tokenizer"]
         model, tokenizer = None, load_tokenizer(run)
     else:
         model, tokenizer = load(source)
         if tokenizer is None:
             raise UserError(f"run.init_from={source} has no tokenizer, without which its tokens mean nothing")
-        if recipe.data.tokenizer is not None:
-            _refuse_another(recipe.data.tokenizer, tokenizer, source)
-        recipe.data.tokenizer = recipe.data.tokenizer or str(source)
-        tokenizer = _with_template(recipe, None, None, tokenizer)
-        config = model.config
-    given = {name: getattr(recipe.model, name) for name in recipe.model.model_fields_set}
-    values = config.to_dict()
+        if config.data.tokenizer is not None:
+            _refuse_another(config.data.tokenizer, tokenizer, source)
+        config.data.tokenizer = config.data.tokenizer or str(source)
+        tokenizer = _with_template(config, None, None, tokenizer)
+        model_config = model.config
+    given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
+    values = model_config.to_dict()
     for name, value in given.items():
-        learned = name == "max_seq_len" and config.positions == "learned"
+        learned = name == "max_seq_len" and model_config.positions == "learned"
         if name in FREE and value is not None and not learned:
             values[name] = value
         elif value is not None and value != values[name]:
             both = f"is {json.dumps(value)}, but the model in run.init_from={source} has {json.dumps(values[name])}"
             raise UserError(f"model.{name} {both}; leave it out")
-    config = ThinkerConfig.from_dict(values)
-    if recipe.data.seq_len > config.max_seq_len:
+    model_config = ThinkerConfig.from_dict(values)
+    if config.data.seq_len > model_config.max_seq_len:
         raise UserError(
-            f"data.seq_len ({recipe.data.seq_len}) is longer than the context of the model in run.init_from "
-            f"({config.max_seq_len}); lower it, or raise model.max_seq_len, perhaps with model.rope_scaling"
+            f"data.seq_len ({config.data.seq_len}) is longer than the context of the model in run.init_from "
+            f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len, perhaps with model.rope_scaling"
         )
-    if (recipe.train.lora_rank or 0) > config.d_model:
-        raise UserError(f"train.lora_rank is {recipe.train.lora_rank}, more than the model is wide ({config.d_model})")
-    recipe.model = ModelSection(**config.to_dict())
-    check_recipe(recipe.model_dump())  # what sections say of each other, now that all is known
-    if model is not None and config != model.config:
+    if (config.train.lora_rank or 0) > model_config.d_model:
+        raise UserError(
+            f"train.lora_rank is {config.train.lora_rank}, more than the model is wide ({model_config.d_model})"
+        )
+    config.model = ModelSection(**model_config.to_dict())
+    validate_config(config.model_dump())  # what sections say of each other, now that all is known
+    if model is not None and model_config != model.config:
         weights = model.state_dict()
-        model = Thinker(config)
+        model = Thinker(model_config)
         model.load_state_dict(weights)
     return model, tokenizer
 
@@ -81,18 +83,18 @@ def _refuse_another(spec: str, tokenizer: Tokenizer, source: str) -> None:
 
 
 def _with_template(
-    recipe: Recipe, before: RunState | None, run: Path | None, tokenizer: Tokenizer | None = None
+    config: Config, before: RunState | None, run: Path | None, tokenizer: Tokenizer | None = None
 ) -> Tokenizer | None:
-    """The tokenizer with the recipe's own chat template, if it has one; a run that goes on has both in its folder."""
-    path = recipe.data.chat_template
+    """The tokenizer with the config's own chat template, if it has one; a run that goes on has both in its folder."""
+    path = config.data.chat_template
     if path is None:
         return tokenizer
     if before is not None:
         return load_tokenizer(run)
     if tokenizer is None:
-        if check_spec(recipe.data.tokenizer) != "path":
+        if check_spec(config.data.tokenizer) != "path":
             raise UserError("data.chat_template goes with a tokenizer that there is: run.init_from, or a path")
-        tokenizer = load_tokenizer(recipe.data.tokenizer)
+        tokenizer = load_tokenizer(config.data.tokenizer)
     try:
         return tokenizer.with_chat_template(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -19,8 +19,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import ALONE, Ranks
-from thinker.training.config import Recipe
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.training.config import Config
 from thinker.training.step import TrainingStep
 
 
@@ -64,25 +64,25 @@ class Alive(TorchDispatchMode):
         self.now -= size
 
 
-def predict_memory(recipe: Recipe, config: ThinkerConfig, micro_batch_size: int, device: torch.device) -> Memory:
+def predict_memory(config: Config, model_config: ThinkerConfig, micro_batch_size: int, device: torch.device) -> Memory:
     """Two training steps on tensors that have shapes and no contents, so that nothing is computed or allocated.
 
     The very step that training makes, uncompiled; what kernels and allocators take beside tensors is not seen.
     """
-    recipe = recipe.model_copy(deep=True)
-    recipe.train.micro_batch_size, recipe.train.compile = micro_batch_size, False
-    if recipe.train.precision == "fp16":
-        recipe.train.precision = "bf16"  # as large, and without the loss scale, which asks for values
-    rows = min(recipe.train.batch_size, 2 * micro_batch_size)  # more micro-batches do not take more at once
+    config = config.model_copy(deep=True)
+    config.train.micro_batch_size, config.train.compile = micro_batch_size, False
+    if config.train.precision == "fp16":
+        config.train.precision = "bf16"  # as large, and without the loss scale, which asks for values
+    rows = min(config.train.batch_size, 2 * micro_batch_size)  # more micro-batches do not take more at once
     seed = torch.get_rng_state()
     with FakeTensorMode(), Alive(device) as alive:
         with device:
-            model = Thinker(config)
+            model = Thinker(model_config)
         weights = alive.now
-        step = TrainingStep(model, recipe, guarded=False)  # there are no values to look at
+        step = TrainingStep(model, config, guarded=False)  # there are no values to look at
         alive.now = weights  # its counters are no part of the plan
-        tokens = torch.zeros(rows, recipe.data.seq_len, dtype=torch.int64, device=device)
-        documents = tokens if recipe.data.isolate_documents else None
+        tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64, device=device)
+        documents = tokens if config.data.document_masking else None
         batch = Batch(tokens, tokens, tokens.numel(), documents)
         step(batch, 1.0)  # the first makes the optimizers' state
         persistent = alive.now
@@ -101,10 +101,15 @@ def usable(device: torch.device) -> float:
     return 0.9 if device.type == "cuda" else 0.6  # where it is malloc
 
 
-def free_memory(device: torch.device, ranks: Ranks = ALONE) -> int:
+def free_memory(device: torch.device, ranks: DistContext = SINGLE_PROCESS) -> int:
     """Bytes that each rank could take now, all of which ask: of a host's memory the ranks on it have equal parts."""
     return int(
-        min(free for (free,) in ranks.gather(_free_here(device) // (1 if device.type == "cuda" else ranks.local_size)))
+        min(
+            free
+            for (free,) in ranks.all_gather_scalars(
+                _free_here(device) // (1 if device.type == "cuda" else ranks.local_size)
+            )
+        )
     )
 
 
@@ -124,20 +129,20 @@ def _free_here(device: torch.device) -> int:
 
 
 def largest_micro_batch(
-    recipe: Recipe, config: ThinkerConfig, device: torch.device, free: int, ranks: Ranks = ALONE
+    config: Config, model_config: ThinkerConfig, device: torch.device, free: int, ranks: DistContext = SINGLE_PROCESS
 ) -> int:
     """The largest divisor of a rank's share of train.batch_size whose predicted peak fits into `free` bytes.
 
     Raises UserError where a single sequence is too much.
     """
-    batch = recipe.train.batch_size // ranks.size
-    elsewhere = 1 - 1 / ranks.size if recipe.train.parallel == "fsdp" else 0.0  # of weights and optimizer
+    batch = config.train.batch_size // ranks.size
+    elsewhere = 1 - 1 / ranks.size if config.train.parallel == "fsdp" else 0.0  # of weights and optimizer
     for size in (n for n in range(batch, 0, -1) if batch % n == 0):
-        memory = predict_memory(recipe, config, size, device)
+        memory = predict_memory(config, model_config, size, device)
         peak = memory.peak - elsewhere * (memory.weights + memory.optimizer)
         if peak <= usable(device) * free:
             return size
     raise UserError(
-        f"one sequence of {recipe.data.seq_len} tokens takes {peak / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
-        "train.recompute_every=1, a shorter data.seq_len or a smaller model take less"
+        f"one sequence of {config.data.seq_len} tokens takes {peak / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
+        "train.checkpoint_every_n_blocks=1, a shorter data.seq_len or a smaller model take less"
     )

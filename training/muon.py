@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.runtime.process_group import own
+from thinker.runtime.process_group import local_tensor
 
-# The quintics a·σ + b·σ³ + c·σ⁵ that one after the other bring all singular values from [0.01, 1] nearest to one: each
+# The quintics a·σ + b·σ³ + c·σ⁵ that one after the other bring all singular values from [0.01, 1] did_you_mean to one: each
 # is the best in the maximum norm on the interval that the one before it leaves (Amsel et al. 2025, Polar Express,
 # arXiv:2505.16932, theorem 3.1), here [0.73, 1.27] in the end.
-QUINTICS = ((8.093369, -23.62043, 17.446152), (3.636586, -2.721927, 0.536546), (2.6613, -1.977155, 0.452616))
+POLAR_EXPRESS_COEFFICIENTS = (
+    (8.093369, -23.62043, 17.446152),
+    (3.636586, -2.721927, 0.536546),
+    (2.6613, -1.977155, 0.452616),
+)
 
 
 class Muon(torch.optim.Muon):
@@ -27,7 +31,7 @@ class Muon(torch.optim.Muon):
     without bf16 units does at a fifth of its speed in fp32: a third of a whole step of the quickstart. Here they
     go through the iteration in one batch a shape, in `dtype`.
 
-    Of matrices whose rows are shared among ranks (FSDP2) each is orthogonalised once: see by_owners().
+    Of matrices whose rows are shared among ranks (FSDP2) each is orthogonalised once: see sharded_orthogonalize().
     """
 
     def __init__(self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, **options: Any) -> None:
@@ -56,36 +60,36 @@ class Muon(torch.optim.Muon):
                     state = self.state[parameter]
                     if "momentum_buffer" not in state:
                         state["momentum_buffer"] = torch.zeros_like(parameter)
-                        state["row_squares"] = torch.zeros_like(parameter[:, :1])
-                    momentum, grad = own(state["momentum_buffer"]), own(parameter.grad)
+                        state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
+                    momentum, grad = local_tensor(state["momentum_buffer"]), local_tensor(parameter.grad)
                     if skip is not None:
                         grad = torch.where(skip, momentum, grad)  # towards itself it does not move
                     momentum.lerp_(grad, 1 - group["momentum"])
                     updates.append(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
-                    rows.append(own(state["row_squares"]))
+                    rows.append(local_tensor(state["row_second_moment"]))
                 stacked = torch.stack(updates).to(self.dtype)  # (n, rows, columns)
                 mesh = getattr(parameters[0], "device_mesh", None)
                 if mesh is None:
-                    stacked = orthogonalise(stacked)
+                    stacked = orthogonalize(stacked)
                 else:
-                    stacked = by_owners(stacked, shape[0], taken, mesh.get_group())
+                    stacked = sharded_orthogonalize(stacked, shape[0], taken, mesh.get_group())
                     taken += len(parameters)
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
                 weight = 1 - self.row_beta
                 weight = weight if skip is None else torch.where(skip, 0.0, weight)
                 stacked = even_rows(stacked, rows, weight, None if mesh is None else mesh.get_group())
-                for parameter, update in zip(map(own, parameters), stacked):
+                for parameter, update in zip(map(local_tensor, parameters), stacked):
                     moved = parameter if skip is None else parameter.clone()
                     moved.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
                     if skip is not None:
                         parameter.copy_(torch.where(skip, parameter, moved))
 
 
-def orthogonalise(x: Tensor) -> Tensor:
+def orthogonalize(x: Tensor) -> Tensor:
     """U·Vᵀ of each U·S·Vᵀ in a batch of matrices (n, rows, columns), nearly: singular values come near one.
 
     Three iterations do what five of torch's do, for two reasons: the polynomials differ from one to the next
-    (QUINTICS), and the norm that divides first is the fourth root of Σσ⁴, which for n equal singular values is n^¼
+    (POLAR_EXPRESS_COEFFICIENTS), and the norm that divides first is the fourth root of Σσ⁴, which for n equal singular values is n^¼
     times too large where Frobenius' is n^½ times. It costs nothing: the first product of the iteration holds it.
     """
     wide = x.shape[1] <= x.shape[2]
@@ -94,15 +98,15 @@ def orthogonalise(x: Tensor) -> Tensor:
     gram = x @ x.mT  # (n, rows, rows)
     norm = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=1e-14)  # (n, 1, 1): √Σσ⁴
     x, gram = x * norm.rsqrt(), gram / norm
-    for step, (a, b, c) in enumerate(QUINTICS):
+    for step, (a, b, c) in enumerate(POLAR_EXPRESS_COEFFICIENTS):
         if step:
             gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide else x.mT
 
 
-def by_owners(parts: Tensor, rows: int, first: int, group: Any) -> Tensor:
-    """orthogonalise() of n matrices of which each rank has a part of the rows and gets it back: (n, its rows, columns).
+def sharded_orthogonalize(parts: Tensor, rows: int, first: int, group: Any) -> Tensor:
+    """orthogonalize() of n matrices of which each rank has a part of the rows and gets it back: (n, its rows, columns).
 
     Matrix after matrix belongs to a rank, from rank `first` on, in even shares. All send it their rows, and it sends
     theirs back: twice what a rank has of the matrices goes over the wire, and no matrix is computed twice.
@@ -118,7 +122,7 @@ def by_owners(parts: Tensor, rows: int, first: int, group: Any) -> Tensor:
     torch.distributed.all_to_all_single(gathered, parts.flatten(), here, there, group)
     pieces = [piece.view(shares[rank], -1, columns) for piece in gathered.split(here) if len(piece)]
     if pieces:
-        full = orthogonalise(torch.cat(pieces, dim=1))  # (share, rows, columns)
+        full = orthogonalize(torch.cat(pieces, dim=1))  # (share, rows, columns)
         gathered = torch.cat([piece.flatten() for piece in full.split(heights, dim=1)])
     out = torch.empty_like(parts).flatten()
     torch.distributed.all_to_all_single(out, gathered, there, here, group)

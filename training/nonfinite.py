@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from thinker.checkpoint.run_directory import RunDirectory, replace_file
-from thinker.data.batches import Loader
+from thinker.data.batches import BatchLoader
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.model.lora import RANK_OF, add_lora
-from thinker.runtime.process_group import whole
+from thinker.runtime.process_group import full_tensor
 
 TEXT_CHARS = 200  # of each sample, in a report
 
 
-def diagnose(model: Thinker, loader: Loader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
+def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
     """Each sample of a step (from 0) alone, forward and backward without dropout, on the weights as they are.
 
     Returns "samples": id, loss (nats a token) and gradient norm (None where not finite), and the text's beginning;
@@ -71,7 +71,7 @@ def finite(value: Tensor | float) -> float | None:
 
 def plain(model: Thinker) -> Thinker:
     """The same weights, whole, in a copy that is not compiled, for evaluation. All ranks that share them must ask."""
-    weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+    weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
         copy = Thinker(model.config)
     if RANK_OF in weights:

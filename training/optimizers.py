@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config import OptimizerSection, Recipe
+from thinker.training.config import Config, OptimizerSection
 from thinker.training.muon import Muon
 
 
-def fill_rates(
+def resolve_learning_rates(
     section: OptimizerSection, config: ThinkerConfig, batch_size: int, pace: float = 1.0
 ) -> OptimizerSection:
     """The section with every rate that it leaves out, by rules that hold across widths and batches (docs/training.md).
@@ -21,27 +21,27 @@ def fill_rates(
     al. 2022, arXiv:2203.03466), and so does that of an embedding which is tied to the head.
 
     Below 16 sequences a step the gradient is mostly noise, and every rate falls with the root of their number (Malladi
-    et al. 2022, arXiv:2205.10287). Above, the rates stay. `pace`: what all of them are multiplied by, see pace_of().
+    et al. 2022, arXiv:2205.10287). Above, the rates stay. `pace`: what all of them are multiplied by, see lr_multiplier().
     """
     noise = pace * min(1.0, batch_size / 16) ** 0.5
     if section.name == "muon":
         embedding_lr = (2.0 / config.d_model if config.tie_embeddings else 0.3) * noise
-        rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": 0.05 * noise, "gain_lr": 0.01 * noise}
+        rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": 0.05 * noise, "norm_lr": 0.01 * noise}
         rule["momentum"] = 0.95
     else:
         lr = section.lr or 1.0 / config.d_model * noise
-        rule = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "gain_lr": lr}
+        rule = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "norm_lr": lr}
     if config.tie_embeddings:
         del rule["head_lr"]  # there is no head of its own
     return section.model_copy(update={name: rate for name, rate in rule.items() if getattr(section, name) is None})
 
 
-def pace_of(recipe: Recipe) -> float:
+def lr_multiplier(config: Config) -> float:
     """How fast weights that are good already move, beside those that are drawn anew: all of them, a tenth as fast.
 
     Adapters begin at zero and have their whole way before them.
     """
-    return 0.1 if recipe.run.init_from is not None and recipe.train.lora_rank is None else 1.0
+    return 0.1 if config.run.init_from is not None and config.train.lora_rank is None else 1.0
 
 
 class Optimizers:
@@ -64,7 +64,7 @@ class Optimizers:
             names["gains" if parameter.dim() == 1 else kind].append(name)
         decay = {"matrices": section.weight_decay, "embedding": 0.0, "head": section.weight_decay, "gains": 0.0}
         rates = {
-            "matrices": section.lr, "embedding": section.embedding_lr, "head": section.head_lr, "gains": section.gain_lr
+            "matrices": section.lr, "embedding": section.embedding_lr, "head": section.head_lr, "gains": section.norm_lr
         }  # fmt: skip
         groups = {
             kind: {
@@ -134,7 +134,7 @@ class Optimizers:
                     like = parameter.detach()
                     like = torch.zeros_like(like) if hasattr(like, "to_local") else like.to("meta")
                     if isinstance(optimizer, Muon):
-                        state = {"momentum_buffer": like, "row_squares": torch.zeros_like(like[:, :1])}
+                        state = {"momentum_buffer": like, "row_second_moment": torch.zeros_like(like[:, :1])}
                     else:
                         state = {"step": torch.empty((), device="meta"), "exp_avg": like}
                         state["exp_avg_sq"] = torch.zeros_like(like)

@@ -1,4 +1,4 @@
-"""What a recipe will take, known before it starts: bytes, FLOPs, tokens and time."""
+"""What a config will take, known before it starts: bytes, FLOPs, tokens and time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import torch
 
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.runtime.device import DTYPES, choose_device, tune
-from thinker.training.config import Recipe
-from thinker.training.corpus import prepare_data
-from thinker.training.initial_model import take_up
+from thinker.runtime.device import DTYPES, choose_device, configure_backend
+from thinker.training.config import Config
+from thinker.training.corpus import prepare_corpus
+from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_estimate import free_memory, predict_memory
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
-from thinker.training.settings import settle_precision, settle_size
+from thinker.training.settings import resolve_micro_batch, resolve_precision
 from thinker.training.step import TrainingStep, draw
 
 OPTIMAL_TOKENS = 20  # a parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
 
 
-def time_steps(recipe: Recipe, config: ThinkerConfig, device: torch.device, repeats: int = 3) -> tuple[float, float]:
+def time_steps(
+    config: Config, model_config: ThinkerConfig, device: torch.device, repeats: int = 3
+) -> tuple[float, float]:
     """Seconds of the first step (with what is compiled), and the median of `repeats` after it, on random tokens."""
-    step = TrainingStep(draw(config, recipe.run.seed, device), recipe)
-    tokens = torch.randint(config.vocab_size, (recipe.train.batch_size, recipe.data.seq_len))
+    step = TrainingStep(draw(model_config, config.run.seed, device), config)
+    tokens = torch.randint(model_config.vocab_size, (config.train.batch_size, config.data.seq_len))
     batch = Batch(tokens, tokens, tokens.numel())
     times = []
     for _ in range(repeats + 1):
@@ -36,26 +38,26 @@ def time_steps(recipe: Recipe, config: ThinkerConfig, device: torch.device, repe
     return times[0], statistics.median(times[1:])
 
 
-def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
-    """All figures of a recipe on this machine: bytes, seconds, counts. Nothing is written but the token cache.
+def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
+    """All figures of a config on this machine: bytes, seconds, counts. Nothing is written but the token cache.
 
     The corpus is read only where the vocabulary depends on it (model.vocab_size is not given).
     """
-    device = choose_device(recipe.train.device)
-    settle_precision(recipe, device, None)
-    tokenizer = take_up(recipe)[1]
-    size = recipe.model.vocab_size or prepare_data(recipe, tokenizer).tokenizer.vocab_size
-    config = recipe.thinker_config(size)
-    tune(device)
-    settle_size(recipe, config, device, None)
-    train = recipe.train
-    memory = predict_memory(recipe, config, train.micro_batch_size, device)
+    device = choose_device(config.train.device)
+    resolve_precision(config, device, None)
+    tokenizer = load_initial_model(config)[1]
+    size = config.model.vocab_size or prepare_corpus(config, tokenizer).tokenizer.vocab_size
+    model_config = config.thinker_config(size)
+    configure_backend(device)
+    resolve_micro_batch(config, model_config, device, None)
+    train = config.train
+    memory = predict_memory(config, model_config, train.micro_batch_size, device)
     with torch.device("meta"):
-        model = Thinker(config)
+        model = Thinker(model_config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    flops = flops_per_token(model, recipe.data.seq_len)
-    step_tokens = train.batch_size * recipe.data.seq_len
-    cache = KVCache(config, 1, config.max_seq_len, "meta", DTYPES[train.precision])
+    flops = flops_per_token(model, config.data.seq_len)
+    step_tokens = train.batch_size * config.data.seq_len
+    cache = KVCache(model_config, 1, model_config.max_seq_len, "meta", DTYPES[train.precision])
     plan: dict[str, Any] = {
         "device": str(device),
         "precision": train.precision,
@@ -72,7 +74,7 @@ def make_plan(recipe: Recipe, measure: bool = True) -> dict[str, Any]:
     }
     if measure:
         meter = MemoryMeter(device)
-        first, seconds = time_steps(recipe, config, device)
+        first, seconds = time_steps(config, model_config, device)
         plan |= {
             "first_step_s": first,
             "step_s": seconds,

@@ -14,15 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from thinker.checkpoint import checkpoint
-from thinker.checkpoint.checkpoint import Damaged
+from thinker.checkpoint.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus import Corpus
 from thinker.data.tokenizer import FILE_NAME
 from thinker.runtime.device import device_name
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import Ranks
-from thinker.training.config import Recipe
-from thinker.training.settings import Chosen
+from thinker.runtime.process_group import DistContext
+from thinker.training.config import Config
+from thinker.training.settings import MachineSettings
 from thinker.training.step import TrainingStep
 
 # Of these sections only these keys; of model and data every key.
@@ -51,33 +51,33 @@ class RunState(BaseModel):
     tokenizer: str = ""  # content hash
     corpus: str = ""  # sha256 of its tokens
     machine: dict[str, str] = {}
-    chosen: Chosen | None = None
-    recipe: dict[str, dict[str, Any]] = {}  # resolved
+    chosen: MachineSettings | None = None
+    config: dict[str, dict[str, Any]] = {}  # resolved
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of a checkpoint. Raises Damaged where it is none of a run's."""
+    """The state of a checkpoint. Raises CorruptCheckpoint where it is none of a run's."""
     path = folder / "state.json"
     try:
         return RunState.model_validate(checkpoint.read_json(path))
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise Damaged(f"{path} holds no state of a run of this version: {where} is wrong") from error
+        raise CorruptCheckpoint(f"{path} holds no state of a run of this version: {where} is wrong") from error
 
 
-def describe_machine(device: torch.device, ranks: Ranks, parallel: str) -> dict[str, str]:
+def describe_machine(device: torch.device, ranks: DistContext, parallel: str) -> dict[str, str]:
     """What has to stay the same for the same bits."""
     machine = {"device": device_name(device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return machine | ({"ranks": f"{ranks.size} ({parallel})"} if ranks.size > 1 else {})
 
 
-def refuse_changes(run: RunDirectory, before: RunState, recipe: Recipe, *sections: str) -> None:
+def check_unchanged(run: RunDirectory, before: RunState, config: Config, *sections: str) -> None:
     """Raise UserError, naming the key, where what decides the weights or the batches differs from before."""
-    now = recipe.model_dump(mode="json")
+    now = config.model_dump(mode="json")
     for section in sections:
-        fields = type(getattr(recipe, section)).model_fields
+        fields = type(getattr(config, section)).model_fields
         for key, value in now[section].items():
-            then = before.recipe.get(section, {}).get(key, fields[key].default)  # a key that there was not then
+            then = before.config.get(section, {}).get(key, fields[key].default)  # a key that there was not then
             if key in ONLY.get(section, (key,)) and value != then and key != "cache_dir":
                 raise UserError(
                     f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {then!r}; "
@@ -85,7 +85,7 @@ def refuse_changes(run: RunDirectory, before: RunState, recipe: Recipe, *section
                 )
 
 
-def refuse_another_corpus(run: RunDirectory, before: RunState, corpus: Corpus, source: str) -> None:
+def check_corpus(run: RunDirectory, before: RunState, corpus: Corpus, source: str) -> None:
     """Raise UserError where ids would mean other words than the weights know, or the batches would be others."""
     changed = "tokenizer" if before.tokenizer != corpus.tokenizer.content_hash else "tokens"
     if changed == "tokenizer" or before.corpus != corpus.sha256:
@@ -95,14 +95,14 @@ def refuse_another_corpus(run: RunDirectory, before: RunState, corpus: Corpus, s
         )
 
 
-def say_what_differs(before: RunState, machine: dict[str, str], recipe: Recipe) -> None:
+def warn_about_changes(before: RunState, machine: dict[str, str], config: Config) -> None:
     """On stderr: keys that have changed, and why the numbers will not be those of before to the last bit."""
-    now = recipe.model_dump(mode="json", exclude={"run"})
+    now = config.model_dump(mode="json", exclude={"run"})
     changes = [
-        f"{section}.{key} {before.recipe[section][key]} -> {value}"
+        f"{section}.{key} {before.config[section][key]} -> {value}"
         for section, keys in now.items()
         for key, value in keys.items()
-        if key in before.recipe.get(section, {}) and before.recipe[section][key] != value
+        if key in before.config.get(section, {}) and before.config[section][key] != value
     ]
     if changes:
         print(f"changed since it was saved: {', '.join(changes)}", file=sys.stderr)
@@ -115,16 +115,16 @@ def say_what_differs(before: RunState, machine: dict[str, str], recipe: Recipe) 
             )
 
 
-def best_so_far(run: RunDirectory, before: RunState, recipe: Recipe) -> float | None:
+def best_so_far(run: RunDirectory, before: RunState, config: Config) -> float | None:
     """The loss to beat: of the weights that are kept as the best, though the run goes on from before they were made.
 
     None where it was measured on another part of the validation set.
     """
-    if before.recipe.get("train", {}).get("eval_windows") != recipe.train.eval_windows:
+    if before.config.get("train", {}).get("eval_sequences") != config.train.eval_sequences:
         return None
     losses = [before.best_val_loss]
     for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(CorruptCheckpoint):
             checkpoint.verify(folder)
             losses.append(checkpoint.read_json(folder / "state.json").get("val_loss"))
     return min((loss for loss in losses if isinstance(loss, float)), default=None)
@@ -135,13 +135,13 @@ def keep_best_of_a_lost_beginning(run: RunDirectory) -> None:
     for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
         if (run.path / FILE_NAME).exists():
             shutil.copy(run.path / FILE_NAME, folder)  # the run's may become another
-        checkpoint.set_aside(folder, "earlier")
+        checkpoint.quarantine(folder, "earlier")
 
 
 def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     """Put a checkpoint into model, optimizers and scaler, its shapes having been checked.
 
-    Raises Damaged where a file holds something else.
+    Raises CorruptCheckpoint where a file holds something else.
     """
     names = checkpoint.header(folder, checkpoint.TRAINING)
     expected: dict[str, Tensor | None] = {name: None for name in names if name.startswith("random.")}  # of old ones
@@ -154,7 +154,7 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
         try:
             step.scaler.load_state_dict(state.scaler)
         except (RuntimeError, KeyError) as error:
-            raise Damaged(f"{folder} holds no loss scale: {error}") from error
+            raise CorruptCheckpoint(f"{folder} holds no loss scale: {error}") from error
     step.bad.fill_(state.skipped)
 
 

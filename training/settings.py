@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import choose_precision, matmul_flops
 from thinker.runtime.errors import UserError
-from thinker.runtime.process_group import ALONE, Ranks
-from thinker.training.config import Recipe
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.training.config import Config
 from thinker.training.memory_estimate import free_memory, largest_micro_batch, predict_memory, usable
 from thinker.training.metrics import flops_per_token, peak_flops
 
@@ -25,17 +25,19 @@ SHARDED_ABOVE = 8e9  # bytes of weights: gathering and writing them in one place
 REACHED = 0.4  # the share of the device's matrix products that a step comes to, for a first guess of its time
 
 
-class Chosen(BaseModel):
-    """What a run was begun with on its machine, whether chosen or written in its recipe."""
+class MachineSettings(BaseModel):
+    """What a run was begun with on its machine, whether chosen or written in its config."""
 
     precision: Literal["fp32", "bf16", "fp16"]
     compile: bool
     micro_batch_size: int = Field(ge=1)
 
 
-def settle_precision(recipe: Recipe, device: torch.device, before: Chosen | None, ranks: Ranks = ALONE) -> None:
+def resolve_precision(
+    config: Config, device: torch.device, before: MachineSettings | None, ranks: DistContext = SINGLE_PROCESS
+) -> None:
     """`before`: of a run that goes on. Raises UserError where the device has no such precision."""
-    train = recipe.train
+    train = config.train
     if train.precision == "auto" and before is not None:
         try:
             train.precision = choose_precision(before.precision, device)
@@ -43,15 +45,15 @@ def settle_precision(recipe: Recipe, device: torch.device, before: Chosen | None
             raise UserError(f"the run was begun in {before.precision}: {error}") from error
     if train.precision == "auto" and train.deterministic and device.type == "cpu":
         train.precision = "fp32"  # the choice would rest on a measurement, which differs from run to run
-    train.precision = ranks.tell(choose_precision(train.precision, device))
+    train.precision = ranks.broadcast_object(choose_precision(train.precision, device))
 
 
-def settle_ranks(recipe: Recipe, config: ThinkerConfig, device: torch.device, ranks: Ranks) -> slice:
+def resolve_parallelism(config: Config, model_config: ThinkerConfig, device: torch.device, ranks: DistContext) -> slice:
     """How several ranks share the work, and in which files they save. Returns the rows of each batch that are ours.
 
     Raises UserError where a batch cannot be split evenly, or what is asked for does not go with sharing.
     """
-    train = recipe.train
+    train = config.train
     rows, rest = divmod(train.batch_size, ranks.size)
     if rest:
         near = " or ".join(str(size) for size in (rows * ranks.size, (rows + 1) * ranks.size) if size)
@@ -67,12 +69,14 @@ def settle_ranks(recipe: Recipe, config: ThinkerConfig, device: torch.device, ra
             f"train.batch_size ({train.batch_size}), {rows} sequences; possible: {divisors}"
         )
     with torch.device("meta"):
-        weights = sum(parameter.nbytes for parameter in Thinker(config).parameters())
+        weights = sum(parameter.nbytes for parameter in Thinker(model_config).parameters())
     if train.save_sharded == "auto":
-        train.save_sharded = ranks.size > 1 and weights > SHARDED_ABOVE and not train.background_save
+        train.save_sharded = ranks.size > 1 and weights > SHARDED_ABOVE and not train.async_save
     if ranks.size > 1 and train.parallel == "auto":
-        peak = predict_memory(recipe, config, 1, device).peak
-        train.parallel = ranks.tell("ddp" if peak <= usable(device) * free_memory(device, ranks) else "fsdp")
+        peak = predict_memory(config, model_config, 1, device).peak
+        train.parallel = ranks.broadcast_object(
+            "ddp" if peak <= usable(device) * free_memory(device, ranks) else "fsdp"
+        )
     if ranks.size > 1:
         has = {"ddp": "the whole model", "fsdp": "a part of the model"}[train.parallel]
         print(f"{ranks.size} ranks, each with {rows} sequences and {has} ({train.parallel})", file=sys.stderr)
@@ -81,26 +85,30 @@ def settle_ranks(recipe: Recipe, config: ThinkerConfig, device: torch.device, ra
     return slice(ranks.rank * rows, (ranks.rank + 1) * rows)
 
 
-def settle_size(
-    recipe: Recipe, config: ThinkerConfig, device: torch.device, before: Chosen | None, ranks: Ranks = ALONE
+def resolve_micro_batch(
+    config: Config,
+    model_config: ThinkerConfig,
+    device: torch.device,
+    before: MachineSettings | None,
+    ranks: DistContext = SINGLE_PROCESS,
 ) -> None:
     """How many sequences at once, and whether blocks are compiled; what was chosen is said on stderr.
 
     Raises UserError where not one sequence fits, activations have no other memory to go to, or a run that was begun
     compiled cannot be here.
     """
-    train, rows = recipe.train, recipe.train.batch_size // ranks.size
+    train, rows = config.train, config.train.batch_size // ranks.size
     if train.offload_activations and device.type != "cuda":
         raise UserError(
             f"train.offload_activations moves activations off a CUDA GPU; this run is on {device.type}. "
-            "train.recompute_every=1 saves memory here"
+            "train.checkpoint_every_n_blocks=1 saves memory here"
         )
     if train.micro_batch_size == "auto":
         if before is not None:
             train.micro_batch_size = math.gcd(before.micro_batch_size, rows)  # there may be more ranks now
         else:
             free = free_memory(device, ranks)
-            train.micro_batch_size = largest_micro_batch(recipe, config, device, free, ranks)
+            train.micro_batch_size = largest_micro_batch(config, model_config, device, free, ranks)
             print(f"{train.micro_batch_size} sequences at once fit into {free / 1e9:.1f} GB", file=sys.stderr)
     train.micro_batch_size = train.micro_batch_size or rows
     if train.compile == "auto":
@@ -114,22 +122,22 @@ def settle_size(
         elif train.deterministic:
             train.compile = False  # likewise
         else:
-            train.compile, reason = compiling_pays(recipe, config, device)
+            train.compile, reason = compiling_pays(config, model_config, device)
             print(f"{'compiling' if train.compile else 'not compiling'} the blocks: {reason}", file=sys.stderr)
-    train.micro_batch_size, train.compile = ranks.tell([train.micro_batch_size, train.compile])
+    train.micro_batch_size, train.compile = ranks.broadcast_object([train.micro_batch_size, train.compile])
 
 
-def compiling_pays(recipe: Recipe, config: ThinkerConfig, device: torch.device) -> tuple[bool, str]:
+def compiling_pays(config: Config, model_config: ThinkerConfig, device: torch.device) -> tuple[bool, str]:
     """Whether what compiled steps save over the planned run is more than compiling takes, and the sum in words."""
     if device.type not in COMPILING:
         return False, f"not tried on {device.type}"
     if not can_compile(device):
         return False, "there is no C++ compiler"
     cost, shares = COMPILING[device.type]
-    share = next(share for width, share in shares.items() if config.d_model >= width)
+    share = next(share for width, share in shares.items() if model_config.d_model >= width)
     if not share:
-        return False, f"at width {config.d_model} it saves nothing on a {device.type}"
-    planned = planned_seconds(recipe, config, device)
+        return False, f"at width {model_config.d_model} it saves nothing on a {device.type}"
+    planned = planned_seconds(config, model_config, device)
     saved = share * planned
     words = f"it takes about {cost:.0f} s and would save about {saved:.0f} of {planned:.0f}"
     return saved > cost, words
@@ -140,14 +148,14 @@ def can_compile(device: torch.device) -> bool:
     return device.type != "cpu" or any(shutil.which(name) for name in ("g++", "clang++"))
 
 
-def planned_seconds(recipe: Recipe, config: ThinkerConfig, device: torch.device) -> float:
-    """How long the run will train: what the recipe says, or a guess from its FLOPs and the device's speed."""
-    train, limits = recipe.train, []
+def planned_seconds(config: Config, model_config: ThinkerConfig, device: torch.device) -> float:
+    """How long the run will train: what the config says, or a guess from its FLOPs and the device's speed."""
+    train, limits = config.train, []
     if train.max_minutes is not None:
         limits.append(60 * train.max_minutes)
     if train.max_steps is not None:
         with torch.device("meta"):
-            flops = flops_per_token(Thinker(config), recipe.data.seq_len)
+            flops = flops_per_token(Thinker(model_config), config.data.seq_len)
         rate = peak_flops(device, train.precision) or matmul_flops(device, train.precision)
-        limits.append(train.max_steps * train.batch_size * recipe.data.seq_len * flops / (REACHED * rate))
+        limits.append(train.max_steps * train.batch_size * config.data.seq_len * flops / (REACHED * rate))
     return min(limits)

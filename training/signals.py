@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from thinker.runtime.errors import FULL_DISK
 
 
-class Interrupt:
+class SignalHandler:
     """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `number`; a second one ends the process at once.
 
     A signal that was ignored when the process began (nohup, a shell's background job) stays ignored.
@@ -32,7 +32,7 @@ class Interrupt:
         self.together = together
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> SignalHandler:
         ours = [number for number in self.NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._on_signal) for number in ours}
         return self

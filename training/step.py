@@ -13,30 +13,32 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.linear import Linear
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
-from thinker.runtime.process_group import ALONE, Ranks
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.activation_checkpointing import offload
-from thinker.training.config import Recipe
-from thinker.training.distributed import clip, distribute, synchronised
-from thinker.training.optimizers import Optimizers, fill_rates, pace_of
+from thinker.training.config import Config
+from thinker.training.distributed import clip, distribute, gradient_sync
+from thinker.training.optimizers import Optimizers, lr_multiplier, resolve_learning_rates
 
 
 class TrainingStep:
-    """A model, its optimizers and the step that training repeats. The recipe's choices must be settled.
+    """A model, its optimizers and the step that training repeats. The config's choices must be settled.
 
     Attributes:
         bad: how many steps had a loss or gradient that is not finite (in fp16 a loss: gradients overflow by design).
-            Such a step changes nothing, and after more than train.skip_bad_steps of them none does any more, so that
+            Such a step changes nothing, and after more than train.max_nonfinite_steps of them none does any more, so that
             the weights are still those of before when the host comes to know. Counted on the device.
         guarded: whether that is looked at.
     """
 
-    def __init__(self, model: Thinker, recipe: Recipe, guarded: bool = True, ranks: Ranks = ALONE) -> None:
-        self.train, self.model, self.ranks = recipe.train, model.train(), ranks
+    def __init__(
+        self, model: Thinker, config: Config, guarded: bool = True, ranks: DistContext = SINGLE_PROCESS
+    ) -> None:
+        self.train, self.model, self.ranks = config.train, model.train(), ranks
         self.model.activation_dtype = DTYPES[self.train.precision]
         if self.train.lora_rank is not None:
             rank = self.train.lora_rank
             add_lora(self.model, rank, (self.train.lora_alpha or 2 * rank) / rank)
-        rates = fill_rates(recipe.optimizer, model.config, recipe.train.batch_size, pace_of(recipe))
+        rates = resolve_learning_rates(config.optimizer, model.config, config.train.batch_size, lr_multiplier(config))
         self.parallel_model = distribute(self.model, self.train, ranks)
         self.device = self.model.device  # where it may have been brought by sharing it
         self.optimizers = Optimizers(self.model, rates)
@@ -46,28 +48,28 @@ class TrainingStep:
             # DDP puts gradients into buckets as its first backward pass finds them, and a sum's last bits depend on
             # its place there. After this pass no step is a first one, neither of a new run nor of one that goes on.
             tokens = torch.zeros(
-                self.train.micro_batch_size, recipe.data.seq_len, dtype=torch.int64, device=self.device
+                self.train.micro_batch_size, config.data.seq_len, dtype=torch.int64, device=self.device
             )
-            with cast_once(self.model):
-                documents = tokens if recipe.data.isolate_documents else None
+            with cached_weight_casts(self.model):
+                documents = tokens if config.data.document_masking else None
                 (self.parallel_model(tokens, targets=tokens, documents=documents)[0] * 0).backward()
             self.optimizers.zero_grad()
 
-    def __call__(self, batch: Batch, lr_factor: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, lr_multiplier_at: float) -> tuple[Tensor, Tensor]:
         """Make a step. Returns loss (nats a token) and the gradient's norm before clipping, both still on the device.
 
         Of several ranks each gives its rows of the batch, `count` being that of them all, and each gets the same.
         """
         train, size = self.train, self.train.micro_batch_size
-        self.optimizers.set_lr(lr_factor)
+        self.optimizers.set_lr(lr_multiplier_at)
         total = torch.zeros((), device=self.device)
-        with cast_once(self.model):
+        with cached_weight_casts(self.model):
             for part in range(0, rows := len(batch.inputs), size):
                 x, y, documents = (
                     whole if whole is None else whole[part : part + size].to(self.device, non_blocking=True)  # (b, T)
                     for whole in (batch.inputs, batch.targets, batch.documents)
                 )
-                with synchronised(self.parallel_model, now=part + size >= rows):
+                with gradient_sync(self.parallel_model, now=part + size >= rows):
                     with offload() if train.offload_activations else contextlib.nullcontext():
                         loss_sum, _ = self.parallel_model(x, targets=y, documents=documents)
                     self.scaler.scale(loss_sum / max(batch.count, 1)).backward()
@@ -87,7 +89,7 @@ class TrainingStep:
         """Count a bad step; whether this one must change nothing, still on the device."""
         finite = loss.isfinite() & grad_norm.isfinite()
         self.bad += ~(loss.isfinite() if self.scaler.is_enabled() else finite)
-        return ~finite | (self.bad > self.train.skip_bad_steps)
+        return ~finite | (self.bad > self.train.max_nonfinite_steps)
 
 
 def draw(config: ThinkerConfig, seed: int, device: torch.device, begun: Thinker | None = None) -> Thinker:
@@ -97,7 +99,7 @@ def draw(config: ThinkerConfig, seed: int, device: torch.device, begun: Thinker 
 
 
 @contextlib.contextmanager
-def cast_once(model: Thinker) -> Iterator[None]:
+def cached_weight_casts(model: Thinker) -> Iterator[None]:
     """Within it each matrix is cast to the activations' precision once, for any number of passes.
 
     Gradients reach the weights themselves and add up in their precision. For as long, the weights must not change.

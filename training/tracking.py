@@ -10,7 +10,7 @@ from typing import Any
 
 from thinker.checkpoint.run_directory import RunDirectory, replace_file
 from thinker.runtime.errors import UserError
-from thinker.training.config import Recipe
+from thinker.training.config import Config
 
 BLOCK, HEAD = 32768, 7  # of an offline file: bytes of a block, and of the header of a part of a record
 
@@ -22,7 +22,7 @@ class Tracker:
     first looks how far wandb has come, sends what metrics.jsonl holds beyond, and of what is made again only the rest.
     """
 
-    def __init__(self, recipe: Recipe, run: RunDirectory, run_id: str | None) -> None:
+    def __init__(self, config: Config, run: RunDirectory, run_id: str | None) -> None:
         """`run_id` is that of the earlier part of a resumed run, None for a new one. metrics.jsonl is cut already.
 
         Raises UserError where wandb is missing or cannot be reached.
@@ -30,7 +30,7 @@ class Tracker:
         self.run: Any = None
         self.sent = -1  # the last step that wandb has
         self.held: dict[str, Any] = {}  # of the step that may get another line; wandb takes a step once
-        section, path = recipe.tracking, run.path / "tracking.json"
+        section, path = config.tracking, run.path / "tracking.json"
         if section.wandb == "disabled":
             return
         try:
@@ -50,7 +50,7 @@ class Tracker:
                 resume="allow",
                 mode=section.wandb,
                 dir=str(run.path),
-                config=recipe.model_dump(),
+                config=config.model_dump(),
                 settings=wandb.Settings(console="off", silent=section.wandb == "offline"),
             )
         except (wandb.Error, wandb.errors.CommError, wandb.errors.UsageError) as error:

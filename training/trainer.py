@@ -1,4 +1,4 @@
-"""Training: build everything from a recipe, then one optimizer step after the other."""
+"""Training: build everything from a config, then one optimizer step after the other."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.checkpoint import checkpoint
-from thinker.checkpoint.manager import Saver
+from thinker.checkpoint.manager import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.batches import Loader, Windows
-from thinker.data.prefetch import Ahead
+from thinker.data.batches import BatchLoader, PackedDataset
+from thinker.data.prefetch import Prefetcher
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.loss import Evaluation, Evaluator
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.engine import check_length
-from thinker.runtime.device import be_deterministic, choose_device, tune
-from thinker.runtime.errors import Stopped, UserError
-from thinker.runtime.process_group import ALONE, Ranks
+from thinker.runtime.device import choose_device, configure_backend, enable_determinism
+from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
-from thinker.training.config import Recipe
-from thinker.training.corpus import prepare_data
-from thinker.training.initial_model import take_up
+from thinker.training.config import Config
+from thinker.training.corpus import prepare_corpus
+from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.nonfinite import diagnose, finite, plain, write_report
-from thinker.training.optimizers import fill_rates, pace_of
+from thinker.training.optimizers import lr_multiplier, resolve_learning_rates
 from thinker.training.report import report
 from thinker.training.resume import RunState
-from thinker.training.schedule import lr_factor
-from thinker.training.settings import Chosen, settle_precision, settle_ranks, settle_size
-from thinker.training.signals import Interrupt, was_compiling
+from thinker.training.schedule import lr_multiplier_at
+from thinker.training.settings import MachineSettings, resolve_micro_batch, resolve_parallelism, resolve_precision
+from thinker.training.signals import SignalHandler, was_compiling
 from thinker.training.step import TrainingStep, draw
 from thinker.training.tracking import Tracker
 
@@ -45,67 +45,69 @@ CPU_SHARE = 0.005  # of a core, for background saves where training has use for 
 class Trainer:
     """One run: its data, model, optimizer and files, and where it stands. Of several ranks each makes one."""
 
-    def __init__(self, recipe: Recipe, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: Config, ranks: DistContext = SINGLE_PROCESS) -> None:
         """Check everything, build everything, and take up the run where its newest checkpoint left it.
 
-        Raises UserError before anything is written where the recipe does not fit the machine, the data or the run.
+        Raises UserError before anything is written where the config does not fit the machine, the data or the run.
         """
-        self.recipe, self.ranks, train = recipe, ranks, recipe.train
-        self.run = RunDirectory(recipe.run.dir, writes=ranks.first)
+        self.config, self.ranks, train = config, ranks, config.train
+        self.run = RunDirectory(config.run.dir, writes=ranks.is_main)
         if train.deterministic:
-            be_deterministic()
+            enable_determinism()
         self.device = choose_device(train.device)
-        ranks.meet(self.device.type, train.rank_timeout_s)
+        ranks.init_process_group(self.device.type, train.dist_timeout_s)
         self.run.lock()
         folder = None
-        if ranks.first:
+        if ranks.is_main:
             checkpoint.clear(self.run.checkpoints)
             folder = self.run.latest()
         else:
-            recipe.tracking.wandb = "disabled"  # rank 0 sends for all
-        name = ranks.tell(folder and folder.name)
+            config.tracking.wandb = "disabled"  # rank 0 sends for all
+        name = ranks.broadcast_object(folder and folder.name)
         folder = name and self.run.checkpoints / name
         before = resume.read_state(folder) if folder else None
-        begun, tokenizer = take_up(recipe, before, self.run.path)
+        begun, tokenizer = load_initial_model(config, before, self.run.path)
         if before is not None:
-            resume.refuse_changes(self.run, before, recipe, "run", "data", "optimizer", "train")
+            resume.check_unchanged(self.run, before, config, "run", "data", "optimizer", "train")
         chosen = before.chosen if before else None
-        settle_precision(recipe, self.device, chosen, ranks)
-        with ranks.in_turn():
-            self.corpus = prepare_data(recipe, tokenizer)
-        config = recipe.thinker_config(self.corpus.tokenizer.vocab_size)
-        recipe.model = type(recipe.model)(**config.to_dict())  # config.yaml shall name every width and rate
-        recipe.optimizer = fill_rates(recipe.optimizer, config, train.batch_size, pace_of(recipe))
-        if before is not None:
-            resume.refuse_changes(self.run, before, recipe, "model")
-            resume.refuse_another_corpus(self.run, before, self.corpus, recipe.data.path or recipe.data.source)
-        tune(self.device)
-        rows = settle_ranks(recipe, config, self.device, ranks)
-        settle_size(recipe, config, self.device, chosen, ranks)
-        aligned = "documents" if recipe.data.source == "tales" else recipe.data.packing
-        seen = {"isolate": recipe.data.isolate_documents, "given": config.prefix}
-        self.loader = Loader(
-            Windows(self.corpus.train, recipe.data.seq_len, recipe.data.packing, **seen),
-            train.batch_size,
-            recipe.run.seed,
+        resolve_precision(config, self.device, chosen, ranks)
+        with ranks.main_process_first():
+            self.corpus = prepare_corpus(config, tokenizer)
+        model_config = config.thinker_config(self.corpus.tokenizer.vocab_size)
+        config.model = type(config.model)(**model_config.to_dict())  # model_config.yaml shall name every width and rate
+        config.optimizer = resolve_learning_rates(
+            config.optimizer, model_config, train.batch_size, lr_multiplier(config)
         )
-        self.batches = Ahead(self.loader, self.device.type == "cuda", rows, recipe.data.workers)
+        if before is not None:
+            resume.check_unchanged(self.run, before, config, "model")
+            resume.check_corpus(self.run, before, self.corpus, config.data.path or config.data.source)
+        configure_backend(self.device)
+        rows = resolve_parallelism(config, model_config, self.device, ranks)
+        resolve_micro_batch(config, model_config, self.device, chosen, ranks)
+        aligned = "documents" if config.data.source == "tales" else config.data.packing
+        seen = {"isolate": config.data.document_masking, "given": model_config.prefix}
+        self.loader = BatchLoader(
+            PackedDataset(self.corpus.train, config.data.seq_len, config.data.packing, **seen),
+            train.batch_size,
+            config.run.seed,
+        )
+        self.batches = Prefetcher(self.loader, self.device.type == "cuda", rows, config.data.workers)
         self.evaluator = Evaluator(
-            Windows(self.corpus.val, recipe.data.seq_len, aligned, **seen),
+            PackedDataset(self.corpus.val, config.data.seq_len, aligned, **seen),
             train.micro_batch_size,
             token_byte_lengths(self.corpus.tokenizer),
-            train.eval_windows,
+            train.eval_sequences,
             ranks,
         )
         self.memory = MemoryMeter(self.device)
         sharded = ranks.size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole
-        self.model = draw(config, recipe.run.seed, torch.device("cpu") if sharded else self.device, begun)
-        self.train_step = TrainingStep(self.model, recipe, ranks=ranks)
+        self.model = draw(model_config, config.run.seed, torch.device("cpu") if sharded else self.device, begun)
+        self.train_step = TrainingStep(self.model, config, ranks=ranks)
         if train.sample_every:
-            check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], config, config.longest)
+            check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], model_config, model_config.longest)
         self.run.create()
         self.run.lock()
-        if ranks.first and folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
+        if ranks.is_main and folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
             raise UserError(f"another training has just been at work in {self.run.path}; run the same command again")
         self.state = self.begin(folder, before)
         self.saved = self.state.model_copy(deep=True) if folder else None
@@ -113,48 +115,53 @@ class Trainer:
         self.agreed = 0  # a signal that any rank has been sent, as all know it
         self.unread: list[Tensor] = []  # (loss, gradient norm) of the last steps, still on the device
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # when the last line was: seconds, tokens, waited
-        self.saver = Saver(
-            self.run.checkpoints, train.keep_last, train.keep_every, train.background_save,
+        self.saver = CheckpointManager(
+            self.run.checkpoints, train.keep_last, train.keep_every, train.async_save,
             share=CPU_SHARE if self.device.type == "cpu" else 1.0, ranks=ranks, sharded=train.save_sharded,
         )  # fmt: skip
-        self.interrupt = Interrupt(together=ranks.size > 1)
+        self.interrupt = SignalHandler(together=ranks.size > 1)
         self.agree()
         self.finished = self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
         if not self.finished:
-            self.run.write_config(recipe.model_dump(mode="json"))
-        if ranks.first:
+            self.run.write_config(config.model_dump(mode="json"))
+        if ranks.is_main:
             self.corpus.tokenizer.save(self.run.path)
 
     def begin(self, folder: Path | None, before: RunState | None) -> RunState:
         """Take up the checkpoint, if there is one. Returns where the run stands."""
-        recipe, first = self.recipe, self.ranks.first
-        machine = resume.describe_machine(self.device, self.ranks, recipe.train.parallel)
+        config, first = self.config, self.ranks.is_main
+        machine = resume.describe_machine(self.device, self.ranks, config.train.parallel)
         if folder is None or before is None:
             if first:
                 resume.keep_best_of_a_lost_beginning(self.run)
         else:
             for newer in checkpoint.list_checkpoints(self.run.checkpoints) if first else ():
                 if newer.name > folder.name:
-                    checkpoint.set_aside(newer, "damaged")  # or it would count as one of the last that are kept
-            if before.skipped > recipe.train.skip_bad_steps:
+                    checkpoint.quarantine(newer, "damaged")  # or it would count as one of the last that are kept
+            if before.skipped > config.train.max_nonfinite_steps:
                 raise UserError(
-                    f"the run in {self.run.path} has left out {before.skipped} bad steps; train.skip_bad_steps cannot "
+                    f"the run in {self.run.path} has left out {before.skipped} bad steps; train.max_nonfinite_steps cannot "
                     "be fewer"
                 )
             resume.restore(folder, self.train_step, before)
-            resume.say_what_differs(before, machine, recipe)
-            before.best_val_loss = self.ranks.tell(resume.best_so_far(self.run, before, recipe) if first else None)
+            resume.warn_about_changes(before, machine, config)
+            before.best_val_loss = self.ranks.broadcast_object(
+                resume.best_so_far(self.run, before, config) if first else None
+            )
         state = before or RunState()
-        self.run.cut_metrics(state.step, state.evaluated_at)
-        self.tracker = Tracker(recipe, self.run, state.wandb_id)
+        self.run.truncate_metrics(state.step, state.evaluated_at)
+        self.tracker = Tracker(config, self.run, state.wandb_id)
         state.wandb_id = self.tracker.run_id or state.wandb_id
         state.tokenizer, state.corpus = self.corpus.tokenizer.content_hash, self.corpus.sha256
-        state.machine, state.chosen = machine, Chosen(**recipe.train.model_dump(include=set(Chosen.model_fields)))
-        state.recipe = recipe.model_dump(mode="json")
+        state.machine, state.chosen = (
+            machine,
+            MachineSettings(**config.train.model_dump(include=set(MachineSettings.model_fields))),
+        )
+        state.config = config.model_dump(mode="json")
         return state
 
     def train(self) -> int:
-        """Run until the recipe's end, or a signal. Returns the exit status."""
+        """Run until the config's end, or a signal. Returns the exit status."""
         if self.finished:
             print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
             self.tracker.finish()
@@ -171,7 +178,7 @@ class Trainer:
                 bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
             )
             try:
-                self.until_the_end()
+                self.fit()
                 self.saver.wait()
             finally:
                 self.bar.close()
@@ -186,9 +193,9 @@ class Trainer:
             report(self.run, self.state, self.model.config.prefix, self.corpus.train.has_conversations)
         return 0
 
-    def until_the_end(self) -> None:
+    def fit(self) -> None:
         """Every step, with what is due after it; then the last evaluation and the last checkpoint."""
-        train = self.recipe.train
+        train = self.config.train
         try:
             if self.is_due(train.eval_every):  # the run was stopped in the midst of it
                 self.evaluate()
@@ -212,13 +219,13 @@ class Trainer:
     def advance(self) -> None:
         """One optimizer step, and a line of metrics where one is due."""
         state, started = self.state, time.perf_counter()
-        factor = self.lr_factor()
-        resume.seed_step(self.recipe.run.seed, state.step, self.ranks.rank)
+        factor = self.lr_multiplier_at()
+        resume.seed_step(self.config.run.seed, state.step, self.ranks.rank)
         loss, grad_norm = self.train_step(self.batch, factor)
         self.unread.append(torch.stack((loss, grad_norm)))
         state.step += 1
         state.tokens += self.batch.count
-        due = state.step % self.recipe.train.log_every == 0
+        due = state.step % self.config.train.log_every == 0
         if due:
             self.read_losses()  # the device has finished
         self.agree(started)
@@ -233,7 +240,7 @@ class Trainer:
         """
         batch = self.batches.batch(self.state.step)
         elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
-        counts, clocks, signals = zip(*self.ranks.gather(batch.count, elapsed, self.interrupt.number))
+        counts, clocks, signals = zip(*self.ranks.all_gather_scalars(batch.count, elapsed, self.interrupt.number))
         self.batch = batch._replace(count=int(sum(counts)))
         self.state.elapsed_s, self.agreed = clocks[0], int(max(signals))
 
@@ -244,13 +251,13 @@ class Trainer:
 
     def hear(self) -> bool:
         """Ask all ranks, which must all ask, for signals. Returns whether the run shall end."""
-        self.agreed = int(max(number for (number,) in self.ranks.gather(self.interrupt.number)))
+        self.agreed = int(max(number for (number,) in self.ranks.all_gather_scalars(self.interrupt.number)))
         return bool(self.stopping)
 
     def read_losses(self) -> None:
         """Fetch what the last steps have found: of all a step does, only this waits for the device.
 
-        Raises Stopped where one had a loss or gradient that is not finite and may not be left out.
+        Raises RunError where one had a loss or gradient that is not finite and may not be left out.
         """
         rows = torch.stack(self.unread).tolist() if self.unread else []
         self.unread.clear()
@@ -260,11 +267,11 @@ class Trainer:
                 self.state.pending_losses += loss
                 self.state.pending_norm = finite(grad_norm)
             else:
-                self.leave_out(step, loss, grad_norm)
+                self.skip_nonfinite_step(step, loss, grad_norm)
 
-    def leave_out(self, step: int, loss: float, grad_norm: float) -> None:
-        """Report a bad step (from 0), which has changed nothing. Raises Stopped where it was one too many."""
-        number, allowed = step + 1, self.recipe.train.skip_bad_steps
+    def skip_nonfinite_step(self, step: int, loss: float, grad_norm: float) -> None:
+        """Report a bad step (from 0), which has changed nothing. Raises RunError where it was one too many."""
+        number, allowed = step + 1, self.config.train.max_nonfinite_steps
         self.state.skipped += 1
         found = f"step {number}: the loss is {loss:g}, the gradient's norm {grad_norm:g}"
         notes = {"step": number, "loss": finite(loss), "grad_norm": finite(grad_norm)}
@@ -276,16 +283,16 @@ class Trainer:
         notes |= diagnose(self.model, self.loader, self.corpus.tokenizer, step)
         path = write_report(self.run, number, notes)
         self.saver.save("bad", number, checkpoint.contents(self.model, {"step": number}))
-        self.ranks.gather(number)  # who leaves first ends the others
+        self.ranks.all_gather_scalars(number)  # who leaves first ends the others
         name, size = notes["largest_weight"]
         largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
-        raise Stopped(
+        raise RunError(
             f"{found}; it changed no weight. {path} names its samples, {self.run.checkpoints}/bad-{number:08d} holds "
             f"the weights of before; {largest}. Lower optimizer.lr, or, against rare bad samples, leave such "
-            f"steps out with train.skip_bad_steps={allowed + 1}; {self.would_go_on()}"
+            f"steps out with train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
         )
 
-    def would_go_on(self) -> str:
+    def resume_hint(self) -> str:
         """From where a stopped run would."""
         if self.saved is None:
             return "training would begin anew"
@@ -315,24 +322,24 @@ class Trainer:
 
     def evaluation_was_left(self) -> bool:
         """Whether a signal ended the evaluation that belongs to this step."""
-        due = self.is_due(self.recipe.train.eval_every) or self.progress() >= 1
+        due = self.is_due(self.config.train.eval_every) or self.progress() >= 1
         return bool(self.stopping) and due and self.state.evaluated_at != self.state.step
 
-    def lr_factor(self) -> float:
+    def lr_multiplier_at(self) -> float:
         """What the next step's learning rates are of their peaks."""
-        train = self.recipe.train
-        return lr_factor(
+        train = self.config.train
+        return lr_multiplier_at(
             self.state.step,
             self.progress(),
             schedule=train.schedule,
             warmup_steps=train.warmup_steps,
             decay_fraction=train.decay_fraction,
-            final=train.final_lr_fraction,
+            final=train.min_lr_ratio,
         )
 
     def progress(self) -> float:
         """The share of the run that is done, in [0, 1]: of steps or of time, whichever is further."""
-        train = self.recipe.train
+        train = self.config.train
         steps = self.state.step / train.max_steps if train.max_steps else 0.0
         minutes = self.state.elapsed_s / 60 / train.max_minutes if train.max_minutes else 0.0
         return min(1.0, max(steps, minutes))
@@ -340,9 +347,9 @@ class Trainer:
     def speed(self, tokens_per_second: float) -> dict[str, float]:
         """The keys of a line of metrics that say how fast and how large."""
         line = {"tokens_per_second": tokens_per_second, "peak_memory_bytes": self.memory.peak()}
-        peak = peak_flops(self.device, self.recipe.train.precision)
+        peak = peak_flops(self.device, self.config.train.precision)
         if peak is not None:
-            line["mfu"] = tokens_per_second * flops_per_token(self.model, self.recipe.data.seq_len) / peak
+            line["mfu"] = tokens_per_second * flops_per_token(self.model, self.config.data.seq_len) / peak
         return line
 
     def log(self, line: dict[str, Any]) -> None:
@@ -354,7 +361,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Measure the validation loss, unless that was done; log it, and keep the weights if they are the best so far.
 
-        A signal ends it without a result. Raises Stopped where the loss is not finite.
+        A signal ends it without a result. Raises RunError where the loss is not finite.
         """
         state = self.state
         self.read_losses()
@@ -362,9 +369,9 @@ class Trainer:
         if found is None:
             return
         if not math.isfinite(found.loss):
-            raise Stopped(
+            raise RunError(
                 f"step {state.step}: the validation loss is {found.loss}; nothing was saved. Lower optimizer.lr; "
-                + self.would_go_on()
+                + self.resume_hint()
             )
         self.last, state.evaluated_at = found, state.step
         line = {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}
@@ -391,9 +398,9 @@ class Trainer:
     def sample(self) -> str:
         """A line from the model as it is now. All ranks ask; only rank 0 gets one."""
         model = plain(self.model) if hasattr(self.model, "unshard") else self.model
-        if not self.ranks.first:
+        if not self.ranks.is_main:
             return ""
         generator = Generator(model, self.corpus.tokenizer)
-        prompt, seed = self.recipe.train.sample_prompt, self.state.step
+        prompt, seed = self.config.train.sample_prompt, self.state.step
         completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
         return " ".join((prompt + completion[0].text).split())

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinker.data.batches import Windows
-from thinker.data.shards import TokenSet
+from thinker.data.batches import PackedDataset
+from thinker.data.shards import TokenShards
 from thinker.data.sources import open_source
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import load_tokenizer
@@ -17,30 +17,30 @@ from thinker.evaluation.perplexity import tokenize
 from thinker.interop.load import run_of
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
-from thinker.training.config import Recipe, load_recipe
-from thinker.training.corpus import prepare_data
+from thinker.training.config import Config, load_config
+from thinker.training.corpus import prepare_corpus
 
 
-def recipe_of(folder: Path) -> Recipe | None:
+def config_of(folder: Path) -> Config | None:
     """Of the run that a model lies in; None where it lies in none."""
     run = run_of(folder)
-    return None if run is None else load_recipe(run / "config.yaml", [])
+    return None if run is None else load_config(run / "config.yaml", [])
 
 
-def held_out(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Recipe, TokenSet]:
-    """The run's recipe, and its validation tokens; what is not there any more is made again.
+def held_out(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Config, TokenShards]:
+    """The run's config, and its validation tokens; what is not there any more is made again.
 
     Raises UserError where the folder lies in no run, or its text is not that of the training any more; `option` is what
     names another text.
     """
-    recipe = recipe_of(folder)
-    if recipe is None:
+    config = config_of(folder)
+    if config is None:
         raise UserError(f"{folder} lies in no run directory, whose text could be taken; say which with {option}")
-    own = recipe.run.init_from is not None or recipe.data.chat_template is not None
-    corpus = prepare_data(recipe, tokenizer if own else None)
+    own = config.run.init_from is not None or config.data.chat_template is not None
+    corpus = prepare_corpus(config, tokenizer if own else None)
     if corpus.tokenizer.content_hash != load_tokenizer(run_of(folder)).content_hash:
-        raise UserError(f"the text of data.source={recipe.data.source} is not that of the training; give {option}")
-    return recipe, corpus.val
+        raise UserError(f"the text of data.source={config.data.source} is not that of the training; give {option}")
+    return config, corpus.val
 
 
 def ids_in_use(folder: Path, tokenizer: Tokenizer, scratch: Path, most: int = 50_000) -> Tensor | None:
@@ -48,12 +48,12 @@ def ids_in_use(folder: Path, tokenizer: Tokenizer, scratch: Path, most: int = 50
 
     None where the folder lies in no run, its text is not there any more, or would have to be downloaded.
     """
-    recipe = recipe_of(folder)
-    if recipe is None or recipe.data.source == "hub":
+    config = config_of(folder)
+    if config is None or config.data.source == "hub":
         return None
-    column = {} if recipe.data.column is None else {"column": recipe.data.column}
+    column = {} if config.data.column is None else {"column": config.data.column}
     try:
-        source = open_source(recipe.data.source, path=recipe.data.path, seed=recipe.run.seed, **column)
+        source = open_source(config.data.source, path=config.data.path, seed=config.run.seed, **column)
         tokens = tokenize(source, tokenizer, most, scratch)
     except UserError:
         return None
@@ -73,16 +73,16 @@ def sample_texts(
     """
     T, packing = min(longest, model.config.max_seq_len), "contiguous"
     if path is None:
-        recipe, tokens = held_out(folder, tokenizer, "--text")
-        T, packing = min(T, recipe.data.seq_len), recipe.data.packing
-        packing = "documents" if recipe.data.source == "tales" else packing
+        config, tokens = held_out(folder, tokenizer, "--text")
+        T, packing = min(T, config.data.seq_len), config.data.packing
+        packing = "documents" if config.data.source == "tales" else packing
     else:
         tokens = tokenize(open_source("text", path=str(path)), tokenizer, n * longest + 1, scratch)
     total = sum(shard.n_tokens for shard in tokens.shards)
     T = min(T, total // 8)  # of a short text several windows all the same
     if T < 2:
         raise UserError(f"{path or 'the text'} has {total} tokens; there must be at least 16")
-    windows = Windows(tokens, T, packing, given=model.config.prefix)
+    windows = PackedDataset(tokens, T, packing, given=model.config.prefix)
     pairs = [windows[int(i)] for i in np.linspace(0, len(windows) - 1, min(n, len(windows))).round()]
     inputs, targets = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs))  # (N, T) each
     return inputs, targets

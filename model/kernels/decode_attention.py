@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def attend_few(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
     """softmax(scale · q kᵀ) v for q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D), without gradients.
 
     `allowed` is as in attention.attend.Sight. SDPA would read the keys once for each of the queries that share them.

@@ -51,18 +51,20 @@ class Flex:
 
     @torch._disable_dynamo  # a compiled block breaks off here; this is compiled by itself, for all layers
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, attn_logit_softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); scale, softcap and sinks as in attention.attend."""
+        """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); scale, attn_logit_softcap and sinks as in attention.attend."""
         slopes, distance, width = self.slopes, self.distance, v.shape[-1]
 
         def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            score = score if softcap is None else softcap * torch.tanh(score / softcap)  # it is scaled already
+            score = (
+                score if attn_logit_softcap is None else attn_logit_softcap * torch.tanh(score / attn_logit_softcap)
+            )  # it is scaled already
             return score if slopes is None else score - slopes[h] * distance(b, i, j)
 
         if width < NARROWEST:
             q, k, v = (F.pad(x, (0, NARROWEST - width)) for x in (q, k, v))
-        change = None if softcap is None and slopes is None else changed
+        change = None if attn_logit_softcap is None and slopes is None else changed
         flex, grouped, want = _compiled() if q.is_cuda else flex_attention, q.shape[1] != k.shape[1], sinks is not None
         y, aux = flex(q, k, v, change, self.blocks, scale, grouped, return_aux=AuxRequest(lse=want))
         y = y[..., :width]  # where a query sees nothing 0, and its lse −inf

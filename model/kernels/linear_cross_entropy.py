@@ -59,7 +59,9 @@ class _HeadLoss(torch.autograd.Function):
         return x_grad, w_grad, None, None
 
 
-def head_loss(x: Tensor, weight: Tensor, targets: Tensor, cast: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, cast: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of softmax(x · weightᵀ) against `targets`.
 
     Args:

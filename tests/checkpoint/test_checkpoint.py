@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from thinker.checkpoint import checkpoint
-from thinker.checkpoint.checkpoint import Damaged
+from thinker.checkpoint.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop import load
@@ -96,7 +96,7 @@ def sees(folder, path):
     """Whether verify() finds damage, and names the file (or the one beside it that it belongs with)."""
     try:
         checkpoint.verify(folder)
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         return str(path or folder) in str(error)
     return False
 
@@ -131,7 +131,7 @@ def test_no_byte_of_a_file_can_change_unseen(run, name):
 def test_a_whole_checkpoint_under_another_steps_name_is_seen(run):
     shutil.rmtree(run.checkpoints / "step-00000003")
     shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / "step-00000003")
-    with pytest.raises(Damaged, match=r"step-00000003.state.json is of another step"):
+    with pytest.raises(CorruptCheckpoint, match=r"step-00000003.state.json is of another step"):
         checkpoint.verify(run.checkpoints / "step-00000003")
 
 
@@ -141,7 +141,7 @@ def test_a_manifest_that_leaves_a_file_out_is_seen(run):
         manifest = json.loads((folder / "manifest.json").read_text())
         del manifest[name]
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        with pytest.raises(Damaged, match="does not list config.json"):
+        with pytest.raises(CorruptCheckpoint, match="does not list config.json"):
             checkpoint.verify(folder)
 
 
@@ -150,7 +150,7 @@ def test_no_path_leaves_the_folder(run, name):
     folder = run.checkpoints / "step-00000003"
     manifest = json.loads((folder / "manifest.json").read_text()) | {name: [9, "0" * 64]}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    with pytest.raises(Damaged, match="manifest.json is not as it was written"):
+    with pytest.raises(CorruptCheckpoint, match="manifest.json is not as it was written"):
         checkpoint.verify(folder)
 
 
@@ -223,7 +223,7 @@ def test_shapes_are_checked_before_loading(tmp_path):
     checkpoint.save(tmp_path / "a", make_thinker(), {})
     other = Thinker(ThinkerConfig(vocab_size=271, d_model=16, n_layers=1, n_heads=2))
     before = [parameter.clone() for parameter in other.parameters()]
-    with pytest.raises(Damaged, match="has embedding.weight as F32 270 16 where F32 271 16 belongs"):
+    with pytest.raises(CorruptCheckpoint, match="has embedding.weight as F32 270 16 where F32 271 16 belongs"):
         checkpoint.load_weights(other, tmp_path / "a")
     assert all(map(torch.equal, before, other.parameters()))
 
@@ -250,7 +250,7 @@ def test_a_pickle_under_our_names_never_runs(run, tmp_path):
         code += "read_json(folder / 'state.json')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode != 0
-        assert "Damaged" in done.stderr, done.stderr
+        assert "CorruptCheckpoint" in done.stderr, done.stderr
         assert not trace.exists()
         (folder / name).write_bytes(backup)
         if name != "manifest.json":
@@ -264,7 +264,7 @@ def test_metrics_are_cut_where_the_run_goes_on(run):
     with run.metrics.open("a") as file:
         file.write('{"step": 6, "train')  # a crash in the middle of a line
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4, 5]
-    run.cut_metrics(3, None)
+    run.truncate_metrics(3, None)
     run.log({"step": 4, "train_loss": 2.0})
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4]
 

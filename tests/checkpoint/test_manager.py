@@ -9,7 +9,7 @@ import torch
 
 from thinker.checkpoint import checkpoint
 from thinker.checkpoint.checkpoint import list_checkpoints
-from thinker.checkpoint.manager import Saver
+from thinker.checkpoint.manager import CheckpointManager
 
 
 def files(value, size=8):
@@ -34,7 +34,7 @@ def background(request):
     ("last", "every", "kept"), [(1, None, [10]), (3, None, [8, 9, 10]), (2, 4, [4, 8, 9, 10]), (1, 1, [*range(1, 11)])]
 )
 def test_the_last_and_the_milestones_are_kept(tmp_path, background, last, every, kept):
-    saver = Saver(tmp_path, last, every, background)
+    saver = CheckpointManager(tmp_path, last, every, background)
     for step in range(1, 11):
         saver.save("step", step, files(step))
     saver.wait()
@@ -46,7 +46,7 @@ def test_the_last_and_the_milestones_are_kept(tmp_path, background, last, every,
 
 def test_of_the_best_the_one_written_last_stays_whatever_its_number(tmp_path, background):
     """After going back to an older checkpoint a better one may come earlier than one that is there."""
-    saver = Saver(tmp_path, 1, None, background)
+    saver = CheckpointManager(tmp_path, 1, None, background)
     for step in (450, 420, 430):
         saver.save("best", step, files(step))
         saver.wait()
@@ -57,7 +57,7 @@ def test_of_the_best_the_one_written_last_stays_whatever_its_number(tmp_path, ba
 
 
 def test_the_old_one_goes_only_when_the_new_one_is_whole(tmp_path, background, monkeypatch):
-    saver = Saver(tmp_path, 1, None, background)
+    saver = CheckpointManager(tmp_path, 1, None, background)
     saver.save("step", 1, files(1))
     saver.wait()
 
@@ -81,7 +81,7 @@ def test_training_may_change_the_tensors_while_they_are_written(tmp_path, monkey
         write(folder, contents, rest, shared_by)
 
     monkeypatch.setattr(checkpoint, "write", late)
-    saver = Saver(tmp_path, 2, None, background=True)
+    saver = CheckpointManager(tmp_path, 2, None, background=True)
     live = files(1)
     saver.save("step", 1, live)  # returns although nothing may be written yet
     live["model.safetensors"]["w"].zero_()
@@ -102,7 +102,7 @@ def test_one_is_written_at_a_time_so_memory_for_one_copy_is_enough(tmp_path, mon
         writing.remove(folder)
 
     monkeypatch.setattr(checkpoint, "write", watched)
-    saver = Saver(tmp_path, 2, None, background=True)
+    saver = CheckpointManager(tmp_path, 2, None, background=True)
     for step in range(1, 6):
         saver.save("step", step, files(step, 1 << 16))
         assert len(names(tmp_path)) >= min(step - 1, 2)  # all before it are there

@@ -1,4 +1,4 @@
-"""Forms of attention from the recipe to the text: trained by the real command, gone on with, sampled from."""
+"""Forms of attention from the config to the text: trained by the real command, gone on with, sampled from."""
 
 import json
 
@@ -10,14 +10,14 @@ from conftest import ROOT, run_script
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_recipe
+from thinker.training.config import load_config
 
 PROMPT = "Line 7: the cat number 7 sat"
 FORMS = {
     "ring": ["model.attention=window(8) | global(2)", "model.positions=alibi"],
-    "mixed": ["model.attention=[linear(16), 'heads(window(4), strided(3))']", "data.isolate_documents=true"],
-    "letters": ["model.attention=LG", "model.window=6", "model.positions=none", "model.sink_logits=true"],
-    "prefix": ["model.attention=prefix(5)", "model.positions=learned", "model.softcap=30"],
+    "mixed": ["model.attention=[linear(16), 'heads(window(4), strided(3))']", "data.document_masking=true"],
+    "letters": ["model.attention=LG", "model.window=6", "model.positions=none", "model.attention_sinks=true"],
+    "prefix": ["model.attention=prefix(5)", "model.positions=learned", "model.attn_logit_softcap=30"],
 }
 
 
@@ -100,7 +100,7 @@ def test_what_a_form_cannot_is_refused(trained):
     [
         (["model.attention=windows(8)"], "there is no windows; did you mean window?"),
         (["model.attention=LG"], "needs model.window"),
-        (["model.attention=prefix(4)", "data.isolate_documents=true"], "does not go with data.isolate_documents"),
+        (["model.attention=prefix(4)", "data.document_masking=true"], "does not go with data.document_masking"),
         (["model.rope_scaling={type: yarns, factor: 2}"], "did you mean yarn?"),
         (["model.attention=3"], "model.attention is 3; it must be text"),
         (["model.positions=alibis"], "model.positions is 'alibis'; it must be"),
@@ -111,13 +111,13 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.attention=[dilated(64, 2), full]"], "in a list, quote what holds a comma"),
         (["model.attention=prefix(600)"], "leaves none of data.seq_len"),
         (
-            ["data.isolate_documents=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],
-            "data.isolate_documents puts several texts into one",
+            ["data.document_masking=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],
+            "data.document_masking puts several texts into one",
         ),
     ],
 )
 def test_mistakes_in_a_recipe_are_one_line(overrides, says):
     with pytest.raises(UserError) as caught:
-        load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", ["model.n_layers=2", "model.n_heads=2", *overrides])
+        load_config(ROOT / "tests" / "fixtures" / "base.yaml", ["model.n_layers=2", "model.n_heads=2", *overrides])
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -11,13 +11,13 @@ from conftest import ROOT, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.benchmarks.ablation import ALWAYS, FORMS, RECIPES
+from thinker.benchmarks.ablation import ALWAYS, CONFIGS, FORMS
 from thinker.benchmarks.scaling import PowerLaw
 from thinker.benchmarks.training_runs import Training, train_all
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.patterns import NAMES
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_recipe
+from thinker.training.config import load_config
 from thinker.training.metrics import flops_per_token
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
@@ -100,19 +100,19 @@ def test_head_beside_the_plain_one(tmp_path):
     assert result["ratios"]["memory"] < 1 / 3
 
 
-def small_recipe(tiny, folder, name, *overrides):
-    """The tiny run's recipe as a file of its own."""
-    recipe = load_recipe(str(tiny[1]), [*tiny[2:], *overrides])
+def small_config(tiny, folder, name, *overrides):
+    """The tiny run's config as a file of its own."""
+    config = load_config(str(tiny[1]), [*tiny[2:], *overrides])
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return path
 
 
 def test_race_to_a_loss(tiny, tmp_path):
-    slow = small_recipe(tiny, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "train.eval_every=null")
-    fast = small_recipe(tiny, tmp_path, "fast", "train.eval_every=2")
+    slow = small_config(tiny, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "train.eval_every=null")
+    fast = small_config(tiny, tmp_path, "fast", "train.eval_every=2")
     done = run_script(
-        BENCHMARK, "train", "--recipes", slow, fast, "--tune", "optimizer.lr=0.00001,0.001", "--set",
+        BENCHMARK, "train", "--configs", slow, fast, "--tune", "optimizer.lr=0.00001,0.001", "--set",
         "train.max_steps=10", "--png", "race.png", "--out", "race.jsonl", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -129,7 +129,7 @@ def test_race_to_a_loss(tiny, tmp_path):
     assert result["ratios"] == {key: reached[key] / tuned[key] for key in ("step", "tokens", "elapsed_s")}
     assert all(row["peak_memory_bytes"] > 0 for row in result["rows"])
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
-    done = run_script(BENCHMARK, "train", "--recipes", fast, slow, "--set", "train.max_steps=4", cwd=tmp_path)
+    done = run_script(BENCHMARK, "train", "--configs", fast, slow, "--set", "train.max_steps=4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["reached"], result["ratios"]) == (None, {})
@@ -137,8 +137,8 @@ def test_race_to_a_loss(tiny, tmp_path):
 
 
 def test_where_one_training_fails_the_next_does_not_begin(tmp_path):
-    recipes = [ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")]
-    trainings = [Training(recipe.stem, recipe, [], tmp_path / recipe.stem) for recipe in recipes]
+    configs = [ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")]
+    trainings = [Training(config.stem, config, [], tmp_path / config.stem) for config in configs]
     (tmp_path / "pysource").write_text("a file is no folder for a run")
     with pytest.raises(UserError, match="^pysource: "):
         train_all(trainings)
@@ -146,12 +146,12 @@ def test_where_one_training_fails_the_next_does_not_begin(tmp_path):
 
 
 def test_race_against_gpt2(tiny, tmp_path):
-    slow = small_recipe(
+    slow = small_config(
         tiny, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "optimizer.weight_decay=0.1",
         "train.max_steps=20", "model.n_kv_heads=null",
     )  # fmt: skip
-    fast = small_recipe(tiny, tmp_path, "fast", "train.max_steps=5")
-    done = run_script(BENCHMARK, "train", "--recipes", slow, fast, "--gpt2", cwd=tmp_path)
+    fast = small_config(tiny, tmp_path, "fast", "train.max_steps=5")
+    done = run_script(BENCHMARK, "train", "--configs", slow, fast, "--gpt2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     theirs, ours = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert (theirs["step"], ours["step"]) == (20, 5)
@@ -159,10 +159,10 @@ def test_race_against_gpt2(tiny, tmp_path):
     assert theirs["val_loss"] < math.log(300)  # it learned
 
 
-def test_sweep_around_a_recipe(tiny, tmp_path):
-    recipe = small_recipe(tiny, tmp_path, "small", "model.n_kv_heads=null", "train.eval_every=null")
+def test_sweep_around_a_config(tiny, tmp_path):
+    config = small_config(tiny, tmp_path, "small", "model.n_kv_heads=null", "train.eval_every=null")
     command = [
-        BENCHMARK, "sweep", recipe, "train.max_steps=8", "--vary", "optimizer.head_lr=x0.5", "--jobs", "2", "--png",
+        BENCHMARK, "sweep", config, "train.max_steps=8", "--vary", "optimizer.head_lr=x0.5", "--jobs", "2", "--png",
         "sweep.png",
     ]  # fmt: skip
     done = run_script(*command, "--shapes", "16x1x2,32x1x2", cwd=tmp_path)
@@ -179,7 +179,7 @@ def test_sweep_around_a_recipe(tiny, tmp_path):
         best = min(other["loss"] for other in rows if other["shape"] == row["shape"])
         assert row["above"] == row["loss"] / best - 1
         if row["key"]:
-            assert row["at"] == 0.5 * row["recipe_at"] == 0.5 * 0.025  # the rule's 0.05, for 4 sequences a step
+            assert row["at"] == 0.5 * row["config_at"] == 0.5 * 0.025  # the rule's 0.05, for 4 sequences a step
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     weights = runs / "16x1x2" / "checkpoints" / "step-00000008" / "model.safetensors"
     written = weights.stat().st_mtime_ns
@@ -189,9 +189,9 @@ def test_sweep_around_a_recipe(tiny, tmp_path):
 
 
 def test_a_ladder_of_sizes_and_its_law(tiny, tmp_path):
-    recipe = small_recipe(tiny, tmp_path, "small", "model.n_kv_heads=null")
+    config = small_config(tiny, tmp_path, "small", "model.n_kv_heads=null")
     done = run_script(
-        ROOT / "scripts" / "scaling.py", recipe, "train.eval_every=null", "--shapes", "8x1x2,16x1x2,24x1x2,32x1x2",
+        ROOT / "scripts" / "scaling.py", config, "train.eval_every=null", "--shapes", "8x1x2,16x1x2,24x1x2,32x1x2",
         "--tokens-per-parameter", "0.1", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -243,13 +243,13 @@ def test_what_exact_resume_costs(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["train", "--recipes", "a.yaml", "b.yaml"], "there is no recipe a.yaml"),
-        (["train", "--recipes", "a.yaml", "b.yaml", "--tune", "optimizer.lr"], "names no values"),
+        (["train", "--configs", "a.yaml", "b.yaml"], "there is no config a.yaml"),
+        (["train", "--configs", "a.yaml", "b.yaml", "--tune", "optimizer.lr"], "names no values"),
         (
-            ["train", "--recipes", *[ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")]],
+            ["train", "--configs", *[ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")]],
             "read different data",
         ),
-        (["train", "--recipes", *[ROOT / "configs" / "pysource.yaml"] * 2, "--gpt2"], "it needs optimizer.name=adamw"),
+        (["train", "--configs", *[ROOT / "configs" / "pysource.yaml"] * 2, "--gpt2"], "it needs optimizer.name=adamw"),
         (["sweep", "a.yaml", "--vary", "optimizer.lr"], "names no values"),
         (["sweep", "a.yaml", "--vary", "optimizer.lr=1", "--shapes", "64x4"], "'64x4' is no shape"),
         (["sweep", ROOT / "configs" / "pysource.yaml", "--vary", "optimizer.lr=xx"], "xx is no multiple"),
@@ -289,12 +289,12 @@ def test_attention_by_form_kernel_and_length(tmp_path):
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
 
 
-def test_every_form_of_the_ablation_is_a_recipe(tmp_path):
-    for file, batch_size, _ in RECIPES.values():
+def test_every_form_of_the_ablation_is_a_config(tmp_path):
+    for file, batch_size, _ in CONFIGS.values():
         for keys in FORMS.values():
-            recipe = load_recipe(ROOT / "benchmarks" / "configs" / file, [*ALWAYS, *keys])
-            assert recipe.thinker_config(vocab_size=100).patterns
-            assert recipe.train.batch_size >= batch_size
+            config = load_config(ROOT / "benchmarks" / "configs" / file, [*ALWAYS, *keys])
+            assert config.thinker_config(vocab_size=100).patterns
+            assert config.train.batch_size >= batch_size
     spoken = " ".join(key for keys in FORMS.values() for key in keys)
     assert {name for name in NAMES if name != "full" and name not in spoken} == {"random"}  # which bigbird has
     wrong = run_script(BENCHMARK, "ablation", "--only", "linear(65)")

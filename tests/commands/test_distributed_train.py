@@ -18,19 +18,19 @@ from training_runs import debris, last_step, numbers, steps
 
 from thinker.checkpoint import checkpoint
 
-RECIPE = """
+CONFIG = """
 model: {d_model: 32, n_layers: 2, n_heads: 2, n_kv_heads: 1}
 data: {source: tales, max_documents: 60, seq_len: 64, tokenizer: byte}
 train: {max_steps: 60, batch_size: 8, eval_every: 30, save_every: 10, precision: fp32, compile: false, device: cpu,
-  rank_timeout_s: 20}
+  dist_timeout_s: 20}
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ranks") / "recipe.yaml"
-    path.write_text(RECIPE.replace("data: {", f"data: {{cache_dir: {path.parent / 'cache'}, "))
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks") / "config.yaml"
+    path.write_text(CONFIG.replace("data: {", f"data: {{cache_dir: {path.parent / 'cache'}, "))
     return path
 
 
@@ -78,10 +78,10 @@ def gone(pids):
 
 
 @pytest.mark.parametrize(("rank", "parallel", "sharded"), [(0, "ddp", False), (1, "fsdp", True)])
-def test_a_killed_rank_costs_only_time(torchrun, recipe, tmp_path, rank, parallel, sharded):
+def test_a_killed_rank_costs_only_time(torchrun, config, tmp_path, rank, parallel, sharded):
     form = [f"train.parallel={parallel}", f"train.save_sharded={str(sharded).lower()}"]
     run, calm = tmp_path / "run", tmp_path / "calm"
-    process, log = torchrun("train.py", recipe, f"run.dir={run}", *form, options=["--max-restarts", "1"])
+    process, log = torchrun("train.py", config, f"run.dir={run}", *form, options=["--max-restarts", "1"])
     wait_for(lambda: last_step(run) >= 24, log)
     first = ranks_of(process)
     os.kill(first[rank], signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_a_killed_rank_costs_only_time(torchrun, recipe, tmp_path, rank, paralle
     assert gone(first)
     begun = re.findall(r"going on from step (\d+)", log.read_text())
     assert begun in (["20"], ["30"], ["40"])
-    fork_server.together(2, rank_workers.train, str(recipe), [f"run.dir={calm}", *form])
+    fork_server.together(2, rank_workers.train, str(config), [f"run.dir={calm}", *form])
     ours, theirs = (
         {path.name: load_file(path) for path in (folder / "checkpoints" / "step-00000060").glob("*.safetensors")}
         for folder in (run, calm)
@@ -102,11 +102,11 @@ def test_a_killed_rank_costs_only_time(torchrun, recipe, tmp_path, rank, paralle
 
 
 @pytest.mark.parametrize("told", [0, 1, "torchrun"])
-def test_a_signal_to_any_rank_saves_on_all_at_the_same_step(torchrun, recipe, tmp_path, told):
+def test_a_signal_to_any_rank_saves_on_all_at_the_same_step(torchrun, config, tmp_path, told):
     run = tmp_path / "run"
     process, log = torchrun(
         "train.py",
-        recipe,
+        config,
         f"run.dir={run}",
         "train.max_steps=100000",
         "train.save_every=null",
@@ -127,8 +127,8 @@ def test_a_signal_to_any_rank_saves_on_all_at_the_same_step(torchrun, recipe, tm
     assert debris(run) == []
 
 
-def test_a_mistake_is_shown_once_and_ends_all(torchrun, recipe, tmp_path):
-    process, log = torchrun("train.py", recipe, f"run.dir={tmp_path / 'run'}", "train.batch_size=7")
+def test_a_mistake_is_shown_once_and_ends_all(torchrun, config, tmp_path):
+    process, log = torchrun("train.py", config, f"run.dir={tmp_path / 'run'}", "train.batch_size=7")
     assert process.wait(60) != 0
     errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
     assert errors == [
@@ -138,18 +138,18 @@ def test_a_mistake_is_shown_once_and_ends_all(torchrun, recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_rank_that_cannot_start_ends_the_others(torchrun, recipe, tmp_path):
+def test_a_rank_that_cannot_start_ends_the_others(torchrun, config, tmp_path):
     """Its python ends before our first line."""
     script = tmp_path / "start.sh"
     script.write_text(f'#!/bin/sh\n[ "$RANK" = 1 ] && exit 3\nexec {sys.executable} "$@"\n')
     script.chmod(0o755)
-    process, log = torchrun(script, "train.py", recipe, f"run.dir={tmp_path / 'run'}", options=["--no-python"])
+    process, log = torchrun(script, "train.py", config, f"run.dir={tmp_path / 'run'}", options=["--no-python"])
     assert process.wait(60) != 0
     assert "exitcode  : 3" in log.read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_never_comes_is_named(recipe, tmp_path, rank, monkeypatch):
+def test_a_rank_that_never_comes_is_named(config, tmp_path, rank, monkeypatch):
     """Nobody else is started; without rank 0, which keeps the store, nobody can be asked."""
     environment = os.environ | fork_server.place(rank, 2, fork_server.free_port())
     code = (
@@ -157,7 +157,7 @@ def test_a_rank_that_never_comes_is_named(recipe, tmp_path, rank, monkeypatch):
         "del sys.argv[0]; runpy.run_path('train.py', None, '__main__')"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code, "train.py", recipe, f"run.dir={tmp_path / 'run'}", "train.rank_timeout_s=2"],
+        [sys.executable, "-c", code, "train.py", config, f"run.dir={tmp_path / 'run'}", "train.dist_timeout_s=2"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert found.returncode == 1
@@ -175,7 +175,7 @@ def test_a_rank_that_never_comes_is_named(recipe, tmp_path, rank, monkeypatch):
         ("mistake of all", [2, 2, 2], ["error: nobody can read the data", None, None]),
         ("die", [1, -9, 1], [r"rank 1 \(process \d+ on \S+\) of 4 has gone"]),
         ("silence", [1, -9, 1], [r"rank 1 \(process \d+ on \S+\) of 4 gave no answer for 4 s"]),
-        ("hang", [1, -9, 1], [r"rank 1 \(process \d+ on \S+\) of 4 gave no answer for 4 s \(train.rank_timeout_s\)"]),
+        ("hang", [1, -9, 1], [r"rank 1 \(process \d+ on \S+\) of 4 gave no answer for 4 s \(train.dist_timeout_s\)"]),
     ],
 )
 def test_how_one_rank_of_four_fails_is_said_once(tmp_path, what, codes, said):

@@ -116,7 +116,7 @@ def test_losses_of_a_run_and_of_its_export(command, tiny_run, tmp_path, capsys):
 
 
 def test_a_table_is_as_wide_as_its_numbers(command, tiny_run, tmp_path, capsys):
-    """Windows that overlap; a text that the model finds very odd; no floor where there is none."""
+    """PackedDataset that overlap; a text that the model finds very odd; no floor where there is none."""
     odd = tmp_path / "odd.txt"
     odd.write_text("ÿþ\x00" * 2000)
     given = ["--source", "text", "--path", odd, "--context", "16,32", "--stride", 8, "--device", "cpu"]

@@ -11,7 +11,7 @@ from conftest import ROOT
 from thinker import interop
 from thinker.data import tokenizer_conversion
 from thinker.interop import huggingface
-from thinker.runtime.errors import Stopped, UserError
+from thinker.runtime.errors import RunError, UserError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -73,11 +73,11 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     assert command("export_hf", tiny_run, base) == 0
     given = [f"run.init_from={base}", f"run.dir={run}", f"data.path={talks}", f"data.cache_dir={tmp_path}"]
     given += ["data.seq_len=32", "train.max_steps=3", "train.device=cpu", "train.lora_rank=2", "data.val_fraction=0.2"]
-    recipe = ROOT / "configs" / "finetune.yaml"
-    without = script(TRAIN, recipe, *given)
+    config = ROOT / "configs" / "finetune.yaml"
+    without = script(TRAIN, config, *given)
     assert without.returncode == 2
     assert without.stderr.splitlines()[-1].startswith("error: conversations need a chat template")
-    done = script(TRAIN, recipe, *given, "data.chat_template=configs/chat.jinja", cwd=ROOT)
+    done = script(TRAIN, config, *given, "data.chat_template=configs/chat.jinja", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert f'generate.py {run} --chat --prompt "your message"' in done.stdout
     options = ["--max-new-tokens", 8, "--seed", 1, "--chat"]
@@ -118,7 +118,7 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, 
     tokenizer = interop.load(tiny_run)[1]
     biased = make_thinker(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
     monkeypatch.setattr(interop, "load", lambda *_, **__: (biased, tokenizer))
-    with pytest.raises(Stopped, match="cuts for a qwen2 as Qwen does, whatever the files say"):
+    with pytest.raises(RunError, match="cuts for a qwen2 as Qwen does, whatever the files say"):
         command("export_hf", tiny_run, tmp_path / "model")
 
 
@@ -154,7 +154,7 @@ def test_nothing_stays_of_an_export_that_is_refused_or_proved_wrong(
             (folder / "tokenizer.json").write_text(json.dumps(content))
 
         patch.setattr(tokenizer_conversion, "write", write_another)
-        with pytest.raises(Stopped, match="nothing was written"):
+        with pytest.raises(RunError, match="nothing was written"):
             command("export_hf", tiny_run, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "full").mkdir()

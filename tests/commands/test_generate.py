@@ -204,10 +204,10 @@ def test_a_window_goes_beyond_the_context_and_says_what_it_forgets(tiny_run):
     )  # fmt: skip
     row = json.loads(done.stdout)
     assert (len(row["token_ids"]), row["finish_reason"]) == (50, "length")
-    assert row["forgotten"] == row["prompt_tokens"] + 50 - 1 - 14 > 100
+    assert row["n_evicted"] == row["prompt_tokens"] + 50 - 1 - 14 > 100
     said = run_script(GENERATE, tiny_run, "--window", "12", "--sinks", "2", "--max-new-tokens", "40", "--seed", "1")
     if len(said.stdout) > 100:
-        assert "forgotten at the end: tokens 3 to" in said.stderr
+        assert "n_evicted at the end: tokens 3 to" in said.stderr
 
 
 def test_scores_and_logprobs_agree(tiny_run, tmp_path):

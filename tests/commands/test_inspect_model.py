@@ -104,7 +104,7 @@ def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run,
     assert tokenizer.bos_id not in ids
     assert set(tokenizer.encode(PROMPT)) & set(ids.tolist())
     assert "random tokens of those in the run's text" in command(tiny_run, "heads")
-    shutil.copytree(tiny_run / "checkpoints", tmp_path / "alone" / "checkpoints")  # a run that has lost its recipe
+    shutil.copytree(tiny_run / "checkpoints", tmp_path / "alone" / "checkpoints")  # a run that has lost its config
     shutil.copy(tiny_run / "thinker-tokenizer.json", tmp_path / "alone")
     assert "random tokens of the whole vocabulary" in command(tmp_path / "alone", "heads")
 
@@ -285,7 +285,7 @@ def test_pruning_for_good(command, four_heads, tmp_path):
     assert found["pruned"] == [[0, 1], [1, 0], [1, 2]]
     left, tokenizer = interop.load(tmp_path / "pruned")
     whole, _ = interop.load(four_heads)
-    assert left.config.kv_heads_by_layer == [3, 2]
+    assert left.config.n_kv_heads_per_layer == [3, 2]
     tokens = torch.tensor([tokenizer.encode(PROMPT)])
     with whole.edit({f"blocks.{at}": "zero" for at in ("0.attention.heads.1", "1.attention.heads.[02]")}):
         torch.testing.assert_close(left(tokens), whole(tokens), rtol=0, atol=1e-4)

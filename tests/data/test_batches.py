@@ -1,4 +1,4 @@
-"""Windows and their order: nothing lost, nothing twice, and a pure function of (seed, step)."""
+"""PackedDataset and their order: nothing lost, nothing twice, and a pure function of (seed, step)."""
 
 import math
 from collections import Counter
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.batches import Loader, Windows, entropy_floor, in_order, permute
-from thinker.data.shards import ShardWriter, TokenSet
+from thinker.data.batches import BatchLoader, PackedDataset, entropy_floor, permute, sequential_batches
+from thinker.data.shards import ShardWriter, TokenShards
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 
@@ -34,7 +34,7 @@ def write(folder, lengths, shard_tokens=1 << 20, log_probs=None):
         writer.add(ids, length, None if log_probs is None else log_probs[i])
         start += length
     writer.close()
-    return TokenSet.open(folder, writer.files, TOKENIZER)
+    return TokenShards.open(folder, writer.files, TOKENIZER)
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**9))
@@ -75,7 +75,7 @@ def test_permute_sends_every_index_everywhere():
 @given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
 def test_windows_reproduce_the_stream(packing, lengths, seq_len, shard_tokens, make_tokens):
     tokens = make_tokens(lengths, shard_tokens=shard_tokens)
-    windows = Windows(tokens, seq_len, packing)
+    windows = PackedDataset(tokens, seq_len, packing)
     stream, counted = [], 0
     for i in range(len(windows)):
         inputs, targets = windows[i]
@@ -97,7 +97,7 @@ def test_windows_reproduce_the_stream(packing, lengths, seq_len, shard_tokens, m
 @given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
 def test_documents_are_packed_greedily_and_whole(lengths, seq_len, shard_tokens, make_tokens):
     tokens = make_tokens(lengths, shard_tokens=shard_tokens)
-    windows = Windows(tokens, seq_len, "documents")
+    windows = PackedDataset(tokens, seq_len, "documents")
     expected = []
     for shard in tokens.shards:  # the same, one document at a time
         start, starts = None, []
@@ -117,19 +117,19 @@ def test_documents_are_packed_greedily_and_whole(lengths, seq_len, shard_tokens,
 
 def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_tokens):
     tokens = make_tokens([3, 4, 5, 30, 1])
-    first = Windows(tokens, 10, "documents")
+    first = PackedDataset(tokens, 10, "documents")
     (table,) = tokens.shards[0].path.parent.glob("*.npy")
     assert isinstance(first.starts[0], np.memmap)
     expected, age = [first.span(i) for i in range(len(first))], table.stat().st_mtime_ns
     for damage in (None, b"", b"nonsense", table.read_bytes()[:-1]):
         if damage is not None:
             table.write_bytes(damage)
-        again = Windows(tokens, 10, "documents")
+        again = PackedDataset(tokens, 10, "documents")
         assert [again.span(i) for i in range(len(again))] == expected
         if damage is None:
             assert table.stat().st_mtime_ns == age
     assert [file.name for file in tokens.shards[0].path.parent.glob("*.npy")] == [table.name]
-    assert len(Windows(tokens, 5, "documents")) > len(first)  # another length has a table of its own
+    assert len(PackedDataset(tokens, 5, "documents")) > len(first)  # another length has a table of its own
 
 
 @PACKINGS
@@ -142,22 +142,22 @@ def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_toke
 def test_each_window_once_an_epoch_whatever_the_batch_size(
     packing, lengths, batch_size, seed, shard_tokens, make_tokens
 ):
-    windows = Windows(make_tokens([*lengths, 8], shard_tokens=shard_tokens), 7, packing)
-    loader = Loader(windows, batch_size, seed)
+    windows = PackedDataset(make_tokens([*lengths, 8], shard_tokens=shard_tokens), 7, packing)
+    loader = BatchLoader(windows, batch_size, seed)
     size = len(windows)
     ids = [i for step in range(3 * size // batch_size + 1) for i in loader.sample_ids(step)]
     for epoch in range(3):
         assert sorted(ids[epoch * size : (epoch + 1) * size]) == list(range(size))
-    other = Loader(windows, batch_size + 1, seed)  # the order is the seed's, however it is cut into steps
+    other = BatchLoader(windows, batch_size + 1, seed)  # the order is the seed's, however it is cut into steps
     assert [i for step in range(size) for i in other.sample_ids(step)][: len(ids)] == ids[: size * (batch_size + 1)]
 
 
 def test_batches_are_a_pure_function_of_seed_and_step(make_tokens):
-    windows = Windows(make_tokens([20, 3, 14, 9] * 5), 8, "contiguous")
-    loader = Loader(windows, 4, seed=3)
+    windows = PackedDataset(make_tokens([20, 3, 14, 9] * 5), 8, "contiguous")
+    loader = BatchLoader(windows, 4, seed=3)
     forwards = [loader.batch(step) for step in range(12)]
     for step in (7, 0, 11, 7):
-        inputs, targets = Loader(windows, 4, seed=3).batch(step)
+        inputs, targets = BatchLoader(windows, 4, seed=3).batch(step)
         assert torch.equal(inputs, forwards[step][0])
         assert torch.equal(targets, forwards[step][1])
         assert inputs.shape == targets.shape == (4, 8)
@@ -166,23 +166,23 @@ def test_batches_are_a_pure_function_of_seed_and_step(make_tokens):
             assert inputs[row].tolist() == windows[i][0].tolist()
             assert targets[row].tolist() == windows[i][1].tolist()
         assert torch.equal(loader.batch(step, slice(1, 3))[1], targets[1:3])
-    assert [loader.sample_ids(s) for s in range(5)] != [Loader(windows, 4, seed=4).sample_ids(s) for s in range(5)]
+    assert [loader.sample_ids(s) for s in range(5)] != [BatchLoader(windows, 4, seed=4).sample_ids(s) for s in range(5)]
 
 
 def test_every_epoch_has_an_order_of_its_own(make_tokens):
-    windows = Windows(make_tokens([20, 3, 14, 9] * 5), 8, "contiguous")
+    windows = PackedDataset(make_tokens([20, 3, 14, 9] * 5), 8, "contiguous")
     size = len(windows)
-    ids = [Loader(windows, size, seed=3).sample_ids(epoch) for epoch in range(4)]
+    ids = [BatchLoader(windows, size, seed=3).sample_ids(epoch) for epoch in range(4)]
     assert len({tuple(order) for order in ids}) == 4
     assert ids == [permute(np.arange(size), size, (3, epoch)).tolist() for epoch in range(4)]
 
 
 @PACKINGS
 def test_in_order_goes_through_the_first_windows_once(packing, make_tokens):
-    windows = Windows(make_tokens([5, 9, 2, 30, 7], shard_tokens=20), 6, packing)
+    windows = PackedDataset(make_tokens([5, 9, 2, 30, 7], shard_tokens=20), 6, packing)
     everything = [windows[i][1].tolist() for i in range(len(windows))]
     for limit in (None, 1, 5, len(windows), len(windows) + 9):
-        batches = list(in_order(windows, 4, limit))
+        batches = list(sequential_batches(windows, 4, limit))
         assert [row for _, targets in batches for row in targets.tolist()] == everything[:limit]
         assert {len(inputs) for inputs, _ in batches[:-1]} <= {4}
 
@@ -190,8 +190,8 @@ def test_in_order_goes_through_the_first_windows_once(packing, make_tokens):
 @given(lengths=LENGTHS, limit=st.none() | st.integers(1, 30), shard_tokens=st.integers(1, 200), data=st.data())
 def test_the_floor_counts_the_documents_in_the_windows(lengths, limit, shard_tokens, data, make_tokens):
     log_probs = data.draw(st.lists(st.floats(-500, 0), min_size=len(lengths), max_size=len(lengths)))
-    windows = Windows(make_tokens(lengths, shard_tokens=shard_tokens, log_probs=log_probs), 26, "documents")
-    counted = sum(int((targets >= 0).sum()) for _, targets in in_order(windows, 4, limit))
+    windows = PackedDataset(make_tokens(lengths, shard_tokens=shard_tokens, log_probs=log_probs), 26, "documents")
+    counted = sum(int((targets >= 0).sum()) for _, targets in sequential_batches(windows, 4, limit))
     documents, targets = 0, 0
     while targets < counted:  # whole documents, from the first
         targets += lengths[documents] + 1
@@ -202,36 +202,36 @@ def test_the_floor_counts_the_documents_in_the_windows(lengths, limit, shard_tok
 
 def test_no_floor_where_none_is_known(make_tokens):
     known = make_tokens([4, 12, 4], log_probs=[-1.0, -2.0, -3.0])
-    assert entropy_floor(Windows(known, 13, "documents")) == pytest.approx(6 / 23)
-    assert entropy_floor(Windows(known, 13, "documents"), limit=1) == pytest.approx(1 / 5)
-    assert entropy_floor(Windows(known, 12, "documents")) is None  # the second is cut
-    assert entropy_floor(Windows(known, 12, "documents"), limit=1) == pytest.approx(1 / 5)
-    assert entropy_floor(Windows(known, 13, "contiguous")) is None
-    assert entropy_floor(Windows(make_tokens([4], log_probs=None), 13, "documents")) is None
+    assert entropy_floor(PackedDataset(known, 13, "documents")) == pytest.approx(6 / 23)
+    assert entropy_floor(PackedDataset(known, 13, "documents"), limit=1) == pytest.approx(1 / 5)
+    assert entropy_floor(PackedDataset(known, 12, "documents")) is None  # the second is cut
+    assert entropy_floor(PackedDataset(known, 12, "documents"), limit=1) == pytest.approx(1 / 5)
+    assert entropy_floor(PackedDataset(known, 13, "contiguous")) is None
+    assert entropy_floor(PackedDataset(make_tokens([4], log_probs=None), 13, "documents")) is None
 
 
 @PACKINGS
 def test_a_corpus_shorter_than_one_window(packing, make_tokens):
     tokens = make_tokens([4, 3])  # 10 tokens with its boundaries... bos 4, bos 3, bos
     assert tokens.n_tokens == 10
-    Loader(Windows(tokens, 9, packing), 2, 0)
+    BatchLoader(PackedDataset(tokens, 9, packing), 2, 0)
     with pytest.raises(UserError, match=r"10 tokens.*data.seq_len=10 takes 11; lower data.seq_len or add text"):
-        Loader(Windows(tokens, 10, packing), 2, 0)
+        BatchLoader(PackedDataset(tokens, 10, packing), 2, 0)
 
 
 def test_wrong_options(make_tokens):
     tokens = make_tokens([4])
     with pytest.raises(UserError, match="data.packing=tight: it must be contiguous or documents"):
-        Windows(tokens, 4, "tight")
+        PackedDataset(tokens, 4, "tight")
     with pytest.raises(UserError, match="data.seq_len=0"):
-        Windows(tokens, 0, "contiguous")
+        PackedDataset(tokens, 0, "contiguous")
     with pytest.raises(IndexError):
-        Windows(tokens, 4, "contiguous")[2]
+        PackedDataset(tokens, 4, "contiguous")[2]
 
 
 def test_order_uses_every_window_equally_over_epochs(make_tokens):
-    windows = Windows(make_tokens([10] * 10), 5, "contiguous")
-    loader = Loader(windows, 3, seed=1)
+    windows = PackedDataset(make_tokens([10] * 10), 5, "contiguous")
+    loader = BatchLoader(windows, 3, seed=1)
     counts = Counter(i for step in range(len(windows)) for i in loader.sample_ids(step))
     assert set(counts.values()) == {3}
 
@@ -239,8 +239,8 @@ def test_order_uses_every_window_equally_over_epochs(make_tokens):
 @given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
 def test_documents_are_numbered_from_border_to_border(lengths, seq_len, shard_tokens, make_tokens):
     tokens = make_tokens(lengths, shard_tokens=shard_tokens)
-    windows = Windows(tokens, seq_len, "contiguous", isolate=True)
-    assert Windows(tokens, seq_len, "contiguous").documents(torch.zeros(1, seq_len, dtype=torch.long)) is None
+    windows = PackedDataset(tokens, seq_len, "contiguous", isolate=True)
+    assert PackedDataset(tokens, seq_len, "contiguous").documents(torch.zeros(1, seq_len, dtype=torch.long)) is None
     inputs, _ = windows.batch(range(len(windows)))
     numbers = windows.documents(inputs)
     assert numbers.shape == inputs.shape
@@ -250,8 +250,8 @@ def test_documents_are_numbered_from_border_to_border(lengths, seq_len, shard_to
 
 def test_the_first_tokens_of_a_window_can_be_given(make_tokens):
     tokens = make_tokens([40])
-    inputs, targets = Windows(tokens, 10, "contiguous")[1]
-    given_inputs, given_targets = Windows(tokens, 10, "contiguous", given=4)[1]
+    inputs, targets = PackedDataset(tokens, 10, "contiguous")[1]
+    given_inputs, given_targets = PackedDataset(tokens, 10, "contiguous", given=4)[1]
     assert given_inputs.tolist() == inputs.tolist()
     assert given_targets.tolist() == [-1, -1, -1, *targets[3:]]
 
@@ -265,9 +265,9 @@ def test_the_first_tokens_of_a_window_can_be_given(make_tokens):
     limit=st.integers(1, 9),
 )
 def test_ranks_see_each_window_once_in_equally_many_batches(packing, lengths, seq_len, size, ranks, limit, make_tokens):
-    windows = Windows(make_tokens(lengths), seq_len, packing)
-    whole = [row for _, targets in in_order(windows, size, limit) for row in targets.tolist()]
-    parts = [list(in_order(windows, size, limit, rank, ranks)) for rank in range(ranks)]
+    windows = PackedDataset(make_tokens(lengths), seq_len, packing)
+    whole = [row for _, targets in sequential_batches(windows, size, limit) for row in targets.tolist()]
+    parts = [list(sequential_batches(windows, size, limit, rank, ranks)) for rank in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     assert all(len(inputs) == len(targets) > 0 for part in parts for inputs, targets in part)
     rows = [row for part in parts for _, targets in part for row in targets.tolist()]

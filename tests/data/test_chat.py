@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from thinker.data import chat, tokenizer_conversion
-from thinker.data.batches import IGNORED, Windows
+from thinker.data.batches import IGNORED, PackedDataset
 from thinker.data.corpus import prepare
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
@@ -153,7 +153,7 @@ def rows(tmp_path):
 def test_only_answers_are_targets(tmp_path, tokenizer, rows, packing):
     options = {"source": "jsonl", "path": str(rows), "tokenizer": tokenizer, "cache_dir": tmp_path, "progress": False}
     corpus = prepare(**options, loss_on="answers", val_fraction=0.2)
-    windows = Windows(corpus.train, 64, packing)
+    windows = PackedDataset(corpus.train, 64, packing)
     learned = []
     for index in range(len(windows)):
         inputs, targets = windows[index]
@@ -166,7 +166,7 @@ def test_only_answers_are_targets(tmp_path, tokenizer, rows, packing):
     assert windows.n_targets == len(learned)
     everything = prepare(**options, val_fraction=0.2)
     assert everything.sha256 != corpus.sha256
-    assert Windows(everything.train, 64, packing).n_targets > 2 * len(learned)
+    assert PackedDataset(everything.train, 64, packing).n_targets > 2 * len(learned)
     again = prepare(**options, loss_on="answers", val_fraction=0.2)
     assert (again.folder, again.sha256) == (corpus.folder, corpus.sha256)
 
@@ -178,7 +178,7 @@ def test_an_answer_that_the_boundary_ends_learns_the_boundary(tmp_path, rows):
         source="jsonl", path=str(rows), tokenizer=plain, cache_dir=tmp_path, progress=False, loss_on="answers",
         val_fraction=0.2,
     )  # fmt: skip
-    inputs, targets = Windows(corpus.train, 64, "documents")[0]
+    inputs, targets = PackedDataset(corpus.train, 64, "documents")[0]
     counted = targets[targets != IGNORED]
     assert counted[-1] == plain.bos_id or plain.bos_id in counted
     assert plain.decode(counted.tolist()).startswith("It is ")
@@ -197,7 +197,7 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
             source="jsonl", path=str(rows), tokenizer=plain.with_chat_template(template), cache_dir=tmp_path,
             progress=False, loss_on="answers", val_fraction=0.2,
         )  # fmt: skip
-        windows = Windows(corpus.train, 64, "documents")
+        windows = PackedDataset(corpus.train, 64, "documents")
         learned = [targets[targets != IGNORED] for _, targets in (windows[i] for i in range(len(windows)))]
         text = text_of(plain, np.concatenate(learned).tolist())
         assert text.count("It is") == text.count(".</s>") == corpus.train.n_documents
@@ -206,14 +206,14 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
         if conversation:
             everything = prepare(source="jsonl", path=str(rows), tokenizer=corpus.tokenizer, cache_dir=tmp_path,
                                  progress=False, val_fraction=0.2)  # fmt: skip
-            all_windows = Windows(everything.train, 64, "documents")
+            all_windows = PackedDataset(everything.train, 64, "documents")
             counted = sum(int((all_windows[i][1] != IGNORED).sum()) for i in range(len(all_windows)))
             assert all_windows.n_targets == counted > windows.n_targets
             with pytest.raises(UserError, match="boundary token within conversations"):
-                Windows(corpus.train, 64, "documents", isolate=True)
+                PackedDataset(corpus.train, 64, "documents", isolate=True)
         else:
             inputs, _ = windows.batch([0])
-            starts = Windows(corpus.train, 64, "documents", isolate=True).documents(inputs).diff(dim=1).nonzero()
+            starts = PackedDataset(corpus.train, 64, "documents", isolate=True).documents(inputs).diff(dim=1).nonzero()
             assert (inputs[:, 1:][starts[:, 0], starts[:, 1]] == 256).all()
 
 

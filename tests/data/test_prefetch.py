@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from thinker.data.prefetch import Ahead
+from thinker.data.prefetch import Prefetcher
 
 
 class Numbers:
@@ -28,7 +28,7 @@ class Numbers:
 @pytest.mark.parametrize("workers", [0, 1, 2, 5])
 def test_batches_are_those_of_the_loader_in_any_order(workers):
     loader = Numbers()
-    ahead = Ahead(loader, workers=workers)
+    ahead = Prefetcher(loader, workers=workers)
     for step in [0, 1, 2, 7, 3, 3]:
         batch = ahead.batch(step)
         assert (batch.inputs == step).all()
@@ -40,7 +40,7 @@ def test_batches_are_those_of_the_loader_in_any_order(workers):
 
 
 def test_a_rank_gets_its_rows():
-    ahead = Ahead(Numbers(), rows=slice(1, 2), workers=0)
+    ahead = Prefetcher(Numbers(), rows=slice(1, 2), workers=0)
     batch = ahead.batch(4)
     assert batch.targets.tolist() == [[-1, -1, 4]]
     assert batch.count == 1
@@ -49,7 +49,7 @@ def test_a_rank_gets_its_rows():
 
 def test_the_next_batch_is_made_while_nobody_asks():
     loader = Numbers(seconds=0.02)
-    ahead = Ahead(loader)
+    ahead = Prefetcher(loader)
     ahead.batch(0)
     assert ahead.waited > 0
     ahead._coming[1].result()
@@ -58,7 +58,7 @@ def test_the_next_batch_is_made_while_nobody_asks():
 
 
 def test_what_fails_in_the_thread_fails_where_it_is_asked_for():
-    ahead = Ahead(Numbers())
+    ahead = Prefetcher(Numbers())
     ahead.batch(8)
     with pytest.raises(OSError, match="gone"):
         ahead.batch(9)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.shards import HEADER_BYTES, DamagedShard, ShardWriter, TokenSet, token_dtype
+from thinker.data.shards import HEADER_BYTES, DamagedShard, ShardWriter, TokenShards, token_dtype
 from thinker.data.tokenizer_factory import make_tokenizer
 
 TOKENIZER = make_tokenizer("byte", [])
@@ -18,12 +18,12 @@ DOCUMENTS = st.lists(
 
 
 def write(folder, documents, shard_tokens=1 << 20):
-    """The TokenSet of [(ids, log_prob), ...]; each id counts as one byte of text."""
+    """The TokenShards of [(ids, log_prob), ...]; each id counts as one byte of text."""
     writer = ShardWriter(folder, "train", TOKENIZER, shard_tokens)
     for ids, log_prob in documents:
         writer.add(np.array(ids, np.uint32), len(ids), log_prob)
     writer.close()
-    return TokenSet.open(folder, writer.files, TOKENIZER)
+    return TokenShards.open(folder, writer.files, TOKENIZER)
 
 
 @given(documents=DOCUMENTS, shard_tokens=st.integers(1, 60))
@@ -60,7 +60,7 @@ def test_a_document_may_come_in_pieces_and_is_never_cut(tmp_path):
     writer.add(np.array([9]), 1)
     assert writer.started
     writer.close()
-    tokens = TokenSet.open(tmp_path, writer.files, TOKENIZER)
+    tokens = TokenShards.open(tmp_path, writer.files, TOKENIZER)
     assert [shard.n_documents for shard in tokens.shards] == [1, 1]
     assert tokens.shards[0].tokens.tolist() == [BOS, *np.repeat(range(5), 3), BOS]
     assert tokens.shards[0].document_bytes.tolist() == [15]
@@ -79,7 +79,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     ids = tokenizer.encode(text)
     writer.add(np.array(ids), len(text.encode()), -1.5)
     writer.close()
-    shard = TokenSet.open(tmp_path, writer.files, tokenizer).shards[0]
+    shard = TokenShards.open(tmp_path, writer.files, tokenizer).shards[0]
     assert shard.tokens.dtype == np.uint32
     assert shard.tokens.tolist() == [tokenizer.bos_id, *ids, tokenizer.bos_id]
     assert shard.log_probs.tolist() == [-1.5]
@@ -91,7 +91,7 @@ def file(tmp_path):
 
 
 def reopen(file, tokenizer=TOKENIZER):
-    return TokenSet.open(file.parent, [file.name], tokenizer)
+    return TokenShards.open(file.parent, [file.name], tokenizer)
 
 
 @pytest.mark.parametrize("position", range(HEADER_BYTES))

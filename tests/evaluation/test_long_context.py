@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from thinker.data.batches import Windows
+from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.long_context import long_windows, loss_by_position, stretch
@@ -68,7 +68,7 @@ def test_every_position_by_hand(make_thinker, corpus, form):
 def test_documents_that_are_isolated(make_thinker, tmp_path):
     corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
     model = make_thinker(vocab_size=257, max_seq_len=256)
-    windows = Windows(corpus.val, 1024, "contiguous", isolate=True)
+    windows = PackedDataset(corpus.val, 1024, "contiguous", isolate=True)
     found = loss_by_position(model, windows, 1, limit=1)
     assert found.by_position.tolist() == pytest.approx(by_hand(model, windows, 1)[0], rel=1e-4)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from thinker.data.batches import Windows
+from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
@@ -34,7 +34,7 @@ def documents(token_set):
 
 def test_document_aligned_loss_floor_and_bits(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
-    windows = Windows(corpus.val, max(len(d) for d in documents(corpus.val)), "documents")
+    windows = PackedDataset(corpus.val, max(len(d) for d in documents(corpus.val)), "documents")
     found = Evaluator(windows, 3, lengths)(model)
     assert model.training
     model.eval()
@@ -55,13 +55,13 @@ def test_document_aligned_loss_floor_and_bits(corpus, model):
 
 def test_the_floor_is_unknown_where_stories_are_cut_or_windows_are_not_aligned(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
-    assert Evaluator(Windows(corpus.val, 40, "documents"), 3, lengths).floor is None
-    assert Evaluator(Windows(corpus.val, 600, "contiguous"), 3, lengths).floor is None
+    assert Evaluator(PackedDataset(corpus.val, 40, "documents"), 3, lengths).floor is None
+    assert Evaluator(PackedDataset(corpus.val, 600, "contiguous"), 3, lengths).floor is None
 
 
 def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
-    windows = Windows(corpus.val, 400, "documents")
+    windows = PackedDataset(corpus.val, 400, "documents")
     part = Evaluator(windows, 2, lengths, limit=1)(model)
     whole = Evaluator(windows, 2, lengths)(model)
     assert part.n_tokens < whole.n_tokens
@@ -70,7 +70,7 @@ def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, model):
 
 
 def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, model):
-    windows = Windows(corpus.val, 500, "documents", isolate=True)
+    windows = PackedDataset(corpus.val, 500, "documents", isolate=True)
     found = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(model)
     model.eval()
     with torch.no_grad():
@@ -78,16 +78,16 @@ def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, model):
     model.train()
     alone = sum(loss.item() for loss, _ in parts) / sum(count.item() for _, count in parts)
     assert found.loss == pytest.approx(alone, rel=1e-6)
-    together = Evaluator(Windows(corpus.val, 500, "documents"), 3, token_byte_lengths(corpus.tokenizer))(model)
+    together = Evaluator(PackedDataset(corpus.val, 500, "documents"), 3, token_byte_lengths(corpus.tokenizer))(model)
     assert abs(together.loss - alone) > 1e-4
     assert together.n_tokens == found.n_tokens
 
 
 def test_what_is_given_is_not_counted_and_has_no_floor(corpus, model):
     lengths, limit = token_byte_lengths(corpus.tokenizer), 2
-    windows = Windows(corpus.val, 500, "documents", given=20)
+    windows = PackedDataset(corpus.val, 500, "documents", given=20)
     evaluator = Evaluator(windows, 3, lengths, limit)
     assert evaluator.floor is None
     found = evaluator(model)
-    plain = Evaluator(Windows(corpus.val, 500, "documents"), 3, lengths, limit)(model)
+    plain = Evaluator(PackedDataset(corpus.val, 500, "documents"), 3, lengths, limit)(model)
     assert found.n_tokens == plain.n_tokens - limit * 19  # the last of 20 predicts the first that is not given

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.batches import IGNORED, Windows, entropy_floor
+from thinker.data.batches import IGNORED, PackedDataset, entropy_floor
 from thinker.data.sources import open_source
 from thinker.data.tokenizer import Tokenizer, token_byte_lengths
 from thinker.data.tokenizer_factory import make_tokenizer
@@ -50,7 +50,7 @@ def by_hand(model, length, stride):
 
 @pytest.mark.parametrize(("length", "stride"), [(32, 32), (32, 8), (50, 13), (64, 1), (4096, 4096)])
 def test_equals_a_computation_by_hand(model, tokens, length, stride):
-    windows = Windows(tokens, length, "contiguous", stride=stride)
+    windows = PackedDataset(tokens, length, "contiguous", stride=stride)
     found = text_loss(model, windows, token_byte_lengths(BYTES))
     expected = by_hand(model, length, stride)
     assert found.n_tokens == len(expected) == len(TEXT.encode()) + 1
@@ -66,30 +66,32 @@ def test_strided_and_unstrided_agree_where_they_must(make_thinker, tokens):
     lengths = token_byte_lengths(BYTES)
     local = make_thinker(vocab_size=257, attention="window(5)")  # two layers: 9 tokens back, itself included
     losses = [
-        text_loss(local, Windows(tokens, 48, "contiguous", stride=stride), lengths).by_position.nats.nansum().item()
+        text_loss(local, PackedDataset(tokens, 48, "contiguous", stride=stride), lengths)
+        .by_position.nats.nansum()
+        .item()
         for stride in (1, 7, 39)
     ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
-    whole = text_loss(local, Windows(tokens, 4096, "contiguous"), lengths)
+    whole = text_loss(local, PackedDataset(tokens, 4096, "contiguous"), lengths)
     assert whole.nats_per_token.mean * whole.n_tokens == pytest.approx(losses[0], rel=1e-6)
     full = make_thinker(vocab_size=257)
-    expected = text_loss(full, Windows(tokens, 4096, "contiguous"), lengths).nats_per_token.mean
+    expected = text_loss(full, PackedDataset(tokens, 4096, "contiguous"), lengths).nats_per_token.mean
     for stride in (1, 100, 4096):
-        found = text_loss(full, Windows(tokens, 4096, "contiguous", stride=stride), lengths)
+        found = text_loss(full, PackedDataset(tokens, 4096, "contiguous", stride=stride), lengths)
         assert found.nats_per_token.mean == expected
 
 
 @given(length=st.integers(1, 60), stride=st.integers(1, 60), n=st.integers(2, 200))
 def test_every_token_is_counted_once_whatever_the_stride(length, stride, n):
-    from thinker.data.shards import Shard, TokenSet
+    from thinker.data.shards import Shard, TokenShards
 
     stream = np.arange(n, dtype=np.uint16)
     shard = Shard(None, n, 1, 0, stream, np.array([0, n - 1]), np.array([0]), None)
     if stride > length:
         with pytest.raises(UserError, match="stride"):
-            Windows(TokenSet([shard]), length, "contiguous", stride=stride)
+            PackedDataset(TokenShards([shard]), length, "contiguous", stride=stride)
         return
-    windows = Windows(TokenSet([shard]), length, "contiguous", stride=stride)
+    windows = PackedDataset(TokenShards([shard]), length, "contiguous", stride=stride)
     seen = []
     for index in range(len(windows)):
         inputs, targets = windows[index]
@@ -101,9 +103,9 @@ def test_every_token_is_counted_once_whatever_the_stride(length, stride, n):
 
 def test_a_stride_goes_with_contiguous_windows(tokens):
     with pytest.raises(UserError, match="contiguous"):
-        Windows(tokens, 32, "documents", stride=8)
+        PackedDataset(tokens, 32, "documents", stride=8)
     with pytest.raises(UserError, match="prefix"):
-        Windows(tokens, 32, "contiguous", stride=8, given=4)
+        PackedDataset(tokens, 32, "contiguous", stride=8, given=4)
 
 
 @pytest.mark.parametrize(("n", "share"), [(2, 0.95), (3, 0.9), (12, 0.95), (60, 0.8)])
@@ -129,7 +131,7 @@ def test_students_quantiles():
 
 
 def test_one_window_has_no_interval(model, tokens):
-    found = text_loss(model, Windows(tokens, 4096, "contiguous"), token_byte_lengths(BYTES))
+    found = text_loss(model, PackedDataset(tokens, 4096, "contiguous"), token_byte_lengths(BYTES))
     assert (found.nats_per_token.low, found.perplexity.high) == (None, None)
 
 
@@ -137,7 +139,7 @@ def test_the_floor_of_tales_and_whole_stories(model, tmp_path):
     source = open_source("tales", max_documents=100, seed=5)
     tokens = tokenize(source, BYTES, 4000, tmp_path)
     assert 4000 <= tokens.n_tokens < 7000
-    windows = Windows(tokens, 2000, "documents")
+    windows = PackedDataset(tokens, 2000, "documents")
     found = text_loss(model, windows, token_byte_lengths(BYTES))
     known = [story.log_prob for _, story in zip(range(tokens.n_documents), source.documents())]
     assert found.entropy_floor == pytest.approx(-sum(known) / (tokens.n_tokens - 1))
@@ -159,7 +161,7 @@ def test_of_conversations_the_answers_are_counted(model, tmp_path):
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 5)
     tokenizer = BYTES.with_chat_template(template)
     tokens = tokenize(open_source("jsonl", path=str(tmp_path / "talk.jsonl")), tokenizer, 10**4, tmp_path)
-    found = text_loss(model, Windows(tokens, 40, "contiguous"), token_byte_lengths(tokenizer))
+    found = text_loss(model, PackedDataset(tokens, 40, "contiguous"), token_byte_lengths(tokenizer))
     assert (found.n_tokens, found.n_bytes) == (5 * len("here<"), 5 * len("here"))
 
 
@@ -171,7 +173,7 @@ def test_the_floor_counts_what_the_windows_count(tmp_path):
         source = open_source("tales", max_documents=20, seed=5)
         folder = tmp_path / str(tokenizer.vocab_size)
         folder.mkdir()
-        windows = Windows(tokenize(source, tokenizer, 10**6, folder), 2048, "documents")
+        windows = PackedDataset(tokenize(source, tokenizer, 10**6, folder), 2048, "documents")
         targets = sum(int((windows[i][1] >= 0).sum()) for i in range(len(windows)))
         nats = -sum(document.log_prob for document in source.documents())
         assert entropy_floor(windows) * targets == pytest.approx(nats)

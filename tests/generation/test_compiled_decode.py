@@ -8,7 +8,7 @@ import torch
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.compiled_decode import CompiledThinker
-from thinker.generation.inference_model import for_decoding
+from thinker.generation.inference_model import prepare_for_inference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 TOKENIZER = make_tokenizer("byte", [])
@@ -16,7 +16,7 @@ TOKENIZER = make_tokenizer("byte", [])
 
 def test_compiled_equals_plain_at_every_length_with_one_compilation(make_thinker):
     model = make_thinker(n_layers=2, max_seq_len=128)
-    snapshot = for_decoding(model)
+    snapshot = prepare_for_inference(model)
     compiled, kinds = CompiledThinker(snapshot), torch._dynamo.utils.counters["stats"]
     before = kinds["unique_graphs"]
     for prompt, room in ((3, 20), (17, 40), (40, 100)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams, engine
 from thinker.generation.sampler import distribution, draw
-from thinker.generation.sink_cache import RollingKVCache
+from thinker.generation.sink_cache import SinkCache
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -313,7 +313,7 @@ def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(model, wi
         assert len(completion.token_ids) == own.max_new_tokens
         # Every token was fed but the last; the boundary is one more than the prompt's bytes.
         fed = len(completion.prompt.encode()) + own.max_new_tokens
-        assert completion.forgotten == alone.forgotten == max(0, fed - window - sinks)
+        assert completion.n_evicted == alone.n_evicted == max(0, fed - window - sinks)
         assert completion.logprobs == pytest.approx(
             _through_a_rolling_cache(model, completion, window, sinks), abs=1e-4
         )
@@ -322,7 +322,7 @@ def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(model, wi
 def _through_a_rolling_cache(model, completion, window, sinks):
     """The log-probabilities of its tokens when everything is fed one position at a time."""
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(completion.prompt), *completion.token_ids]
-    cache, known = RollingKVCache(model, 1, window, sinks), []
+    cache, known = SinkCache(model, 1, window, sinks), []
     for token, following in pairwise(ids):
         logits = model(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
         known.append(logits.log_softmax(-1)[following].item())
@@ -334,7 +334,7 @@ def test_a_window_that_forgets_nothing_changes_nothing(model):
     rolling = Generator(model, TOKENIZER, window=46, sinks=2).generate(PROMPTS[:3], params)
     plain = Generator(model, TOKENIZER).generate(PROMPTS[:3], params)
     assert [c.token_ids for c in rolling] == [c.token_ids for c in plain]
-    assert [c.forgotten for c in rolling + plain] == [0] * 6
+    assert [c.n_evicted for c in rolling + plain] == [0] * 6
 
 
 @settings(max_examples=50, **SAME_EXAMPLES)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.generation.inference_model import for_decoding, matrix_bytes
+from thinker.generation.inference_model import matrix_bytes, prepare_for_inference
 from thinker.generation.int8 import Int8Linear, integer_products_are_exact
 from thinker.model.linear import Linear
 
@@ -37,12 +37,12 @@ def relative_error(ours, known):
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 def test_says_what_the_thinker_says(make_thinker, qk_norm, tied, n_kv_heads):
     model = make_thinker(qk_norm=qk_norm, tie_embeddings=tied, n_kv_heads=n_kv_heads)
-    snapshot = for_decoding(model)
+    snapshot = prepare_for_inference(model)
     tokens = draw_tokens(3, 24)
     with torch.no_grad():
         known = model(tokens)
         torch.testing.assert_close(snapshot(tokens), known, rtol=0, atol=1e-5)
-        torch.testing.assert_close(snapshot(tokens, last_only=True), known[:, -1:], rtol=0, atol=1e-5)
+        torch.testing.assert_close(snapshot(tokens, last_logits_only=True), known[:, -1:], rtol=0, atol=1e-5)
         embeddings = model.embedding(tokens)
         torch.testing.assert_close(snapshot(embeddings=embeddings), known, rtol=0, atol=1e-5)
     torch.testing.assert_close(snapshot(tokens), known, rtol=0, atol=1e-5)  # with gradients switched on
@@ -58,7 +58,7 @@ def test_the_original_and_the_snapshot_do_not_touch_each_other(make_thinker, for
     before = copy.deepcopy(model.state_dict())
     tokens = draw_tokens(2, 10)
     drawn = torch.get_rng_state()
-    snapshot = for_decoding(model, **form)
+    snapshot = prepare_for_inference(model, **form)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert model.training
     assert not snapshot.training
@@ -80,7 +80,7 @@ def test_the_original_and_the_snapshot_do_not_touch_each_other(make_thinker, for
 def test_drops_nothing_out(make_thinker):
     model = make_thinker(dropout=0.5).train()
     tokens = draw_tokens(2, 10)
-    said = for_decoding(model)(tokens)
+    said = prepare_for_inference(model)(tokens)
     torch.testing.assert_close(said, model.eval()(tokens), rtol=0, atol=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_drops_nothing_out(make_thinker):
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
 def test_bf16_is_bf16_throughout_and_close(make_thinker, tied, int8):
     model = make_thinker(tie_embeddings=tied)
-    snapshot = for_decoding(model, torch.bfloat16, int8)
+    snapshot = prepare_for_inference(model, torch.bfloat16, int8)
     assert {parameter.dtype for parameter in snapshot.parameters()} == {torch.bfloat16}
     tokens = draw_tokens(2, 20)
     cache = snapshot.new_cache(2, 20)
@@ -101,14 +101,14 @@ def test_bf16_is_bf16_throughout_and_close(make_thinker, tied, int8):
 def test_runs_in_its_own_dtype_whatever_the_thinkers_activations_were(make_thinker):
     model = make_thinker()
     model.activation_dtype = torch.bfloat16
-    assert for_decoding(model)(draw_tokens(1, 3)).dtype == torch.float32
-    assert for_decoding(model, torch.bfloat16)(draw_tokens(1, 3)).dtype == torch.bfloat16
+    assert prepare_for_inference(model)(draw_tokens(1, 3)).dtype == torch.float32
+    assert prepare_for_inference(model, torch.bfloat16)(draw_tokens(1, 3)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_int8_quantizes_every_matrix_and_the_head_but_not_the_look_up(make_thinker, tied):
     model = make_thinker(tie_embeddings=tied)
-    snapshot = for_decoding(model, int8=True)
+    snapshot = prepare_for_inference(model, int8=True)
     assert torch.equal(snapshot.embedding.weight, model.embedding.weight)
     assert not [name for name, module in snapshot.named_modules() if isinstance(module, torch.nn.Linear)]
     quantized = {name: module for name, module in snapshot.named_modules() if isinstance(module, Int8Linear)}
@@ -127,7 +127,7 @@ def test_int8_logits_are_within_a_few_percent(make_thinker, tied, integers):
     for seed in range(4):
         model = make_thinker(seed, tie_embeddings=tied)
         tokens = draw_tokens(2, 20, seed)
-        snapshot = for_decoding(model, int8=True)
+        snapshot = prepare_for_inference(model, int8=True)
         if not integers:
             for module in snapshot.modules():
                 module.by_integers = False
@@ -138,7 +138,7 @@ def test_int8_logits_are_within_a_few_percent(make_thinker, tied, integers):
 
 @needs_exact_integers
 def test_every_int8_matrix_of_a_model_gives_each_row_what_it_gives_it_alone(make_thinker):
-    snapshot = for_decoding(make_thinker(), int8=True)
+    snapshot = prepare_for_inference(make_thinker(), int8=True)
     for module in snapshot.modules():
         if isinstance(module, Int8Linear):
             x = draw(5, 3, module.quantized.shape[1])
@@ -152,11 +152,13 @@ def test_matrix_bytes_counts_what_a_step_reads(make_thinker):
     gains = 3 * (2 * 32 + (4 + 2) * 8) + 32  # those of queries and keys stand once for each head
     for tied in (True, False):
         model = make_thinker(**shape, tie_embeddings=tied)
-        assert matrix_bytes(for_decoding(model)) == 4 * (weights + gains)
-        assert matrix_bytes(for_decoding(model, torch.bfloat16)) == 2 * (weights + gains)
-        assert matrix_bytes(for_decoding(model, int8=True)) == weights + 4 * channels + 4 * gains
+        assert matrix_bytes(prepare_for_inference(model)) == 4 * (weights + gains)
+        assert matrix_bytes(prepare_for_inference(model, torch.bfloat16)) == 2 * (weights + gains)
+        assert matrix_bytes(prepare_for_inference(model, int8=True)) == weights + 4 * channels + 4 * gains
     wide = make_thinker(d_model=256, n_layers=1)
-    assert 0.25 < matrix_bytes(for_decoding(wide, int8=True)) / matrix_bytes(for_decoding(wide)) < 0.26
+    assert (
+        0.25 < matrix_bytes(prepare_for_inference(wide, int8=True)) / matrix_bytes(prepare_for_inference(wide)) < 0.26
+    )
 
 
 # --- int8 -------------------------------------------------------------------------------------------------------------

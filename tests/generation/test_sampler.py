@@ -156,7 +156,7 @@ TOKENS = [2.0, 1.5, 1.5, 1.0, 0.5, 0.0, -0.5, -0.5, -1.0, -3.0, -INF, 1.5]  # ti
 SEEN = [False, True, False, True, False, True, True, False, False, False, True, True]
 COUNTS = [0, 1, 0, 3, 0, 0, 2, 0, 0, 0, 1, 1]
 BIAS = {0: -0.7, 4: 1.3, 5: -INF, 10: 5.0}
-ALONE = [
+SINGLE_PROCESS = [
     {},
     {"temperature": 0},
     {"temperature": 0.6},
@@ -196,7 +196,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize("chosen", ALONE + TOGETHER, ids=str)
+@pytest.mark.parametrize("chosen", SINGLE_PROCESS + TOGETHER, ids=str)
 def test_draws_follow_the_reference(chosen):
     params, n = SamplingParams(**chosen), 200_000
     expected = torch.tensor(reference(TOKENS, params, SEEN, COUNTS), dtype=torch.float64)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams, Score, engine
-from thinker.generation.sink_cache import RollingKVCache
+from thinker.generation.sink_cache import SinkCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
@@ -51,7 +51,7 @@ def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(si
         tokens = [TOKENIZER.bos_id, *ids]
         expected = []
         for place, target in enumerate(ids):
-            # Windows begin `step` apart, and the first that reaches a place counts it.
+            # PackedDataset begin `step` apart, and the first that reaches a place counts it.
             begin = max(0, math.ceil((place + 1 - size) / step)) * step
             seen = tokens[begin : place + 1]
             assert len(seen) == place + 1 or len(seen) >= size / 2
@@ -66,7 +66,7 @@ def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(si
 def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
     model = make_thinker(12)
     tokens = [TOKENIZER.bos_id, *TOKENIZER.encode(TEXT)]
-    cache, expected = RollingKVCache(model, 1, window, sinks), []
+    cache, expected = SinkCache(model, 1, window, sinks), []
     for token, target in pairwise(tokens):
         logits = model(torch.tensor([[token]]), cache=cache)[0, 0, : TOKENIZER.vocab_size]
         expected.append(logits.log_softmax(-1)[target].item())

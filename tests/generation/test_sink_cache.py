@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.generation.inference_model import for_decoding
-from thinker.generation.sink_cache import RollingKVCache
+from thinker.generation.inference_model import prepare_for_inference
+from thinker.generation.sink_cache import SinkCache
 from thinker.model.attend import Sight, attention_weights
 from thinker.model.rope import rotate
 from thinker.runtime.errors import UserError
@@ -93,7 +93,7 @@ def test_without_sinks_logits_equal_a_full_pass_in_a_window(
 ):
     model = make_thinker(seed, n_kv_heads=n_kv_heads, qk_norm=qk_norm)
     tokens = draw_tokens(batch, int(window * times) + 1, seed)
-    logits = fed(model, RollingKVCache(model, batch, window), tokens, chunks)
+    logits = fed(model, SinkCache(model, batch, window), tokens, chunks)
     assert_close(logits, in_a_window(model, tokens, window))
 
 
@@ -112,7 +112,7 @@ def test_sinks_are_seen_from_as_near_as_the_cache_reaches(
 ):
     model = make_thinker(seed, n_kv_heads=n_kv_heads)
     tokens = draw_tokens(batch, int((sinks + window) * times) + 1, seed)
-    logits = fed(model, RollingKVCache(model, batch, window, sinks), tokens, chunks)
+    logits = fed(model, SinkCache(model, batch, window, sinks), tokens, chunks)
     assert_close(logits, with_sinks(model, tokens, window, sinks))
 
 
@@ -121,7 +121,7 @@ def test_sinks_are_seen_from_as_near_as_the_cache_reaches(
 def test_every_chunk_size_gives_the_same(make_thinker, sinks, size):
     model = make_thinker()
     tokens = draw_tokens(2, 23)
-    logits = fed(model, RollingKVCache(model, 2, 4, sinks), tokens, [size])
+    logits = fed(model, SinkCache(model, 2, 4, sinks), tokens, [size])
     assert_close(logits, with_sinks(model, tokens, 4, sinks))
 
 
@@ -144,7 +144,7 @@ def test_a_window_as_long_as_the_text_is_full_attention(make_thinker):
     with torch.no_grad():
         full = model(tokens)
     for window, sinks in [(16, 0), (30, 0), (12, 4), (1, 15), (3, 40)]:
-        assert_close(fed(model, RollingKVCache(model, 2, window, sinks), tokens, [5, 1]), full)
+        assert_close(fed(model, SinkCache(model, 2, window, sinks), tokens, [5, 1]), full)
 
 
 @given(
@@ -167,7 +167,7 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
     known = with_sinks(model, tokens, window, sinks)
     cache = None
     for length, rows in groups:
-        part = RollingKVCache(model, rows, window, sinks)
+        part = SinkCache(model, rows, window, sinks)
         first = 0 if cache is None else len(cache.lengths)
         logits = fed(model, part, tokens[first : first + rows, :length], chunks)
         assert_close(logits, known[first : first + rows, :length])
@@ -176,7 +176,7 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
         else:
             cache.extend(part)
     assert cache.lengths == lengths
-    assert cache.forgotten == max(0, max(lengths) - window - sinks)
+    assert cache.n_evicted == max(0, max(lengths) - window - sinks)
 
     def decode(rows):
         """One token at a time into each of these rows."""
@@ -195,8 +195,8 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
 def test_even_rows_again_take_chunks_after_the_uneven_ones_left(make_thinker):
     model = make_thinker()
     tokens = draw_tokens(2, 24)
-    cache = RollingKVCache(model, 1, 5, 2)
-    other = RollingKVCache(model, 1, 5, 2)
+    cache = SinkCache(model, 1, 5, 2)
+    other = SinkCache(model, 1, 5, 2)
     model(tokens[:1, :4], cache=cache)
     model(tokens[1:, :11], cache=other)
     cache.extend(other)
@@ -209,14 +209,14 @@ def test_even_rows_again_take_chunks_after_the_uneven_ones_left(make_thinker):
 def test_the_form_for_decoding_rolls_alike(make_thinker, sinks):
     model = make_thinker()
     tokens = draw_tokens(2, 20)
-    snapshot = for_decoding(model)
-    logits = fed(snapshot, RollingKVCache(snapshot, 2, 4, sinks), tokens, [6, 1, 1, 2])
+    snapshot = prepare_for_inference(model)
+    logits = fed(snapshot, SinkCache(snapshot, 2, 4, sinks), tokens, [6, 1, 1, 2])
     assert_close(logits, with_sinks(model, tokens, 4, sinks))
 
 
 def test_bf16_rolls_in_bf16(make_thinker):
-    model = for_decoding(make_thinker(), torch.bfloat16)
-    cache = RollingKVCache(model, 1, 4, 2)
+    model = prepare_for_inference(make_thinker(), torch.bfloat16)
+    cache = SinkCache(model, 1, 4, 2)
     logits = fed(model, cache, draw_tokens(1, 20), [7, 1])
     assert logits.dtype == cache.layers[0].keys.dtype == torch.bfloat16
     assert logits.isfinite().all()
@@ -224,7 +224,7 @@ def test_bf16_rolls_in_bf16(make_thinker):
 
 def test_memory_does_not_grow_and_what_is_forgotten_is_counted(make_thinker):
     model = make_thinker()
-    cache = RollingKVCache(model, 2, 6, 2)
+    cache = SinkCache(model, 2, 6, 2)
     size = cache.nbytes
     # Layers, rows, key heads, keys and values of every slot and the sinks' keys once more, width, fp32.
     assert size == 2 * 2 * 2 * (2 * (6 + 2) + 2) * 8 * 4
@@ -232,19 +232,19 @@ def test_memory_does_not_grow_and_what_is_forgotten_is_counted(make_thinker):
         model(tokens, cache=cache)
         assert cache.nbytes == size
         assert all(layer.keys.shape[2] == layer.values.shape[2] == 8 for layer in cache.layers)
-        assert cache.forgotten == max(0, cache.lengths[0] - 8)
+        assert cache.n_evicted == max(0, cache.lengths[0] - 8)
     assert cache.lengths == [90, 90]
-    assert model.new_cache(2).forgotten == 0
+    assert model.new_cache(2).n_evicted == 0
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_rewinds_while_nothing_is_forgotten(make_thinker, sinks):
     model = make_thinker()
     tokens, other = draw_tokens(2, 20), draw_tokens(2, 20, seed=1)
-    cache = RollingKVCache(model, 2, 8 - sinks, sinks)
+    cache = SinkCache(model, 2, 8 - sinks, sinks)
     model(torch.cat((tokens[:, :5], other[:, :3]), dim=1), cache=cache)  # full to the last slot
-    assert cache.forgotten == 0
-    cache.rewind([5, 5])
+    assert cache.n_evicted == 0
+    cache.truncate([5, 5])
     known = with_sinks(model, tokens, 8 - sinks, sinks)
     assert_close(model(tokens[:, 5:], cache=cache), known[:, 5:])
 
@@ -253,9 +253,9 @@ def test_rewinds_while_nothing_is_forgotten(make_thinker, sinks):
 def test_rows_rewound_to_unequal_lengths_go_on_as_if_alone(make_thinker, sinks):
     model = make_thinker()
     tokens = draw_tokens(3, 20)
-    cache = RollingKVCache(model, 3, 8 - sinks, sinks)
+    cache = SinkCache(model, 3, 8 - sinks, sinks)
     model(tokens[:, :8], cache=cache)
-    cache.rewind([1, 8, 4])
+    cache.truncate([1, 8, 4])
     known = with_sinks(model, tokens, 8 - sinks, sinks)
     for step in range(12):
         at = torch.tensor([1, 8, 4]) + step
@@ -264,28 +264,28 @@ def test_rows_rewound_to_unequal_lengths_go_on_as_if_alone(make_thinker, sinks):
 
 def test_does_not_rewind_once_something_is_forgotten(make_thinker):
     model = make_thinker()
-    cache = RollingKVCache(model, 1, 6, 2)
+    cache = SinkCache(model, 1, 6, 2)
     model(draw_tokens(1, 9), cache=cache)
     with pytest.raises(UserError, match="cannot go back"):
-        cache.rewind([8])
+        cache.truncate([8])
     assert cache.lengths == [9]
-    cache.rewind([9])  # nowhere
-    cache = RollingKVCache(model, 1, 6)
+    cache.truncate([9])  # nowhere
+    cache = SinkCache(model, 1, 6)
     model(draw_tokens(1, 3), cache=cache)
-    with pytest.raises(UserError, match="cannot rewind a row of 3"):
-        cache.rewind([4])
+    with pytest.raises(UserError, match="cannot truncate a row of 3"):
+        cache.truncate([4])
 
 
 def test_what_it_cannot_do_is_refused_and_changes_nothing(make_thinker):
     model = make_thinker()
     for window, sinks in [(0, 0), (-1, 2), (4, -1)]:
         with pytest.raises(UserError, match="window"):
-            RollingKVCache(model, 1, window, sinks)
-    cache = RollingKVCache(model, 2, 4)
+            SinkCache(model, 1, window, sinks)
+    cache = SinkCache(model, 2, 4)
     model(draw_tokens(2, 3), cache=cache)
     with pytest.raises(UserError, match="2 rows"):
         model(draw_tokens(3, 1), cache=cache)
-    cache.rewind([3, 1])
+    cache.truncate([3, 1])
     before = copy.deepcopy(cache.layers)
     with pytest.raises(UserError, match="one position at a time"):
         model(draw_tokens(2, 2), cache=cache)
@@ -305,7 +305,7 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, wind
     tokens = draw_tokens(len(lengths), 9, seed)
     cache = None
     for row, length in enumerate(lengths):
-        part = RollingKVCache(model, 1, window, sinks)
+        part = SinkCache(model, 1, window, sinks)
         model(tokens[row : row + 1, :length], cache=part)
         if cache is None:
             cache = part

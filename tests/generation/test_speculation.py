@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.sampler import distribution
-from thinker.generation.sequence import Drawn, Row, draw_each
+from thinker.generation.sequence import Row, SampledToken, draw_each
 from thinker.generation.speculation import NGRAMS, DraftModel, PromptLookup
 from thinker.runtime.errors import UserError
 
@@ -211,7 +211,7 @@ def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
     letters, prompt = b"abcd", "aabacadbbcbdccdda"  # every pair of letters: prompt lookup always finds one
     samples, batch = 20_000, 1_000  # rows of a batch
     model = make_thinker(4)
-    shaping = {
+    sampling_key = {
         "temperature": 1.4,
         "top_p": 0.93,
         "frequency_penalty": 0.8,
@@ -222,14 +222,14 @@ def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
     seen, drafted, accepted = Counter(), 0, 0
     for begin in range(0, samples, batch):
         # The second token is drafted, and where that was right, the third comes from the same pass.
-        completions = generator.generate([prompt] * batch, SamplingParams(3, seed=begin, **shaping))
+        completions = generator.generate([prompt] * batch, SamplingParams(3, seed=begin, **sampling_key))
         seen.update(tuple(c.token_ids) for c in completions)
         drafted += sum(c.drafted for c in completions)
         accepted += sum(c.accepted for c in completions)
     assert drafted == samples
     assert 0.1 < accepted / drafted < 0.9
 
-    expected = joint_distribution(model, prompt, letters, SamplingParams(**shaping))
+    expected = joint_distribution(model, prompt, letters, SamplingParams(**sampling_key))
     assert sum(expected.values()) == pytest.approx(1)
     assert len(expected) < 64  # top-p leaves some out; these never come
     assert seen.keys() <= expected.keys()
@@ -333,7 +333,7 @@ def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_o
         cache = model.new_cache(len(rows), 48 + slack)
         for place in range(max(len(row.tokens) for row in rows)):
             model(torch.tensor([[(row.tokens + [0] * 48)[place]] for row in rows]), cache=cache)
-        cache.rewind([len(row.tokens) for row in rows])
+        cache.truncate([len(row.tokens) for row in rows])
         return cache
 
     drafter = DraftModel(model, 3, prefill)
@@ -353,7 +353,7 @@ def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_o
                 assert draft == expected
                 for token in [*draft[: next(accept)], 7]:
                     if row.limit > 1:
-                        row.take(Drawn(token, 0.0, {}))
+                        row.take(SampledToken(token, 0.0, {}))
 
 
 def test_a_draft_model_must_share_the_tokens_and_reach_as_far(model):

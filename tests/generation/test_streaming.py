@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from thinker.data.tokenizer import BOUNDARY, Tokenizer
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.generation.streaming import TextStream
+from thinker.generation.streaming import TextStreamer
 
 BYTES = make_tokenizer("byte", [])
 # One of each kind that UTF-8 tells apart: ASCII, parts of continuation bytes, never valid, each group of first bytes.
@@ -50,7 +50,7 @@ def check(pieces, stop=(), tokenizer=None, ids=None):
     """Feed the pieces one by one and compare with all bytes so far decoded at once; returns all that was given out."""
     if tokenizer is None:
         tokenizer, ids = tokens_for(pieces)
-    stream, streamed, data, expected = TextStream(tokenizer, tuple(stop)), "", b"", None
+    stream, streamed, data, expected = TextStreamer(tokenizer, tuple(stop)), "", b"", None
     for piece, token in zip(pieces, ids, strict=True):
         streamed += stream.feed(token)
         data += piece
@@ -146,7 +146,7 @@ def test_which_stop_string_wins(pieces, stop, text):
 
 @pytest.mark.parametrize("stop", [("\ufffd",), ("b\ufffd", "zz"), ("ab\ufffd",)])
 def test_only_the_end_can_complete_a_stop_string(stop):
-    stream = TextStream(BYTES, stop)
+    stream = TextStreamer(BYTES, stop)
     before = "".join(stream.feed(b) for b in b"xab\xf0\x9f\x98")
     assert not stream.stopped
     assert before + stream.finish() == cut("xab\ufffd", stop)
@@ -155,25 +155,25 @@ def test_only_the_end_can_complete_a_stop_string(stop):
 
 
 def test_special_tokens_are_no_text_and_part_nothing():
-    stream = TextStream(BYTES, ("ab",))
+    stream = TextStreamer(BYTES, ("ab",))
     bos = BYTES.bos_id
     fed = [bos, *"é".encode()[:1], bos, *"é".encode()[1:], bos, ord("a"), bos, BYTES.eos_id, ord("b"), bos]
     assert [stream.feed(token) for token in fed] == ["", "", "", "é", "", "", "", "", "", ""]
     assert stream.stopped
     assert stream.finish() == ""
-    assert TextStream(BYTES, ("ab",)).finish() == ""
+    assert TextStreamer(BYTES, ("ab",)).finish() == ""
 
 
 @pytest.mark.parametrize("stop", [("\n\n",), ("b c", "zzz")])
 def test_text_before_a_possible_stop_is_held_no_longer_than_needed(stop):
-    stream = TextStream(BYTES, stop)
+    stream = TextStreamer(BYTES, stop)
     assert [stream.feed(token) for token in b"a b"] == (["a", " ", "b"] if stop[0] == "\n\n" else ["a", " ", ""])
 
 
 def test_long_stop_strings_hold_and_cost_no_more_than_their_length():
     length = 20_000
     stop = ("a" * length + "z", "b" * length, "ab" * length)  # the second is never begun while the first waits
-    stream, given_out, start = TextStream(BYTES, stop), 0, time.process_time()
+    stream, given_out, start = TextStreamer(BYTES, stop), 0, time.process_time()
     for count in range(1, 2 * length + 1):
         given_out += len(stream.feed(ord("a")))
         assert len(stream.held) == min(count, length) == count - given_out

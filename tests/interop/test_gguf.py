@@ -13,7 +13,7 @@ from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop.gguf import LLAMA3, write_gguf
 from thinker.interop.verify_export import prove_gguf
-from thinker.runtime.errors import Stopped, UserError
+from thinker.runtime.errors import RunError, UserError
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,13 +86,13 @@ def test_llama_cpp_tokenizes_alike(tmp_path, kind):
     write_gguf(model, tokenizer, path, "f16")
     assert "texts tokenized equally" in prove_gguf(model, tokenizer, path, exact=False, n_texts=2000)
     if kind == "bpe":
-        with pytest.raises(Stopped, match="otherwise"):
+        with pytest.raises(RunError, match="otherwise"):
             prove_gguf(model, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
-        with pytest.raises(Stopped, match="greedy"):
+        with pytest.raises(RunError, match="greedy"):
             prove_gguf(random_thinker(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
 
 
-@pytest.mark.parametrize("form", [{"attention": "window(8)"}, {"softcap": 3.0},
+@pytest.mark.parametrize("form", [{"attention": "window(8)"}, {"attn_logit_softcap": 3.0},
                                   {"qk_norm": False, "no_rope_layers": [1]},
                                   {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_seq_len": 32}}],
                          ids=str)  # fmt: skip

@@ -16,10 +16,10 @@ from thinker.data.tokenizer_conversion import GPT2
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
-from thinker.interop.huggingface import INDEX, family_of, read_config, save_folder, write_config
+from thinker.interop.huggingface import INDEX, hf_architecture, read_config, save_folder, write_config
 from thinker.interop.verify_export import adversarial_texts, prove
 from thinker.model import Thinker, ThinkerConfig
-from thinker.runtime.errors import Stopped, UserError
+from thinker.runtime.errors import RunError, UserError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,7 +55,7 @@ def test_there_and_back(tmp_path, n_kv_heads, tied, qk_norm, kind):
     assert (again.head.weight is again.embedding.weight) == tied
     texts = [text for text, _ in zip(adversarial_texts(list(tokenizer.special_tokens)), range(100))]
     assert [its_tokenizer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
-    assert its_tokenizer.prompt_start == [tokenizer.bos_id]
+    assert its_tokenizer.bos_prefix == [tokenizer.bos_id]
 
 
 FORMS = {
@@ -81,7 +81,7 @@ ROPES = {
 @pytest.mark.parametrize("family", FORMS)
 def test_every_form_that_the_format_has(tmp_path, family, rope):
     model = random_thinker(n_layers=3, rope_scaling=ROPES[rope], max_seq_len=32, **FORMS[family])
-    assert family_of(model.config) == family
+    assert hf_architecture(model.config) == family
     save_folder(model, None, tmp_path)
     assert prove(model, None, tmp_path).n_greedy == (28 if rope == "dynamic" else 64)
     again, tokenizer = load(tmp_path)
@@ -95,8 +95,8 @@ def test_every_form_that_the_format_has(tmp_path, family, rope):
     assert config == model.config.to_dict() | {"rope_scaling": None}
 
 
-@pytest.mark.parametrize("form", [{"positions": "alibi"}, {"positions": "none"}, {"softcap": 5.0},
-                                  {"sink_logits": True},
+@pytest.mark.parametrize("form", [{"positions": "alibi"}, {"positions": "none"}, {"attn_logit_softcap": 5.0},
+                                  {"attention_sinks": True},
                                   {"attention": "window(4) | global(2)"}, {"attention": "linear(8)"},
                                   {"attention_bias": True}, {"attention": ["window(3)", "window(4)"]},
                                   {"attention": ["full", "window(4)"], "qk_norm": False},
@@ -245,14 +245,14 @@ def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     other = tensors | {"model.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"] * 1.001}
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(Stopped, match="other logits"):
+    with pytest.raises(RunError, match="other logits"):
         prove(model, tokenizer, tmp_path, n_texts=50)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][60:]
     content["model"]["ignore_merges"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(Stopped, match="otherwise"):
+    with pytest.raises(RunError, match="otherwise"):
         prove(model, tokenizer, tmp_path)
 
 
@@ -383,7 +383,7 @@ def test_a_model_without_a_boundary_in_front_is_sampled_as_there(tmp_path):
     )
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.bos_id, 65]}))
     ours, its = load(tmp_path)
-    assert its.prompt_start == []
+    assert its.bos_prefix == []
     found = Generator(ours, its).generate(["Once", ""], SamplingParams(max_new_tokens=20, temperature=0))
     prompt = torch.tensor([its.encode("Once")])
     expected = their_greedy(model, prompt, 20)

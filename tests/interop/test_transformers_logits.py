@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from thinker.benchmarks.baselines import as_transformers
-from thinker.interop.huggingface import their_name
+from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker, ThinkerConfig
 
 pytest.importorskip("transformers")
@@ -45,5 +45,5 @@ def test_gradients_equal(qk_norm):
     torch.testing.assert_close(loss_sum / count, loss, rtol=1e-6, atol=0)
     theirs = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
-        twin = theirs[their_name(name)]
+        twin = theirs[to_hf_name(name)]
         torch.testing.assert_close(parameter.grad, twin.grad, rtol=1e-4, atol=1e-6)

@@ -9,11 +9,11 @@ from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FORMS = {
-    "plain": {}, "mqa": {"n_kv_heads": 1}, "a cap": {"softcap": 2.0}, "a window": {"attention": "window(4)"},
+    "plain": {}, "mqa": {"n_kv_heads": 1}, "a cap": {"attn_logit_softcap": 2.0}, "a window": {"attention": "window(4)"},
     "by head": {"attention": "heads(window(2), full)"}, "topk": {"attention": "topk(3)"},
-    "alibi": {"positions": "alibi"}, "sinks": {"sink_logits": True}, "prefix": {"attention": "prefix(5)"},
+    "alibi": {"positions": "alibi"}, "sinks": {"attention_sinks": True}, "prefix": {"attention": "prefix(5)"},
     "sharp": {"weights": 2.0, "qk_norm": False},
-    "all of it": {"softcap": 3.0, "sink_logits": True, "positions": "alibi"},
+    "all of it": {"attn_logit_softcap": 3.0, "attention_sinks": True, "positions": "alibi"},
 }  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def test_weights_follow_from_the_numbers(make_thinker, form, head):
         weights = model.attention_weights(prompt.tokens[None])[1, 0, head, query]
         scaled = torch.tensor(found["scores"]) * model.config.head_dim**-0.5
         assert found["scaled"] == pytest.approx(scaled.tolist(), abs=1e-4)
-        cap = model.config.softcap
+        cap = model.config.attn_logit_softcap
         capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
         assert found["capped"] == pytest.approx(capped.tolist(), abs=1e-4)
         final = torch.where(torch.tensor(found["seen"]), capped + torch.tensor(found["bias"]), -torch.inf)

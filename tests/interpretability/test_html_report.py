@@ -209,7 +209,7 @@ def test_attribution(shown, visit):
     tab = visit(shown.path)
     view(tab, "Attribution")
     target = int(shown.shares[-1].argmax())
-    start = shown.tokenizer.prompt_start[0]
+    start = shown.tokenizer.bos_prefix[0]
     given, _, missed = attribution.integrated_gradients(shown.model, shown.tokens, target, baseline=start)
     parts = attribution.direct_logit_attribution(shown.model, shown.tokens, target)
     labels = tokens(tab).evaluate_all("all => all.map(one => one.ariaLabel)")

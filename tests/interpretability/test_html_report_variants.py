@@ -163,7 +163,7 @@ def test_thumbnails_keep_the_largest(tmp_path):
         ({"attention": "prefix(5)"}, TEXT),
         ({"attention": "window(4) | token(97)"}, TEXT),
         ({"attention": "linear(16)"}, TEXT),
-        ({"attention": "topk(3)", "sink_logits": True}, TEXT),
+        ({"attention": "topk(3)", "attention_sinks": True}, TEXT),
         ({"attention": "full", "positions": "learned"}, "x" * 60),
     ],
 )
@@ -189,7 +189,7 @@ def test_every_form_of_model(tmp_path, visit, shape, text):
 
 def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
     model, tokenizer = random_thinker(vocab_size=4), make_tokenizer("byte", [])
-    tokenizer.prompt_start = []  # its own begins texts with an id that the model lacks
+    tokenizer.bos_prefix = []  # its own begins texts with an id that the model lacks
     prompt = reports.Prompt(torch.tensor([1, 2, 3, 1]), ["a", "b", "c", "a"])
     html_report.write_page(
         tmp_path / "p.html", "small", None, html_report.gather(model, tokenizer, prompt), view="lens"

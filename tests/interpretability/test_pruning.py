@@ -8,7 +8,7 @@ from thinker.checkpoint import checkpoint
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.gguf import _check
-from thinker.interop.huggingface import family_of
+from thinker.interop.huggingface import hf_architecture
 from thinker.interpretability import heads, pruning
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
@@ -19,7 +19,7 @@ FORMS = {
     "mha": {"n_kv_heads": 4},
     "gqa": {"n_heads": 6, "n_kv_heads": 3, "head_dim": 8},
     "biases": {"n_kv_heads": 4, "attention_bias": True, "qk_norm": False},
-    "sinks and a cap": {"n_kv_heads": 2, "sink_logits": True, "softcap": 5.0},
+    "sinks and a cap": {"n_kv_heads": 2, "attention_sinks": True, "attn_logit_softcap": 5.0},
     "a window and a linear layer": {"attention": ["window(6)", "linear(16)"], "n_kv_heads": 2},
     "tied": {"n_kv_heads": 4, "tie_embeddings": True},
 }
@@ -51,7 +51,7 @@ def test_a_pruned_model_equals_the_masked_one(make_thinker, form, groups):
 def test_as_many_in_every_layer_is_an_ordinary_model(make_thinker):
     model = make_thinker(n_kv_heads=2)
     left = pruning.prune(model, [(0, 1), (1, 0)])
-    assert (left.config.n_heads, left.config.n_kv_heads, left.config.kv_heads_by_layer) == (2, 1, None)
+    assert (left.config.n_heads, left.config.n_kv_heads, left.config.n_kv_heads_per_layer) == (2, 1, None)
     assert left.config.head_dim == model.config.head_dim
     again = pruning.prune(pruning.prune(make_thinker(n_kv_heads=4), [(0, 0)]), [(0, 0), (1, 3)])
     once = pruning.prune(make_thinker(n_kv_heads=4), [(0, 0), (0, 1), (1, 3)])
@@ -63,7 +63,7 @@ def test_it_is_saved_loaded_and_sampled_from(make_thinker, tmp_path):
     left = pruning.prune(make_thinker(n_kv_heads=4, vocab_size=tokenizer.vocab_size), [(0, 2), (0, 3)])
     checkpoint.save(tmp_path / "pruned", left, {"step": 0})
     again, _ = interop.load(tmp_path / "pruned")
-    assert again.config.kv_heads_by_layer == [2, 4]
+    assert again.config.n_kv_heads_per_layer == [2, 4]
     assert torch.equal(again(TOKENS), left(TOKENS))
     params = SamplingParams(max_new_tokens=24, temperature=0)
     modes = [{"use_cache": False}, {}, {"speculate": 4}, {"window": 60}]
@@ -72,9 +72,9 @@ def test_it_is_saved_loaded_and_sampled_from(make_thinker, tmp_path):
     Generator(left, tokenizer, int8=True).generate(["abc"], params)
 
 
-@pytest.mark.parametrize("write", [family_of, _check])
+@pytest.mark.parametrize("write", [hf_architecture, _check])
 def test_it_has_no_form_elsewhere(make_thinker, write):
-    with pytest.raises(UserError, match="kv_heads_by_layer"):
+    with pytest.raises(UserError, match="n_kv_heads_per_layer"):
         write(pruning.prune(make_thinker(n_kv_heads=4), [(0, 2)]).config)
 
 
@@ -135,5 +135,5 @@ def test_what_cannot_be_taken_out(make_thinker, form, groups, message):
 
 @pytest.mark.parametrize("sizes", [[1], [1, 3], [0, 1], [True, 1], [1.0, 1]])
 def test_sizes_that_do_not_fit(sizes):
-    with pytest.raises(UserError, match="kv_heads_by_layer is .*; it must name 2 numbers from 1 to 2"):
-        ThinkerConfig(vocab_size=9, n_layers=2, n_kv_heads=2, kv_heads_by_layer=sizes)
+    with pytest.raises(UserError, match="n_kv_heads_per_layer is .*; it must name 2 numbers from 1 to 2"):
+        ThinkerConfig(vocab_size=9, n_layers=2, n_kv_heads=2, n_kv_heads_per_layer=sizes)

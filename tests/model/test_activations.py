@@ -10,7 +10,7 @@ from test_forms import ATTENTION, close, forms
 
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.compiled_decode import CompiledThinker
-from thinker.generation.inference_model import for_decoding
+from thinker.generation.inference_model import prepare_for_inference
 from thinker.model import attend, linear_attention
 from thinker.runtime.errors import UserError
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_tapped_or_edited_says_so(make_thinker):
     tokens = torch.arange(6)[None]
     with model.edit({"blocks.0.mlp": "zero"}):
         with pytest.raises(UserError, match="open that on generator.model"):
-            for_decoding(model)
+            prepare_for_inference(model)
         with pytest.raises(UserError, match="close that before"):
             copy.deepcopy(model)
         with pytest.raises(UserError, match="leave compile out"):
@@ -266,7 +266,9 @@ def test_patterns_that_ask_for_tokens_have_them_in_a_cache_too(make_thinker):
         torch.testing.assert_close(seen[f"blocks.{layer}.attention.weights"], whole[layer], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [*ATTENTION, {"softcap": 3.0}, {"sink_logits": True}, {"positions": "alibi"}], ids=str)
+@pytest.mark.parametrize(
+    "form", [*ATTENTION, {"attn_logit_softcap": 3.0}, {"attention_sinks": True}, {"positions": "alibi"}], ids=str
+)
 def test_how_many_rows_are_weighed_at_a_time_changes_nothing(make_thinker, monkeypatch, form):
     letters = {"window": 8} if form == "LG" else {}
     model = make_thinker(**form if isinstance(form, dict) else {"attention": form, **letters})

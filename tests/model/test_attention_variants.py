@@ -15,14 +15,16 @@ ATTENTION = ["full", "window(5)", "dilated(9, 2)", "window(4) | global(3)", "tok
              "longformer(3, 3, 2)", "bigbird(3, 2, 4, 1)", "prefix(6)", "topk(4)", "linear(16)",
              "heads(window(3), full)", "window(7) & strided(3)", ["window(4)", "linear(8)"], "LG"]  # fmt: skip
 POSITIONS = ["rope", "alibi", "learned", "sinusoidal", "none"]
-MORE = [{}, {"softcap": 2.0}, {"sink_logits": True}, {"qk_norm": False}, {"attention_bias": True}]
+MORE = [{}, {"attn_logit_softcap": 2.0}, {"attention_sinks": True}, {"qk_norm": False}, {"attention_bias": True}]
 MORE += [{"no_rope_layers": [1]}]
 
 
 def goes_together(attention, positions, more):
     if "no_rope_layers" in more and positions != "rope":
         return False
-    return "linear" not in str(attention) or (positions != "alibi" and not {"softcap", "sink_logits"} & more.keys())
+    return "linear" not in str(attention) or (
+        positions != "alibi" and not {"attn_logit_softcap", "attention_sinks"} & more.keys()
+    )
 
 
 @st.composite
@@ -140,7 +142,7 @@ def test_a_ring_goes_back_as_far_as_it_has_slack(make_thinker, one_thread, atten
         if cache.written[0] - (text.shape[1] - back) > slack:
             back = 0  # it went further once, and has not come there again
         text = text[:, : text.shape[1] - back]
-        cache.rewind([text.shape[1]])
+        cache.truncate([text.shape[1]])
 
 
 def test_what_a_cache_keeps_follows_the_pattern(make_thinker):
@@ -161,7 +163,7 @@ def test_memory_does_not_grow_where_the_reach_is_bounded(make_thinker, attention
     cache = model.new_cache(1, 64)
     size = cache.nbytes
     for _ in range(64):  # 64k tokens
-        model(tokens, cache=cache, last_only=True)
+        model(tokens, cache=cache, last_logits_only=True)
         assert cache.nbytes == size
     assert cache.lengths == [65536]
     assert cache.endless
@@ -172,18 +174,18 @@ def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(make_t
     model = make_thinker(attention="window(8)")
     cache = model.new_cache(1, 60, slack=2)
     model(torch.zeros(1, 30, dtype=torch.long), cache=cache)
-    cache.rewind([28])
-    assert cache.can_rewind([28])
-    assert not cache.can_rewind([27])
+    cache.truncate([28])
+    assert cache.can_truncate([28])
+    assert not cache.can_truncate([27])
     with pytest.raises(UserError, match=r"its window has been overwritten; new_cache\(slack=...\)"):
-        cache.rewind([27])
+        cache.truncate([27])
     assert cache.lengths == [28]
     linear = make_thinker(attention="linear(8)")
     cache = linear.new_cache(1, 60)
     linear(torch.zeros(1, 3, dtype=torch.long), cache=cache)
-    cache.rewind([3])
+    cache.truncate([3])
     with pytest.raises(UserError, match="forget nothing"):
-        cache.rewind([2])
+        cache.truncate([2])
 
 
 def test_a_prefix_comes_whole_or_not_at_all(make_thinker):
@@ -268,7 +270,7 @@ def test_weights_are_those_of_the_forward_pass(make_thinker, attention):
 
 
 def test_sinks_take_their_share_of_the_weights(make_thinker):
-    model = make_thinker(sink_logits=True)
+    model = make_thinker(attention_sinks=True)
     tokens = torch.randint(0, 61, (1, 9))
     assert (model.attention_weights(tokens).sum(-1) < 1).all()
     with torch.no_grad():
@@ -282,7 +284,7 @@ def test_sinks_take_their_share_of_the_weights(make_thinker):
 
 
 def test_a_cap_beyond_all_scores_changes_nothing(make_thinker):
-    model = make_thinker(softcap=1e6)
+    model = make_thinker(attn_logit_softcap=1e6)
     plain = make_thinker()
     tokens = torch.randint(0, 61, (1, 9))
     torch.testing.assert_close(model(tokens), plain(tokens), rtol=0, atol=1e-3)
@@ -390,13 +392,13 @@ def test_far_keys_alone_are_told_apart_in_16_bits(make_thinker):
         ({"attention": "bigbird(4, 2, 4, 300)"}, "at most 256"),
         ({"attention": "LG"}, "needs model.window"),
         ({"attention": "full", "window": 4}, "model.window is read where"),
-        ({"attention": "linear(8)", "softcap": 2.0}, "no scores"),
+        ({"attention": "linear(8)", "attn_logit_softcap": 2.0}, "no scores"),
         ({"attention": "linear(8)", "positions": "alibi"}, "no scores"),
         ({"positions": "rop"}, "possible: rope, alibi"),
         ({"positions": "none", "rope_scaling": {"type": "linear", "factor": 2}}, "rope only"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "model.rope_scaling.factor"),
-        ({"softcap": 0.0}, "from 1e-9 to 1e9"),
-        ({"softcap": 1e39}, "from 1e-9 to 1e9"),
+        ({"attn_logit_softcap": 0.0}, "from 1e-9 to 1e9"),
+        ({"attn_logit_softcap": 1e39}, "from 1e-9 to 1e9"),
     ],
 )
 def test_what_does_not_go_together_is_refused(wrong, says):

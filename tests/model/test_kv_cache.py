@@ -46,7 +46,7 @@ def test_rows_of_unequal_length(make_thinker, lengths, chunks, seed):
     tokens = torch.randint(0, 61, (rows, max(lengths) + more), generator=generator)
     cache = model.new_cache(rows, max(lengths) + more)
     model(tokens[:, : max(lengths)], cache=cache)
-    cache.rewind(lengths)
+    cache.truncate(lengths)
     tails = torch.stack([tokens[row, length : length + more] for row, length in enumerate(lengths)])
     logits = torch.cat([model(chunk, cache=cache) for chunk in tails.split(chunks, dim=1)], dim=1)
     for row, length in enumerate(lengths):
@@ -85,8 +85,8 @@ def test_wrong_batch_and_wrong_rewind_are_refused(make_thinker):
     cache = model.new_cache(2, 8)
     with pytest.raises(UserError, match="2 rows"):
         model(torch.zeros(3, 1, dtype=torch.long), cache=cache)
-    with pytest.raises(UserError, match="rewind"):
-        cache.rewind([1, 0])
+    with pytest.raises(UserError, match="truncate"):
+        cache.truncate([1, 0])
 
 
 def test_holds_key_heads_only(make_thinker):
@@ -132,7 +132,7 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, chun
     else:
         cache = model.new_cache(len(lengths), 32)
         model(tokens[:, : max(lengths)], cache=cache)
-        cache.rewind(lengths)
+        cache.truncate(lengths)
     if history == "selected":
         cache.select([0, *range(len(lengths))])
         tokens = tokens[[0, *range(len(lengths))]]
@@ -194,7 +194,7 @@ def test_a_fixed_cache_reads_every_slot_under_a_mask_whatever_it_holds(make_thin
     cache = make_thinker().new_cache(2, 12)
     cache.fixed = True
     places = [cache.append(2, length) for length in (3, 1, 2)]
-    cache.rewind([2, 5])
+    cache.truncate([2, 5])
     places.append(cache.append(2, 1))
     for place in places:
         assert place.sights[0].held == 12

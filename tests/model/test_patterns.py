@@ -16,7 +16,7 @@ from thinker.runtime.errors import UserError
 
 KINDS = ("full", "window", "dilated", "global", "token", "block", "strided", "random", "prefix", "topk", "heads",
          "longformer", "bigbird")  # fmt: skip
-FEATURES = ("softcap", "sinks", "alibi", "documents", "ragged")
+FEATURES = ("attn_logit_softcap", "sinks", "alibi", "documents", "ragged")
 
 
 @dataclass
@@ -44,7 +44,7 @@ def is_random(seed, head, mine, its, blocks):
 
 @st.composite
 def spelled(draw, kind=None, depth=2):
-    """A pattern as a recipe spells it, and the same once more in plain Python: sees(head, query, key)."""
+    """A pattern as a config spells it, and the same once more in plain Python: sees(head, query, key)."""
     kind = kind or draw(st.sampled_from([*KINDS, "&", "|"] if depth else KINDS[:10]))
     if kind in "&|":
         (left, a), (right, b) = draw(spelled(depth=depth - 1)), draw(spelled(depth=depth - 1))
@@ -83,7 +83,7 @@ def spelled(draw, kind=None, depth=2):
     return kind + numbers[kind], sees
 
 
-def brute_force(sees, q, k, v, query, key, softcap, sinks, alibi):
+def brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi):
     """One query after the other, the keys that it sees picked out one by one. Returns (B, H, T, D)."""
     B, H, T, D = q.shape
     out = torch.zeros(B, H, T, v.shape[-1], dtype=q.dtype)
@@ -93,8 +93,8 @@ def brute_force(sees, q, k, v, query, key, softcap, sinks, alibi):
             kv = h // (H // k.shape[1])
             for t in range(T):
                 scores = k[b, kv] @ q[b, h, t] * D**-0.5  # (S,)
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
+                if attn_logit_softcap is not None:
+                    scores = attn_logit_softcap * torch.tanh(scores / attn_logit_softcap)
                 spots = [Spot(int(p), int(i), s) for s, (p, i) in enumerate(zip(key.position[b], key.token[b]))]
                 mine = Spot(int(query.position[b, t]), int(query.token[b, t]), t)
                 if alibi is not None:
@@ -139,10 +139,10 @@ def check(situation, kernels, patch):
     token = torch.randint(12, (2, S), generator=generator)
     key = Places(position, document, token)
     query = Places(*(x if x is None else x[:, S - T :] for x in (position, document, token)))
-    softcap, sinks = 1.5 if has["softcap"] else None, normal(H) if has["sinks"] else None
+    attn_logit_softcap, sinks = 1.5 if has["attn_logit_softcap"] else None, normal(H) if has["sinks"] else None
     alibi = slopes(H).double() if has["alibi"] else None
-    known = brute_force(sees, q, k, v, query, key, softcap, sinks, alibi)
-    plain = softcap is None and sinks is None
+    known = brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi)
+    plain = attn_logit_softcap is None and sinks is None
     inputs = [x for x in (q, k, v, sinks) if x is not None]
     grad = torch.randn(known.shape, generator=generator, dtype=torch.float64)
     known_grads = torch.autograd.grad(known, inputs, grad, allow_unused=True) if known.requires_grad else []
@@ -158,7 +158,7 @@ def check(situation, kernels, patch):
             assert kernel not in ("auto", "reference")
             continue
         used.append(kernel)
-        ours = attend(q, k, v, sight, None, softcap, sinks)
+        ours = attend(q, k, v, sight, None, attn_logit_softcap, sinks)
         torch.testing.assert_close(ours, known, rtol=1e-9, atol=1e-9)
         for mine, right in zip(torch.autograd.grad(ours, inputs, grad, allow_unused=True), known_grads):
             torch.testing.assert_close(mine, torch.zeros_like(mine) if right is None else right, rtol=1e-8, atol=1e-8)

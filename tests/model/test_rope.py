@@ -242,11 +242,11 @@ def test_magnitude(more, known):
 
 def test_a_cache_cannot_grow_under_dynamic_scaling():
     rope = Rope(16, 1e4, scaled("dynamic", 4))
-    rope.refuse_growing(ORIGINAL)
+    rope.check_growth(ORIGINAL)
     with pytest.raises(UserError, match=r"original_max_seq_len \(32\): no cache, .* goes on to 33; use yarn or linear"):
-        rope.refuse_growing(ORIGINAL + 1)
+        rope.check_growth(ORIGINAL + 1)
     for other in (None, *(scaled(name, 4) for name in SCALINGS if name != "dynamic")):
-        Rope(16, 1e4, other).refuse_growing(10**9)
+        Rope(16, 1e4, other).check_growth(10**9)
 
 
 @each_scaling

@@ -66,7 +66,7 @@ def test_rope_scores_depend_on_distance_alone(distance, start, shift, theta):
 
 
 def test_shifting_all_positions_changes_no_logit(make_thinker):
-    """The whole model: a cache whose first positions are forgotten would not be the same, a shifted table is."""
+    """The whole model: a cache whose first positions are n_evicted would not be the same, a shifted table is."""
 
     class Shifted(Rope):
         def forward(self, positions, end, dtype):
@@ -99,7 +99,7 @@ def test_last_only(make_thinker):
     model = make_thinker()
     tokens = torch.randint(0, 61, (2, 9))
     with torch.no_grad():
-        last = model(tokens, last_only=True)
+        last = model(tokens, last_logits_only=True)
         assert last.shape == (2, 1, 61)
         torch.testing.assert_close(last, model(tokens)[:, -1:], rtol=0, atol=1e-6)
 
@@ -152,9 +152,9 @@ def test_initialisation(tied):
             loss, count = model(tokens, targets=tokens)
             assert (loss / count).item() == pytest.approx(math.log(500), rel=1e-6)
     again = Thinker(model.config)
-    again.initialise(torch.Generator().manual_seed(7))
+    again.init_weights(torch.Generator().manual_seed(7))
     twin = Thinker(model.config)
-    twin.initialise(torch.Generator().manual_seed(7))
+    twin.init_weights(torch.Generator().manual_seed(7))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), twin.parameters()))
 
 

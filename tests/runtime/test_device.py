@@ -6,8 +6,8 @@ import pytest
 
 CODE = """
 import resource, torch
-from thinker.runtime.device import tune
-tune(torch.device("cpu"))
+from thinker.runtime.device import configure_backend
+configure_backend(torch.device("cpu"))
 for round in range(40):
     if round == 10:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

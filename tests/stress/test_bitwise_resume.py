@@ -39,7 +39,7 @@ CASES = [
 def test_seven_steps_a_kill_and_the_rest(tiny, tmp_path, precision, compiled, optimizer, log_every, background):
     options = [*HARD, f"train.precision={precision}", f"train.compile={str(compiled).lower()}",
                f"optimizer.name={optimizer}", f"train.log_every={log_every}",
-               f"train.background_save={str(background).lower()}"]  # fmt: skip
+               f"train.async_save={str(background).lower()}"]  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = run_script(*tiny, f"run.dir={whole}", *options, timeout=400)
     assert done.returncode == 0, done.stderr

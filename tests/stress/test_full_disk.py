@@ -56,7 +56,7 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(tiny, tmp_path, prove):
         for background in ("false", "true")[: 2 if prove else 1]:
             place = tmp_path / f"{size}-{background}"
             (place / "small").mkdir(parents=True)
-            command = [*tiny, f"run.dir={place / 'small' / 'run'}", *options, f"train.background_save={background}"]
+            command = [*tiny, f"run.dir={place / 'small' / 'run'}", *options, f"train.async_save={background}"]
             done = subprocess.run(
                 [*private, sys.executable, "-c", INSIDE, place / "small", str(size), whole / "checkpoints",
                  sys.executable, *command],

@@ -9,9 +9,9 @@ from conftest import ROOT, run_script
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_induction_heads_grow_all_at_once(tmp_path, seed):
-    recipe, inspect = ROOT / "configs" / "induction.yaml", ROOT / "scripts" / "inspect_model.py"
+    config, inspect = ROOT / "configs" / "induction.yaml", ROOT / "scripts" / "inspect_model.py"
     given = "run.dir=run", f"run.seed={seed}", "train.device=cpu"
-    done = run_script(ROOT / "train.py", recipe, *given, cwd=tmp_path, timeout=1200)
+    done = run_script(ROOT / "train.py", config, *given, cwd=tmp_path, timeout=1200)
     assert done.returncode == 0, done.stderr
     looked = run_script(inspect, "run", "heads", "--over-training", "--json", cwd=tmp_path)
     assert looked.returncode == 0, looked.stderr

@@ -95,7 +95,7 @@ def test_every_restart_goes_on_from_a_whole_checkpoint_and_ends_alike(tiny, tmp_
 def test_kills_during_background_saves(tiny, tmp_path, whole, prove):
     """There a checkpoint is whole one interval later at most, so two are the most that a kill costs."""
     rng = random.Random(6)
-    options = [*OPTIONS, "train.background_save=true"]
+    options = [*OPTIONS, "train.async_save=true"]
     for trial in range(20 if prove else 1):
         run = tmp_path / "run"
         shutil.rmtree(run, ignore_errors=True)

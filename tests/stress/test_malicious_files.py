@@ -20,7 +20,7 @@ from thinker.data.tokenizer import _hash as tokenizer_hash
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.runtime.errors import UserError
-from thinker.training.config import check_recipe, load_recipe
+from thinker.training.config import load_config, validate_config
 from thinker.training.resume import RunState, read_state, restore
 from thinker.training.step import TrainingStep, draw
 
@@ -104,29 +104,29 @@ def stage(tmp_path_factory, text_file):
     run = RunDirectory(tmp_path_factory.mktemp("fuzz") / "run")
     run.create()
     make_tokenizer("byte", []).save(run.path)
-    config = random_thinker(vocab_size=257, d_model=16, n_layers=1).config
-    recipe = check_recipe({"train": {"precision": "fp32", "compile": False, "micro_batch_size": 2, "max_steps": 9},
+    model_config = random_thinker(vocab_size=257, d_model=16, n_layers=1).config
+    config = validate_config({"train": {"precision": "fp32", "compile": False, "micro_batch_size": 2, "max_steps": 9},
                            "run": {"dir": "x"}})  # fmt: skip
-    step = TrainingStep(draw(config, 1, torch.device("cpu")), recipe)
+    step = TrainingStep(draw(model_config, 1, torch.device("cpu")), config)
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     from thinker.data.prefetch import Batch
 
     step(Batch(tokens, tokens, 18), 1.0)
-    state = RunState(step=1, recipe=recipe.model_dump(mode="json"), pending_losses=1.5, scaler={"scale": 2.0})
+    state = RunState(step=1, config=config.model_dump(mode="json"), pending_losses=1.5, scaler={"scale": 2.0})
     folder = run.checkpoints / "step-00000001"
     checkpoint.save(folder, step.model, state.model_dump(mode="json"), step.optimizers.tensors())
-    (run.path / "recipe.yaml").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())
+    (run.path / "config.yaml").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())
     run.log({"step": 1, "train_loss": 2.5})
     corpus = prepare(source="text", path=text_file, tokenizer="byte", cache_dir=run.path / "c", progress=False)
     shutil.copy(corpus.train.shards[0].path, run.path / "shard")
     random_state = torch.get_rng_state()
     yield {
         "manifest": (folder / "manifest.json", distorted_json, lambda: load(run.path)),
-        "config": (folder / "config.json", distorted_json, lambda: checkpoint.load_thinker(folder)),
+        "model_config": (folder / "config.json", distorted_json, lambda: checkpoint.load_thinker(folder)),
         "state": (folder / "state.json", distorted_json, lambda: restore(folder, step, read_state(folder))),
         "model": (folder / "model.safetensors", distorted_tensors, lambda: checkpoint.load_thinker(folder)),
         "training": (folder / "training.safetensors", distorted_tensors, lambda: restore(folder, step, RunState())),
-        "recipe": (run.path / "recipe.yaml", distorted_yaml, lambda: load_recipe(run.path / "recipe.yaml", [])),
+        "config": (run.path / "config.yaml", distorted_yaml, lambda: load_config(run.path / "config.yaml", [])),
         "tokenizer": (run.path / FILE_NAME, distorted_tokenizer, lambda: Tokenizer.load(run.path).encode("a é")),
         "metrics": (run.metrics, distorted_json, lambda: list(run.read_metrics())),
         "shard": (run.path / "shard", mutate, lambda: Shard.open(run.path / "shard", corpus.tokenizer)),
@@ -134,7 +134,7 @@ def stage(tmp_path_factory, text_file):
     torch.set_rng_state(random_state)
 
 
-TARGETS = ["manifest", "config", "state", "model", "training", "recipe", "tokenizer", "metrics", "shard"]
+TARGETS = ["manifest", "model_config", "state", "model", "training", "config", "tokenizer", "metrics", "shard"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,4 +1,4 @@
-"""A recipe is checked whole; a mistake is one line that names the key and what would be right."""
+"""A config is checked whole; a mistake is one line that names the key and what would be right."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ import pytest
 import yaml
 
 from thinker.runtime.errors import UserError
-from thinker.training.config import Recipe, check_recipe, load_recipe
+from thinker.training.config import Config, load_config, validate_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_recipe_in_configs_is_right_and_says_what_to_expect(path):
-    recipe = load_recipe(path, [])
-    assert recipe.run.dir == f"runs/{path.stem}"
+    config = load_config(path, [])
+    assert config.run.dir == f"runs/{path.stem}"
     head = path.read_text().split("\n\n")[0]
     assert head.startswith("#")
     assert "hardware" in head.lower()
@@ -22,13 +22,13 @@ def test_every_recipe_in_configs_is_right_and_says_what_to_expect(path):
 
 
 def test_every_key_is_read_somewhere():
-    """Nothing is accepted and ignored: each key's name is used in the code outside the recipe."""
+    """Nothing is accepted and ignored: each key's name is used in the code outside the config."""
     root = Path(__file__).parents[2]
     code = "".join(
         path.read_text() for room in ("training", "model", "data", "storage") for path in (root / room).glob("*.py")
-        if path.name != "recipe.py"
+        if path.name != "config.py"
     )  # fmt: skip
-    for name, section in Recipe.model_fields.items():
+    for name, section in Config.model_fields.items():
         for key in section.annotation.model_fields:
             assert f".{key}" in code or f'"{key}"' in code, f"{name}.{key}"
 
@@ -36,20 +36,20 @@ def test_every_key_is_read_somewhere():
 def test_overrides(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\nmodel:\n")
-    recipe = load_recipe(path, ["optimizer.lr=3e-4", "train.max_minutes=1", "data.path=~/a=b.txt", "model.n_heads=2",
+    config = load_config(path, ["optimizer.lr=3e-4", "train.max_minutes=1", "data.path=~/a=b.txt", "model.n_heads=2",
                                 "train.max_steps=null", "tracking.name='7'"])  # fmt: skip
-    assert recipe.optimizer.lr == 3e-4
-    assert recipe.train.max_minutes == 1
-    assert recipe.train.max_steps is None
-    assert recipe.data.path == "~/a=b.txt"
-    assert recipe.tracking.name == "7"
-    assert load_recipe(path, []).model_dump() == check_recipe(load_recipe(path, []).model_dump()).model_dump()
+    assert config.optimizer.lr == 3e-4
+    assert config.train.max_minutes == 1
+    assert config.train.max_steps is None
+    assert config.data.path == "~/a=b.txt"
+    assert config.tracking.name == "7"
+    assert load_config(path, []).model_dump() == validate_config(load_config(path, []).model_dump()).model_dump()
 
 
 def test_an_exponent_without_a_dot_is_a_number(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\noptimizer: {lr: 3e-4, eps: 1e-8}\n")  # PyYAML reads strings
-    assert load_recipe(path, []).optimizer.lr == 3e-4
+    assert load_config(path, []).optimizer.lr == 3e-4
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_mistakes(tmp_path, override, says):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\n")
     with pytest.raises(UserError, match=says) as found:
-        load_recipe(path, [override])
+        load_config(path, [override])
     assert "\n" not in str(found.value)
 
 
@@ -99,32 +99,32 @@ def test_keys_that_another_choice_would_ignore_are_refused():
         ({"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}}, "wsd only"),
     ):
         with pytest.raises(UserError, match=says):
-            check_recipe({"train": {"max_steps": 1}, **tree})
+            validate_config({"train": {"max_steps": 1}, **tree})
 
 
 def test_a_key_that_is_there_twice_is_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train:\n  max_steps: 3\n  max_steps: 4\n")
     with pytest.raises(UserError, match="in line 3: the key max_steps is there twice"):
-        load_recipe(path, [])
+        load_config(path, [])
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "train: [", "train: 5\n", "\x00", "[a]: 1\n"])
-def test_files_that_are_no_recipe(tmp_path, text):
+def test_files_that_are_no_config(tmp_path, text):
     path = tmp_path / "r.yaml"
     path.write_text(text)
     with pytest.raises(UserError):
-        load_recipe(path, ["train.max_steps=5"] if "5" in text else [])
+        load_config(path, ["train.max_steps=5"] if "5" in text else [])
 
 
 def test_vocabulary_smaller_than_the_tokenizers():
-    recipe = check_recipe({"train": {"max_steps": 1}, "model": {"vocab_size": 100}})
+    config = validate_config({"train": {"max_steps": 1}, "model": {"vocab_size": 100}})
     with pytest.raises(UserError, match=r"model.vocab_size \(100\) is smaller than the tokenizer's \(300\)"):
-        recipe.thinker_config(300)
-    assert recipe.thinker_config(90).vocab_size == 100
+        config.thinker_config(300)
+    assert config.thinker_config(90).vocab_size == 100
 
 
 def test_resolved_recipe_is_yaml():
-    recipe = check_recipe({"train": {"max_steps": 1}})
-    again = yaml.safe_load(yaml.safe_dump(recipe.model_dump(mode="json")))
-    assert check_recipe(again) == recipe
+    config = validate_config({"train": {"max_steps": 1}})
+    again = yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))
+    assert validate_config(again) == config

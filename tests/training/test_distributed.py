@@ -18,7 +18,7 @@ FORMS = [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
 ALL_FORMS = [(1, "ddp"), *FORMS]
 
 
-RECIPE = """
+CONFIG = """
 model: {d_model: 31, n_layers: 2, n_heads: 3, n_kv_heads: 1, head_dim: 10, d_ff: 77}
 data: {source: jsonl, path: PATH, seq_len: 96, tokenizer: "bpe:301", packing: documents}
 train: {max_steps: 50, batch_size: 8, eval_every: 25, save_every: null, precision: fp32, compile: false, device: cpu}
@@ -27,19 +27,19 @@ train: {max_steps: 50, batch_size: 8, eval_every: 25, save_every: null, precisio
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory):
-    """Train by the recipe in so many processes, each form once. Returns the run's folder and the ranks' samples."""
+    """Train by the config in so many processes, each form once. Returns the run's folder and the ranks' samples."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
     draw, words = random.Random(1), "the a red old cat dog tree saw ate and then slept under near".split()  # noqa: SIM905
     texts = (" ".join(draw.choices(words, k=draw.randrange(4, 60))) for _ in range(400))
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (folder / "recipe.yaml").write_text(RECIPE.replace("PATH", str(folder / "texts.jsonl")))
+    (folder / "config.yaml").write_text(CONFIG.replace("PATH", str(folder / "texts.jsonl")))
 
     def by(size, *overrides):
         key = " ".join([str(size), *overrides])
         if key not in made:
             path = folder / str(len(made))
             places = [f"run.dir={path}", f"data.cache_dir={folder / 'cache'}", "train.parallel=ddp"]
-            made[key] = path, run(size, rank_workers.train, str(folder / "recipe.yaml"), [*places, *overrides])
+            made[key] = path, run(size, rank_workers.train, str(folder / "config.yaml"), [*places, *overrides])
         return made[key]
 
     return by
@@ -119,8 +119,8 @@ def test_ranks_evaluate_each_window_once_and_all_hear_of_a_signal(training, tmp_
     """With batches of one window some ranks have none left; a signal to one rank ends the evaluation on all."""
     folder, _ = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
     overrides = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={folder.parent / 'cache'}", "train.micro_batch_size=1"]
-    overrides += [f"train.eval_windows={windows}", "train.parallel=fsdp"]
-    alone, told = (run(n, rank_workers.hear, str(folder.parent / "recipe.yaml"), overrides) for n in (1, size))
+    overrides += [f"train.eval_sequences={windows}", "train.parallel=fsdp"]
+    alone, told = (run(n, rank_workers.hear, str(folder.parent / "config.yaml"), overrides) for n in (1, size))
     assert told == [told[0]] * size
     assert told[0][0] == pytest.approx(alone[0][0], rel=1e-6)
     assert told[0][1:] == alone[0][1:]
@@ -210,11 +210,11 @@ def test_files_of_ranks_that_lost_or_doubled_rows_are_damaged(saved, tmp_path):
         (lambda: shutil.copy(parts[2], more), more.unlink),
     ):
         spoil()
-        with pytest.raises(checkpoint.Damaged, match="does not hold every row of"):
+        with pytest.raises(checkpoint.CorruptCheckpoint, match="does not hold every row of"):
             checkpoint.load_thinker(folder)
         mend()
     parts[0].write_bytes(b"{}")
-    with pytest.raises(checkpoint.Damaged, match="not as it was written"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="not as it was written"):
         checkpoint.verify(folder)
-    with pytest.raises(checkpoint.Damaged, match="is no whole safetensors file"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="is no whole safetensors file"):
         checkpoint.load_thinker(folder)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from conftest import ROOT
 
-from thinker.data.batches import Loader, Windows
+from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.corpus import prepare
 from thinker.data.prefetch import Batch
-from thinker.training.config import load_recipe
+from thinker.training.config import load_config
 from thinker.training.memory_estimate import predict_memory
 from thinker.training.nonfinite import diagnose
 from thinker.training.step import TrainingStep, draw
@@ -17,8 +17,8 @@ SMALL = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.preci
 
 
 def test_a_step_learns_from_each_document_alone():
-    recipe = load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", SMALL)
-    model = draw(recipe.thinker_config(vocab_size=61), 1, torch.device("cpu"))
+    config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", SMALL)
+    model = draw(config.thinker_config(vocab_size=61), 1, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -26,32 +26,32 @@ def test_a_step_learns_from_each_document_alone():
     with torch.no_grad():
         alone = sum(model(x[:, part], targets=y[:, part])[0] for part in (slice(0, 5), slice(5, 12))) / 24
         together = model(x, targets=y)[0] / 24
-    loss, _ = TrainingStep(model, recipe)(Batch(x, y, 24, documents), 0.0)
+    loss, _ = TrainingStep(model, config)(Batch(x, y, 24, documents), 0.0)
     torch.testing.assert_close(loss, alone)
     assert abs(loss - together) > 1e-3
 
 
 def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
     corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
-    recipe = load_recipe(ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "data.isolate_documents=true"])
-    model = draw(recipe.thinker_config(vocab_size=257), 1, torch.device("cpu"))
+    config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "data.document_masking=true"])
+    model = draw(config.thinker_config(vocab_size=257), 1, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    loader = Loader(Windows(corpus.train, 1024, "contiguous", isolate=True), 2, seed=1)
+    loader = BatchLoader(PackedDataset(corpus.train, 1024, "contiguous", isolate=True), 2, seed=1)
     samples = diagnose(model, loader, corpus.tokenizer, 0)["samples"]
     inputs, targets = loader.batch(0)
     documents = loader.windows.documents(inputs)
     assert documents.max() > 1
-    loss, _ = TrainingStep(model, recipe)(Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0)
+    loss, _ = TrainingStep(model, config)(Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0)
     assert sum(sample["loss"] for sample in samples) / 2 == pytest.approx(float(loss), rel=1e-4)
 
 
 def test_memory_is_predicted_with_the_masks_of_documents():
     """A mask for each row, where one served all."""
-    recipe = load_recipe(
+    config = load_config(
         ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "model.positions=alibi", "data.seq_len=512"]
     )
-    config, cpu = recipe.thinker_config(vocab_size=61), torch.device("cpu")
-    plain = predict_memory(recipe, config, 2, cpu).peak
-    recipe.data.isolate_documents = True
-    assert predict_memory(recipe, config, 2, cpu).peak > plain + 2 * 2 * 512 * 512
+    model_config, cpu = config.thinker_config(vocab_size=61), torch.device("cpu")
+    plain = predict_memory(config, model_config, 2, cpu).peak
+    config.data.document_masking = True
+    assert predict_memory(config, model_config, 2, cpu).peak > plain + 2 * 2 * 512 * 512

@@ -18,7 +18,7 @@ from thinker.interop.huggingface import save_folder
 from thinker.interop.peft_adapter import load_adapter, write_adapter
 from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_recipe
+from thinker.training.config import load_config
 from thinker.training.step import TrainingStep
 from thinker.training.trainer import Trainer
 
@@ -62,15 +62,15 @@ def talks(tmp_path_factory):
 @pytest.fixture
 def trainer(base, talks, tmp_path):
     """A training of the base on the talks' answers."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("train: {max_steps: 40}")
+    config = tmp_path / "config.yaml"
+    config.write_text("train: {max_steps: 40}")
 
     def make(*overrides, folder="run"):
         given = [f"run.init_from={base}", f"run.dir={tmp_path / folder}", "data.source=jsonl", f"data.path={talks}",
                  "data.loss_on=answers", "data.packing=documents", "data.seq_len=48", f"data.cache_dir={tmp_path}",
                  "train.batch_size=8", "train.precision=fp32", "train.compile=false", "train.device=cpu",
                  "train.eval_every=20", "optimizer.lr=0.01"]  # fmt: skip
-        return Trainer(load_recipe(recipe, [*given, *overrides]))
+        return Trainer(load_config(config, [*given, *overrides]))
 
     return make
 
@@ -121,9 +121,7 @@ def test_positions_that_are_masked_get_no_gradient(trainer):
     assert (sizes[~counted] == 0).all()
     assert (sizes[counted] > 0).all()
     with torch.no_grad():
-        nats = torch.nn.functional.cross_entropy(
-            training.model(batch[0])[counted], batch[1][counted], reduction="sum"
-        )
+        nats = torch.nn.functional.cross_entropy(training.model(batch[0])[counted], batch[1][counted], reduction="sum")
     torch.testing.assert_close(loss_sum, nats)
     ids = [tokens[row].tolist() for tokens, row in ((batch[1][i], counted[i]) for i in range(len(counted)))]
     answers = [training.corpus.tokenizer.decode(row) for row in ids]
@@ -258,7 +256,7 @@ def test_we_load_adapters_that_peft_made(base, tmp_path, rslora):
         (["run.init_from=null", "data.chat_template=x.jinja"], "goes with a tokenizer that there is"),
         (["run.init_from=null", "data.tokenizer=byte"], "need a chat template"),
         (["train.lora_rank=33"], "train.lora_rank is 33, more than the model is wide"),
-        (["model.softcap=5"], "model.softcap is 5.0, but .* has null"),
+        (["model.attn_logit_softcap=5"], "model.attn_logit_softcap is 5.0, but .* has null"),
     ],
 )
 def test_what_contradicts_the_model_is_refused(trainer, tmp_path, overrides, message):
@@ -281,8 +279,8 @@ def test_rates_of_what_is_good_already(trainer):
     rates = {}
     for name, given in {"whole": [], "lora": ["train.lora_rank=2"]}.items():
         training = trainer("optimizer.lr=null", "train.batch_size=16", *given, folder=name)
-        rates[name] = training.recipe.optimizer.lr
-        assert training.recipe.optimizer.name == "adamw"
+        rates[name] = training.config.optimizer.lr
+        assert training.config.optimizer.name == "adamw"
         training.batches.close()
         training.saver.close()
         training.run.unlock()
@@ -290,7 +288,9 @@ def test_rates_of_what_is_good_already(trainer):
 
 
 def test_a_step_of_lora_in_bf16_and_with_blocks_computed_again(trainer):
-    training = trainer("train.lora_rank=2", "train.precision=bf16", "train.recompute_every=1", "train.max_steps=2")
+    training = trainer(
+        "train.lora_rank=2", "train.precision=bf16", "train.checkpoint_every_n_blocks=1", "train.max_steps=2"
+    )
     loss, norm = training.train_step(Batch(*training.loader.batch(0), 50), 1.0)
     assert isinstance(training.train_step, TrainingStep)
     assert torch.isfinite(loss)

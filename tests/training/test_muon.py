@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.optim import _muon
 
 from thinker.training import muon
-from thinker.training.muon import Muon, even_rows, orthogonalise
+from thinker.training.muon import Muon, even_rows, orthogonalize
 
 TORCHS = [(3.4445, -4.7750, 2.0315)]
 
@@ -34,7 +34,7 @@ def test_it_moves_every_matrix_as_torchs_own_does(options, monkeypatch):
         each = [_muon._zeropower_via_newtonschulz(matrix, TORCHS[0], 5, 1e-7) for matrix in x]
         return torch.stack(each).float()
 
-    monkeypatch.setattr(muon, "orthogonalise", torchs_own)
+    monkeypatch.setattr(muon, "orthogonalize", torchs_own)
     monkeypatch.setattr(muon, "even_rows", lambda updates, rows, weight, group: updates)
     mine, theirs = parameters(1), parameters(1)
     ours = moved(Muon(mine, dtype=torch.float32, lr=0.1, **options), mine)
@@ -50,8 +50,8 @@ def test_its_state_is_torchs_own_and_a_number_a_row():
     a, b = ours.state_dict(), peer.state_dict()
     assert a["param_groups"][0].keys() == b["param_groups"][0].keys()
     for index in b["state"]:
-        assert a["state"][index].keys() == {*b["state"][index].keys(), "row_squares"}
-        assert a["state"][index]["row_squares"].shape == (len(mine[index]), 1)
+        assert a["state"][index].keys() == {*b["state"][index].keys(), "row_second_moment"}
+        assert a["state"][index]["row_second_moment"].shape == (len(mine[index]), 1)
         assert torch.equal(a["state"][index]["momentum_buffer"], b["state"][index]["momentum_buffer"])
 
 
@@ -84,7 +84,7 @@ def test_singular_values_come_near_one_and_the_directions_stay(kind, n, rows, co
     generator = torch.Generator().manual_seed(seed)
     x = torch.stack([spectrum(kind, rows, columns, generator) for _ in range(n)]) * 10.0**scale
     u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
-    y = orthogonalise(x)
+    y = orthogonalize(x)
     inside = u.mT @ y.double() @ v.mT  # (n, r, r): diagonal where the singular vectors stayed
     diagonal = inside.diagonal(dim1=1, dim2=2)
     norm = s.pow(4).sum(1, keepdim=True) ** 0.25
@@ -101,7 +101,7 @@ def test_singular_values_come_near_one_and_the_directions_stay(kind, n, rows, co
 def test_three_iterations_are_as_near_as_torchs_five(rows, columns, kind, dtype):
     x = spectrum(kind, rows, columns, torch.Generator().manual_seed(3))
     u, _, v = torch.linalg.svd(x, full_matrices=False)
-    ours = orthogonalise(x[None].to(dtype))[0].float()
+    ours = orthogonalize(x[None].to(dtype))[0].float()
     peer = _muon._zeropower_via_newtonschulz(x, TORCHS[0], 5, 1e-7).float()
     assert (ours - u @ v).norm() < 1.1 * (peer - u @ v).norm()
 
@@ -109,7 +109,7 @@ def test_three_iterations_are_as_near_as_torchs_five(rows, columns, kind, dtype)
 def test_each_quintic_is_the_best_on_what_the_one_before_leaves():
     """The error of the best odd quintic takes its extreme value four times, with alternating sign (Chebyshev)."""
     low, high = 0.01, 1.0
-    for a, b, c in muon.QUINTICS:
+    for a, b, c in muon.POLAR_EXPRESS_COEFFICIENTS:
         sigma = torch.linspace(low, high, 200_001, dtype=torch.float64)
         error = a * sigma + b * sigma**3 + c * sigma**5 - 1
         worst = error.abs().max()
@@ -143,7 +143,7 @@ def test_rows_are_divided_by_their_own_root_mean_square(n, rows, columns, beta, 
 
 
 def test_nothing_stays_nothing():
-    assert torch.equal(orthogonalise(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
+    assert torch.equal(orthogonalize(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
     assert torch.equal(even_rows(torch.zeros(2, 4, 6), [torch.zeros(4, 1)] * 2, 0.05), torch.zeros(2, 4, 6))
     half = torch.tensor([[[1.0, -1.0], [0.0, 0.0]]])  # a row without a gradient
     torch.testing.assert_close(even_rows(half, [torch.zeros(2, 1)], 0.05), half)

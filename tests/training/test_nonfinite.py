@@ -12,10 +12,10 @@ from test_step import CONFIG, CPU, a_batch
 from training_runs import metrics
 
 from thinker.checkpoint import checkpoint
-from thinker.data.batches import Loader, Windows
+from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.corpus import prepare
-from thinker.training.config import check_recipe, load_recipe
-from thinker.training.corpus import prepare_data
+from thinker.training.config import load_config, validate_config
+from thinker.training.corpus import prepare_corpus
 from thinker.training.muon import Muon
 from thinker.training.nonfinite import diagnose
 from thinker.training.resume import RunState, restore
@@ -24,8 +24,8 @@ from thinker.training.step import TrainingStep, draw
 
 def make_step(optimizer="muon", **train):
     settled = {"precision": "fp32", "compile": False, "micro_batch_size": 2, "batch_size": 4, "max_steps": 9}
-    recipe = check_recipe({"train": {**settled, **train}, "optimizer": {"name": optimizer}})
-    return TrainingStep(draw(CONFIG, 1, CPU), recipe)
+    config = validate_config({"train": {**settled, **train}, "optimizer": {"name": optimizer}})
+    return TrainingStep(draw(CONFIG, 1, CPU), config)
 
 
 def everything(step):
@@ -56,7 +56,7 @@ def poison(step, value, where):
 @pytest.mark.parametrize("where", ["blocks.1.attention.q_proj.weight", "norm.weight", "embedding.weight"])
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_a_gradient_that_is_not_finite_changes_no_bit(optimizer, value, where, clip):
-    step = make_step(optimizer, skip_bad_steps=1, grad_clip=clip)
+    step = make_step(optimizer, max_nonfinite_steps=1, grad_clip=clip)
     step(a_batch(0), 1.0)
     before = copy_of(step)
     hook = poison(step, value, where)
@@ -116,11 +116,11 @@ def test_muon_leaves_everything_where_a_gpu_would_tell_it_to(seed, bad, decay):
 
 
 def test_how_many_were_left_out_is_restored(tmp_path):
-    step = make_step(skip_bad_steps=3)
+    step = make_step(max_nonfinite_steps=3)
     step(a_batch(0), 1.0)
     before = copy_of(step)
     checkpoint.save(tmp_path / "step-00000001", step.model, {}, step.optimizers.tensors())
-    other = make_step(skip_bad_steps=3)
+    other = make_step(max_nonfinite_steps=3)
     restore(tmp_path / "step-00000001", other, RunState(step=1, skipped=3))
     assert same_bits(before, everything(other))
     assert int(other.bad) == 3
@@ -147,7 +147,7 @@ def test_where_fp16_overflows_the_scale_falls_and_the_step_is_no_bad_one():
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(text_file, tmp_path, make_thinker, value):
     corpus = prepare(source="text", path=text_file, tokenizer="byte", cache_dir=tmp_path, progress=False)
-    loader = Loader(Windows(corpus.train, 16, "contiguous"), 3, 1)
+    loader = BatchLoader(PackedDataset(corpus.train, 16, "contiguous"), 3, 1)
     model = make_thinker(vocab_size=257).train()
     healthy = diagnose(model, loader, corpus.tokenizer, 5)
     assert healthy["first_not_finite"] is None
@@ -198,8 +198,8 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(tiny, tmp_path):
     assert max(float(tensor.abs().max()) for tensor in ours.values()) > 1e37
     checkpoint.verify(run / "checkpoints" / "bad-00000002")
     # The samples are those of the step, and what was found stands beside each.
-    recipe = load_recipe(tiny[1], [str(part) for part in tiny[2:]])
-    loader = Loader(Windows(prepare_data(recipe).train, 32, "contiguous"), 4, 1)
+    config = load_config(tiny[1], [str(part) for part in tiny[2:]])
+    loader = BatchLoader(PackedDataset(prepare_corpus(config).train, 32, "contiguous"), 4, 1)
     assert report["sample_ids"] == loader.sample_ids(1) == [sample["id"] for sample in report["samples"]]
     assert all(sample["text"] and sample["loss"] is None for sample in report["samples"])
     assert report["first_not_finite"] == "loss"  # the head's huge weights
@@ -218,7 +218,7 @@ def test_weights_that_are_not_finite_themselves_are_reported_too(tiny, tmp_path)
 
 def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(tiny, tmp_path):
     run = tmp_path / "run"
-    options = [*WILD, "train.skip_bad_steps=3", "train.save_every=2", "train.max_steps=3"]
+    options = [*WILD, "train.max_nonfinite_steps=3", "train.save_every=2", "train.max_steps=3"]
     done = run_script(*tiny, f"run.dir={run}", *options)
     assert done.returncode == 1  # the last evaluation finds what two left-out steps did not mend
     assert "the validation loss is nan; nothing was saved. Lower optimizer.lr; training would go on" in done.stderr
@@ -229,9 +229,9 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(tiny, tmp_p
     assert checkpoint.read_json(run / "checkpoints" / "step-00000002" / "state.json")["skipped"] == 1
     report = json.loads((run / "bad-step-00000003.json").read_text())
     assert len(report["sample_ids"]) == 4
-    fewer = run_script(*tiny, f"run.dir={run}", *options, "train.skip_bad_steps=0")
+    fewer = run_script(*tiny, f"run.dir={run}", *options, "train.max_nonfinite_steps=0")
     assert fewer.returncode == 2
-    assert "has left out 1 bad steps; train.skip_bad_steps cannot be fewer" in fewer.stderr
+    assert "has left out 1 bad steps; train.max_nonfinite_steps cannot be fewer" in fewer.stderr
     again = run_script(*tiny, f"run.dir={run}", *options)
     assert "going on from step 2" in again.stderr
     assert "left out, 2 of 3" in again.stderr

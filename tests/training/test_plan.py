@@ -11,7 +11,7 @@ import torch
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.training.config import check_recipe
+from thinker.training.config import validate_config
 from thinker.training.memory_estimate import free_memory, largest_micro_batch, predict_memory
 
 ROOT = Path(__file__).parents[2]
@@ -19,13 +19,13 @@ CPU = torch.device("cpu")
 CONFIG = ThinkerConfig(vocab_size=512, d_model=128, n_layers=4, n_heads=4, max_seq_len=128)
 
 
-def recipe(**train):
+def config(**train):
     settled = {"precision": "fp32", "compile": False, "max_steps": 9, "batch_size": 8}
-    return check_recipe({"data": {"seq_len": 128}, "train": {**settled, **train}})
+    return validate_config({"data": {"seq_len": 128}, "train": {**settled, **train}})
 
 
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
-    memory = predict_memory(recipe(), CONFIG, 8, CPU)
+    memory = predict_memory(config(), CONFIG, 8, CPU)
     parameters = dict(Thinker(CONFIG).named_parameters())
     by_muon = [p for name, p in parameters.items() if "proj" in name or name == "head.weight"]
     matrices, total = (sum(p.numel() for p in found) for found in (by_muon, parameters.values()))
@@ -41,7 +41,7 @@ def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
 def test_the_predicted_peak_is_what_a_step_takes(micro, every, tmp_path):
     """In a fresh process whose malloc gives back what is free: what remains is tensors."""
     shape = {"vocab_size": 2048, "d_model": 256, "n_layers": 4, "n_heads": 4, "max_seq_len": 256}
-    train = {"micro_batch_size": micro, "recompute_every": every, "batch_size": 16, "precision": "fp32",
+    train = {"micro_batch_size": micro, "checkpoint_every_n_blocks": every, "batch_size": 16, "precision": "fp32",
              "compile": False, "max_steps": 9}  # fmt: skip
     tree = {"data": {"seq_len": 256}, "train": train}
     code = f"""
@@ -49,41 +49,41 @@ import torch
 from thinker.model import ThinkerConfig
 from thinker.training.metrics import MemoryMeter
 from thinker.training.plan import time_steps
-from thinker.training.config import check_recipe
-cpu, recipe = torch.device("cpu"), check_recipe({tree!r})
-time_steps(recipe, ThinkerConfig(vocab_size=64, d_model=32, n_layers=1), cpu, 1)  # loads libraries, starts threads
+from thinker.training.config import validate_config
+cpu, config = torch.device("cpu"), validate_config({tree!r})
+time_steps(config, ThinkerConfig(vocab_size=64, d_model=32, n_layers=1), cpu, 1)  # loads libraries, starts threads
 meter = MemoryMeter(cpu)
-time_steps(recipe, ThinkerConfig(**{shape!r}), cpu, 2)
+time_steps(config, ThinkerConfig(**{shape!r}), cpu, 2)
 print(meter.peak())
 """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    predicted = predict_memory(check_recipe(tree), ThinkerConfig(**shape), micro, CPU).peak
+    predicted = predict_memory(validate_config(tree), ThinkerConfig(**shape), micro, CPU).peak
     assert int(done.stdout) == pytest.approx(predicted, rel=0.15)
 
 
 def test_less_is_kept_where_it_is_computed_again_and_nothing_is_changed():
     torch.manual_seed(7)
-    kept = [predict_memory(recipe(recompute_every=n), CONFIG, 8, CPU).activations for n in (1, 2, None)]
+    kept = [predict_memory(config(checkpoint_every_n_blocks=n), CONFIG, 8, CPU).activations for n in (1, 2, None)]
     assert kept[0] < 0.5 * kept[2]
     assert kept[0] < kept[1] < kept[2]
     torch.manual_seed(7)
     first = torch.rand(1)
     torch.manual_seed(7)
-    predict_memory(recipe(), CONFIG, 8, CPU)
+    predict_memory(config(), CONFIG, 8, CPU)
     assert torch.equal(torch.rand(1), first)
 
 
 def test_the_largest_micro_batch_that_fits():
-    peaks = {size: predict_memory(recipe(), CONFIG, size, CPU).peak for size in (1, 2, 4, 8)}
+    peaks = {size: predict_memory(config(), CONFIG, size, CPU).peak for size in (1, 2, 4, 8)}
     assert peaks[1] < peaks[2] < peaks[4] < peaks[8]
     for size in (1, 2, 4):
         between = (peaks[size] + peaks[2 * size]) / 2 / 0.6
-        assert largest_micro_batch(recipe(), CONFIG, CPU, int(between)) == size
-    assert largest_micro_batch(recipe(), CONFIG, CPU, 2**40) == 8
-    with pytest.raises(UserError, match=r"one sequence of 128 tokens takes .* GB .*recompute_every=1"):
-        largest_micro_batch(recipe(), CONFIG, CPU, peaks[1])
+        assert largest_micro_batch(config(), CONFIG, CPU, int(between)) == size
+    assert largest_micro_batch(config(), CONFIG, CPU, 2**40) == 8
+    with pytest.raises(UserError, match=r"one sequence of 128 tokens takes .* GB .*checkpoint_every_n_blocks=1"):
+        largest_micro_batch(config(), CONFIG, CPU, peaks[1])
     assert 2**20 < free_memory(CPU) < 2**50
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.training import step as module
-from thinker.training.config import check_recipe
+from thinker.training.config import validate_config
 from thinker.training.step import TrainingStep, draw
 
 CONFIG = ThinkerConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=2, d_ff=48, max_seq_len=16, head_init_std=0.2)
@@ -26,7 +26,7 @@ def a_batch(seed=0, rows=4):
 def trained(steps=3, **train):
     """The weights after a few steps, and the last loss."""
     settled = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
-    step = TrainingStep(draw(CONFIG, 1, CPU), check_recipe({"train": {**settled, **train}}))
+    step = TrainingStep(draw(CONFIG, 1, CPU), validate_config({"train": {**settled, **train}}))
     for number in range(steps):
         loss, norm = step(a_batch(number), 1.0)
     assert norm > 0
@@ -45,14 +45,14 @@ def test_micro_batches_give_what_one_batch_gives(size):
 @pytest.mark.parametrize("every", [1, 2])
 def test_recomputed_activations_change_no_bit(every):
     kept, loss = trained()
-    again, loss_again = trained(recompute_every=every)
+    again, loss_again = trained(checkpoint_every_n_blocks=every)
     assert torch.equal(loss, loss_again)
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
 def test_a_shared_cast_changes_no_bit(monkeypatch):
     shared, loss = trained(precision="bf16", micro_batch_size=1)
-    monkeypatch.setattr(module, "cast_once", lambda thinker: contextlib.nullcontext())
+    monkeypatch.setattr(module, "cached_weight_casts", lambda thinker: contextlib.nullcontext())
     each, loss_of_each = trained(precision="bf16", micro_batch_size=1)
     assert torch.equal(loss, loss_of_each)
     assert all(torch.equal(shared[name], each[name]) for name in shared)
@@ -62,7 +62,7 @@ def test_a_shared_cast_changes_no_bit(monkeypatch):
 @pytest.mark.parametrize("every", [None, 1])
 def test_each_matrix_is_cast_once_a_step(size, every):
     train = {"precision": "bf16", "compile": False, "micro_batch_size": size, "batch_size": 4, "max_steps": 9}
-    step = TrainingStep(draw(CONFIG, 1, CPU), check_recipe({"train": {**train, "recompute_every": every}}))
+    step = TrainingStep(draw(CONFIG, 1, CPU), validate_config({"train": {**train, "checkpoint_every_n_blocks": every}}))
     matrices = {p.data_ptr(): name for name, p in step.model.named_parameters() if "proj" in name or "head" in name}
     casts = []
 
@@ -81,7 +81,7 @@ def test_each_matrix_is_cast_once_a_step(size, every):
 @pytest.mark.parametrize("every", [None, 2])
 def test_a_compiled_step_is_near_the_plain_one(every):
     plain, loss = trained(steps=2, micro_batch_size=2)
-    compiled, loss_of_compiled = trained(steps=2, micro_batch_size=2, compile=True, recompute_every=every)
+    compiled, loss_of_compiled = trained(steps=2, micro_batch_size=2, compile=True, checkpoint_every_n_blocks=every)
     torch.testing.assert_close(loss_of_compiled, loss, rtol=1e-4, atol=1e-5)
     for name, weight in plain.items():
         torch.testing.assert_close(compiled[name], weight, rtol=1e-2, atol=2e-3)

@@ -28,7 +28,7 @@ PATTERNS = [
     "bigbird(3, 2, 16, 2, 1)",
     "random(2, 1) & window(6)",
 ]
-FEATURES = ["", "alibi", "softcap", "sinks", "documents", "alibi softcap sinks documents"]
+FEATURES = ["", "alibi", "attn_logit_softcap", "sinks", "documents", "alibi attn_logit_softcap sinks documents"]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -57,14 +57,14 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
     alibi = slopes(H, device).to(torch.promote_types(dtype, torch.float32)) if "alibi" in features else None
     if "sinks" not in features:
         del inputs["sinks"]
-    return pattern, places, inputs, alibi, 1.5 if "softcap" in features else None
+    return pattern, places, inputs, alibi, 1.5 if "attn_logit_softcap" in features else None
 
 
-def computed(kernel, pattern, places, inputs, alibi, softcap):
-    q, plain = inputs["q"], softcap is None and "sinks" not in inputs
+def computed(kernel, pattern, places, inputs, alibi, attn_logit_softcap):
+    q, plain = inputs["q"], attn_logit_softcap is None and "sinks" not in inputs
     sight = look(pattern, places, places, q.shape[1], q.dtype, alibi, True, kernel, plain)
     assert sight.kernel == kernel
-    return attend(q, inputs["k"], inputs["v"], sight, None, softcap, inputs.get("sinks"))
+    return attend(q, inputs["k"], inputs["v"], sight, None, attn_logit_softcap, inputs.get("sinks"))
 
 
 @pytest.mark.parametrize("text", PATTERNS)
@@ -93,7 +93,7 @@ def test_a_query_that_sees_nothing_gives_0():
     ("text", "features"), [*(("bigbird(3, 2, 16, 2, 1)", each) for each in FEATURES), ("token(3)", FEATURES[-1])]
 )
 def test_gradients_equal_the_references(text, features, monkeypatch):
-    """torch refuses gradients on a CPU, although it has the formulas: what flows through sinks and softcap is ours."""
+    """torch refuses gradients on a CPU, although it has the formulas: what flows through sinks and attn_logit_softcap is ours."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False, raising=False)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     pattern, places, inputs, *scores = situation(text, features, T=40)
