@@ -141,7 +141,7 @@ def model_tensors(model: Thinker) -> dict[str, Tensor]:
 
 
 def verify(folder: Path) -> None:
-    """Compare every file with the manifest. Raises CorruptCheckpoint, naming the first file that is not as it was written."""
+    """Compare every file with the manifest. Raises CorruptCheckpoint that names the first that differs."""
     manifest = read_json(folder / MANIFEST)
     for name, listed in manifest.items():
         kinds = [type(value) for value in listed] if isinstance(listed, list) else None
@@ -192,7 +192,7 @@ def read_tensors(path: Path, expected: dict[str, Tensor | None] | None = None) -
     """The tensors of a safetensors file.
 
     Its header is compared first with the names, shapes and types of `expected`, if given: no tensor is loaded for
-    nothing. One that is expected as None may be anything, and is left out. Raises CorruptCheckpoint where the file is missing,
+    nothing. One that is expected as None may be anything, and is left out. Raises CorruptCheckpoint if the file is missing,
     broken, or another.
     """
     with opened(path) as file:

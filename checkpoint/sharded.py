@@ -48,7 +48,7 @@ def is_sharded(folder: Path) -> bool:
 
 
 def header(folder: Path) -> Header:
-    """What the safetensors files of a folder hold together. Raises IncompleteShards where a row is missing or there twice."""
+    """What the safetensors files of a folder hold together. Raises IncompleteShards if a row is missing or doubled."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     try:

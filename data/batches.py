@@ -1,4 +1,4 @@
-"""PackedDataset of tokens: how a stream is cut, and in which order training sees the cuts, as a function of (seed, step)."""
+"""Windows of tokens: how a stream is cut, and their order in training, as a function of (seed, step)."""
 
 from __future__ import annotations
 

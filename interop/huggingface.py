@@ -93,7 +93,7 @@ def is_folder(path: Path) -> bool:
 def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
     """The model in a Hugging Face folder, ready to sample from, in fp32.
 
-    Raises UserError for a family or a key that is not known, CorruptCheckpoint where files are missing or do not fit together.
+    Raises UserError for a family or a key that is not known, CorruptCheckpoint if files are missing or do not fit.
     """
     config = read_config(read_json(folder / "config.json"))
     where = _find_tensors(folder)
@@ -157,7 +157,8 @@ def read_config(values: dict[str, Any]) -> ThinkerConfig:
     family = values.get("model_type")
     if family not in FAMILIES:
         raise UserError(
-            f"config.json: model_type is {family!r}; known are {', '.join(FAMILIES)}{did_you_mean(str(family), FAMILIES)}"
+            f"config.json: model_type is {family!r}; known are {', '.join(FAMILIES)}"
+            f"{did_you_mean(str(family), FAMILIES)}"
         )
     windowless = "sliding_window" in values and values["sliding_window"] is None  # where left out, Mistral has one
     headless = "num_key_value_heads" in values and values["num_key_value_heads"] is None  # as many as query heads
@@ -276,7 +277,7 @@ def hf_architecture(config: ThinkerConfig) -> str:
 
 
 def write_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A config.json of this model, in the keys that older versions read as well. Raises UserError as hf_architecture."""
+    """A config.json of this model, in keys that older versions read too. Raises UserError as hf_architecture."""
     family = hf_architecture(config)
     values = {"architectures": [ARCHITECTURES[family]], "model_type": family}
     values |= {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from thinker.model.linear_attention import LinearAttention
 from thinker.model.masks import Placement
 from thinker.model.patterns import Places
 from thinker.runtime.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from thinker.model.transformer import Thinker
 
 Edit = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
 READ_ONLY = ("q", "k", "v")
@@ -37,7 +34,7 @@ class Seen(dict[str, Tensor]):
         self.passes.setdefault(name, []).append(value)
 
 
-def tap_names(model: Thinker) -> list[str]:
+def tap_names(model: nn.Module) -> list[str]:
     """All that can be tapped, in the order of the pass.
 
     | name | shape | |
@@ -62,7 +59,7 @@ def tap_names(model: Thinker) -> list[str]:
 
 
 @contextmanager
-def taps(model: Thinker, names: tuple[str, ...], edits: Mapping[str, Edit]) -> Iterator[Seen]:
+def taps(model: nn.Module, names: tuple[str, ...], edits: Mapping[str, Edit]) -> Iterator[Seen]:
     """While it is open, keep what is named of every pass, and change what `edits` names.
 
     `*` in a name stands for one part of it. Where several are open, each sees what those before it have changed. Not
@@ -116,7 +113,7 @@ def _need_logits(_: nn.Module, given: tuple, options: dict[str, Any]) -> None:
         raise UserError("with targets a pass makes no logits that could be tapped or edited")
 
 
-def is_open(model: Thinker) -> bool:
+def is_open(model: nn.Module) -> bool:
     """Whether anything of it is tapped or edited."""
     return "_points" in vars(model)
 
@@ -124,7 +121,7 @@ def is_open(model: Thinker) -> bool:
 class Points:
     """Every hook that is open on a model, in the order of opening, and the places where they are called."""
 
-    def __init__(self, model: Thinker) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model, self.undo = model, ExitStack()
         self.hooks: list[tuple[str, Callable[[Tensor], Tensor | None]]] = []
 

@@ -67,7 +67,7 @@ def attend(
         q: (B, H, T, D).
         k, v: (B, K, S, D), where K divides H; each key head serves H/K query heads.
         scale: 1/√D unless given.
-        attn_logit_softcap: scores s become attn_logit_softcap · tanh(s / attn_logit_softcap) (Gemma 2, arXiv:2408.00118): smooth, unlike clamping.
+        attn_logit_softcap: scores s become cap · tanh(s / cap) (Gemma 2, arXiv:2408.00118): smooth, unlike clamping.
         sinks: (H,), a further score of each head for a key without a value, so that it may look nowhere.
 
     Returns: (B, H, T, D). A query that sees nothing gives 0.

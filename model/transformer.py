@@ -157,8 +157,8 @@ class Thinker(nn.Module):
             documents: (B, T) int64, a number for each document of a window, another one than its neighbours'. None
                 sees across a border, and positions count from each one's beginning: its logits are those it has alone.
 
-        Returns: logits (B, T, V), or (B, 1, V) with last_logits_only; with targets, (sum of losses in nats, fp32; number of
-            targets counted).
+        Returns: logits (B, T, V), or (B, 1, V) with last_logits_only; with targets, (sum of losses in nats,
+            fp32; number of targets counted).
 
         Raises UserError on shapes that do not fit, or a cache that is full.
         """

@@ -33,7 +33,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's main() and end the process with its exit status.
 
-    A UserError becomes one line on standard error and status 2; RunError and a full disk one line and status 1; a reader
+    UserError becomes one line on standard error and status 2; RunError and a full disk one line and status 1; a reader
     that closed our pipe ends us quietly, as it does `cat`. Anything else is our own fault and keeps its stack trace.
     """
     # Before torch is imported: its OpenMP threads spin while they wait for each other, and with another program on one

@@ -93,7 +93,7 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
 
 
 def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
-    """A pattern, places, slopes, attn_logit_softcap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
+    """A pattern, places, slopes, soft-cap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
     from thinker.model.patterns import Places, parse
     from thinker.model.positions import slopes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinker.runtime.process_group import local_tensor
 
-# The quintics a·σ + b·σ³ + c·σ⁵ that one after the other bring all singular values from [0.01, 1] did_you_mean to one: each
+# The quintics a·σ + b·σ³ + c·σ⁵ that one after the other bring all singular values from [0.01, 1] nearest to one: each
 # is the best in the maximum norm on the interval that the one before it leaves (Amsel et al. 2025, Polar Express,
 # arXiv:2505.16932, theorem 3.1), here [0.73, 1.27] in the end.
 POLAR_EXPRESS_COEFFICIENTS = (
@@ -89,7 +89,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     """U·Vᵀ of each U·S·Vᵀ in a batch of matrices (n, rows, columns), nearly: singular values come near one.
 
     Three iterations do what five of torch's do, for two reasons: the polynomials differ from one to the next
-    (POLAR_EXPRESS_COEFFICIENTS), and the norm that divides first is the fourth root of Σσ⁴, which for n equal singular values is n^¼
+    (POLAR_EXPRESS_COEFFICIENTS), and the norm that divides first is the fourth root of Σσ⁴; for n equal singular values n^¼
     times too large where Frobenius' is n^½ times. It costs nothing: the first product of the iteration holds it.
     """
     wide = x.shape[1] <= x.shape[2]

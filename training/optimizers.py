@@ -21,7 +21,7 @@ def resolve_learning_rates(
     al. 2022, arXiv:2203.03466), and so does that of an embedding which is tied to the head.
 
     Below 16 sequences a step the gradient is mostly noise, and every rate falls with the root of their number (Malladi
-    et al. 2022, arXiv:2205.10287). Above, the rates stay. `pace`: what all of them are multiplied by, see lr_multiplier().
+    et al. 2022, arXiv:2205.10287). Above, the rates stay. `pace`: multiplies all of them, see lr_multiplier().
     """
     noise = pace * min(1.0, batch_size / 16) ** 0.5
     if section.name == "muon":

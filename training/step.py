@@ -25,7 +25,7 @@ class TrainingStep:
 
     Attributes:
         bad: how many steps had a loss or gradient that is not finite (in fp16 a loss: gradients overflow by design).
-            Such a step changes nothing, and after more than train.max_nonfinite_steps of them none does any more, so that
+            Such a step changes nothing, and after train.max_nonfinite_steps of them none does any more, so that
             the weights are still those of before when the host comes to know. Counted on the device.
         guarded: whether that is looked at.
     """

@@ -140,8 +140,8 @@ class Trainer:
                     checkpoint.quarantine(newer, "damaged")  # or it would count as one of the last that are kept
             if before.skipped > config.train.max_nonfinite_steps:
                 raise UserError(
-                    f"the run in {self.run.path} has left out {before.skipped} bad steps; train.max_nonfinite_steps cannot "
-                    "be fewer"
+                    f"the run in {self.run.path} has left out {before.skipped} bad steps; "
+                    "train.max_nonfinite_steps cannot be fewer"
                 )
             resume.restore(folder, self.train_step, before)
             resume.warn_about_changes(before, machine, config)

@@ -53,7 +53,7 @@ class Flex:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, attn_logit_softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); scale, attn_logit_softcap and sinks as in attention.attend."""
+        """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); scale, softcap, sinks as in attend()."""
         slopes, distance, width = self.slopes, self.distance, v.shape[-1]
 
         def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
