@@ -192,7 +192,7 @@ def read_tensors(path: Path, expected: dict[str, Tensor | None] | None = None) -
     """The tensors of a safetensors file.
 
     Its header is compared first with the names, shapes and types of `expected`, if given: no tensor is loaded for
-    nothing. One that is expected as None may be anything, and is left out. Raises CorruptCheckpoint if the file is missing,
+    nothing. One expected as None may be anything, and is left out. Raises CorruptCheckpoint if a file is missing,
     broken, or another.
     """
     with opened(path) as file:

@@ -4,7 +4,7 @@ A needle is a story of the grammar up to the place where a fact's word is said f
 the phrase that it came in, `from Flint`, `the magic lantern`, so the phrase tells which fact is meant. Stories go on
 for some 140 tokens after a fact; for longer distances the hero has encounters between the first paragraph and the
 second, as the grammar tells them (`go // meet kind`: some food is taken along, an animal gets it), as many as bring the
-farthest fact did_you_mean to n: sentences that the model has read, but never so many of them.
+farthest fact nearest to n: sentences that the model has read, but never so many of them.
 
 The distance, from the first token of the word to that of its second mention, is within n/16 of n; the word is nowhere
 else before. Right is an answer if the model finds the word likelier than all others of its list in the grammar; out of

@@ -89,7 +89,7 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
     tiles = len(panel.rows) < len(values)  # maps side by side
     palette = colormaps[colors].with_extremes(bad="#e9e9ec")
     image = axes.imshow(
-        values, cmap=palette, vmin=low, vmax=top, aspect="equal" if tiles else "auto", interpolation="did_you_mean"
+        values, cmap=palette, vmin=low, vmax=top, aspect="equal" if tiles else "auto", interpolation="nearest"
     )
     longest = max(map(len, panel.columns), default=0)
     upright = 90 if len(panel.columns) > 8 or longest > 12 else 0

@@ -18,7 +18,7 @@ class RunError(Exception):
 
 
 def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
-    """A question that names the word did_you_mean to a mistyped one, to end an error message with; "" if none is near.
+    """A question that names the word closest to a mistyped one, to end an error message with; "" if none is near.
 
     The word is shown in `form`, such as "model.{}".
     """

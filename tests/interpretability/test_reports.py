@@ -27,8 +27,8 @@ def test_scores_of_repeats_are_not_of_the_prompt(make_thinker):
     for row in found.rows:
         layer, head = int(row[0]), int(row[1])
         others = {other: apart[layer, head, other].item() for other in range(4) if other != head}
-        did_you_mean = min(others, key=others.get)
-        assert row[-1] == f"{did_you_mean} ({others[did_you_mean]:.3f})"
+        closest = min(others, key=others.get)
+        assert row[-1] == f"{closest} ({others[closest]:.3f})"
     assert f"{sum(1 / (i + 1) for i in range(12, 24)) / 12:.3f}" in found.after
 
 

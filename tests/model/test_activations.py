@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_forms import ATTENTION, close, forms
+from test_attention_variants import ATTENTION, close, forms
 
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.compiled_decode import CompiledThinker

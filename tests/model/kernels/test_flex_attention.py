@@ -93,7 +93,7 @@ def test_a_query_that_sees_nothing_gives_0():
     ("text", "features"), [*(("bigbird(3, 2, 16, 2, 1)", each) for each in FEATURES), ("token(3)", FEATURES[-1])]
 )
 def test_gradients_equal_the_references(text, features, monkeypatch):
-    """torch refuses gradients on a CPU, although it has the formulas: what flows through sinks and the soft-cap is ours."""
+    """torch refuses gradients on a CPU, although it has the formulas; the gradients of sinks and soft-cap are ours."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False, raising=False)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     pattern, places, inputs, *scores = situation(text, features, T=40)

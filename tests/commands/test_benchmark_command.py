@@ -91,7 +91,7 @@ def test_train_beside_transformers(tmp_path):
 
 def test_head_beside_the_plain_one(tmp_path):
     done = run_script(
-        BENCHMARK, "head", "--rows", "4096", "--width", "16", "--vocab", "5000", "--device", "cpu", "--precision",
+        BENCHMARK, "linear_cross_entropy", "--rows", "4096", "--width", "16", "--vocab", "5000", "--device", "cpu", "--precision",
         "fp32", "--repeats", "1", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -231,7 +231,9 @@ def test_a_law_that_cannot_be():
 
 
 def test_what_exact_resume_costs(tiny, tmp_path):
-    done = run_script(BENCHMARK, "saving", *tiny[1:], "--rounds", "2", "--saves", "2", "--out", tmp_path / "line.json")
+    done = run_script(
+        BENCHMARK, "checkpoint_overhead", *tiny[1:], "--rounds", "2", "--saves", "2", "--out", tmp_path / "line.json"
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "line.json").read_text()) == result

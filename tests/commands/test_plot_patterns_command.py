@@ -4,7 +4,7 @@ import pytest
 from conftest import ROOT, run_script
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
-from scripts.patterns import main
+from thinker.scripts.plot_patterns import main
 
 from thinker.interpretability.pattern_plots import COLORS, GALLERY, draw, kept, make_picture
 from thinker.model import ThinkerConfig
