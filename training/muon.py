@@ -89,7 +89,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     """U·Vᵀ of each U·S·Vᵀ in a batch of matrices (n, rows, columns), nearly: singular values come near one.
 
     Three iterations do what five of torch's do, for two reasons: the polynomials differ from one to the next
-    (POLAR_EXPRESS_COEFFICIENTS), and the norm that divides first is the fourth root of Σσ⁴; n^¼ for n equal singular values
+    (POLAR_EXPRESS_COEFFICIENTS). The norm that divides first is the fourth root of Σσ⁴: for n equal values n^¼
     times too large where Frobenius' is n^½ times. It costs nothing: the first product of the iteration holds it.
     """
     wide = x.shape[1] <= x.shape[2]

@@ -91,7 +91,8 @@ def test_train_beside_transformers(tmp_path):
 
 def test_head_beside_the_plain_one(tmp_path):
     done = run_script(
-        BENCHMARK, "linear_cross_entropy", "--rows", "4096", "--width", "16", "--vocab", "5000", "--device", "cpu", "--precision",
+        BENCHMARK, "linear_cross_entropy", "--rows", "4096", "--width", "16", "--vocab", "5000", "--device", "cpu",
+        "--precision",
         "fp32", "--repeats", "1", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

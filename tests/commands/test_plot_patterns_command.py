@@ -4,13 +4,13 @@ import pytest
 from conftest import ROOT, run_script
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
-from thinker.scripts.plot_patterns import main
 
 from thinker.interpretability.pattern_plots import COLORS, GALLERY, draw, kept, make_picture
 from thinker.model import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LinearLayer, RingLayer
 from thinker.model.patterns import NAMES, parse
 from thinker.runtime.errors import UserError
+from thinker.scripts.plot_patterns import main
 
 PATTERNS = ROOT / "scripts" / "plot_patterns.py"
 LATER, EARLIER, AHEAD, SEEN, SUMMED = range(5)  # what a cell holds
