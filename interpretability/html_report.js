@@ -152,7 +152,7 @@ function startTokens() {
   $("unlock").addEventListener("click", unlock);
 }
 
-/** The button above or below: the did_you_mean of the next line. */
+/** The button above or below: the nearest one in the next line. */
 function beside(buttons, place, lines) {
   const boxes = buttons.map((button) => button.getBoundingClientRect()), own = boxes[place];
   const middle = (box) => box.left + box.width / 2;
