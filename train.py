@@ -23,7 +23,7 @@ def main() -> int:
         distributed_session,
     )  # after parsing: --help and a wrong flag need not wait for torch
 
-    with distributed_session() as ranks:
+    with distributed_session() as dist:
         from thinker.training.config import load_config
 
         config = load_config(arguments.config, arguments.overrides)
@@ -32,7 +32,7 @@ def main() -> int:
         from thinker.training.trainer import Trainer
 
         with lasting_output():
-            return Trainer(config, ranks).train()
+            return Trainer(config, dist).train()
 
 
 def command() -> None:

@@ -100,8 +100,8 @@ def work(
     os.environ.update({name: str(value) for name, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     torch.set_flush_denormal(True)
-    ranks, rows = DistContext(), arguments.batch_size // size
-    ranks.init_process_group("cpu", 600)
+    dist, rows = DistContext(), arguments.batch_size // size
+    dist.init_process_group("cpu", 600)
     train = {"max_steps": 1, "batch_size": arguments.batch_size, "micro_batch_size": rows, "compile": False}
     train |= {"precision": arguments.precision, "parallel": parallel}
     tree = {"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": arguments.seq_len}}
@@ -109,7 +109,7 @@ def work(
     model_config = ThinkerConfig(
         vocab_size=4096, d_model=arguments.width, n_layers=arguments.layers, n_heads=4, max_seq_len=arguments.seq_len
     )
-    step = TrainingStep(draw(model_config, 1, CPU), config, ranks=ranks)
+    step = TrainingStep(draw(model_config, 1, CPU), config, dist=dist)
     tokens = torch.randint(4096, (rows, arguments.seq_len), generator=torch.Generator().manual_seed(rank))
     batch = Batch(tokens, tokens, tokens.numel() * size)
     for _ in range(2):  # allocations, buckets
@@ -117,7 +117,7 @@ def work(
     sent, seconds = [], []
     for _ in range(arguments.rounds):
         time.sleep(0.1)
-        ranks.all_gather_scalars(0)
+        dist.all_gather_scalars(0)
         time.sleep(0.1)
         before, start = loopback_bytes(), time.perf_counter()
         time.sleep(0.1)

@@ -67,11 +67,11 @@ def contents(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] 
     return files if training is None else files | {TRAINING: training}
 
 
-def copied(files: Files, ranks: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
+def copied(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
     """The same, all tensors whole and in the host's memory, where training may go on while they are written.
 
     Args:
-        ranks: those that share tensors, which must all ask; only rank 0 gets something.
+        dist: those that share tensors, which must all ask; only rank 0 gets something.
         always: copy what is there already, too.
     """
     found: Files = {}
@@ -82,7 +82,7 @@ def copied(files: Files, ranks: DistContext = SINGLE_PROCESS, always: bool = Tru
         found[name] = {}
         for key, tensor in file.items():
             gathered = full_tensor(tensor.detach())  # one after the other: there may be no room for all
-            if ranks.is_main:
+            if dist.is_main:
                 found[name][key] = gathered.to("cpu", copy=always and not hasattr(tensor, "to_local"))
     return found
 
@@ -108,10 +108,10 @@ def write(
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         if shared_by is not None:
-            shared_by.tell()  # the folder is there
+            shared_by.broadcast_object()  # the folder is there
             tensors = {key: part for name, file in files.items() if _holds_tensors(name) for key, part in file.items()}
             own = sharded.write(temporary, tensors, shared_by)
-            told = shared_by.collect({path.name: [path.stat().st_size, _sha256(path)] for path in own})
+            told = shared_by.gather_objects({path.name: [path.stat().st_size, _sha256(path)] for path in own})
             listed = {name: sums for each in told for name, sums in each.items()}
             files = {name: file for name, file in files.items() if not _holds_tensors(name)}
         if not first:

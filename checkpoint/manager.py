@@ -19,7 +19,7 @@ class CheckpointManager:
         keep_every: step-N whose N is a multiple of it are kept for ever.
         background: save() copies the tensors and returns; a thread writes one checkpoint at a time.
         share: of its time, what that thread may work while nobody waits for it. 1 where training leaves cores free.
-        ranks: that train together, and all save at once. Rank 0 writes.
+        dist: that train together, and all save at once. Rank 0 writes.
         sharded: each rank writes its own part, in the foreground.
     """
 
@@ -30,11 +30,11 @@ class CheckpointManager:
         keep_every: int | None = None,
         background: bool = False,
         share: float = 1.0,
-        ranks: DistContext = SINGLE_PROCESS,
+        dist: DistContext = SINGLE_PROCESS,
         sharded: bool = False,
     ) -> None:
         self.folder, self.keep_last, self.keep_every, self.share = folder, keep_last, keep_every, share
-        self.ranks, self.sharded = ranks, sharded
+        self.dist, self.sharded = dist, sharded
         self._pool = ThreadPoolExecutor(1, "saver") if background else None
         self._writing: Future[None] | None = None
         self._awaited = threading.Event()
@@ -43,9 +43,9 @@ class CheckpointManager:
         """Write KIND-STEP. Raises OSError where that fails, or the checkpoint before it has failed meanwhile."""
         self.wait()
         name = f"{kind}-{step:08d}"
-        if not self.sharded and (self._pool is not None or self.ranks.size > 1):
-            files = checkpoint.copied(files, self.ranks, always=self._pool is not None)
-            if not self.ranks.is_main:
+        if not self.sharded and (self._pool is not None or self.dist.world_size > 1):
+            files = checkpoint.copied(files, self.dist, always=self._pool is not None)
+            if not self.dist.is_main:
                 return
         if self._pool is None:
             self._write(name, kind, files)
@@ -67,9 +67,9 @@ class CheckpointManager:
             self._pool.shutdown()
 
     def _write(self, name: str, kind: str, files: Files) -> None:
-        shared_by = self.ranks if self.sharded else None
+        shared_by = self.dist if self.sharded else None
         checkpoint.write(self.folder / name, files, self._rest if self._pool else lambda seconds: None, shared_by)
-        if not self.ranks.is_main:
+        if not self.dist.is_main:
             return
         for folder in checkpoint.list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:
             kept = kind == "step" and self.keep_every and int(folder.name.split("-")[1]) % self.keep_every == 0

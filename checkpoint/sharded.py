@@ -24,7 +24,7 @@ class IncompleteShards(Exception):
     """Files that do not hold every row of every tensor once; the message says where."""
 
 
-def write(folder: Path, tensors: dict[str, Tensor], ranks: DistContext) -> list[Path]:
+def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[Path]:
     """Write this rank's rows of `tensors` into a folder that is there; all ranks do at once. Returns its own files.
 
     Raises OSError where a disk is full.
@@ -36,10 +36,10 @@ def write(folder: Path, tensors: dict[str, Tensor], ranks: DistContext) -> list[
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may write so, too
             values = {name: tensor.detach() for name, tensor in tensors.items()}
-            save(values, storage_writer=writer, no_dist=ranks.size == 1)
+            save(values, storage_writer=writer, no_dist=dist.world_size == 1)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
-    return [path for path in folder.glob(PATTERN) if int(path.name.split("-")[1]) == ranks.rank + 1]  # from 1
+    return [path for path in folder.glob(PATTERN) if int(path.name.split("-")[1]) == dist.rank + 1]  # from 1
 
 
 def is_sharded(folder: Path) -> bool:

@@ -34,9 +34,9 @@ class Evaluator:
         batch_size: int,
         byte_lengths: np.ndarray,
         limit: int | None = None,
-        ranks: DistContext = SINGLE_PROCESS,
+        dist: DistContext = SINGLE_PROCESS,
     ) -> None:
-        self.windows, self.batch_size, self.limit, self.ranks = windows, batch_size, limit, ranks
+        self.windows, self.batch_size, self.limit, self.dist = windows, batch_size, limit, dist
         self.byte_lengths = torch.from_numpy(byte_lengths.astype(np.int64))
         self.floor = entropy_floor(windows, limit)
 
@@ -53,7 +53,7 @@ class Evaluator:
             nats = nats.to(model.device)  # summed where the model is: the host asks once, at the end
         count = n_bytes = 0
         for inputs, targets in sequential_batches(
-            self.windows, self.batch_size, self.limit, self.ranks.rank, self.ranks.size
+            self.windows, self.batch_size, self.limit, self.dist.rank, self.dist.world_size
         ):
             if stop():
                 model.train(was_training)
@@ -66,7 +66,7 @@ class Evaluator:
             loss, _ = model(given[0], targets=given[1], documents=given[2])
             nats += loss.to(nats.device, nats.dtype)
         model.train(was_training)
-        said = zip(*self.ranks.all_gather_scalars(nats.item(), count, n_bytes))
+        said = zip(*self.dist.all_gather_scalars(nats.item(), count, n_bytes))
         total, count, n_bytes = math.fsum(next(said)), *(int(sum(each)) for each in said)
         if not count:
             raise UserError("nothing in the validation set is to be predicted; its texts are shorter than the prefix")

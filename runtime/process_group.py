@@ -40,7 +40,7 @@ class DistContext:
 
     def __init__(self) -> None:
         """Raises UserError where the environment names a place in part only or wrongly, RunError without a store."""
-        self.rank, self.size, self.local_rank, self.local_size, port = 0, 1, 0, 1, 0
+        self.rank, self.world_size, self.local_rank, self.local_world_size, port = 0, 1, 0, 1, 0
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             if missing := [name for name in PLACE if name not in os.environ]:
                 raise UserError(
@@ -49,13 +49,13 @@ class DistContext:
                 )
             texts = [os.environ[name] for name in PLACE if name != "MASTER_ADDR"]
             if all(text.isdigit() for text in texts):
-                self.rank, self.size, self.local_rank, self.local_size, port = map(int, texts)
-            if not all(text.isdigit() for text in texts) or self.rank >= self.size:
+                self.rank, self.world_size, self.local_rank, self.local_world_size, port = map(int, texts)
+            if not all(text.isdigit() for text in texts) or self.rank >= self.world_size:
                 said = ", ".join(f"{name}={os.environ[name]}" for name in PLACE)
                 raise UserError(f"the environment's {said} is no place among ranks; start them by torchrun")
         self.is_main = self.rank == 0
-        self._said = 0
-        if self.size == 1:
+        self._n_objects = 0
+        if self.world_size == 1:
             return
         from torch.distributed import DistError, PrefixStore, TCPStore
 
@@ -67,11 +67,11 @@ class DistContext:
             )  # fmt: skip
         except DistError as error:
             raise RunError(
-                f"rank {self.rank} of {self.size} found nobody at {host}:{port} within {CONNECTING:.0f} s"
+                f"rank {self.rank} of {self.world_size} found nobody at {host}:{port} within {CONNECTING:.0f} s"
             ) from error
         # What ranks said before torchrun started them anew stays in its store: after a failure, or because one came in.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = PrefixStore(f"thinker/{attempt}/{self.size}", store)
+        self.store = PrefixStore(f"thinker/{attempt}/{self.world_size}", store)
 
     def init_process_group(self, device_type: str, timeout: float) -> None:
         """Make torch's process group, on gloo, and NCCL for GPUs.
@@ -81,18 +81,18 @@ class DistContext:
         Raises RunError, naming them, where ranks did not come.
         """
         self.device_type, self.timeout = device_type, timeout
-        if self.size == 1:
+        if self.world_size == 1:
             return
         import torch
-        import torch.distributed as dist
+        import torch.distributed
 
         if missing := self._wait_for_ranks("here", timeout):
             raise RunError(f"{missing} did not start within {timeout:g} s")
         if device_type == "cuda":
             torch.cuda.set_device(self.local_rank)
-        dist.init_process_group(
+        torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            store=self.store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout),
+            store=self.store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout),
         )  # fmt: skip
 
     def all_gather_scalars(self, *values: float) -> list[list[float]]:
@@ -100,21 +100,21 @@ class DistContext:
 
         From host to host: no device is waited for.
         """
-        if self.size == 1:
+        if self.world_size == 1:
             return [list(values)]
         import torch
-        import torch.distributed as dist
+        import torch.distributed
 
-        said = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.size)]
-        dist.all_gather(said, torch.tensor(values, dtype=torch.float64))
+        said = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.world_size)]
+        torch.distributed.all_gather(said, torch.tensor(values, dtype=torch.float64))
         return [row.tolist() for row in said]
 
     def broadcast_object(self, value: Any = None) -> Any:
         """What rank 0 gives, for all: anything that JSON can hold."""
-        if self.size == 1:
+        if self.world_size == 1:
             return value
-        self._said += 1
-        key = f"said/{self._said}"
+        self._n_objects += 1
+        key = f"said/{self._n_objects}"
         if self.is_main:
             self.store.set(key, json.dumps(value))
         self._await(key, seconds=self.timeout)
@@ -122,10 +122,10 @@ class DistContext:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """What each rank gives, anything that JSON can hold, in their order; for the others but rank 0 their own."""
-        if self.size == 1:
+        if self.world_size == 1:
             return [value]
-        self._said += 1
-        keys = [f"said/{self._said}/{rank}" for rank in range(self.size)]
+        self._n_objects += 1
+        keys = [f"said/{self._n_objects}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], json.dumps(value))
         if not self.is_main:
             return [value]
@@ -135,7 +135,7 @@ class DistContext:
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Within it rank 0 goes first, then the first of each other machine, then all others. Once a training."""
-        if self.size == 1:
+        if self.world_size == 1:
             yield
             return
         machine = f"done on/{socket.gethostname()}"
@@ -144,25 +144,25 @@ class DistContext:
         yield
         for key in ["done"] * self.is_main + [machine] * (self.local_rank == 0) + [f"done/{self.rank}"]:
             self.store.set(key, "")
-        self._await(*(f"done/{rank}" for rank in range(self.size)))
+        self._await(*(f"done/{rank}" for rank in range(self.world_size)))
 
     def shutdown(self) -> None:
         """Wait until rank 0 has finished: whoever starts the ranks ends the others when one has gone."""
-        if self.size > 1:
-            import torch.distributed as dist
+        if self.world_size > 1:
+            import torch.distributed
 
             if self.is_main:
                 self.store.set("done all", "")
             self._await("done all")
             self.all_gather_scalars(0)
-            dist.destroy_process_group()
+            torch.distributed.destroy_process_group()
 
     def resolve_failure(self, error: BaseException) -> BaseException:
         """What a rank shall end with: the error itself where it is the first, otherwise quiet."""
-        import torch.distributed as dist
+        import torch.distributed
 
         gloos = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-        of_others = gloos or isinstance(error, dist.DistError | RankTimeout)
+        of_others = gloos or isinstance(error, torch.distributed.DistError | RankTimeout)
         end = time.monotonic() + ROLL_CALL
         try:
             if of_others and (missing := self._wait_for_ranks("alive", ROLL_CALL)):
@@ -175,11 +175,11 @@ class DistContext:
             self.store.set(f"left/{self.rank}", "")
             if self.is_main and not self.under_torchrun:  # the store goes with this process
                 self._wait_for_ranks("left", ROLL_CALL, to_the_end=True)
-        except dist.DistError:  # the store went with torchrun, or with the rank that held it
+        except torch.distributed.DistError:  # the store went with torchrun, or with the rank that held it
             return (
                 SystemExit(1)
                 if self.under_torchrun
-                else RunError(f"rank 0 of {self.size}, which keeps the store, has gone")
+                else RunError(f"rank 0 of {self.world_size}, which keeps the store, has gone")
             )
         if claimed == str(self.rank):
             return error
@@ -201,21 +201,21 @@ class DistContext:
         Where one has failed nobody waits, unless `to_the_end`.
         """
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        missing, end = list(range(self.size)), time.monotonic() + seconds
+        missing, end = list(range(self.world_size)), time.monotonic() + seconds
         while missing and time.monotonic() < end and (to_the_end or not self.store.check(["failed"])):
             missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
             time.sleep(0.02)
         here = {rank: f"here/{rank}" for rank in missing if self.store.check([f"here/{rank}"])}
         who = [f"{rank} ({self.store.get(here[rank]).decode()})" if rank in here else str(rank) for rank in missing]
-        return f"rank {', '.join(who[:4])}{' and more' * (len(who) > 4)} of {self.size}" if missing else ""
+        return f"rank {', '.join(who[:4])}{' and more' * (len(who) > 4)} of {self.world_size}" if missing else ""
 
 
 SINGLE_PROCESS = DistContext.__new__(DistContext)  # one process, whatever the environment says
 (
     SINGLE_PROCESS.rank,
-    SINGLE_PROCESS.size,
+    SINGLE_PROCESS.world_size,
     SINGLE_PROCESS.local_rank,
-    SINGLE_PROCESS.local_size,
+    SINGLE_PROCESS.local_world_size,
     SINGLE_PROCESS.is_main,
 ) = (
     0,
@@ -242,23 +242,23 @@ def distributed_session() -> Iterator[DistContext]:
 
     An error on any rank ends all of them, and is raised, and so shown, on the one that was first to fail.
     """
-    ranks = DistContext()
+    dist = DistContext()
     with contextlib.ExitStack() as stack:
-        if not ranks.is_main:
+        if not dist.is_main:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         try:
-            yield ranks
-            ranks.shutdown()
+            yield dist
+            dist.shutdown()
         except KeyboardInterrupt:
-            if ranks.is_main:
+            if dist.is_main:
                 raise
             raise SystemExit(130) from None
         except Exception as error:
-            if ranks.size == 1:
+            if dist.world_size == 1:
                 raise
-            verdict = ranks.resolve_failure(error)
+            verdict = dist.resolve_failure(error)
             if verdict is error:
                 raise
             raise verdict from error

@@ -44,7 +44,7 @@ def server():
 
 
 def together(size, target, *given, timeout=300):
-    """Call target(ranks, *given) in `size` processes, its ranks; returns what each gives back, JSON or None.
+    """Call target(dist, *given) in `size` processes, its ranks; returns what each gives back, JSON or None.
 
     Raises AssertionError with what they have written on standard error where one fails.
     """
@@ -100,8 +100,8 @@ def _be_a_rank(rank, size, port, folder, target, given):
     torch.set_num_threads(1)
 
     def main():
-        with distributed_session() as ranks:
-            found = target(ranks, *given)
+        with distributed_session() as dist:
+            found = target(dist, *given)
         Path(folder, f"{rank}.json").write_text(json.dumps(found))
         return 0
 

@@ -34,31 +34,31 @@ SHAPE = {
 CONFIG = ThinkerConfig(**SHAPE, max_seq_len=T)  # nothing divides by two or four
 
 
-def batch(step, ranks, isolate=False):
+def batch(step, dist, isolate=False):
     """A rank's rows of a step's batch; in the last rows hardly a target is counted, and in the first all are."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(97, (ROWS, T + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[torch.rand(targets.shape, generator=generator) < torch.linspace(0, 0.95, ROWS)[:, None]] = -1
-    count, rows = int((targets >= 0).sum()), ROWS // ranks.size
-    own = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+    count, rows = int((targets >= 0).sum()), ROWS // dist.world_size
+    own = slice(dist.rank * rows, (dist.rank + 1) * rows)
     return Batch(inputs[own], targets[own], count, (inputs[own] < 9).cumsum(1) if isolate else None)
 
 
-def make_step(ranks, model_config=CONFIG, optimizer="adamw", **train):
+def make_step(dist, model_config=CONFIG, optimizer="adamw", **train):
     """A training step of the model that seed 1 draws."""
     train = {
         "max_steps": 50,
-        "batch_size": max(ROWS, train.get("micro_batch_size", 1) * ranks.size),
+        "batch_size": max(ROWS, train.get("micro_batch_size", 1) * dist.world_size),
         "precision": "fp32",
         "compile": False,
         "parallel": "ddp",
     } | train
-    train.setdefault("micro_batch_size", ROWS // ranks.size)
+    train.setdefault("micro_batch_size", ROWS // dist.world_size)
     config = validate_config({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
     if not torch.distributed.is_initialized():
-        ranks.init_process_group("cpu", 60.0)
-    return TrainingStep(draw(model_config, 1, CPU), config, ranks=ranks)
+        dist.init_process_group("cpu", 60.0)
+    return TrainingStep(draw(model_config, 1, CPU), config, dist=dist)
 
 
 def everything(step):
@@ -67,22 +67,22 @@ def everything(step):
     return {name: full_tensor(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()}
 
 
-def learn(ranks, out, steps, options):
+def learn(dist, out, steps, options):
     """Make so many steps. Returns (loss, gradient norm) of each; `out` gets all that there is then."""
-    step = make_step(ranks, **options)
-    found = [[float(number) for number in step(batch(number, ranks), 1.0)] for number in range(steps)]
+    step = make_step(dist, **options)
+    found = [[float(number) for number in step(batch(number, dist), 1.0)] for number in range(steps)]
     tensors = everything(step)
-    if ranks.is_main:
+    if dist.is_main:
         save_file(tensors, out)
     return found
 
 
-def gradients(ranks, folder, steps, options):
+def gradients(dist, folder, steps, options):
     """The clipped gradients of each step, into a file each; where there are files already, from the weights in them.
 
     Returns: for each step how far each gradient is, relative to its norm, from that in the file.
     """
-    step, found, far = make_step(ranks, **options), {}, []
+    step, found, far = make_step(dist, **options), {}, []
     update = step.optimizers.step
 
     def kept(skip):
@@ -100,14 +100,14 @@ def gradients(ranks, folder, steps, options):
                 for name, parameter in step.model.named_parameters():
                     value = theirs[f"weight {name}"]
                     if hasattr(parameter, "to_local"):
-                        own, parts = parameter.to_local(), value.chunk(ranks.size)
+                        own, parts = parameter.to_local(), value.chunk(dist.world_size)
                         if len(own):
-                            own.copy_(parts[ranks.rank])
+                            own.copy_(parts[dist.rank])
                     else:
                         parameter.copy_(value)
         else:
             weights = {f"weight {name}": p.detach().clone() for name, p in step.model.named_parameters()}
-        norm = step(batch(number, ranks), 1.0)[1]
+        norm = step(batch(number, dist), 1.0)[1]
         found["norm of all"] = norm.reshape(1)
         if path.exists():
             sizes = {name: float(theirs[name].norm()) or 1.0 for name in found}
@@ -117,42 +117,42 @@ def gradients(ranks, folder, steps, options):
     return far
 
 
-def save(ranks, folder, parallel):
+def save(dist, folder, parallel):
     """Two steps with each optimizer, then checkpoints of them, whole and sharded, and what was saved in them."""
     for optimizer in ("adamw", "muon"):
-        step = make_step(ranks, optimizer=optimizer, parallel=parallel)
+        step = make_step(dist, optimizer=optimizer, parallel=parallel)
         for number in range(2):
-            step(batch(number, ranks), 1.0)
+            step(batch(number, dist), 1.0)
         tensors = everything(step)
         for sharded in (False, True):
-            place = Path(folder, f"{optimizer}-{ranks.size}-{parallel}-{'sharded' if sharded else 'whole'}")
-            if ranks.is_main:
+            place = Path(folder, f"{optimizer}-{dist.world_size}-{parallel}-{'sharded' if sharded else 'whole'}")
+            if dist.is_main:
                 place.mkdir()
                 save_file(tensors, place / "was.safetensors")
-            ranks.broadcast_object()
-            saver = CheckpointManager(place, 1, ranks=ranks, sharded=sharded)
+            dist.broadcast_object()
+            saver = CheckpointManager(place, 1, dist=dist, sharded=sharded)
             state = RunState(step=2).model_dump(mode="json")
             saver.save("step", 2, checkpoint.contents(step.model, state, step.optimizers.tensors()))
-            ranks.broadcast_object()  # rank 0 has written
+            dist.broadcast_object()  # rank 0 has written
 
 
-def load(ranks, folder, parallel):
+def load(dist, folder, parallel):
     """Take every checkpoint up. Returns what is not bit for bit as it was saved, and the loss of a step from each."""
     changed, losses = [], {}
     for place in sorted(Path(folder).iterdir()):
-        step = make_step(ranks, optimizer=place.name.split("-")[0], parallel=parallel)
+        step = make_step(dist, optimizer=place.name.split("-")[0], parallel=parallel)
         resume.restore(place / "step-00000002", step, RunState(step=2))
         found, was = everything(step), load_file(place / "was.safetensors")
         assert found.keys() == was.keys()
         assert any(name.startswith("optimizer.") for name in was)
         changed += [f"{place.name} {name}" for name in was if not torch.equal(found[name], was[name])]
-        losses[place.name] = float(step(batch(2, ranks), 1.0)[0])
+        losses[place.name] = float(step(batch(2, dist), 1.0)[0])
     return changed, losses
 
 
-def train(ranks, config, overrides):
+def train(dist, config, overrides):
     """Train by a config, from where its run stands. Returns the inputs of each step as this rank saw them."""
-    trainer, seen = Trainer(load_config(config, overrides), ranks), []
+    trainer, seen = Trainer(load_config(config, overrides), dist), []
 
     class Noting:
         def __call__(self, given, factor):
@@ -167,15 +167,15 @@ def train(ranks, config, overrides):
     return seen
 
 
-def frequent(ranks, precision, parallel):
+def frequent(dist, precision, parallel):
     """The gradients of a batch in which every other one of 12,288 tokens is the same, unclipped; and how many of a
     matrix's numbers bf16 could hold.
     """
-    rows = 512 // ranks.size
-    step = make_step(ranks, parallel=parallel, precision=precision, grad_clip=1e9, micro_batch_size=rows)
+    rows = 512 // dist.world_size
+    step = make_step(dist, parallel=parallel, precision=precision, grad_clip=1e9, micro_batch_size=rows)
     tokens = torch.randint(97, (512, T), generator=torch.Generator().manual_seed(3))
     tokens[:, ::2] = 5
-    tokens, found = tokens[ranks.rank * rows : (ranks.rank + 1) * rows], {}
+    tokens, found = tokens[dist.rank * rows : (dist.rank + 1) * rows], {}
     update = step.optimizers.step
 
     def kept(skip):
@@ -191,32 +191,32 @@ def frequent(ranks, precision, parallel):
     )
 
 
-def when_summed(ranks, parallel):
+def when_summed(dist, parallel):
     """Before each of two micro-batches: whether a matrix has no gradient yet, which FSDP2 sums before it is there."""
-    step, seen = make_step(ranks, parallel=parallel, micro_batch_size=2), []
+    step, seen = make_step(dist, parallel=parallel, micro_batch_size=2), []
     weight = step.optimizers.optimizers[0].param_groups[0]["params"][0]
     step.model.register_forward_pre_hook(lambda *given: seen.append(weight.grad is None))
-    step(batch(0, ranks), 1.0)
+    step(batch(0, dist), 1.0)
     return seen
 
 
-def hear(ranks, config, overrides):
+def hear(dist, config, overrides):
     """A signal to the last rank alone, as all hear of it, and what an evaluation says before and after."""
-    trainer = Trainer(load_config(config, overrides), ranks)
+    trainer = Trainer(load_config(config, overrides), dist)
     before = trainer.evaluator(trainer.model, trainer.hear)
-    if ranks.rank == ranks.size - 1:
+    if dist.rank == dist.world_size - 1:
         trainer.interrupt.number = 15
     after = trainer.evaluator(trainer.model, trainer.hear)
     trainer.batches.close()
     return before.loss, before.n_tokens, after, trainer.stopping
 
 
-def fail(ranks, what):
+def fail(dist, what):
     """Rank 1 fails before the third step, in some way; the others wait for it."""
-    ranks.init_process_group("cpu", 4.0)
-    step = make_step(ranks)
+    dist.init_process_group("cpu", 4.0)
+    step = make_step(dist)
     for number in range(5):
-        if number == 2 and ranks.rank == 1:
+        if number == 2 and dist.rank == 1:
             if what == "raise":
                 raise ZeroDivisionError("boom on rank 1")
             if what == "network":
@@ -228,8 +228,8 @@ def fail(ranks, what):
             if what in ("hang", "silence"):
                 time.sleep(600)
         if number == 2 and what == "silence":
-            ranks.gather_objects(number)  # rank 1 does not come to it
+            dist.gather_objects(number)  # rank 1 does not come to it
         if number == 2 and what == "mistake of all":
             raise UserError("nobody can read the data")
-        ranks.all_gather_scalars(number)
-        step(batch(number, ranks), 1.0)
+        dist.all_gather_scalars(number)
+        step(batch(number, dist), 1.0)

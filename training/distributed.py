@@ -18,7 +18,7 @@ from thinker.training.activation_checkpointing import recompute
 from thinker.training.config import TrainSection
 
 
-def distribute(model: Thinker, train: TrainSection, ranks: DistContext) -> nn.Module:
+def distribute(model: Thinker, train: TrainSection, dist: DistContext) -> nn.Module:
     """The model as a step calls it. First what is computed again, then compiling, then what the ranks share.
 
     "ddp": every rank has all of it, and gradients are summed while the backward pass still goes on. "fsdp": every rank
@@ -33,7 +33,7 @@ def distribute(model: Thinker, train: TrainSection, ranks: DistContext) -> nn.Mo
         torch._dynamo.config.recompile_limit = 256
         for block in model.blocks:
             block.compile()  # in place: names of parameters stay as they are
-    if ranks.size == 1:
+    if dist.world_size == 1:
         return model
     assert train.parallel != "auto", "settled before"
     # Imported here: half a second that one process alone need not wait.
@@ -46,7 +46,7 @@ def distribute(model: Thinker, train: TrainSection, ranks: DistContext) -> nn.Mo
         wrapped.register_comm_hook(None, _summed)
         return wrapped
     cast = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh(ranks.device_type, (ranks.size,))
+    mesh = init_device_mesh(dist.device_type, (dist.world_size,))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy() if module is model else cast)
         module.set_gradient_divide_factor(1.0)  # a sum

@@ -101,13 +101,13 @@ def usable(device: torch.device) -> float:
     return 0.9 if device.type == "cuda" else 0.6  # where it is malloc
 
 
-def free_memory(device: torch.device, ranks: DistContext = SINGLE_PROCESS) -> int:
+def free_memory(device: torch.device, dist: DistContext = SINGLE_PROCESS) -> int:
     """Bytes that each rank could take now, all of which ask: of a host's memory the ranks on it have equal parts."""
     return int(
         min(
             free
-            for (free,) in ranks.all_gather_scalars(
-                _free_here(device) // (1 if device.type == "cuda" else ranks.local_size)
+            for (free,) in dist.all_gather_scalars(
+                _free_here(device) // (1 if device.type == "cuda" else dist.local_world_size)
             )
         )
     )
@@ -129,14 +129,14 @@ def _free_here(device: torch.device) -> int:
 
 
 def largest_micro_batch(
-    config: Config, model_config: ThinkerConfig, device: torch.device, free: int, ranks: DistContext = SINGLE_PROCESS
+    config: Config, model_config: ThinkerConfig, device: torch.device, free: int, dist: DistContext = SINGLE_PROCESS
 ) -> int:
     """The largest divisor of a rank's share of train.batch_size whose predicted peak fits into `free` bytes.
 
     Raises UserError where a single sequence is too much.
     """
-    batch = config.train.batch_size // ranks.size
-    elsewhere = 1 - 1 / ranks.size if config.train.parallel == "fsdp" else 0.0  # of weights and optimizer
+    batch = config.train.batch_size // dist.world_size
+    elsewhere = 1 - 1 / dist.world_size if config.train.parallel == "fsdp" else 0.0  # of weights and optimizer
     for size in (n for n in range(batch, 0, -1) if batch % n == 0):
         memory = predict_memory(config, model_config, size, device)
         peak = memory.peak - elsewhere * (memory.weights + memory.optimizer)

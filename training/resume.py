@@ -65,10 +65,10 @@ def read_state(folder: Path) -> RunState:
         raise CorruptCheckpoint(f"{path} holds no state of a run of this version: {where} is wrong") from error
 
 
-def describe_machine(device: torch.device, ranks: DistContext, parallel: str) -> dict[str, str]:
+def describe_machine(device: torch.device, dist: DistContext, parallel: str) -> dict[str, str]:
     """What has to stay the same for the same bits."""
     machine = {"device": device_name(device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
-    return machine | ({"ranks": f"{ranks.size} ({parallel})"} if ranks.size > 1 else {})
+    return machine | ({"ranks": f"{dist.world_size} ({parallel})"} if dist.world_size > 1 else {})
 
 
 def check_unchanged(run: RunDirectory, before: RunState, config: Config, *sections: str) -> None:

@@ -34,7 +34,7 @@ class MachineSettings(BaseModel):
 
 
 def resolve_precision(
-    config: Config, device: torch.device, before: MachineSettings | None, ranks: DistContext = SINGLE_PROCESS
+    config: Config, device: torch.device, before: MachineSettings | None, dist: DistContext = SINGLE_PROCESS
 ) -> None:
     """`before`: of a run that goes on. Raises UserError where the device has no such precision."""
     train = config.train
@@ -45,44 +45,42 @@ def resolve_precision(
             raise UserError(f"the run was begun in {before.precision}: {error}") from error
     if train.precision == "auto" and train.deterministic and device.type == "cpu":
         train.precision = "fp32"  # the choice would rest on a measurement, which differs from run to run
-    train.precision = ranks.broadcast_object(choose_precision(train.precision, device))
+    train.precision = dist.broadcast_object(choose_precision(train.precision, device))
 
 
-def resolve_parallelism(config: Config, model_config: ThinkerConfig, device: torch.device, ranks: DistContext) -> slice:
+def resolve_parallelism(config: Config, model_config: ThinkerConfig, device: torch.device, dist: DistContext) -> slice:
     """How several ranks share the work, and in which files they save. Returns the rows of each batch that are ours.
 
     Raises UserError where a batch cannot be split evenly, or what is asked for does not go with sharing.
     """
     train = config.train
-    rows, rest = divmod(train.batch_size, ranks.size)
+    rows, rest = divmod(train.batch_size, dist.world_size)
     if rest:
-        near = " or ".join(str(size) for size in (rows * ranks.size, (rows + 1) * ranks.size) if size)
+        near = " or ".join(str(size) for size in (rows * dist.world_size, (rows + 1) * dist.world_size) if size)
         numbers = ", ".join(str(n) for n in range(1, train.batch_size + 1) if train.batch_size % n == 0)
         raise UserError(
-            f"train.batch_size ({train.batch_size}) is split over {ranks.size} ranks: it must be a multiple of "
-            f"{ranks.size}, such as {near}; {train.batch_size} goes with so many ranks: {numbers}"
+            f"train.batch_size ({train.batch_size}) is split over {dist.world_size} ranks: it must be a multiple of "
+            f"{dist.world_size}, such as {near}; {train.batch_size} goes with so many ranks: {numbers}"
         )
     if isinstance(train.micro_batch_size, int) and rows % train.micro_batch_size:
         divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
         raise UserError(
-            f"train.micro_batch_size ({train.micro_batch_size}) must divide what each of {ranks.size} ranks has of "
-            f"train.batch_size ({train.batch_size}), {rows} sequences; possible: {divisors}"
+            f"train.micro_batch_size ({train.micro_batch_size}) must divide what each of {dist.world_size} ranks has "
+            f"of train.batch_size ({train.batch_size}), {rows} sequences; possible: {divisors}"
         )
     with torch.device("meta"):
         weights = sum(parameter.nbytes for parameter in Thinker(model_config).parameters())
     if train.save_sharded == "auto":
-        train.save_sharded = ranks.size > 1 and weights > SHARDED_ABOVE and not train.async_save
-    if ranks.size > 1 and train.parallel == "auto":
+        train.save_sharded = dist.world_size > 1 and weights > SHARDED_ABOVE and not train.async_save
+    if dist.world_size > 1 and train.parallel == "auto":
         peak = predict_memory(config, model_config, 1, device).peak
-        train.parallel = ranks.broadcast_object(
-            "ddp" if peak <= usable(device) * free_memory(device, ranks) else "fsdp"
-        )
-    if ranks.size > 1:
+        train.parallel = dist.broadcast_object("ddp" if peak <= usable(device) * free_memory(device, dist) else "fsdp")
+    if dist.world_size > 1:
         has = {"ddp": "the whole model", "fsdp": "a part of the model"}[train.parallel]
-        print(f"{ranks.size} ranks, each with {rows} sequences and {has} ({train.parallel})", file=sys.stderr)
-    if ranks.size > 1 and train.parallel == "fsdp" and train.precision == "fp16":
+        print(f"{dist.world_size} ranks, each with {rows} sequences and {has} ({train.parallel})", file=sys.stderr)
+    if dist.world_size > 1 and train.parallel == "fsdp" and train.precision == "fp16":
         raise UserError("train.parallel=fsdp goes with train.precision=bf16 or fp32")
-    return slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+    return slice(dist.rank * rows, (dist.rank + 1) * rows)
 
 
 def resolve_micro_batch(
@@ -90,14 +88,14 @@ def resolve_micro_batch(
     model_config: ThinkerConfig,
     device: torch.device,
     before: MachineSettings | None,
-    ranks: DistContext = SINGLE_PROCESS,
+    dist: DistContext = SINGLE_PROCESS,
 ) -> None:
     """How many sequences at once, and whether blocks are compiled; what was chosen is said on stderr.
 
     Raises UserError where not one sequence fits, activations have no other memory to go to, or a run that was begun
     compiled cannot be here.
     """
-    train, rows = config.train, config.train.batch_size // ranks.size
+    train, rows = config.train, config.train.batch_size // dist.world_size
     if train.offload_activations and device.type != "cuda":
         raise UserError(
             f"train.offload_activations moves activations off a CUDA GPU; this run is on {device.type}. "
@@ -107,8 +105,8 @@ def resolve_micro_batch(
         if before is not None:
             train.micro_batch_size = math.gcd(before.micro_batch_size, rows)  # there may be more ranks now
         else:
-            free = free_memory(device, ranks)
-            train.micro_batch_size = largest_micro_batch(config, model_config, device, free, ranks)
+            free = free_memory(device, dist)
+            train.micro_batch_size = largest_micro_batch(config, model_config, device, free, dist)
             print(f"{train.micro_batch_size} sequences at once fit into {free / 1e9:.1f} GB", file=sys.stderr)
     train.micro_batch_size = train.micro_batch_size or rows
     if train.compile == "auto":
@@ -124,7 +122,7 @@ def resolve_micro_batch(
         else:
             train.compile, reason = compiling_pays(config, model_config, device)
             print(f"{'compiling' if train.compile else 'not compiling'} the blocks: {reason}", file=sys.stderr)
-    train.micro_batch_size, train.compile = ranks.broadcast_object([train.micro_batch_size, train.compile])
+    train.micro_batch_size, train.compile = dist.broadcast_object([train.micro_batch_size, train.compile])
 
 
 def compiling_pays(config: Config, model_config: ThinkerConfig, device: torch.device) -> tuple[bool, str]:

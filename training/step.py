@@ -31,15 +31,15 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model: Thinker, config: Config, guarded: bool = True, ranks: DistContext = SINGLE_PROCESS
+        self, model: Thinker, config: Config, guarded: bool = True, dist: DistContext = SINGLE_PROCESS
     ) -> None:
-        self.train, self.model, self.ranks = config.train, model.train(), ranks
+        self.train, self.model, self.dist = config.train, model.train(), dist
         self.model.activation_dtype = DTYPES[self.train.precision]
         if self.train.lora_rank is not None:
             rank = self.train.lora_rank
             add_lora(self.model, rank, (self.train.lora_alpha or 2 * rank) / rank)
         rates = resolve_learning_rates(config.optimizer, model.config, config.train.batch_size, lr_multiplier(config))
-        self.parallel_model = distribute(self.model, self.train, ranks)
+        self.parallel_model = distribute(self.model, self.train, dist)
         self.device = self.model.device  # where it may have been brought by sharing it
         self.optimizers = Optimizers(self.model, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
@@ -77,7 +77,7 @@ class TrainingStep:
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
         grad_norm = clip(self.model, train.grad_clip)
-        if self.ranks.size > 1:
+        if self.dist.world_size > 1:
             torch.distributed.all_reduce(total)
         loss = total / max(batch.count, 1)
         self.optimizers.step(self.skip(loss, grad_norm) if self.guarded else None)

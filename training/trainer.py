@@ -45,33 +45,33 @@ CPU_SHARE = 0.005  # of a core, for background saves where training has use for 
 class Trainer:
     """One run: its data, model, optimizer and files, and where it stands. Of several ranks each makes one."""
 
-    def __init__(self, config: Config, ranks: DistContext = SINGLE_PROCESS) -> None:
+    def __init__(self, config: Config, dist: DistContext = SINGLE_PROCESS) -> None:
         """Check everything, build everything, and take up the run where its newest checkpoint left it.
 
         Raises UserError before anything is written where the config does not fit the machine, the data or the run.
         """
-        self.config, self.ranks, train = config, ranks, config.train
-        self.run = RunDirectory(config.run.dir, writes=ranks.is_main)
+        self.config, self.dist, train = config, dist, config.train
+        self.run = RunDirectory(config.run.dir, writes=dist.is_main)
         if train.deterministic:
             enable_determinism()
         self.device = choose_device(train.device)
-        ranks.init_process_group(self.device.type, train.dist_timeout_s)
+        dist.init_process_group(self.device.type, train.dist_timeout_s)
         self.run.lock()
         folder = None
-        if ranks.is_main:
+        if dist.is_main:
             checkpoint.clear(self.run.checkpoints)
             folder = self.run.latest()
         else:
             config.tracking.wandb = "disabled"  # rank 0 sends for all
-        name = ranks.broadcast_object(folder and folder.name)
+        name = dist.broadcast_object(folder and folder.name)
         folder = name and self.run.checkpoints / name
         before = resume.read_state(folder) if folder else None
         begun, tokenizer = load_initial_model(config, before, self.run.path)
         if before is not None:
             resume.check_unchanged(self.run, before, config, "run", "data", "optimizer", "train")
         chosen = before.chosen if before else None
-        resolve_precision(config, self.device, chosen, ranks)
-        with ranks.main_process_first():
+        resolve_precision(config, self.device, chosen, dist)
+        with dist.main_process_first():
             self.corpus = prepare_corpus(config, tokenizer)
         model_config = config.thinker_config(self.corpus.tokenizer.vocab_size)
         config.model = type(config.model)(**model_config.to_dict())  # model_config.yaml shall name every width and rate
@@ -82,8 +82,8 @@ class Trainer:
             resume.check_unchanged(self.run, before, config, "model")
             resume.check_corpus(self.run, before, self.corpus, config.data.path or config.data.source)
         configure_backend(self.device)
-        rows = resolve_parallelism(config, model_config, self.device, ranks)
-        resolve_micro_batch(config, model_config, self.device, chosen, ranks)
+        rows = resolve_parallelism(config, model_config, self.device, dist)
+        resolve_micro_batch(config, model_config, self.device, chosen, dist)
         aligned = "documents" if config.data.source == "tales" else config.data.packing
         seen = {"isolate": config.data.document_masking, "given": model_config.prefix}
         self.loader = BatchLoader(
@@ -97,17 +97,17 @@ class Trainer:
             train.micro_batch_size,
             token_byte_lengths(self.corpus.tokenizer),
             train.eval_sequences,
-            ranks,
+            dist,
         )
         self.memory = MemoryMeter(self.device)
-        sharded = ranks.size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole
+        sharded = dist.world_size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole
         self.model = draw(model_config, config.run.seed, torch.device("cpu") if sharded else self.device, begun)
-        self.train_step = TrainingStep(self.model, config, ranks=ranks)
+        self.train_step = TrainingStep(self.model, config, dist=dist)
         if train.sample_every:
             check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], model_config, model_config.longest)
         self.run.create()
         self.run.lock()
-        if ranks.is_main and folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
+        if dist.is_main and folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
             raise UserError(f"another training has just been at work in {self.run.path}; run the same command again")
         self.state = self.begin(folder, before)
         self.saved = self.state.model_copy(deep=True) if folder else None
@@ -117,20 +117,20 @@ class Trainer:
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # when the last line was: seconds, tokens, waited
         self.saver = CheckpointManager(
             self.run.checkpoints, train.keep_last, train.keep_every, train.async_save,
-            share=CPU_SHARE if self.device.type == "cpu" else 1.0, ranks=ranks, sharded=train.save_sharded,
+            share=CPU_SHARE if self.device.type == "cpu" else 1.0, dist=dist, sharded=train.save_sharded,
         )  # fmt: skip
-        self.interrupt = SignalHandler(together=ranks.size > 1)
+        self.interrupt = SignalHandler(together=dist.world_size > 1)
         self.agree()
         self.finished = self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
         if not self.finished:
             self.run.write_config(config.model_dump(mode="json"))
-        if ranks.is_main:
+        if dist.is_main:
             self.corpus.tokenizer.save(self.run.path)
 
     def begin(self, folder: Path | None, before: RunState | None) -> RunState:
         """Take up the checkpoint, if there is one. Returns where the run stands."""
-        config, first = self.config, self.ranks.is_main
-        machine = resume.describe_machine(self.device, self.ranks, config.train.parallel)
+        config, first = self.config, self.dist.is_main
+        machine = resume.describe_machine(self.device, self.dist, config.train.parallel)
         if folder is None or before is None:
             if first:
                 resume.keep_best_of_a_lost_beginning(self.run)
@@ -145,7 +145,7 @@ class Trainer:
                 )
             resume.restore(folder, self.train_step, before)
             resume.warn_about_changes(before, machine, config)
-            before.best_val_loss = self.ranks.broadcast_object(
+            before.best_val_loss = self.dist.broadcast_object(
                 resume.best_so_far(self.run, before, config) if first else None
             )
         state = before or RunState()
@@ -220,7 +220,7 @@ class Trainer:
         """One optimizer step, and a line of metrics where one is due."""
         state, started = self.state, time.perf_counter()
         factor = self.lr_multiplier_at()
-        resume.seed_step(self.config.run.seed, state.step, self.ranks.rank)
+        resume.seed_step(self.config.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.train_step(self.batch, factor)
         self.unread.append(torch.stack((loss, grad_norm)))
         state.step += 1
@@ -240,18 +240,18 @@ class Trainer:
         """
         batch = self.batches.batch(self.state.step)
         elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
-        counts, clocks, signals = zip(*self.ranks.all_gather_scalars(batch.count, elapsed, self.interrupt.number))
+        counts, clocks, signals = zip(*self.dist.all_gather_scalars(batch.count, elapsed, self.interrupt.number))
         self.batch = batch._replace(count=int(sum(counts)))
         self.state.elapsed_s, self.agreed = clocks[0], int(max(signals))
 
     @property
     def stopping(self) -> int:
         """The signal that ends the run, 0 if there is none: of several ranks one that all know of."""
-        return self.agreed if self.ranks.size > 1 else self.interrupt.number
+        return self.agreed if self.dist.world_size > 1 else self.interrupt.number
 
     def hear(self) -> bool:
         """Ask all ranks, which must all ask, for signals. Returns whether the run shall end."""
-        self.agreed = int(max(number for (number,) in self.ranks.all_gather_scalars(self.interrupt.number)))
+        self.agreed = int(max(number for (number,) in self.dist.all_gather_scalars(self.interrupt.number)))
         return bool(self.stopping)
 
     def read_losses(self) -> None:
@@ -283,7 +283,7 @@ class Trainer:
         notes |= diagnose(self.model, self.loader, self.corpus.tokenizer, step)
         path = write_report(self.run, number, notes)
         self.saver.save("bad", number, checkpoint.contents(self.model, {"step": number}))
-        self.ranks.all_gather_scalars(number)  # who leaves first ends the others
+        self.dist.all_gather_scalars(number)  # who leaves first ends the others
         name, size = notes["largest_weight"]
         largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
         raise RunError(
@@ -398,7 +398,7 @@ class Trainer:
     def sample(self) -> str:
         """A line from the model as it is now. All ranks ask; only rank 0 gets one."""
         model = plain(self.model) if hasattr(self.model, "unshard") else self.model
-        if not self.ranks.is_main:
+        if not self.dist.is_main:
             return ""
         generator = Generator(model, self.corpus.tokenizer)
         prompt, seed = self.config.train.sample_prompt, self.state.step

@@ -63,11 +63,11 @@ def test_what_was_chosen_before_is_kept_and_what_is_written_is_obeyed(capsys):
 
 def test_a_micro_batch_that_fits_is_found_and_said(capsys, monkeypatch):
     tree = config(micro_batch_size="auto", compile=False)
-    monkeypatch.setattr(settings, "free_memory", lambda device, ranks: 2**40)
+    monkeypatch.setattr(settings, "free_memory", lambda device, dist: 2**40)
     settings.resolve_micro_batch(tree, NARROW, CPU, None)
     assert tree.train.micro_batch_size == 6
     assert capsys.readouterr().err == "6 sequences at once fit into 1099.5 GB\n"
-    monkeypatch.setattr(settings, "free_memory", lambda device, ranks: 2**20)
+    monkeypatch.setattr(settings, "free_memory", lambda device, dist: 2**20)
     with pytest.raises(UserError, match="one sequence of 256 tokens takes"):
         settings.resolve_micro_batch(config(micro_batch_size="auto"), NARROW, CPU, None)
 
