@@ -19,7 +19,7 @@ from thinker.benchmarks.environment import finish
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attend import KERNELS, attend, look
 from thinker.model.kernels.linear_attention import linear_attention, random_features
-from thinker.model.patterns import CAUSAL, Linear, Pattern, Places, parse
+from thinker.model.patterns import CAUSAL, Linear, Pattern, TokenInfo, parse
 from thinker.runtime.device import DTYPES, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import new_figure
@@ -117,7 +117,7 @@ class Subject:
             self.features = random_features(pattern.features, D, 0).to(device)
             seen = 2.0 * pattern.features  # a key adds to the sums, a query reads them: what 2m keys would cost
         else:
-            places = Places(torch.arange(T, device=device))
+            places = TokenInfo(torch.arange(T, device=device))
             self.sight = look(pattern, places, places, H, dtype, aligned=True, kernel=kernel)
             seen = mean_keys(CAUSAL if pattern.by_score else pattern, T)  # all scores are needed to choose
         with Alive(device) as alive:
@@ -146,7 +146,7 @@ def mean_keys(pattern: Pattern, length: int) -> float:
     at, count = torch.arange(length), 0.0
     for rows in at.split(512):
         for head in range(2):
-            seen = pattern(torch.tensor(head), Places(rows[:, None], token=rows[:, None]), Places(at, token=at))
+            seen = pattern(torch.tensor(head), TokenInfo(rows[:, None], token=rows[:, None]), TokenInfo(at, token=at))
             count += float(seen.sum())
     return count / 2 / length
 

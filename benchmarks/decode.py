@@ -68,7 +68,7 @@ def make_thinker(shape: str, max_seq_len: int, device: torch.device) -> Thinker:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 0.02, generator=generator)
-        model.head.weight[make_tokenizer("byte", []).eos_id] = 0  # never the likeliest: no row ends early
+        model.lm_head.weight[make_tokenizer("byte", []).eos_id] = 0  # never the likeliest: no row ends early
     return model
 
 

@@ -136,7 +136,7 @@ def model_tensors(model: Thinker) -> dict[str, Tensor]:
     """The parameters by name; a tied head is left out, being the embedding."""
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_embeddings:
-        del tensors["head.weight"]
+        del tensors["lm_head.weight"]
     return tensors
 
 
@@ -273,7 +273,7 @@ def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
     tensors = read(folder, MODEL, model_tensors(model))
     model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
     if model.config.tie_embeddings:
-        model.head.weight = model.embedding.weight
+        model.lm_head.weight = model.embedding.weight
 
 
 def remove(folder: Path) -> None:

@@ -63,7 +63,7 @@ class ThinkerLM(TemplateLM):
                 for place, (i, row) in enumerate(zip(part, rows)):
                     targets = torch.tensor(requests[i][2][-(len(row) - 1) :])  # those that are left of it
                     n = len(targets)
-                    logits = self.model.head(hidden[place, len(row) - 1 - n : len(row) - 1]).float().cpu()  # (n, V)
+                    logits = self.model.lm_head(hidden[place, len(row) - 1 - n : len(row) - 1]).float().cpu()  # (n, V)
                     nats = logits.log_softmax(dim=-1).gather(1, targets[:, None]).double().sum().item()
                     found[i] = nats, bool((logits.argmax(dim=-1) == targets).all())
                 bar.update(len(part))

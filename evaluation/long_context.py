@@ -110,9 +110,9 @@ def stretch(model: Thinker, scaling: dict[str, Any] | str) -> None:
 
 def hidden_states(model: Thinker, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
     """What the head would read, (B, T) -> (B, T, C): Thinker.forward up to the logits, which can be too large."""
-    place = model.place(tokens, tokens, documents)
+    place = model.make_context(tokens, tokens, documents)
     rope = None if model.rope is None else model.rope(place.positions, place.end, model.dtype)
-    return model.trunk(model.embed(tokens, place), rope, place)
+    return model.forward_blocks(model.embed(tokens, place), rope, place)
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def loss_by_position(
     ):
         given = [x if x is None else x.to(model.device) for x in (inputs, windows.documents(inputs))]
         rows = hidden_states(model, *given).flatten(0, 1).split(HEAD_ROWS)  # (n, C) each
-        losses = [F.cross_entropy(model.head(x).float(), y.to(x.device), ignore_index=-1, reduction="none").cpu()
+        losses = [F.cross_entropy(model.lm_head(x).float(), y.to(x.device), ignore_index=-1, reduction="none").cpu()
                   for x, y in zip(rows, targets.flatten().split(HEAD_ROWS))]  # fmt: skip
         nats.append(torch.cat(losses).view(targets.shape).double().masked_fill(targets < 0, math.nan))
     model.train(was_training)

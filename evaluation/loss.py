@@ -63,7 +63,7 @@ class Evaluator:
             n_bytes += int(self.byte_lengths[counted].sum())
             given = (inputs, targets, self.windows.documents(inputs))
             given = [x if x is None else x.to(model.device, non_blocking=True) for x in given]
-            loss, _ = model(given[0], targets=given[1], documents=given[2])
+            loss, _ = model(given[0], targets=given[1], document_ids=given[2])
             nats += loss.to(nats.device, nats.dtype)
         model.train(was_training)
         said = zip(*self.dist.all_gather_scalars(nats.item(), count, n_bytes))

@@ -121,7 +121,7 @@ def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Te
         part = heads[start : start + VALUES_AT_ONCE]
         rows = [[*context, *head, *[0] * (longest - len(head))] for head in part]  # nobody sees what follows
         hidden = hidden_states(model, torch.tensor(rows, device=model.device))[:, len(context) - 1 :]
-        known |= zip(part, model.head(hidden).float().log_softmax(dim=-1).cpu())  # (longest + 1, V) each
+        known |= zip(part, model.lm_head(hidden).float().log_softmax(dim=-1).cpu())  # (longest + 1, V) each
     sums = [known[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values]
     return torch.stack(sums)
 

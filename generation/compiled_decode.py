@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinker.model import KVCache, Thinker
 from thinker.model.activations import is_open
-from thinker.model.masks import Placement
+from thinker.model.masks import ForwardContext
 from thinker.runtime.errors import UserError
 
 
@@ -48,14 +48,14 @@ class CompiledThinker:
             self._graph = _Graph(self._compiled, given, place, cache)
         return self._graph.replay(given)
 
-    def _step(self, tokens: Tensor, rope: tuple[Tensor, Tensor], place: Placement, cache: KVCache) -> Tensor:
-        return self.model.head(self.model.trunk(self.model.embedding(tokens), rope, place, cache))
+    def _step(self, tokens: Tensor, rope: tuple[Tensor, Tensor], place: ForwardContext, cache: KVCache) -> Tensor:
+        return self.model.lm_head(self.model.forward_blocks(self.model.embedding(tokens), rope, place, cache))
 
 
 class _Graph:
     """One step recorded on the GPU: what is given is copied into its own tensors, then it runs without the host."""
 
-    def __init__(self, step, given: list[Tensor], place: Placement, cache: KVCache) -> None:  # noqa: ANN001
+    def __init__(self, step, given: list[Tensor], place: ForwardContext, cache: KVCache) -> None:  # noqa: ANN001
         self.given = [tensor.clone() for tensor in given]
         self.buffer = cache.layers[0].keys
         tokens, cos, sin, allowed, slots = self.given

@@ -77,9 +77,9 @@ class Generator:
         self.config, self.tokenizer, self.use_cache = model.config, tokenizer, use_cache
         self.window, self.sinks, self.speculate = window, sinks, speculate
         longest = model.config.max_seq_len
-        self.longest = model.config.longest if use_cache else longest  # positions of a text, if not endless
+        self.longest = model.config.max_cached_len if use_cache else longest  # positions of a text, if not endless
         self.can_roll = use_cache and model.config.is_plain
-        self.endless = window is not None or (model.config.endless and use_cache)
+        self.endless = window is not None or (model.config.is_unbounded and use_cache)
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
         if window is not None and not 1 <= window <= longest - sinks:
@@ -297,7 +297,7 @@ class Generator:
             if cache is None:
                 cache = part
             else:
-                cache.extend(part)
+                cache.concat_rows(part)
         return cache, torch.cat(logits), [prompts.index(tuple(row.tokens)) for row in rows]
 
     def new_cache(self, model: Thinker, rows: int, capacity: int) -> KVCache:

@@ -27,7 +27,7 @@ def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, in
     """
 
     def matrix(*linears: Linear) -> nn.Module:
-        weight = torch.cat([linear.merged() for linear in linears])
+        weight = torch.cat([linear.effective_weight() for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases).to(dtype) if biases else None
         return Int8Linear(weight, bias) if int8 else _linear(weight.to(dtype), bias)
@@ -48,9 +48,9 @@ def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, in
         del mlp.gate_proj, mlp.up_proj
     snapshot.embedding.weight = _frozen(model.embedding.weight.to(dtype))
     if model.config.tie_embeddings and not int8:
-        snapshot.head.weight = snapshot.embedding.weight
+        snapshot.lm_head.weight = snapshot.embedding.weight
     else:
-        snapshot.head = matrix(model.head)
+        snapshot.lm_head = matrix(model.lm_head)
     gains = dict(model.named_parameters())
     for name, parameter in snapshot.named_parameters():
         if parameter.is_meta:

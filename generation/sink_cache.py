@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from thinker.model import Thinker
-from thinker.model.attend import Sight
+from thinker.model.attend import AttentionMask
 from thinker.model.kv_cache import KVCache, LayerCache
-from thinker.model.masks import Placement
-from thinker.model.patterns import Pattern, Places, first, window
+from thinker.model.masks import ForwardContext
+from thinker.model.patterns import Pattern, TokenInfo, first, window
 from thinker.model.rope import rotate
 from thinker.runtime.errors import UserError
 
 
 @dataclass
-class SinkSight(Sight):
+class SinkSight(AttentionMask):
     """Adds what is written where, and from where the sinks are seen."""
 
     kept: Tensor | None = None  # which of the new positions are written; None: all
@@ -83,7 +83,7 @@ class SinkCache(KVCache):
         """How many positions of the longest row are out of sight."""
         return max(0, max(self.lengths) - self.max_len)
 
-    def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> Placement:
+    def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
         """Say where `length` new positions stand; they always fit. Rows of unequal length take one at a time."""
         if batch_size != len(self.lengths):
             raise UserError(f"the cache has {len(self.lengths)} rows and was given a batch of {batch_size}")
@@ -97,7 +97,7 @@ class SinkCache(KVCache):
         begins = torch.tensor(starts, device=self.device)  # (B,)
         positions = steps + starts[0] if even else begins[:, None] + steps  # (T,) or (B, T)
         sight = SinkSight(held=min(end, self.max_len), slots=self._slot(positions))
-        done = Placement(positions, end, [sight] * len(self.layers))
+        done = ForwardContext(positions, end, [sight] * len(self.layers))
         if min(starts) < self.sinks:
             sight.early = (begins < self.sinks)[:, None, None, None]
         # A query beyond position sinks + window − 1 sees the sinks from there: so many positions nearer.
@@ -118,7 +118,7 @@ class SinkCache(KVCache):
             sight.held = min(starts[0], self.max_len)
             key_positions = torch.cat((self._held_positions(begins[:1], sight.held)[0], positions))  # (S,)
             pattern = window(self.window) | first(self.sinks)
-            sight.allowed = pattern(None, Places(positions[:, None]), Places(key_positions))  # (T, S)
+            sight.allowed = pattern(None, TokenInfo(positions[:, None]), TokenInfo(key_positions))  # (T, S)
             sight.is_sink = key_positions < self.sinks
             if has_rolled:
                 cos, sin = self.rope(nearer, end, self.layers[0].keys.dtype)

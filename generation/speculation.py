@@ -106,8 +106,8 @@ class DraftModel:
 
 def room(config: ThinkerConfig, rows: list[Row]) -> float:
     """How many drafts may follow the longest text, whose width all are padded to: any number, unless positions end."""
-    ends = config.positions == "learned" or config.longest < config.max_seq_len
-    return config.longest - max(len(row.tokens) for row in rows) if ends else math.inf
+    ends = config.positions == "learned" or config.max_cached_len < config.max_seq_len
+    return config.max_cached_len - max(len(row.tokens) for row in rows) if ends else math.inf
 
 
 def check_draft_model(model: Thinker, draft: Thinker, endless: bool) -> None:
@@ -121,8 +121,8 @@ def check_draft_model(model: Thinker, draft: Thinker, endless: bool) -> None:
         raise UserError("a draft model takes back what it proposed, and the sums of a linear layer forget nothing")
     if draft.config.prefix > model.config.prefix:
         raise UserError(f"the draft model reads its first {draft.config.prefix} tokens both ways, more than the model")
-    if not draft.config.endless and (endless or draft.config.longest < model.config.longest):
+    if not draft.config.is_unbounded and (endless or draft.config.max_cached_len < model.config.max_cached_len):
         raise UserError(
-            f"the draft model's context is {draft.config.longest} tokens, shorter than the model's "
-            f"{'texts, which have no end' if endless else model.config.longest}"
+            f"the draft model's context is {draft.config.max_cached_len} tokens, shorter than the model's "
+            f"{'texts, which have no end' if endless else model.config.max_cached_len}"
         )

@@ -25,7 +25,7 @@ SHARD_BYTES = 5 << 30
 NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
-    "head": "lm_head",
+    "lm_head": "lm_head",
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "attention": "self_attn",
@@ -123,7 +123,7 @@ def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
                 raise UserError(f"{folder}: {HEAD} differs from the embedding, but config.json ties them")
     model.load_state_dict(tensors, strict=not config.tie_embeddings, assign=True)
     if config.tie_embeddings:
-        model.head.weight = model.embedding.weight
+        model.lm_head.weight = model.embedding.weight
     return model.to(device).eval()
 
 

@@ -100,7 +100,9 @@ def prove(
     difference, largest = (ours - other).abs().max().item(), ours.abs().max().item()
     if not difference <= TOLERANCE * max(1.0, largest):
         raise RunError(f"transformers computes other logits: they differ by {difference:.2g}; nothing was written")
-    steps = int(min(STEPS, model.rope.longest - 4))  # dynamic RoPE is decoded up to the length of the pretraining
+    steps = int(
+        min(STEPS, model.rope.max_static_len - 4)
+    )  # dynamic RoPE is decoded up to the length of the pretraining
     mine, its = _greedy(model, tokens[:1, :4], steps), _their_greedy(theirs, tokens[:1, :4], steps)
     if mine != its:
         at = next(place for place, both in enumerate(zip(mine, its)) if both[0] != both[1])

@@ -26,7 +26,7 @@ def prediction(logits: Tensor, target: int, against: int | None = None, position
 
 def predict(model: Thinker, target: int, against: int | None, position: int, **given: Tensor) -> Tensor:
     """y of each text, (B,), with the logits of one position alone: of `tokens` (B, T) or `embeddings` (B, T, C)."""
-    with model.edit({"norm": lambda x: x[:, [position]]}):
+    with model.patch({"norm": lambda x: x[:, [position]]}):
         return prediction(model(**given), target, against)
 
 
@@ -39,7 +39,7 @@ def gradient_times_attention(
     """
     names = "blocks.*.attention.weights"
     free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
-    with torch.enable_grad(), model.edit({names: lambda x: x, **free}), model.tap(names) as seen:
+    with torch.enable_grad(), model.patch({names: lambda x: x, **free}), model.record(names) as seen:
         y = prediction(model(tokens[None]), target, against, position).sum()
         weights = list(seen.values())  # (1, H, T, T) each
         gradients = torch.autograd.grad(y, weights)
@@ -115,10 +115,12 @@ def direct_logit_attribution(
     Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, "A Mathematical Framework for
     Transformer Circuits", without its approximation of the norm).
     """
-    with model.tap("embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(model.blocks) - 1}") as seen:
+    with model.record(
+        "embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(model.blocks) - 1}"
+    ) as seen:
         y = prediction(model(tokens[None]), target, against, position).item()
     x = seen[f"blocks.{len(model.blocks) - 1}"][0, position].double()  # (C,)
-    unembed = model.head.weight.double()
+    unembed = model.lm_head.weight.double()
     direction = unembed[target] - (unembed[against] if against is not None else 0)  # (C,)
     norm = model.norm
     direction = direction * norm.weight.double() / (x.square().mean() + norm.eps).sqrt()
@@ -139,10 +141,10 @@ def logit_lens(model: Thinker, tokens: Tensor, position: int | slice = slice(Non
 
     nostalgebraist 2020. The last layer's are the logits. `position`: an index or a slice, all unless given.
     """
-    with model.tap("embedding", "blocks.*") as seen:
+    with model.record("embedding", "blocks.*") as seen:
         model(tokens[None])
     at = slice(position, position + 1 or None) if isinstance(position, int) else position
-    return torch.stack([model.head(model.norm(x[0, at])) for x in seen.values()]).float()
+    return torch.stack([model.lm_head(model.norm(x[0, at])) for x in seen.values()]).float()
 
 
 @torch.no_grad()
@@ -166,7 +168,7 @@ def patch(
     """
     if clean.shape != corrupt.shape:
         raise UserError(f"the prompts must have as many tokens: {len(clean)} and {len(corrupt)}")
-    with model.tap(*names) as seen:
+    with model.record(*names) as seen:
         best = predict(model, target, against, position, tokens=clean[None]).item()
     worst = predict(model, target, against, position, tokens=corrupt[None]).item()
     if best == worst:
@@ -183,7 +185,7 @@ def patch(
                 x[torch.arange(len(places)), places] = kept[0, places]
                 return x
 
-            with model.edit({name: put}):
+            with model.patch({name: put}):
                 parts.append(predict(model, target, against, position, tokens=corrupt.expand(len(places), T)))
         found[name] = (torch.cat(parts) - worst) / (best - worst)  # (T,)
     return found

@@ -9,7 +9,7 @@ import torch
 from thinker.interpretability.reports import AXES, Panel, Prompt, Report
 from thinker.model import Thinker
 from thinker.model.linear_attention import LinearAttention
-from thinker.model.patterns import Places
+from thinker.model.patterns import TokenInfo
 from thinker.runtime.errors import UserError
 
 
@@ -24,7 +24,7 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
         raise UserError(f"layer {layer} is linear attention: it has sums over features instead of scores")
     path, query = f"blocks.{layer}.attention", query % T
     names = [f"{path}.{part}" for part in ("q", "k", "v", "weights", "heads")]
-    with model.tap(*names) as seen:
+    with model.record(*names) as seen:
         model(prompt.tokens[None])
     q, k, v, weights, z = (seen[name][0].double().cpu() for name in names)
     group = head // (len(q) // len(k))  # the key head that this query head shares
@@ -34,7 +34,7 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
 
     looking, at = model.looking, torch.arange(T, device=model.device)
-    sight = looking.of(layer, Places(at, token=prompt.tokens if looking.by_token else None), slice(None))
+    sight = looking.of(layer, TokenInfo(at, token=prompt.tokens if looking.by_token else None), slice(None))
     bias, allowed = torch.zeros(()), sight.allowed
     if allowed is not None and allowed.dtype != torch.bool:  # numbers that are added to scores: ALiBi
         bias, allowed = allowed.cpu(), allowed > -torch.inf

@@ -157,7 +157,7 @@ def importance_by_ablation(
     """
     names = [f"blocks.{layer}.attention.heads" for layer in range(len(model.blocks))]
     sums, passes = dict.fromkeys(names, 0.0), _batches(model, tokens, targets)
-    with model.tap(*names) as seen:
+    with model.record(*names) as seen:
         plain = []
         for some in passes:
             plain.append(_losses(model, *some))
@@ -171,7 +171,7 @@ def importance_by_ablation(
         found = []
         for group in some:
             instead = 0.0 if how == "zero" else sums[name][group.start : group.stop] / n_tokens
-            with model.edit({name: _without(group, instead)}):
+            with model.patch({name: _without(group, instead)}):
                 found.append(losses(model, tokens, targets) - plain)
             bar.update()
         costs.append(torch.stack(found))  # (H, N)
@@ -210,7 +210,7 @@ def importance_by_gradient(
     free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
     each: list[list[Tensor]] = [[] for _ in model.blocks]  # by layer: (H, B) each
     for some in _batches(model, tokens, targets):
-        with torch.enable_grad(), model.edit(free), model.tap("blocks.*.attention.heads") as seen:
+        with torch.enable_grad(), model.patch(free), model.record("blocks.*.attention.heads") as seen:
             loss, heads = _losses(model, *some).sum(), list(seen.values())  # (B, H, T, D) each
             gradients = torch.autograd.grad(loss, heads)
         for found, block, z, g in zip(each, model.blocks, heads, gradients):

@@ -118,7 +118,7 @@ def _layer(
 ) -> tuple[dict[str, list[float]], Tensor, dict[int, bytes]]:
     """Measures of a layer's heads, their thumbnails (H, side, side), and the deflated weights of those in `whole`."""
     name = f"blocks.{layer}.attention.weights"
-    with model.tap(name) as seen:
+    with model.record(name) as seen:
         model(tokens[None])
     weights = seen[name][0].float()  # (H, T, T)
     weights = F.pad(weights, (0, 0, 0, 0, 0, model.config.n_heads - len(weights)))  # what was pruned looks at nothing
@@ -160,7 +160,7 @@ def _said(model: Thinker, tokens: Tensor) -> dict[str, Any]:
 
     Lists are flat: `likeliest` (T, 10), `lens` (layers + 1, T, 5), `follows` (layers + 1, T − 1), `rank` (T − 1).
     """
-    with model.tap("embedding", "blocks.*") as seen:
+    with model.record("embedding", "blocks.*") as seen:
         model(tokens[None])
     rows = max(1, AT_ONCE // model.config.vocab_size)
     lens, follows, rank = [], [], []
@@ -168,7 +168,7 @@ def _said(model: Thinker, tokens: Tensor) -> dict[str, Any]:
     for depth, x in enumerate(seen.values()):  # (1, T, C)
         begin = 0
         for some in x[0].split(rows):
-            shares = model.head(model.norm(some)).float().softmax(dim=-1)  # (rows, V)
+            shares = model.lm_head(model.norm(some)).float().softmax(dim=-1)  # (rows, V)
             if not shares.isfinite().all():
                 raise UserError("the model's logits are not finite, so there is nothing to show")
             lens.append(shares.topk(min(LENS, shares.shape[1])))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.model.patterns import CAUSAL, Linear, Pattern, Places, parse
+from thinker.model.patterns import CAUSAL, Linear, Pattern, TokenInfo, parse
 from thinker.runtime.plotting import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
@@ -41,7 +41,7 @@ def sees(pattern: Pattern, length: int, n_heads: int) -> Tensor:
     ids = pattern.tokens or (-1,)
     token = torch.tensor([ids[t // EVERY % len(ids)] if t % EVERY == EVERY // 2 else -1 for t in range(length)])
     scores = torch.randn(1, n_heads, length, length, generator=torch.Generator().manual_seed(0))
-    seen = pattern(head, Places(at[:, None], token=token[:, None], scores=scores), Places(at, token=token))
+    seen = pattern(head, TokenInfo(at[:, None], token=token[:, None], scores=scores), TokenInfo(at, token=token))
     return seen.expand(1, n_heads, length, length)[0]
 
 
@@ -49,7 +49,7 @@ def kept(pattern: Pattern | Linear) -> str:
     """What a cache keeps of all keys and values (model/cache.py)."""
     if isinstance(pattern, Linear):
         return f"a state of {pattern.features} sums"
-    if not pattern.in_ring:
+    if not pattern.fits_ring_buffer:
         return "all"
     return (f"the first {pattern.first} and a " if pattern.first else "a ") + f"ring of {max(1, pattern.reach)}"
 

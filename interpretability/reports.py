@@ -107,7 +107,7 @@ def label(tokenizer: Tokenizer, token: int) -> str:
 def map_head(model: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
     """Whom each token looks at in one head: its three largest weights."""
     name = f"blocks.{layer}.attention.weights"
-    with torch.no_grad(), model.tap(name) as seen:
+    with torch.no_grad(), model.record(name) as seen:
         model(prompt.tokens[None])
     weights = seen[name][0, head].cpu()  # (T, T)
     rows = []
@@ -152,7 +152,7 @@ def measured(model: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) ->
             found[name].append(of(weights).mean(dim=0).cpu())
         return weights
 
-    with model.edit({"blocks.*.attention.weights": measure}):
+    with model.patch({"blocks.*.attention.weights": measure}):
         model(tokens)
     return found
 

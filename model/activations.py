@@ -11,17 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thinker.model.attend import Sight
+from thinker.model.attend import AttentionMask
 from thinker.model.linear_attention import LinearAttention
-from thinker.model.masks import Placement
-from thinker.model.patterns import Places
+from thinker.model.masks import ForwardContext
+from thinker.model.patterns import TokenInfo
 from thinker.runtime.errors import UserError, did_you_mean
 
 Edit = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
 READ_ONLY = ("q", "k", "v")
 
 
-class Seen(dict[str, Tensor]):
+class ActivationCache(dict[str, Tensor]):
     """name -> what the last pass had there. `passes[name]`: what every pass had, such as each step of a generation."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Seen(dict[str, Tensor]):
         self.passes.setdefault(name, []).append(value)
 
 
-def tap_names(model: nn.Module) -> list[str]:
+def activation_names(model: nn.Module) -> list[str]:
     """All that can be tapped, in the order of the pass.
 
     | name | shape | |
@@ -59,13 +59,13 @@ def tap_names(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def taps(model: nn.Module, names: tuple[str, ...], edits: Mapping[str, Edit]) -> Iterator[Seen]:
+def taps(model: nn.Module, names: tuple[str, ...], edits: Mapping[str, Edit]) -> Iterator[ActivationCache]:
     """While it is open, keep what is named of every pass, and change what `edits` names.
 
     `*` in a name stands for one part of it. Where several are open, each sees what those before it have changed. Not
     for a compiled model, nor for several threads at once. Raises UserError for a name that there is not.
     """
-    seen, hooks, known = Seen(), [], tap_names(model)
+    seen, hooks, known = ActivationCache(), [], activation_names(model)
     for name in _matching(names, known):
         hooks.append((name, partial(seen.keep, name)))
     for pattern, edit in edits.items():
@@ -147,8 +147,8 @@ class Points:
                 self.undo.callback(module.o_proj.register_forward_pre_hook(partial(self.heads, module, path)).remove)
             if wanted := {name.removeprefix(f"{path}.") for name in some if ".heads" not in name}:
                 self.replace(module, "mix", partial(self.mix, module, layer, path, wanted, module.mix))
-                if "weights" in wanted and "place" not in vars(model):
-                    self.replace(model, "place", partial(self.place, model.place))
+                if "weights" in wanted and "make_context" not in vars(model):
+                    self.replace(model, "make_context", partial(self.place, model.make_context))
         if "embedding" in names:
             embed = model.embed
             self.replace(model, "embed", lambda *given: self.through("embedding", embed(*given)))
@@ -159,7 +159,7 @@ class Points:
                 module = model.get_submodule(name.removesuffix("hidden") + "down_proj")
                 hook = module.register_forward_pre_hook(lambda _, given, name=name: (self.through(name, given[0]),))
             else:
-                module = model.get_submodule("head" if name == "logits" else name)
+                module = model.get_submodule("lm_head" if name == "logits" else name)
                 hook = module.register_forward_hook(lambda _, given, x, name=name: self.through(name, x))
             self.undo.callback(hook.remove)
 
@@ -169,21 +169,21 @@ class Points:
         self.undo.callback(vars(module).pop, name)
 
     def place(
-        self, place: Callable[..., Placement], given: Tensor, tokens: Any, documents: Any = None, cache: Any = None
-    ) -> Placement:
+        self, place: Callable[..., ForwardContext], given: Tensor, tokens: Any, documents: Any = None, cache: Any = None
+    ) -> ForwardContext:
         """Thinker.place, whose result is needed for the weights."""
         self.placement, self.tokens = place(given, tokens, documents, cache), tokens
         self.looking = self.model.looking if cache is None else cache.looking
         return self.placement
 
-    def see(self, layer: int, sight: Sight, q: Tensor, k: Tensor) -> Callable[[slice], Sight]:
+    def see(self, layer: int, sight: AttentionMask, q: Tensor, k: Tensor) -> Callable[[slice], AttentionMask]:
         """What some of the queries see, for the reference: kernels have it in forms of their own."""
         place, looking = self.placement, self.looking
         if isinstance(self.model.blocks[layer].attention, LinearAttention):
             return lambda rows: sight
         if sight.held is not None:  # of a cache; what it makes of its keys is a plain mask
             return lambda rows: sight.of(rows, q, k)
-        query = place.query or Places(place.positions, token=self.tokens if looking.by_token else None)
+        query = place.query or TokenInfo(place.positions, token=self.tokens if looking.by_token else None)
         return lambda rows: looking.of(layer, query, rows)
 
     def mix(

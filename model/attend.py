@@ -15,7 +15,7 @@ from thinker.model.kernels.decode_attention import decode_attention
 from thinker.model.kernels.flex_attention import Flex
 from thinker.model.kernels.local_attention import fold_keys, fold_places, fold_queries, unfold
 from thinker.model.kernels.varlen_attention import Varlen
-from thinker.model.patterns import CAUSAL, NOWHERE, Pattern, Places
+from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
 ROWS = 64  # queries whose weights are held at a time, by the reference
@@ -24,7 +24,7 @@ KERNELS = ("auto", "sdpa", "blockwise", "fold", "flex", "varlen", "reference")
 
 
 @dataclass
-class Sight:
+class AttentionMask:
     """What the queries of one pass see of the keys in one layer, ready for a kernel. Nothing given: all of them."""
 
     allowed: Tensor | None = None  # (T, S), or broadcastable to (B, H, T, S): bool, or numbers that scores are added
@@ -37,7 +37,7 @@ class Sight:
     slots: Tensor | None = None  # where in the cache the new keys go, (T,) or (B, T)
     held: int | None = None  # slots of the cache to be read; None: the new keys are all there are
 
-    def of(self, rows: slice, q: Tensor, k: Tensor) -> Sight:
+    def of(self, rows: slice, q: Tensor, k: Tensor) -> AttentionMask:
         """What some of the queries see, for the reference."""
         allowed, choose = self.allowed, self.choose
         if self.is_causal:
@@ -53,7 +53,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sight: Sight | None = None,
+    sight: AttentionMask | None = None,
     scale: float | None = None,
     attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -72,7 +72,7 @@ def attend(
 
     Returns: (B, H, T, D). A query that sees nothing gives 0.
     """
-    sight = Sight() if sight is None else sight
+    sight = AttentionMask() if sight is None else sight
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     length = q.shape[2]
     if sight.kernel == "flex":
@@ -105,7 +105,7 @@ def attend(
 def attention_weights(
     q: Tensor,
     k: Tensor,
-    sight: Sight | None = None,
+    sight: AttentionMask | None = None,
     scale: float | None = None,
     attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -114,7 +114,7 @@ def attention_weights(
 
     Vaswani et al. 2017 (arXiv:1706.03762), equation 1. Returns (B, H, T, S): rows sum to 1; with sinks, to less.
     """
-    sight = Sight() if sight is None else sight
+    sight = AttentionMask() if sight is None else sight
     wide = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(wide)  # (B, H, S, D)
     scores = q.to(wide) @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)  # (B, H, T, S)
@@ -139,7 +139,7 @@ def attention_weights(
 def by_rows(
     q: Tensor,
     k: Tensor,
-    see: Callable[[slice], Sight],
+    see: Callable[[slice], AttentionMask],
     scale: float | None,
     attn_logit_softcap: float | None,
     sinks: Tensor | None,
@@ -154,7 +154,7 @@ def by_rows(
         yield rows, attention_weights(q[:, :, rows], k, see(rows), scale, attn_logit_softcap, sinks)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, scale: float) -> Tensor:
     grouped, allowed = q.shape[1] != k.shape[1], sight.allowed
     if q.device.type == "cpu":
         plain = not (sight.is_causal or sight.blind or torch.is_grad_enabled())
@@ -182,15 +182,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, sight: Sight, scale: float) -> Tensor
 
 def look(
     pattern: Pattern,
-    query: Places,
-    key: Places,
+    query: TokenInfo,
+    key: TokenInfo,
     n_heads: int,
     dtype: torch.dtype = torch.float32,
     slopes: Tensor | None = None,
     aligned: bool = False,
     kernel: str = "auto",
     plain_scores: bool = True,
-) -> Sight:
+) -> AttentionMask:
     """Choose the kernel for a pattern, and prepare what it needs.
 
     Args:
@@ -220,21 +220,21 @@ def look(
         known = "" if kernel in able else f"; there are: {', '.join(KERNELS)}"
         raise UserError(f"the attention kernel {kernel!r} does not compute {pattern.text} here{known}")
     if kernel == "flex":
-        return Sight(kernel=kernel, prepared=Flex(pattern, query, n_heads, slopes))
+        return AttentionMask(kernel=kernel, prepared=Flex(pattern, query, n_heads, slopes))
     if kernel == "varlen":
-        return Sight(kernel=kernel, prepared=Varlen(query.document, pattern.reach))
+        return AttentionMask(kernel=kernel, prepared=Varlen(query.document, pattern.reach))
     if pattern == CAUSAL and aligned and query.document is None and slopes is None:
-        return Sight(is_causal=True, kernel=kernel)
-    sight = Sight(kernel=kernel, blind=not pattern.itself)
+        return AttentionMask(is_causal=True, kernel=kernel)
+    sight = AttentionMask(kernel=kernel, blind=not pattern.itself)
     if kernel == "fold":
         back = max(0, pattern.reach - 1)
         sight.fold = block, back, first = max(BLOCK, min(256, 1 << back.bit_length())), back, pattern.first
         folded = {
-            name: [x.flatten(0, -2) for x in fold_places(getattr(query, name), block, back, first, NOWHERE)]
+            name: [x.flatten(0, -2) for x in fold_places(getattr(query, name), block, back, first, INVALID_POSITION)]
             for name in ("position", "document", "token")
             if getattr(query, name) is not None
         }  # (blocks or B·blocks, block) and (..., first + back + block)
-        query, key = (Places(**{name: parts[side] for name, parts in folded.items()}) for side in (0, 1))
+        query, key = (TokenInfo(**{name: parts[side] for name, parts in folded.items()}) for side in (0, 1))
     head, query, key = _apart(query, key, n_heads if pattern.by_head or slopes is not None else 1)
     bias = None
     if slopes is not None:
@@ -243,7 +243,7 @@ def look(
 
         def choose(scores: Tensor, rows: slice) -> Tensor:
             some = {name: x[..., rows, :] for name, x in vars(query).items() if x is not None}  # (..., rows, 1)
-            return pattern(head, Places(**some | {"scores": scores}), key)
+            return pattern(head, TokenInfo(**some | {"scores": scores}), key)
 
         sight.allowed, sight.choose = bias, choose
         return sight
@@ -257,7 +257,9 @@ def look(
     return sight
 
 
-def _fastest(able: dict[str, bool], pattern: Pattern, query: Places, dtype: torch.dtype, slopes: Tensor | None) -> str:
+def _fastest(
+    able: dict[str, bool], pattern: Pattern, query: TokenInfo, dtype: torch.dtype, slopes: Tensor | None
+) -> str:
     T, half = query.position.shape[-1], dtype in (torch.bfloat16, torch.float16)
     if query.position.is_cuda:
         if T >= 1024 and not (pattern == CAUSAL and query.document is None and slopes is None):
@@ -270,12 +272,12 @@ def _fastest(able: dict[str, bool], pattern: Pattern, query: Places, dtype: torc
     return "sdpa" if able["sdpa"] else "reference"
 
 
-def _apart(query: Places, key: Places, heads: int) -> tuple[Tensor, Places, Places]:
+def _apart(query: TokenInfo, key: TokenInfo, heads: int) -> tuple[Tensor, TokenInfo, TokenInfo]:
     """Heads (H or 1, 1, 1); queries (..., T, 1) and keys (..., 1, S): ready to broadcast."""
 
-    def spread(places: Places, dim: int) -> Places:
+    def spread(places: TokenInfo, dim: int) -> TokenInfo:
         given = {name: x for name, x in vars(places).items() if x is not None}
-        return Places(**{n: (x if x.dim() == 1 else x[:, None]).unsqueeze(dim) for n, x in given.items()})
+        return TokenInfo(**{n: (x if x.dim() == 1 else x[:, None]).unsqueeze(dim) for n, x in given.items()})
 
     device = query.position.device
     head = torch.arange(heads, device=device)[:, None, None] if heads > 1 else torch.zeros((), dtype=int, device=device)

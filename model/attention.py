@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from thinker.model.attend import Sight, attend, by_rows
+from thinker.model.attend import AttentionMask, attend, by_rows
 from thinker.model.config import ThinkerConfig
 from thinker.model.kv_cache import LayerCache
 from thinker.model.linear import Linear
@@ -51,19 +51,19 @@ class Attention(nn.Module):
         return rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope), v
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerCache | None = None
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: AttentionMask, cache: LayerCache | None = None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         y = self.mix(*self.project(x, rope), sight, cache)  # (B, H, T, D)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: LayerCache | None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, cache: LayerCache | None) -> Tensor:
         """Let the queries look at what the cache holds and at the new keys: q (B, H, T, D) -> (B, H, T, D)."""
         if cache is not None:
             q, k, v = cache.store(q, k, v, sight)  # k, v: (B, K, S, D)
         return attend(q, k, v, sight, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
 
-    def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], Sight]) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], AttentionMask]) -> Tensor:
         """What each query takes of each key, by the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S).
 
         `see` says what some of the queries see; little memory is taken beside the matrix itself.

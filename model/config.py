@@ -137,14 +137,16 @@ class ThinkerConfig:
         return plain_scores and fixed_rope and {pattern.text for pattern in self.patterns} == {"full"}
 
     @property
-    def endless(self) -> bool:
+    def is_unbounded(self) -> bool:
         """Whether texts of any length can be decoded: no layer keeps all keys, and positions have no end."""
-        bounded = all(layer.in_ring and layer.reach + layer.first <= self.max_seq_len for layer in self.patterns)
-        return bounded and self.positions in ("rope", "alibi", "none") and self.longest == self.max_seq_len
+        bounded = all(
+            layer.fits_ring_buffer and layer.reach + layer.first <= self.max_seq_len for layer in self.patterns
+        )
+        return bounded and self.positions in ("rope", "alibi", "none") and self.max_cached_len == self.max_seq_len
 
     @property
-    def longest(self) -> int:
-        """Positions of the longest text that is decoded with a cache, if not `endless`."""
+    def max_cached_len(self) -> int:
+        """Positions of the longest text that is decoded with a cache, if not `is_unbounded`."""
         scaling = self.rope_scaling or {}  # of type dynamic, what a cache holds was turned for a shorter text
         return min(self.max_seq_len, scaling["original_max_seq_len"] if scaling.get("type") == "dynamic" else LARGEST)
 

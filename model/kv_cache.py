@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thinker.model.attend import Sight
+from thinker.model.attend import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import LinearState
-from thinker.model.masks import Looking, Placement
-from thinker.model.patterns import CAUSAL, NOWHERE, Linear, Pattern, Places
+from thinker.model.masks import ForwardContext, MaskBuilder
+from thinker.model.patterns import CAUSAL, INVALID_POSITION, Linear, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
 
-def looking(config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> Looking:
+def looking(config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> MaskBuilder:
     """How this model's layers look."""
     plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
     alibi = config.positions == "alibi"
-    return Looking(config.patterns, config.n_heads, dtype, device, kernel, alibi=alibi, plain_scores=plain_scores)
+    return MaskBuilder(config.patterns, config.n_heads, dtype, device, kernel, alibi=alibi, plain_scores=plain_scores)
 
 
 @dataclass
@@ -36,20 +36,20 @@ class LayerCache:
         """Whether a row that was written so far can go `back` so many positions."""
         return True
 
-    def look(self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor) -> Sight:
+    def look(self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor) -> AttentionMask:
         """What new positions, (T,) or (B, T), see, where the rows held `starts` before them."""
         held = cache.max_len if cache.fixed else max(cache.lengths)
         if max(starts) == 0 and not cache.fixed:
             sight = cache.see(pattern, positions, positions, aligned=True)
         elif positions.shape == (1,) and pattern == CAUSAL and cache.looking.slopes is None and not cache.fixed:
-            sight = Sight(held=held)  # the last position sees every key
+            sight = AttentionMask(held=held)  # the last position sees every key
         else:
             sight = cache.see(pattern, positions, torch.arange(held, device=positions.device))
             sight.held = held
         sight.slots = positions
         return sight
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask) -> tuple[Tensor, Tensor, Tensor]:
         """Write the new keys and values (B, K, T, D); returns the queries, and all to be seen, (B, K, S, D) each."""
         self.write(k, v, sight.slots)
         if sight.held is None:
@@ -90,7 +90,7 @@ class RingLayer(LayerCache):
         """Slots that are read."""
         return self.keys.shape[2] - 1
 
-    def look(self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor) -> Sight:
+    def look(self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor) -> AttentionMask:
         """As LayerCache.look; what the ring holds follows from how far each row was ever written."""
         ring, device = self.size - self.first, positions.device
         slots = torch.where(positions < self.first, positions, self.first + (positions - self.first) % ring)
@@ -101,21 +101,21 @@ class RingLayer(LayerCache):
             sight = cache.see(pattern, positions, positions, aligned=True)
         else:
             written = cache.written if length == 1 else cache.written_before
-            sight = Sight(held=min(max(written), self.size))
+            sight = AttentionMask(held=min(max(written), self.size))
             ends = torch.tensor(written if positions.dim() == 2 else written[:1], device=device)
             newest = ends[:, None] - 1  # (B or 1, 1)
             at = torch.arange(sight.held, device=device)
             in_ring = newest - (newest - at) % ring
-            keys = torch.where(at < self.first, at, torch.where(in_ring < self.first, NOWHERE, in_ring))
-            keys = torch.where(keys > newest, NOWHERE, keys)  # (B or 1, held)
+            keys = torch.where(at < self.first, at, torch.where(in_ring < self.first, INVALID_POSITION, in_ring))
+            keys = torch.where(keys > newest, INVALID_POSITION, keys)  # (B or 1, held)
             if length > 1:  # beside the new ones stand the old: of those, none that is being replaced
-                keys = torch.where(keys < positions[..., :1], keys, NOWHERE)
+                keys = torch.where(keys < positions[..., :1], keys, INVALID_POSITION)
                 keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
             sight = replace(cache.see(pattern, positions, keys if positions.dim() == 2 else keys[0]), held=sight.held)
         sight.slots = slots
         return sight
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor, Tensor]:
+    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask) -> tuple[Tensor, Tensor, Tensor]:
         """As LayerCache.store; several new positions see the old ring and each other."""
         if sight.held is None or k.shape[2] == 1:
             return super().store(q, k, v, sight)
@@ -135,9 +135,9 @@ class LinearLayer:
     endless = True
     lost = "the sums of a linear layer forget nothing"
 
-    def look(self, cache: KVCache, pattern: Linear, starts: list[int], positions: Tensor) -> Sight:
+    def look(self, cache: KVCache, pattern: Linear, starts: list[int], positions: Tensor) -> AttentionMask:
         """Everything, by the sums."""
-        return Sight()
+        return AttentionMask()
 
     def can_truncate(self, written: int, back: int, slack: int) -> bool:
         """As LayerCache.can_truncate."""
@@ -185,7 +185,7 @@ class KVCache:
             state = LinearState.empty(B, K, pattern.features, self.width, self.device)
             return LinearLayer(state.sums, state.shift)
         size = max(1, (pattern.reach or 0) + self.slack) + pattern.first
-        if size >= self.max_len or not pattern.in_ring:
+        if size >= self.max_len or not pattern.fits_ring_buffer:
             return self._tensors(B, K, self.max_len)
         both = self._tensors(B, K, size + 1)
         return RingLayer(both.keys, both.values, pattern.first)
@@ -209,7 +209,7 @@ class KVCache:
         """Memory of all that is kept."""
         return sum(getattr(layer, name).nbytes for layer in self.layers for name in layer.tensors)
 
-    def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> Placement:
+    def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
         """Make room for `length` new positions in every row, and say where they stand.
 
         Raises UserError, with nothing changed, where they do not fit.
@@ -234,19 +234,22 @@ class KVCache:
             positions = positions + (torch.tensor(starts, device=self.device) - starts[0])[:, None]  # (B, T)
         if self.tokens is not None:
             self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
-        sights: dict[tuple[type, Pattern | Linear], Sight] = {}
+        sights: dict[tuple[type, Pattern | Linear], AttentionMask] = {}
         for layer, pattern in zip(self.layers, self.looking.patterns):
             if (type(layer), pattern) not in sights:
                 sights[type(layer), pattern] = layer.look(self, pattern, starts, positions)
         every = [sights[type(layer), pattern] for layer, pattern in zip(self.layers, self.looking.patterns)]
-        return Placement(positions, max(self.lengths), every)
+        return ForwardContext(positions, max(self.lengths), every)
 
-    def see(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> Sight:
+    def see(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> AttentionMask:
         """What queries at some positions, (T,) or (B, T), see of keys at others."""
         if self.tokens is None:
-            return self.looking(pattern, Places(queries), Places(keys), aligned)
+            return self.looking(pattern, TokenInfo(queries), TokenInfo(keys), aligned)
         rows = torch.arange(len(self.lengths), device=self.device)[:, None]
-        query, key = Places(queries, token=self.tokens[rows, queries]), Places(keys, token=self.tokens[rows, keys])
+        query, key = (
+            TokenInfo(queries, token=self.tokens[rows, queries]),
+            TokenInfo(keys, token=self.tokens[rows, keys]),
+        )
         return self.looking(pattern, query, key, aligned)
 
     def truncate(self, lengths: list[int]) -> None:
@@ -281,7 +284,7 @@ class KVCache:
             self.tokens = self.tokens[index]
         self.lengths, self.written = ([held[row] for row in rows] for held in (self.lengths, self.written))
 
-    def extend(self, other: KVCache) -> None:
+    def concat_rows(self, other: KVCache) -> None:
         """Add another cache's rows below these; both hold as many positions."""
         for mine, its in zip(self.layers, other.layers):
             for name in mine.tensors:

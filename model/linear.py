@@ -12,15 +12,17 @@ class Linear(nn.Linear):
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False) -> None:
         super().__init__(n_in, n_out, bias=bias)
-        self.cast: Tensor | None = None  # the weight in the activations' precision, while a training step holds it
+        self.cached_weight: Tensor | None = (
+            None  # the weight in the activations' precision, while a training step holds it
+        )
 
-    def merged(self) -> Tensor:
+    def effective_weight(self) -> Tensor:
         """The matrix that is multiplied by, (n_out, n_in)."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
-        weight = self.weight if self.cast is None else self.cast
+        weight = self.weight if self.cached_weight is None else self.cached_weight
         if weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinker.model.attend import ROWS, Sight
+from thinker.model.attend import ROWS, AttentionMask
 from thinker.model.attention import Attention
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import LinearState, linear_attention, random_features
@@ -26,7 +26,7 @@ class LinearAttention(Attention):
         self.n_features, self.layer = n_features, layer
         self.features: Tensor | None = None
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: LinearLayer | None) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, cache: LinearLayer | None) -> Tensor:
         """As Attention.mix, with a state for a cache; `sight` holds the documents that are kept apart, if they are."""
         state = None if cache is None else LinearState(cache.sums, cache.shift)
         y, state = linear_attention(q, k, v, self.draw(q.device), state, sight.prepared)
@@ -34,7 +34,7 @@ class LinearAttention(Attention):
             cache.sums, cache.shift = state.sums, state.shift
         return y
 
-    def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], Sight]) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], AttentionMask]) -> Tensor:
         """The matrix that the sums come to: what they make of values that are the unit vectors, some at a time."""
         sight, T = see(slice(None)), k.shape[2]
         weights = q.new_empty(*q.shape[:3], T, dtype=torch.float32)

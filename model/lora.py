@@ -28,7 +28,7 @@ class LoraLinear(Linear):
         low = F.linear(x, self.lora_A.to(x.dtype))  # (..., r)
         return super().forward(x) + F.linear(low, self.lora_B.to(x.dtype)) * self.lora_scale.to(x.dtype)
 
-    def merged(self) -> Tensor:
+    def effective_weight(self) -> Tensor:
         """W + scale · B A, (n_out, n_in)."""
         return self.weight + self.lora_scale * (self.lora_B @ self.lora_A)
 
@@ -54,6 +54,6 @@ def merge_lora(model: Thinker) -> None:
             for name, matrix in list(part.named_children()):
                 if isinstance(matrix, LoraLinear):
                     plain = Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None)
-                    plain.weight, plain.bias = nn.Parameter(matrix.merged()), matrix.bias
+                    plain.weight, plain.bias = nn.Parameter(matrix.effective_weight()), matrix.bias
                     setattr(part, name, plain)
     model.requires_grad_()

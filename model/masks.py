@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinker.model.attend import Sight, look
-from thinker.model.patterns import Linear, Pattern, Places
+from thinker.model.attend import AttentionMask, look
+from thinker.model.patterns import Linear, Pattern, TokenInfo
 from thinker.model.positions import slopes
 
 
 @dataclass
-class Placement:
+class ForwardContext:
     """Where one forward pass stands: its positions, and what each layer sees from there. The host knows all of it."""
 
     positions: Tensor  # (T,), or (B, T) where rows differ
     end: int  # one past the last position
-    sights: list[Sight]  # of each layer; layers that see alike share one
-    query: Places | None = None  # of a pass whose keys are its own, the queries' places
+    sights: list[AttentionMask]  # of each layer; layers that see alike share one
+    query: TokenInfo | None = None  # of a pass whose keys are its own, the queries' places
 
 
-class Looking:
+class MaskBuilder:
     """What every look() of a model has in common: `patterns` by layer; with `alibi`, its slopes."""
 
     def __init__(
@@ -40,13 +40,13 @@ class Looking:
         self.made_for, self.plain_scores = (dtype, device, kernel), plain_scores
         self.slopes = slopes(n_heads, device) if alibi else None
         self.by_token = any(pattern.by_token for pattern in patterns)
-        self.known: tuple[int, dict[Pattern | Linear, Sight]] = 0, {}
+        self.known: tuple[int, dict[Pattern | Linear, AttentionMask]] = 0, {}
 
-    def __call__(self, pattern: Pattern, query: Places, key: Places, aligned: bool = False) -> Sight:
+    def __call__(self, pattern: Pattern, query: TokenInfo, key: TokenInfo, aligned: bool = False) -> AttentionMask:
         """See attention.attend.look."""
         return look(pattern, query, key, self.n_heads, self.dtype, self.slopes, aligned, self.kernel, self.plain_scores)
 
-    def whole(self, query: Places) -> Placement:
+    def whole(self, query: TokenInfo) -> ForwardContext:
         """A whole sequence at once, without a cache. What depends on its length alone is kept for the next one."""
         T, sights = query.position.shape[-1], {}
         if query.document is None and query.token is None:
@@ -56,10 +56,12 @@ class Looking:
         for pattern in self.patterns:
             if pattern not in sights:
                 linear = isinstance(pattern, Linear)
-                sights[pattern] = Sight(prepared=query.document) if linear else self(pattern, query, query, True)
-        return Placement(query.position, T, [sights[pattern] for pattern in self.patterns], query)
+                sights[pattern] = (
+                    AttentionMask(prepared=query.document) if linear else self(pattern, query, query, True)
+                )
+        return ForwardContext(query.position, T, [sights[pattern] for pattern in self.patterns], query)
 
-    def of(self, layer: int, query: Places, rows: slice) -> Sight:
+    def of(self, layer: int, query: TokenInfo, rows: slice) -> AttentionMask:
         """What some of the queries of a whole sequence see, for the reference; nothing is made for the others."""
-        some = Places(**{name: x if x is None else x[..., rows] for name, x in vars(query).items()})
+        some = TokenInfo(**{name: x if x is None else x[..., rows] for name, x in vars(query).items()})
         return look(self.patterns[layer], some, query, self.n_heads, self.dtype, self.slopes, kernel="reference")

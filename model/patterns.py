@@ -19,14 +19,14 @@ from torch import Tensor
 
 from thinker.runtime.errors import UserError, did_you_mean
 
-NOWHERE = 1 << 40  # the position of a slot that holds no key yet: after every query
+INVALID_POSITION = 1 << 40  # the position of a slot that holds no key yet: after every query
 LARGEST = 1 << 24  # of any number in a pattern
 LONGEST = 1000  # characters of a pattern's text
 MOST = {"random": (1, 256), "bigbird": (3, 256), "linear": (0, 1 << 16)}  # of which number: blocks seen, features
 
 
 @dataclass
-class Places:
+class TokenInfo:
     """Queries or keys of a pass. The tensors of the two broadcast: queries (..., T, 1) against keys (..., 1, S)."""
 
     position: Tensor
@@ -44,7 +44,7 @@ class Pattern:
     """
 
     text: str
-    allow: Callable[[Tensor, Places, Places], Tensor] = field(compare=False, repr=False)
+    allow: Callable[[Tensor, TokenInfo, TokenInfo], Tensor] = field(compare=False, repr=False)
     reach: int | None = None  # keys, the query's own included; None: all of them
     first: int = 0
     ahead: int = 0  # the first so many positions are seen from before, too
@@ -54,7 +54,7 @@ class Pattern:
     by_score: bool = False
     heads: int = 1  # that the model must have, or a part would be unused
 
-    def __call__(self, head: Tensor, query: Places, key: Places) -> Tensor:
+    def __call__(self, head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         """True where the query sees the key: in its own document, if those are told apart."""
         seen = self.allow(head, query, key)
         return seen if query.document is None else seen & (query.document == key.document)
@@ -65,7 +65,7 @@ class Pattern:
         return bool(self.tokens)
 
     @property
-    def in_ring(self) -> bool:
+    def fits_ring_buffer(self) -> bool:
         """Whether a ring of the newest keys, beside the first ones, is all that decoding needs."""
         return self.reach is not None and not (self.by_token or self.by_score)
 
@@ -94,7 +94,7 @@ class Linear:
     text: str
     features: int
     reach, first, ahead, heads, tokens = 0, 0, 0, 1, ()  # as a pattern's
-    by_token, by_head, in_ring = False, False, True
+    by_token, by_head, fits_ring_buffer = False, False, True
 
 
 def full() -> Pattern:
@@ -117,7 +117,7 @@ def window(w: int) -> Pattern:
 def dilated(w: int, d: int) -> Pattern:
     """Of the newest w keys every d-th (Beltagy et al. 2020)."""
 
-    def allow(head: Tensor, query: Places, key: Places) -> Tensor:
+    def allow(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         back = query.position - key.position
         return (back >= 0) & (back < w) & (back % d == 0)
 
@@ -138,7 +138,7 @@ def first(g: int) -> Pattern:
 def token(*ids: int) -> Pattern:
     """Tokens with these ids are seen by all after them, and see all before them (Beltagy et al. 2020)."""
 
-    def allow(head: Tensor, query: Places, key: Places) -> Tensor:
+    def allow(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         is_global = sum((query.token == i) | (key.token == i) for i in ids) > 0
         return is_global & (key.position <= query.position)
 
@@ -148,7 +148,7 @@ def token(*ids: int) -> Pattern:
 def block(b: int, n: int = 1) -> Pattern:
     """Blocks of b positions: its own and the n - 1 before (Qiu et al. 2020, arXiv:1911.02972)."""
 
-    def allow(head: Tensor, query: Places, key: Places) -> Tensor:
+    def allow(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         return (key.position <= query.position) & (query.position // b - key.position // b < n)
 
     return Pattern(f"block({b}, {n})", allow, reach=n * b)
@@ -157,7 +157,7 @@ def block(b: int, n: int = 1) -> Pattern:
 def strided(s: int) -> Pattern:
     """The newest s keys, and every s-th before; s about √T (Child et al. 2019, arXiv:1904.10509)."""
 
-    def allow(head: Tensor, query: Places, key: Places) -> Tensor:
+    def allow(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         back = query.position - key.position
         return (back >= 0) & ((back < s) | (back % s == 0))
 
@@ -167,7 +167,7 @@ def strided(s: int) -> Pattern:
 def random(b: int, r: int, seed: int = 0) -> Pattern:
     """Each block of b queries sees r earlier blocks, other ones in each head (Zaheer et al. 2020, arXiv:2007.14062)."""
 
-    def allow(head: Tensor, query: Places, key: Places) -> Tensor:
+    def allow(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         mine, its = query.position // b, key.position // b
         seen = torch.zeros_like(mine == its)
         for i in range(r):
@@ -196,7 +196,7 @@ def prefix(p: int) -> Pattern:
 def topk(k: int) -> Pattern:
     """Of all earlier keys and itself the k with the highest scores (Gupta et al. 2021, arXiv:2106.06899)."""
 
-    def allow(head: Tensor, query: Places, key: Places) -> Tensor:
+    def allow(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         seen = CAUSAL(head, query, key)
         scores = query.scores.detach().masked_fill(~seen, -torch.inf)
         least = scores.topk(min(k, scores.shape[-1]), dim=-1).values[..., -1:]  # (B, H, T, 1)
@@ -208,7 +208,7 @@ def topk(k: int) -> Pattern:
 def heads(*patterns: Pattern) -> Pattern:
     """Each head its own: head h the h-th of them, counted round."""
 
-    def allow(head: Tensor, query: Places, key: Places) -> Tensor:
+    def allow(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         turn = head % len(patterns)
         seen = [(turn == i) & pattern.allow(head, query, key) for i, pattern in enumerate(patterns)]
         return reduce(or_, seen)

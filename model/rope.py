@@ -118,7 +118,7 @@ class Rope(nn.Module):
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         self.magnitude = 1.0 if scaling is None else scaling.magnitude
         # A pass longer than this has angles of its own.
-        self.longest = scaling.original_max_seq_len if scaling and scaling.type == "dynamic" else math.inf
+        self.max_static_len = scaling.original_max_seq_len if scaling and scaling.type == "dynamic" else math.inf
         if scaling and scaling.type == "yarn":
             scaling.ramp(head_dim, theta)  # refuse now rather than in the first pass
         self.table: tuple[Tensor, Tensor] | None = None
@@ -130,7 +130,7 @@ class Rope(nn.Module):
         Returns two tensors (T, D) or (B, 1, T, D), to be broadcast over (B, H, T, D): cos twice; −sin, sin.
         """
         # How much slower the slowest pair turns in a pass of this length.
-        stretch = 1.0 if end <= self.longest else self.scaling.factor * (end / self.longest - 1) + 1
+        stretch = 1.0 if end <= self.max_static_len else self.scaling.factor * (end / self.max_static_len - 1) + 1
         held = len(self.table[0]) if self.table is not None and self.stretch == stretch else 0
         if end > max(held, LONGEST_TABLE, positions.shape[-1]):  # a text without end shall have no table without end
             cos, sin = self._turn(positions, stretch)
@@ -146,10 +146,10 @@ class Rope(nn.Module):
 
     def check_growth(self, end: int) -> None:
         """Raise UserError where `end` positions, in a cache or of several documents, would need several angles each."""
-        if end > self.longest:
+        if end > self.max_static_len:
             raise UserError(
                 "model.rope_scaling of type dynamic turns every key anew at every length beyond original_max_seq_len "
-                f"({self.longest}): no cache, and no window of isolated documents, goes on to {end}; use yarn or linear"
+                f"({self.max_static_len}): no cache and no isolated documents go on to {end}; use yarn or linear"
             )
 
     def frequencies(self, stretch: float = 1.0) -> Tensor:

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinker.model.activations import Edit, Seen, tap_names, taps
-from thinker.model.attend import Sight
+from thinker.model.activations import ActivationCache, Edit, activation_names, taps
+from thinker.model.attend import AttentionMask
 from thinker.model.attention import Attention
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache, LayerCache, looking
 from thinker.model.linear import Linear
 from thinker.model.linear_attention import LinearAttention
-from thinker.model.masks import Looking, Placement
+from thinker.model.masks import ForwardContext, MaskBuilder
 from thinker.model.norm import RMSNorm
 from thinker.model.patterns import Linear as LinearPattern
-from thinker.model.patterns import Pattern, Places
+from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import sinusoidal_embedding
 from thinker.model.rope import Rope, RopeScaling
 from thinker.runtime.errors import UserError
@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: Sight, cache: LayerCache | None = None
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: AttentionMask, cache: LayerCache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, sight, cache))
@@ -82,16 +82,16 @@ class Thinker(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel = "auto"  # of attention; one of attention.attend.KERNELS forces it
-        self.looking: Looking | None = None
+        self.looking: MaskBuilder | None = None
         scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
         self.rope = Rope(config.head_dim, config.rope_theta, scaling) if config.positions == "rope" else None
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
         self.blocks = nn.ModuleList(Block(config, pattern, layer) for layer, pattern in enumerate(config.patterns))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
-        self.head = Linear(config.d_model, config.vocab_size)
+        self.lm_head = Linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+            self.lm_head.weight = self.embedding.weight
         self.init_weights()
 
     @torch.no_grad()
@@ -121,7 +121,7 @@ class Thinker(nn.Module):
                 parameter.fill_(0 if name.endswith(("sinks", "bias")) else 1)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
-            elif name == "head.weight":
+            elif name == "lm_head.weight":
                 parameter.normal_(0, self.config.head_init_std, generator=generator)
             else:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
@@ -144,7 +144,7 @@ class Thinker(nn.Module):
         targets: Tensor | None = None,
         cache: KVCache | None = None,
         last_logits_only: bool = False,
-        documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One pass, for training, prefill and decoding alike.
 
@@ -154,7 +154,7 @@ class Thinker(nn.Module):
             cache: take the T positions as the next ones of what it holds, and add them to it. For inference:
                 no gradient flows.
             last_logits_only: compute the logits of the last position alone.
-            documents: (B, T) int64, a number for each document of a window, another one than its neighbours'. None
+            document_ids: (B, T) int64, a number for each document of a window, another one than its neighbours'. None
                 sees across a border, and positions count from each one's beginning: its logits are those it has alone.
 
         Returns: logits (B, T, V), or (B, 1, V) with last_logits_only; with targets, (sum of losses in nats,
@@ -173,22 +173,22 @@ class Thinker(nn.Module):
                     "targets": targets,
                     "cache": cache,
                     "last_logits_only": last_logits_only,
-                    "documents": documents,
+                    "document_ids": document_ids,
                 }
                 return self(tokens, embeddings=embeddings, **options)
-        place = self.place(given, tokens, documents, cache)
+        place = self.make_context(given, tokens, document_ids, cache)
         x = self.embed(given, place)  # (B, T, C)
         rope = None if self.rope is None else self.rope(place.positions, place.end, self.dtype)
-        x = self.trunk(x, rope, place, cache, last_logits_only)
+        x = self.forward_blocks(x, rope, place, cache, last_logits_only)
         if targets is None:
-            return self.head(x)  # (B, T, V)
+            return self.lm_head(x)  # (B, T, V)
         if self.config.prefix:  # a position that sees the next one has nothing to predict
             targets = targets.masked_fill(place.positions < self.config.prefix - 1, -1)
-        return linear_cross_entropy(x, self.head.weight, targets, self.head.cast)
+        return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight)
 
     def place(
         self, given: Tensor, tokens: Tensor | None, documents: Tensor | None = None, cache: KVCache | None = None
-    ) -> Placement:
+    ) -> ForwardContext:
         """Where the positions of a pass stand: a whole sequence's, or the next ones of a cache, with room made there.
 
         Raises UserError, with nothing changed, where the model or the cache has no such positions.
@@ -214,9 +214,9 @@ class Thinker(nn.Module):
         made_for = self.dtype, given.device, self.kernel
         if self.looking is None or self.looking.made_for != made_for:
             self.looking = looking(self.config, *made_for)
-        return self.looking.whole(Places(positions, documents, tokens if self.looking.by_token else None))
+        return self.looking.whole(TokenInfo(positions, documents, tokens if self.looking.by_token else None))
 
-    def embed(self, given: Tensor, place: Placement) -> Tensor:
+    def embed(self, given: Tensor, place: ForwardContext) -> Tensor:
         """What enters the first block: tokens (B, T) or their embeddings (B, T, C) -> (B, T, C), with positions."""
         x = self.embedding(given) if given.dim() == 2 else given
         if self.positions is not None:
@@ -225,11 +225,11 @@ class Thinker(nn.Module):
             x = x + sinusoidal_embedding(place.positions, x.shape[-1]).to(x.dtype)
         return x
 
-    def trunk(
+    def forward_blocks(
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor] | None,
-        place: Placement,
+        place: ForwardContext,
         cache: KVCache | None = None,
         last_logits_only: bool = False,
     ) -> Tensor:
@@ -247,15 +247,15 @@ class Thinker(nn.Module):
         """
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
 
-    def tap(self, *names: str) -> AbstractContextManager[Seen]:
-        """`with model.tap("blocks.*.attention.weights") as seen:` keeps what is named of each pass: seen[name].
+    def record(self, *names: str) -> AbstractContextManager[ActivationCache]:
+        """`with model.record("blocks.*.attention.weights") as seen:` keeps what is named of each pass: seen[name].
 
-        Names: tap_names(); `*` stands for one part of a name. Raises UserError for one that there is not.
+        Names: activation_names(); `*` stands for one part of a name. Raises UserError for one that there is not.
         """
         return taps(self, names, {})
 
-    def edit(self, changes: Mapping[str, Edit]) -> AbstractContextManager[Seen]:
-        """`with model.edit({"blocks.3.attention.heads.1": "zero"}):` changes what passes there.
+    def patch(self, changes: Mapping[str, Edit]) -> AbstractContextManager[ActivationCache]:
+        """`with model.patch({"blocks.3.attention.heads.1": "zero"}):` changes what passes there.
 
         To "zero"; "mean", that of the pass, over its texts and positions (of weights over texts); a number or a tensor
         that can be broadcast; or what a function makes of it. Raises UserError for a name that there is not, or whose
@@ -263,9 +263,9 @@ class Thinker(nn.Module):
         """
         return taps(self, (), changes)
 
-    def tap_names(self) -> list[str]:
-        """All that can be tapped, in the order of the pass: see model.taps.tap_names."""
-        return tap_names(self)
+    def activation_names(self) -> list[str]:
+        """All that can be tapped, in the order of the pass: see model.taps.activation_names."""
+        return activation_names(self)
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class Thinker(nn.Module):
 
         Where a layer has fewer heads than others (config.n_kv_heads_per_layer), nan takes the others' place.
         """
-        with self.tap("blocks.*.attention.weights") as seen:
+        with self.record("blocks.*.attention.weights") as seen:
             self(tokens)
         by_head = [weights.transpose(0, 1) for weights in seen.values()]  # (H, B, T, T) each
         return nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=nan).transpose(1, 2)

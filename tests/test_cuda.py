@@ -89,12 +89,12 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     hook.remove()
     assert all(torch.equal(tensor, before[name]) for name, tensor in everything.items())
     step(batch, 1.0)
-    assert not torch.equal(step.model.head.weight, before["head.weight"])
+    assert not torch.equal(step.model.lm_head.weight, before["lm_head.weight"])
 
 
 def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
     """A pattern, places, slopes, soft-cap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
-    from thinker.model.patterns import Places, parse
+    from thinker.model.patterns import TokenInfo, parse
     from thinker.model.positions import slopes
 
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
         position = position - torch.where(begins, position, 0).cummax(1).values
     if "token" in text:
         token = torch.randint(200, (B, T), generator=generator)
-    places = Places(*(x if x is None else x.cuda() for x in (position, document, token)))
+    places = TokenInfo(*(x if x is None else x.cuda() for x in (position, document, token)))
     shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, D)] + [(H,)] * ("sinks" in features)
     leaves = [torch.randn(s, generator=generator).to("cuda", dtype).float().requires_grad_() for s in shapes]
     alibi, attn_logit_softcap = (
@@ -177,9 +177,9 @@ def test_flex_takes_further_lengths_and_patterns_without_end():
 
 def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
     from thinker.model.attend import attend, look
-    from thinker.model.patterns import Places, parse
+    from thinker.model.patterns import TokenInfo, parse
 
-    places = Places(torch.arange(2**15, device="cuda"))
+    places = TokenInfo(torch.arange(2**15, device="cuda"))
     q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -220,14 +220,14 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
         )
         step.model.kernel = "reference" if name == "reference" else "auto"
         generator, used = torch.Generator().manual_seed(0), set()
-        place = step.model.place
+        make_context = step.model.make_context
 
-        def placed(*given, place=place, used=used):
-            placement = place(*given)
-            used.update(sight.kernel for sight in placement.sights)
-            return placement
+        def recorded(*given, make_context=make_context, used=used):
+            context = make_context(*given)
+            used.update(sight.kernel for sight in context.sights)
+            return context
 
-        step.model.place = placed
+        step.model.make_context = recorded
         for number in range(3):
             tokens = torch.randint(50, (2, 2049), generator=generator)
             documents = (torch.rand(2, 2048, generator=generator) < (number + 1) / 400).cumsum(1) if isolated else None

@@ -235,7 +235,7 @@ class Config(Section):
                 f"model.attention reads {config.prefix} tokens both ways, which leaves none of data.seq_len "
                 f"({self.data.seq_len}) to predict; shorten the prefix"
             )
-        if self.data.document_masking and config.longest < self.data.seq_len:
+        if self.data.document_masking and config.max_cached_len < self.data.seq_len:
             raise ValueError(
                 "model.rope_scaling of type dynamic turns by a window's length; data.document_masking puts several "
                 "texts into one"

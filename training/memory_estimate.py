@@ -87,7 +87,7 @@ def predict_memory(config: Config, model_config: ThinkerConfig, micro_batch_size
         step(batch, 1.0)  # the first makes the optimizers' state
         persistent = alive.now
         part = tokens[:micro_batch_size]
-        loss = step.model(part, targets=part, documents=None if documents is None else part)
+        loss = step.model(part, targets=part, document_ids=None if documents is None else part)
         activations = alive.now - persistent
         del loss
         alive.peak = alive.now

@@ -35,7 +35,7 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
         inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
         given = (inputs, targets, loader.windows.documents(inputs))
         given = [x if x is None else x.to(model.device) for x in given]
-        loss_sum, count = copy(given[0], targets=given[1], documents=given[2])
+        loss_sum, count = copy(given[0], targets=given[1], document_ids=given[2])
         loss = loss_sum / max(int(count), 1)
         loss.backward()
         loss = loss.detach()
@@ -78,7 +78,7 @@ def plain(model: Thinker) -> Thinker:
         add_lora(copy, len(weights[RANK_OF]))
     copy.load_state_dict(weights, assign=True)
     if model.config.tie_embeddings:
-        copy.head.weight = copy.embedding.weight
+        copy.lm_head.weight = copy.embedding.weight
     copy.activation_dtype = model.activation_dtype
     return copy.requires_grad_().eval()
 

@@ -58,7 +58,7 @@ class Optimizers:
         names: dict[str, list[str]] = {"matrices": [], "embedding": [], "head": [], "gains": []}
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in parameters.items():
-            kind = {"embedding": "embedding", "positions": "embedding", "head": "head"}.get(
+            kind = {"embedding": "embedding", "positions": "embedding", "lm_head": "head"}.get(
                 name.split(".")[0], "matrices"
             )
             names["gains" if parameter.dim() == 1 else kind].append(name)

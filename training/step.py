@@ -52,7 +52,7 @@ class TrainingStep:
             )
             with cached_weight_casts(self.model):
                 documents = tokens if config.data.document_masking else None
-                (self.parallel_model(tokens, targets=tokens, documents=documents)[0] * 0).backward()
+                (self.parallel_model(tokens, targets=tokens, document_ids=documents)[0] * 0).backward()
             self.optimizers.zero_grad()
 
     def __call__(self, batch: Batch, lr_multiplier_at: float) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class TrainingStep:
                 )
                 with gradient_sync(self.parallel_model, now=part + size >= rows):
                     with offload() if train.offload_activations else contextlib.nullcontext():
-                        loss_sum, _ = self.parallel_model(x, targets=y, documents=documents)
+                        loss_sum, _ = self.parallel_model(x, targets=y, document_ids=documents)
                     self.scaler.scale(loss_sum / max(batch.count, 1)).backward()
                 total += loss_sum.detach()
         for optimizer in self.optimizers.optimizers:
@@ -109,10 +109,12 @@ def cached_weight_casts(model: Thinker) -> Iterator[None]:
     matrices = [m for m in model.modules() if isinstance(m, Linear) and model.dtype != weights and not sharded]
     try:
         for matrix in matrices:
-            matrix.cast = matrix.weight.to(model.dtype)
-        if model.head.cast is not None:
-            model.head.cast = model.head.cast.detach()  # the loss gives its weight a gradient in full precision
+            matrix.cached_weight = matrix.weight.to(model.dtype)
+        if model.lm_head.cached_weight is not None:
+            model.lm_head.cached_weight = (
+                model.lm_head.cached_weight.detach()
+            )  # the loss gives its weight a gradient in full precision
         yield
     finally:
         for matrix in matrices:
-            matrix.cast = None
+            matrix.cached_weight = None

@@ -9,7 +9,7 @@ from torch import Tensor
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
     """softmax(scale · q kᵀ) v for q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D), without gradients.
 
-    `allowed` is as in attention.attend.Sight. SDPA would read the keys once for each of the queries that share them.
+    `allowed` is as in AttentionMask. SDPA would read the keys once for each of the queries that share them.
     """
     B, H, T, _ = q.shape
     K, S = k.shape[1:3]

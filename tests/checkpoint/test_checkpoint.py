@@ -46,7 +46,7 @@ def test_round_trip_is_exact(tmp_path, tied):
     assert again.config == model.config
     for (name, a), b in zip(model.named_parameters(), again.parameters()):
         assert torch.equal(a, b), name
-    assert (again.head.weight is again.embedding.weight) == tied
+    assert (again.lm_head.weight is again.embedding.weight) == tied
     tokens = torch.randint(0, 270, (1, 9))
     assert torch.equal(again(tokens), model.eval()(tokens))
 

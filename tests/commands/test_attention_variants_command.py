@@ -60,7 +60,7 @@ def test_a_text_without_end_where_memory_is_bounded(trained):
     model, tokenizer = load(folder)
     completion = Generator(model, tokenizer).generate([PROMPT], SamplingParams(max_new_tokens=320))[0]
     ended = completion.finish_reason == "stop"
-    assert model.config.endless == (name == "ring")
+    assert model.config.is_unbounded == (name == "ring")
     if name == "ring":
         assert ended or len(completion.token_ids) == 320
         tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT), *completion.token_ids]])

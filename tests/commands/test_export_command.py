@@ -129,7 +129,7 @@ def test_the_best_weights_in_shards_into_an_empty_folder(command, tiny_run, tmp_
     assert "proved with transformers" in capsys.readouterr().out
     assert len(list(out.glob("*.safetensors"))) > 1
     best, again = interop.load(tiny_run, checkpoint="best")[0], interop.load(out)[0]
-    assert torch.equal(best.head.weight, again.head.weight)
+    assert torch.equal(best.lm_head.weight, again.lm_head.weight)
     back = tmp_path / "again"
     assert command("export_hf", out, back) == 0  # a folder from there, opened here, goes out again
     assert (back / "config.json").read_text() == (out / "config.json").read_text()

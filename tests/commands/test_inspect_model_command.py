@@ -287,7 +287,7 @@ def test_pruning_for_good(command, four_heads, tmp_path):
     whole, _ = interop.load(four_heads)
     assert left.config.n_kv_heads_per_layer == [3, 2]
     tokens = torch.tensor([tokenizer.encode(PROMPT)])
-    with whole.edit({f"blocks.{at}": "zero" for at in ("0.attention.heads.1", "1.attention.heads.[02]")}):
+    with whole.patch({f"blocks.{at}": "zero" for at in ("0.attention.heads.1", "1.attention.heads.[02]")}):
         torch.testing.assert_close(left(tokens), whole(tokens), rtol=0, atol=1e-4)
     assert found["parameters"][1] == sum(p.numel() for p in left.parameters()) < found["parameters"][0]
     tokens, targets = sample_texts(whole, tokenizer, four_heads, None, 6, tmp_path)

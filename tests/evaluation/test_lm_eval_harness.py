@@ -140,7 +140,7 @@ def test_a_task_on_local_files(models, tmp_path):
 
 def test_the_model_is_not_trained_by_it(models):
     assert not any(parameter.grad is not None for parameter in models[0].model.parameters())
-    assert isinstance(models[0].model.head.weight, torch.nn.Parameter)
+    assert isinstance(models[0].model.lm_head.weight, torch.nn.Parameter)
 
 
 def test_what_a_continuation_without_a_context_is_seen_after():

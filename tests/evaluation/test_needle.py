@@ -142,10 +142,10 @@ def test_a_likelier_word_is_found_and_errors_are_binomial(make_thinker, bpe):
     with torch.no_grad():
         model.norm.weight.fill_(0)
         model.norm.weight[0] = 1
-        model.head.weight.fill_(0)
+        model.lm_head.weight.fill_(0)
     model.norm.register_forward_hook(lambda module, given, x: x.abs())
     with torch.no_grad():
-        model.head.weight[sorted(single), 0] = 50.0
+        model.lm_head.weight[sorted(single), 0] = 50.0
     assert all(len(bpe.encode(f" {value}")) == 1 for value in favourites.values())
     found = needle.needle_test(model, bpe, 32, n_examples=8)
     assert found["accuracy"] == expected

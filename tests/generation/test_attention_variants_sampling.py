@@ -25,7 +25,7 @@ def texts(model, prompts, params=PARAMS, **options):
 @pytest.mark.parametrize("attention", ["(token(97) & window(8)) | window(4)", "topk(4) & window(16)", "prefix(3)"])
 def test_rows_of_unequal_length_and_drafts_change_no_text(attention):
     model, prompts = make(attention), ["abcab", "ab" * 4, "cab"]
-    assert not model.config.endless
+    assert not model.config.is_unbounded
     plain = texts(model, prompts, use_cache=False)
     assert texts(model, prompts) == texts(model, prompts, speculate=4) == plain
 
@@ -110,8 +110,8 @@ def test_a_conversation_goes_on_beyond_a_window_as_wide_as_the_context(speculate
 
 
 def test_a_window_wider_than_the_context_has_an_end():
-    assert make("window(48)").config.endless
-    assert not make("window(49)").config.endless
-    assert not make("window(40) | global(9)").config.endless
+    assert make("window(48)").config.is_unbounded
+    assert not make("window(49)").config.is_unbounded
+    assert not make("window(40) | global(9)").config.is_unbounded
     with pytest.raises(UserError, match="the model's context is 48"):
         Generator(make("window(49)"), TOKENIZER).generate(["a" * 60])

@@ -75,7 +75,7 @@ def test_a_failure_in_the_middle_of_a_pass_is_forgotten(model, monkeypatch):
     generator = Generator(model, TOKENIZER)
     conversation = Conversation(generator)
     list(conversation.say("Some text", PARAMS))
-    head = generator.model.head.forward
+    head = generator.model.lm_head.forward
     calls = []
 
     def interrupted(x):
@@ -84,10 +84,10 @@ def test_a_failure_in_the_middle_of_a_pass_is_forgotten(model, monkeypatch):
             raise KeyboardInterrupt
         return head(x)
 
-    monkeypatch.setattr(generator.model.head, "forward", interrupted)
+    monkeypatch.setattr(generator.model.lm_head, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(conversation.say(" more", PARAMS))
-    monkeypatch.setattr(generator.model.head, "forward", head)
+    monkeypatch.setattr(generator.model.lm_head, "forward", head)
     expected = fresh(generator, [*conversation.tokens, *TOKENIZER.encode(".")], PARAMS)
     list(conversation.say(".", PARAMS))
     assert conversation.tokens == expected

@@ -122,12 +122,12 @@ def always(model, token):
     with torch.no_grad():
         copy.norm.weight.zero_()
         copy.norm.weight[0] = 1
-        copy.head.weight.zero_()
+        copy.lm_head.weight.zero_()
         for block in copy.blocks:
             block.attention.o_proj.weight.zero_()
             block.mlp.down_proj.weight.zero_()
         copy.embedding.weight[:, 0] = 5.0
-        copy.head.weight[token, 0] = 100.0
+        copy.lm_head.weight[token, 0] = 100.0
     return copy
 
 

@@ -114,10 +114,10 @@ def test_int8_quantizes_every_matrix_and_the_head_but_not_the_look_up(make_think
     quantized = {name: module for name, module in snapshot.named_modules() if isinstance(module, Int8Linear)}
     assert len(quantized) == 4 * 2 + 1
     torch.testing.assert_close(
-        quantized["head"].quantized * quantized["head"].scale[:, None],
-        model.head.weight.detach(),
+        quantized["lm_head"].quantized * quantized["lm_head"].scale[:, None],
+        model.lm_head.weight.detach(),
         rtol=0,
-        atol=model.head.weight.abs().max().item() / 253,
+        atol=model.lm_head.weight.abs().max().item() / 253,
     )
 
 

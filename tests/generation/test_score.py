@@ -130,7 +130,7 @@ def test_nats_and_bits_per_byte_by_arithmetic():
 def test_a_certain_text_costs_nothing_and_an_uncertain_one_eight_bits_a_byte():
     model = make_thinker()
     with torch.no_grad():
-        model.head.weight.zero_()
+        model.lm_head.weight.zero_()
     uniform = Generator(model, TOKENIZER).score(TEXT)
     assert uniform.bits_per_byte == pytest.approx(math.log2(TOKENIZER.vocab_size), abs=1e-5)  # 257 tokens: 8.006
     assert uniform.nats == pytest.approx(len(uniform.token_ids) * math.log(TOKENIZER.vocab_size), rel=1e-6)

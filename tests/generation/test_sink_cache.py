@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sink_cache import SinkCache
-from thinker.model.attend import Sight, attention_weights
+from thinker.model.attend import AttentionMask, attention_weights
 from thinker.model.rope import rotate
 from thinker.runtime.errors import UserError
 
@@ -27,7 +27,7 @@ def full_pass(model, tokens, mix):
         mixed = mix(block.attention, block.attention_norm(x))
         x = x + block.attention.o_proj(mixed.transpose(1, 2).flatten(2))
         x = x + block.mlp(block.mlp_norm(x))
-    return model.head(model.norm(x))
+    return model.lm_head(model.norm(x))
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def in_a_window(model, tokens, window):
 
     def mix(attention, x):
         q, k, v = attention.project(x, rope)
-        weights = attention_weights(q, k, Sight((at <= at[:, None]) & (at[:, None] - at < window)))
+        weights = attention_weights(q, k, AttentionMask((at <= at[:, None]) & (at[:, None] - at < window)))
         return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
     return full_pass(model, tokens, mix)
@@ -174,7 +174,7 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
         if cache is None:
             cache = part
         else:
-            cache.extend(part)
+            cache.concat_rows(part)
     assert cache.lengths == lengths
     assert cache.n_evicted == max(0, max(lengths) - window - sinks)
 
@@ -199,7 +199,7 @@ def test_even_rows_again_take_chunks_after_the_uneven_ones_left(make_thinker):
     other = SinkCache(model, 1, 5, 2)
     model(tokens[:1, :4], cache=cache)
     model(tokens[1:, :11], cache=other)
-    cache.extend(other)
+    cache.concat_rows(other)
     model(tokens[[0, 1], [4, 11]][:, None], cache=cache)
     cache.select([1])
     assert_close(model(tokens[1:, 12:], cache=cache), with_sinks(model, tokens[1:], 5, 2)[:, 12:])
@@ -310,7 +310,7 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, wind
         if cache is None:
             cache = part
         else:
-            cache.extend(part)
+            cache.concat_rows(part)
     littered = copy.deepcopy(cache)
     generator = torch.Generator().manual_seed(seed)
     for layer in littered.layers:

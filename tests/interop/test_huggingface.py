@@ -52,7 +52,7 @@ def test_there_and_back(tmp_path, n_kv_heads, tied, qk_norm, kind):
     ours, back = model.state_dict(), again.state_dict()
     assert ours.keys() == back.keys()
     assert all(torch.equal(ours[name], back[name]) for name in ours)
-    assert (again.head.weight is again.embedding.weight) == tied
+    assert (again.lm_head.weight is again.embedding.weight) == tied
     texts = [text for text, _ in zip(adversarial_texts(list(tokenizer.special_tokens)), range(100))]
     assert [its_tokenizer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
     assert its_tokenizer.bos_prefix == [tokenizer.bos_id]

@@ -32,5 +32,5 @@ def induction_circuit(sharpness=200.0):
         second.k_proj.weight[token, V] = -1  # the first position had no token before it but itself
         second.v_proj.weight[token, token] = 1
         second.o_proj.weight[token, token] = 1
-        model.head.weight[token, token] = 1
+        model.lm_head.weight[token, token] = 1
     return model

@@ -96,7 +96,7 @@ def test_gradient_times_attention_is_what_a_small_change_does(make_thinker, toke
             weights[:, head, query, key] *= 1 + step
             return weights
 
-        with torch.no_grad(), model.edit({f"blocks.{layer}.attention.weights": nudge}):
+        with torch.no_grad(), model.patch({f"blocks.{layer}.attention.weights": nudge}):
             logits.append(attribution.prediction(model(tokens[None]), 3, 7).item())
     assert found[layer, head, query, key].item() == pytest.approx((logits[1] - logits[0]) / 0.04, rel=1e-2)
     assert (found.triu(1) == 0).all()
@@ -107,7 +107,7 @@ def test_the_last_layers_lens_is_the_logits(make_thinker, tokens):
     lens = attribution.logit_lens(model, tokens)
     with torch.no_grad():
         torch.testing.assert_close(lens[-1], model(tokens[None])[0])
-        torch.testing.assert_close(lens[0], model.head(model.norm(model.embedding(tokens))))
+        torch.testing.assert_close(lens[0], model.lm_head(model.norm(model.embedding(tokens))))
     assert lens.shape == (3, 14, 61)
     torch.testing.assert_close(attribution.logit_lens(model, tokens, position=-1), lens[:, -1:])
     torch.testing.assert_close(attribution.logit_lens(model, tokens, position=slice(2, 5)), lens[:, 2:5])

@@ -156,7 +156,7 @@ def test_gradients_find_the_circuit_and_agree_with_autograd_by_hand(make_thinker
     for row in tokens:
         for layer in range(2):
             gate = torch.ones(4, requires_grad=True)  # ∂L/∂gate = Σ z · ∂L/∂z
-            with model.edit({f"blocks.{layer}.attention.heads": lambda z, gate=gate: z * gate[:, None, None]}):
+            with model.patch({f"blocks.{layer}.attention.heads": lambda z, gate=gate: z * gate[:, None, None]}):
                 logits = model(row[None, :-1])
             F.cross_entropy(logits[0], row[1:]).backward()
             known[layer] += gate.grad.abs() / len(tokens)
@@ -200,7 +200,7 @@ def test_the_gradient_of_a_group_is_that_of_its_heads_together(make_thinker):
                         [z[:, :2] * (gate if group == 0 else 1), z[:, 2:] * (gate if group == 1 else 1)], 1
                     )
 
-                with model.edit({f"blocks.{layer}.attention.heads": scale}):
+                with model.patch({f"blocks.{layer}.attention.heads": scale}):
                     loss = heads.losses(model, text[None]).sum()
                 known[layer, group] += torch.autograd.grad(loss, gate)[0].abs() / 2
     torch.testing.assert_close(found, known / known.norm(dim=1, keepdim=True), rtol=0, atol=1e-4)

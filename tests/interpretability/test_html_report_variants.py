@@ -253,7 +253,7 @@ def test_it_cannot_be_written(shown, tmp_path):
 
 def test_logits_that_are_not_finite(shown, tmp_path):
     model = random_thinker(vocab_size=257)
-    model.head.weight.data.fill_(float("nan"))
+    model.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
         html_report.gather(model, shown.tokenizer, shown.prompt)
 

@@ -37,7 +37,7 @@ def masked(model, groups):
 def test_a_pruned_model_equals_the_masked_one(make_thinker, form, groups):
     model = make_thinker(**FORMS[form])
     left = pruning.prune(model, groups)
-    with model.edit(masked(model, groups)):
+    with model.patch(masked(model, groups)):
         known = model(TOKENS)
     torch.testing.assert_close(left(TOKENS), known, rtol=0, atol=1e-4)
     cache, pieces = left.new_cache(2, 20), []
@@ -85,7 +85,7 @@ def test_looking_into_it(make_thinker):
     assert weights.shape == (2, 2, 4, 20, 20)
     assert weights[1, :, 2:].isnan().all()
     assert not weights[0].isnan().any()
-    with whole.edit(masked(whole, [(1, 0), (1, 2)])):
+    with whole.patch(masked(whole, [(1, 0), (1, 2)])):
         known = whole.attention_weights(TOKENS)
     torch.testing.assert_close(weights[1, :, :2], known[1][:, [1, 3]], rtol=0, atol=1e-5)
     for found in (heads.importance_by_ablation(left, TOKENS), heads.importance_by_gradient(left, TOKENS)):
@@ -96,7 +96,7 @@ def test_looking_into_it(make_thinker):
 def test_importance_of_a_group_is_that_of_its_heads_together(make_thinker):
     model = make_thinker(n_kv_heads=2)
     found = heads.importance_by_ablation(model, TOKENS, by_group=True)
-    with model.edit(masked(model, [(1, 1)])):
+    with model.patch(masked(model, [(1, 1)])):
         cost = heads.losses(model, TOKENS)
     assert found.value.shape == (2, 2)
     assert found.value[1, 1].item() == pytest.approx((cost - heads.losses(model, TOKENS)).mean().item(), abs=1e-5)

@@ -72,10 +72,10 @@ def peak():  # of this process: ru_maxrss begins with its parent's
 
 
 with torch.no_grad():
-    with model.tap("blocks.3.attention.weights"):
+    with model.record("blocks.3.attention.weights"):
         model(tokens[:, :300])  # what the first pass of a process takes for itself
     before = peak()
-    with model.tap("blocks.2.attention.weights") as seen:
+    with model.record("blocks.2.attention.weights") as seen:
         model(tokens)
     after = peak()
 print((after - before) / seen["blocks.2.attention.weights"].nbytes)

@@ -36,9 +36,9 @@ def test_tapped_weights_make_the_output_of_the_fast_path_and_change_no_bit(make_
         tokens = torch.randint(0, 97, (2, length), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             plain = model(tokens)
-            with model.tap("*", "blocks.*", "blocks.*.*", "blocks.*.*.*", "blocks.*.attention.heads.*") as seen:
+            with model.record("*", "blocks.*", "blocks.*.*", "blocks.*.*.*", "blocks.*.attention.heads.*") as seen:
                 assert torch.equal(model(tokens), plain)
-        assert set(seen) == set(model.tap_names())
+        assert set(seen) == set(model.activation_names())
         assert torch.equal(seen["logits"], plain)
         for layer in range(2):
             path = f"blocks.{layer}.attention"
@@ -54,14 +54,14 @@ def test_tapped_weights_make_the_output_of_the_fast_path_and_change_no_bit(make_
 
 def test_the_parts_add_up_to_the_residual_stream(make_thinker, tokens):
     model = make_thinker()
-    with model.tap("embedding", "blocks.*", "blocks.*.attention", "blocks.*.mlp", "norm", "logits") as seen:
+    with model.record("embedding", "blocks.*", "blocks.*.attention", "blocks.*.mlp", "norm", "logits") as seen:
         model(tokens)
     x = seen["embedding"]
     for layer in range(2):
         x = x + seen[f"blocks.{layer}.attention"] + seen[f"blocks.{layer}.mlp"]
         close(seen[f"blocks.{layer}"], x)
-    close(seen["norm"] @ model.head.weight.T, seen["logits"])
-    assert list(seen) == [name for name in model.tap_names() if name in seen]
+    close(seen["norm"] @ model.lm_head.weight.T, seen["logits"])
+    assert list(seen) == [name for name in model.activation_names() if name in seen]
 
 
 def test_nothing_stays(make_thinker, tokens):
@@ -71,8 +71,8 @@ def test_nothing_stays(make_thinker, tokens):
     def fail(x):
         raise ZeroDivisionError
 
-    seen = model.tap("blocks.*.attention.weights", "embedding", "blocks.0", "blocks.1.mlp.hidden")
-    with pytest.raises(ZeroDivisionError), seen, model.edit({"blocks.1.mlp": fail}):
+    seen = model.record("blocks.*.attention.weights", "embedding", "blocks.0", "blocks.1.mlp.hidden")
+    with pytest.raises(ZeroDivisionError), seen, model.patch({"blocks.1.mlp": fail}):
         model(tokens)
     assert set(vars(model)) - state[0] <= {"_points"}
     assert [set(vars(block.attention)) for block in model.blocks] == state[1]
@@ -82,10 +82,10 @@ def test_nothing_stays(make_thinker, tokens):
 
 def test_with_a_cache_every_step_is_kept(make_thinker, tokens):
     model = make_thinker(attention=["full", "window(6)"])
-    with model.tap("blocks.*.attention.weights", "blocks.1") as whole:
+    with model.record("blocks.*.attention.weights", "blocks.1") as whole:
         model(tokens)
     cache = model.new_cache(2)
-    with model.tap("blocks.0.attention.weights", "blocks.1") as seen:
+    with model.record("blocks.0.attention.weights", "blocks.1") as seen:
         for part in tokens.split([9, 1, 1, 5, 4], dim=1):
             model(part, cache=cache)
     steps = seen.passes["blocks.0.attention.weights"]
@@ -105,7 +105,7 @@ def test_while_a_generator_writes(make_thinker):
     generator = Generator(model, tokenizer)
     params = SamplingParams(max_new_tokens=5, temperature=0)
     plain = generator.generate(["abcd"], params)
-    with generator.model.tap("blocks.1.attention.weights") as seen:
+    with generator.model.record("blocks.1.attention.weights") as seen:
         assert generator.generate(["abcd"], params) == plain
     assert [step.shape[2:] for step in seen.passes["blocks.1.attention.weights"]][:2] == [(5, 5), (1, 6)]
 
@@ -124,19 +124,19 @@ def test_a_head_made_zero_is_one_whose_columns_are_zero(make_thinker, tokens):
     model, other = make_thinker(), make_thinker()
     with torch.no_grad():
         other.blocks[1].attention.o_proj.weight.copy_(zeroed_columns(other, 1, 2))
-    with model.edit({"blocks.1.attention.heads.2": "zero"}):
+    with model.patch({"blocks.1.attention.heads.2": "zero"}):
         edited = model(tokens)
     assert torch.equal(edited, other(tokens))
     assert not torch.equal(edited, model(tokens))
     cache = model.new_cache(2)
-    with model.edit({"blocks.1.attention.heads.2": "zero"}):
+    with model.patch({"blocks.1.attention.heads.2": "zero"}):
         close(torch.cat([model(part, cache=cache) for part in tokens.split(7, dim=1)], dim=1), edited)
 
 
 def test_mean_number_tensor_and_function(make_thinker, tokens):
     model = make_thinker()
     name = "blocks.0.mlp"
-    with model.tap(name) as seen:
+    with model.record(name) as seen:
         model(tokens)
     known = seen[name]
     for edit, expected in [
@@ -145,7 +145,7 @@ def test_mean_number_tensor_and_function(make_thinker, tokens):
         (known[:1], known[:1].expand_as(known)),
         (lambda x: 2 * x, 2 * known),
     ]:
-        with model.edit({name: edit}), model.tap(name) as seen:
+        with model.patch({name: edit}), model.record(name) as seen:
             model(tokens)
         assert torch.equal(seen[name], expected)
 
@@ -154,32 +154,32 @@ def test_weights_that_are_changed_are_what_values_are_summed_by(make_thinker, to
     model = make_thinker()
     uniform = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
     parts = [f"blocks.*.attention.{part}" for part in ("v", "heads", "weights")]
-    with model.edit({"blocks.*.attention.weights": uniform}), model.tap(*parts) as seen:
+    with model.patch({"blocks.*.attention.weights": uniform}), model.record(*parts) as seen:
         model(tokens)
     for layer in range(2):
         path = f"blocks.{layer}.attention"
         close(seen[f"{path}.heads"], uniform @ widened(seen[f"{path}.v"], 4))
         assert torch.equal(seen[f"{path}.weights"], uniform.expand(2, 4, T, T))
-    with model.edit({"blocks.*.attention.weights": lambda weights: weights}):  # the same, by another way
+    with model.patch({"blocks.*.attention.weights": lambda weights: weights}):  # the same, by another way
         close(model(tokens), make_thinker()(tokens))
 
 
 def test_those_that_are_opened_later_see_what_earlier_ones_have_changed(make_thinker, tokens):
     model = make_thinker()
-    with model.tap("blocks.0") as before, model.edit({"blocks.0": 1.0}), model.tap("blocks.0") as after:
+    with model.record("blocks.0") as before, model.patch({"blocks.0": 1.0}), model.record("blocks.0") as after:
         model(tokens)
-        with model.edit({"blocks.0": 2.0}):
+        with model.patch({"blocks.0": 2.0}):
             model(tokens)
     assert (after["blocks.0"] == 1).all()
     assert not torch.equal(before["blocks.0"], after["blocks.0"])
-    with model.tap("blocks.0") as plain:
+    with model.record("blocks.0") as plain:
         model(tokens)
     assert torch.equal(plain["blocks.0"], before["blocks.0"])
 
 
 def test_gradients_flow_through_what_is_kept(make_thinker, tokens):
     model = make_thinker()
-    with model.edit({"blocks.0.attention.weights": lambda x: x}), model.tap("blocks.0.attention.weights") as seen:
+    with model.patch({"blocks.0.attention.weights": lambda x: x}), model.record("blocks.0.attention.weights") as seen:
         target = model(tokens)[:, -1, 3].sum()
     (gradient,) = torch.autograd.grad(target, seen["blocks.0.attention.weights"])
     assert gradient.shape == (2, 4, T, T)
@@ -197,22 +197,22 @@ def test_gradients_flow_through_what_is_kept(make_thinker, tokens):
 )
 def test_names_that_are_none(make_thinker, names, changes, message):
     model = make_thinker()
-    with pytest.raises(UserError, match=message), model.edit(changes) if changes else model.tap(*names):
+    with pytest.raises(UserError, match=message), model.patch(changes) if changes else model.record(*names):
         pass
-    with pytest.raises(UserError, match="blocks.0 cannot become 'none'"), model.edit({"blocks.0": "none"}):
+    with pytest.raises(UserError, match="blocks.0 cannot become 'none'"), model.patch({"blocks.0": "none"}):
         model(torch.zeros(1, 4, dtype=int))
 
 
 def test_a_layer_without_keys_has_no_weights_with_a_cache(make_thinker, tokens):
     model = make_thinker(attention=["full", "linear(16)"])
-    with model.tap("blocks.1.attention.weights"), pytest.raises(UserError, match="linear attention keeps no keys"):
+    with model.record("blocks.1.attention.weights"), pytest.raises(UserError, match="linear attention keeps no keys"):
         model(tokens, cache=model.new_cache(2))
 
 
 def test_what_is_kept_of_a_cache_stays(make_thinker):
     model = make_thinker(attention="window(4)")
     path, cache = "blocks.0.attention", model.new_cache(1, 40)
-    with torch.no_grad(), model.tap(f"{path}.v", f"{path}.weights", f"{path}.heads") as seen:
+    with torch.no_grad(), model.record(f"{path}.v", f"{path}.weights", f"{path}.heads") as seen:
         for token in range(20):
             model(torch.tensor([[token]]), cache=cache)
     for v, weights, heads in zip(*(seen.passes[f"{path}.{part}"] for part in ("v", "weights", "heads"))):
@@ -222,14 +222,14 @@ def test_what_is_kept_of_a_cache_stays(make_thinker):
 def test_what_cannot_be_tapped_or_edited_says_so(make_thinker):
     model = make_thinker(vocab_size=300)
     tokens = torch.arange(6)[None]
-    with model.edit({"blocks.0.mlp": "zero"}):
+    with model.patch({"blocks.0.mlp": "zero"}):
         with pytest.raises(UserError, match="open that on generator.model"):
             prepare_for_inference(model)
         with pytest.raises(UserError, match="close that before"):
             copy.deepcopy(model)
         with pytest.raises(UserError, match="leave compile out"):
             CompiledThinker(model)(tokens[:, :1], model.new_cache(1))
-    with model.tap("logits"), pytest.raises(UserError, match="makes no logits"):
+    with model.record("logits"), pytest.raises(UserError, match="makes no logits"):
         model(tokens, targets=tokens)
     model(tokens, targets=tokens)
     assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
@@ -237,8 +237,8 @@ def test_what_cannot_be_tapped_or_edited_says_so(make_thinker):
 
 def test_closing_one_leaves_the_others_open(make_thinker):
     model, tokens = make_thinker(), torch.arange(6)[None]
-    with model.tap("blocks.0") as outer:
-        with model.edit({"blocks.0.mlp": "zero"}):
+    with model.record("blocks.0") as outer:
+        with model.patch({"blocks.0.mlp": "zero"}):
             pass
         model(tokens)
     assert list(outer) == ["blocks.0"]
@@ -248,9 +248,9 @@ def test_the_mean_is_over_texts_and_positions_and_of_weights_over_texts(make_thi
     model, tokens = make_thinker(), torch.arange(18).reshape(3, 6)
     for name, places in {"heads.1": (0, 1), "heads": (0, 2), "weights": (0,)}.items():
         path = f"blocks.1.attention.{name}"
-        with model.tap(path) as before:
+        with model.record(path) as before:
             model(tokens)
-        with model.edit({path: "mean"}), model.tap(path) as after:
+        with model.patch({path: "mean"}), model.record(path) as after:
             model(tokens)
         known = before[path].mean(dim=places, keepdim=True).expand_as(before[path])
         torch.testing.assert_close(after[path], known, rtol=0, atol=1e-6)
@@ -260,7 +260,7 @@ def test_the_mean_is_over_texts_and_positions_and_of_weights_over_texts(make_thi
 def test_patterns_that_ask_for_tokens_have_them_in_a_cache_too(make_thinker):
     model, tokens = make_thinker(attention="token(3) | window(2)"), torch.tensor([[3, 5, 6, 3, 8, 9, 10, 11]])
     whole = model.attention_weights(tokens)
-    with torch.no_grad(), model.tap("blocks.*.attention.weights") as seen:
+    with torch.no_grad(), model.record("blocks.*.attention.weights") as seen:
         model(tokens, cache=model.new_cache(1, 16))
     for layer in range(2):
         torch.testing.assert_close(seen[f"blocks.{layer}.attention.weights"], whole[layer], rtol=0, atol=1e-5)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.attend import Sight, attend, attention_weights
+from thinker.model.attend import AttentionMask, attend, attention_weights
 from thinker.model.rope import Rope, rotate
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())
@@ -22,7 +22,7 @@ def heads(rows):
 
 def triangle(length):
     at = torch.arange(length)
-    return Sight(at <= at[:, None])
+    return AttentionMask(at <= at[:, None])
 
 
 def close(ours, known):
@@ -47,7 +47,7 @@ def test_three_tokens(name, scale):
     close(weights[0, 0], known["weights"])
     close((weights @ v)[0, 0], known["output"])
     stretched = x * math.sqrt(math.sqrt(2) * (scale or 1 / math.sqrt(2)))  # attend() scales by 1/√2 itself
-    close(attend(stretched, stretched, v, Sight(is_causal=True))[0, 0], known["output"])
+    close(attend(stretched, stretched, v, AttentionMask(is_causal=True))[0, 0], known["output"])
     close(attend(stretched, stretched, v, triangle(3))[0, 0], known["output"])
     if "entropy_per_row" in known:
         rows = weights[0, 0]
@@ -112,11 +112,11 @@ def test_kernel_equals_reference(kv_heads, length, earlier, seed):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(2, 4, length, 8, generator=generator)
     k, v = torch.randn(2, 2, kv_heads, earlier + length, 8, generator=generator)
-    sight = Sight(torch.arange(earlier + length) <= torch.arange(earlier, earlier + length)[:, None])
+    sight = AttentionMask(torch.arange(earlier + length) <= torch.arange(earlier, earlier + length)[:, None])
     reference = attention_weights(q, k, sight) @ v.repeat_interleave(4 // kv_heads, dim=1)
     torch.testing.assert_close(attend(q, k, v, sight), reference, rtol=0, atol=1e-5)
     if earlier == 0:
-        torch.testing.assert_close(attend(q, k, v, Sight(is_causal=True)), reference, rtol=0, atol=1e-5)
+        torch.testing.assert_close(attend(q, k, v, AttentionMask(is_causal=True)), reference, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["mqa", "gqa", "mha"])
@@ -149,7 +149,7 @@ def test_few_queries_equal_the_reference_and_the_kernel_under_grad(kv_heads, col
         if shape is not None:
             allowed = torch.rand(shape, generator=generator) < 0.5
             allowed[..., int(torch.randint(slots, (1,), generator=generator))] = True  # each looks somewhere
-        sight = Sight(allowed)
+        sight = AttentionMask(allowed)
         known = attention_weights(q, k, sight, scale) @ v.repeat_interleave(4 // kv_heads, dim=1)
         before = [x.clone() for x in (q, k, v)]
         with torch.no_grad():

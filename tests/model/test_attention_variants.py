@@ -101,7 +101,7 @@ def test_rows_of_unequal_length_go_on_as_if_alone(make_thinker, attention, one_t
             if cache is None:
                 cache = part
             else:
-                cache.extend(part)
+                cache.concat_rows(part)
         rows = list(range(len(lengths)))
         for number, chunk in enumerate(chunks):
             chunk = min(chunk, 80 - max(cache.lengths))

@@ -128,7 +128,7 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, chun
         for row, length in enumerate(lengths[1:], start=1):
             other = model.new_cache(1, 32)
             model(tokens[row : row + 1, :length], cache=other)
-            cache.extend(other)
+            cache.concat_rows(other)
     else:
         cache = model.new_cache(len(lengths), 32)
         model(tokens[:, : max(lengths)], cache=cache)
@@ -167,7 +167,7 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(make_thinker, length
         if cache is None:
             cache = part
         else:
-            cache.extend(part)
+            cache.concat_rows(part)
     cache.fixed = fixed
     rows = torch.arange(len(lengths))[:, None]
     for chunk in chunks:
@@ -183,7 +183,7 @@ def test_selecting_and_extending_keep_the_order_in_memory(make_thinker):
     strides = cache.layers[0].keys.stride(), cache.layers[0].values.stride()
     assert strides[0][2:] == (1, 16)  # each column begins where a cache line does
     assert strides[1][2:] == (8, 1)
-    cache.extend(other)
+    cache.concat_rows(other)
     cache.select([2, 0, 0, 1])
     for layer in cache.layers:
         assert (layer.keys.stride(), layer.values.stride()) == strides

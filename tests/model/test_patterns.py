@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import thinker.model.attend as module
 from thinker.model.attend import attend, look
 from thinker.model.kernels import blockwise_attention
-from thinker.model.patterns import Places, parse
+from thinker.model.patterns import TokenInfo, parse
 from thinker.model.positions import slopes
 from thinker.runtime.errors import UserError
 
@@ -137,8 +137,8 @@ def check(situation, kernels, patch):
         document = begins.cumsum(1)
         position = torch.tensor([[int((document[b, :s] == document[b, s]).sum()) for s in range(S)] for b in range(2)])
     token = torch.randint(12, (2, S), generator=generator)
-    key = Places(position, document, token)
-    query = Places(*(x if x is None else x[:, S - T :] for x in (position, document, token)))
+    key = TokenInfo(position, document, token)
+    query = TokenInfo(*(x if x is None else x[:, S - T :] for x in (position, document, token)))
     attn_logit_softcap, sinks = 1.5 if has["attn_logit_softcap"] else None, normal(H) if has["sinks"] else None
     alibi = slopes(H).double() if has["alibi"] else None
     known = brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi)
@@ -147,7 +147,7 @@ def check(situation, kernels, patch):
     grad = torch.randn(known.shape, generator=generator, dtype=torch.float64)
     known_grads = torch.autograd.grad(known, inputs, grad, allow_unused=True) if known.requires_grad else []
     if pattern.reach is None and not pattern.by_token and document is None:
-        query, key = (Places(places.position[0]) for places in (query, key))  # as a batch of equal rows is described
+        query, key = (TokenInfo(places.position[0]) for places in (query, key))  # as a batch of equal rows is described
     used = []
     for kernel in kernels:
         patch.setattr(module, "BLOCK", 1 + seed % 7)  # so that short sequences have several blocks

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.attend import Sight
+from thinker.model.attend import AttentionMask
 from thinker.model.rope import Rope, rotate
 from thinker.runtime.errors import UserError
 
@@ -115,7 +115,7 @@ def test_wrong_inputs_are_refused(make_thinker):
 
 def test_the_head_can_be_drawn_with_a_deviation():
     torch.manual_seed(3)
-    head = Thinker(ThinkerConfig(vocab_size=500, d_model=128, head_init_std=0.4)).head.weight
+    head = Thinker(ThinkerConfig(vocab_size=500, d_model=128, head_init_std=0.4)).lm_head.weight
     assert head.std().item() == pytest.approx(0.4, rel=0.03)
     assert abs(head.mean().item()) < 0.01
 
@@ -139,7 +139,7 @@ def test_initialisation(tied):
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             assert (parameter == 1).all(), name
-        elif name.endswith(("o_proj.weight", "down_proj.weight")) or name == "head.weight":
+        elif name.endswith(("o_proj.weight", "down_proj.weight")) or name == "lm_head.weight":
             assert (parameter == 0).all(), name
         else:
             expected = (0.02 if tied else 1.0) if name == "embedding.weight" else parameter.shape[1] ** -0.5
@@ -147,7 +147,7 @@ def test_initialisation(tied):
     with torch.no_grad():
         x = model.embedding(tokens)
         for block in model.blocks:  # every block begins as the identity
-            assert torch.equal(block(x, model.rope(torch.arange(30), 30, x.dtype), Sight(is_causal=True)), x)
+            assert torch.equal(block(x, model.rope(torch.arange(30), 30, x.dtype), AttentionMask(is_causal=True)), x)
         if not tied:
             loss, count = model(tokens, targets=tokens)
             assert (loss / count).item() == pytest.approx(math.log(500), rel=1e-6)
@@ -180,7 +180,7 @@ def test_attention_weights(make_thinker):
     v = first.attention.project(x, rope)[2].repeat_interleave(2, dim=1)  # (B, H, T, D)
     seen = (weights[0] @ v).transpose(1, 2).flatten(2) @ first.attention.o_proj.weight.T
     torch.testing.assert_close(
-        seen, first.attention(x, rope, Sight(is_causal=True))
+        seen, first.attention(x, rope, AttentionMask(is_causal=True))
     )  # they are the weights of the forward pass
 
 

@@ -203,8 +203,8 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(tiny, tmp_path):
     assert report["sample_ids"] == loader.sample_ids(1) == [sample["id"] for sample in report["samples"]]
     assert all(sample["text"] and sample["loss"] is None for sample in report["samples"])
     assert report["first_not_finite"] == "loss"  # the head's huge weights
-    assert "head.weight" in report["gradients_not_finite"]
-    assert report["largest_weight"][0] == "head.weight"
+    assert "lm_head.weight" in report["gradients_not_finite"]
+    assert report["largest_weight"][0] == "lm_head.weight"
     assert report["largest_weight"][1] > 1e37
 
 

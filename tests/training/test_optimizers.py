@@ -26,7 +26,9 @@ def rates(model, section):
 
 def kind(name):
     first, last = name.split(".")[0], name.split(".")[-2]
-    return first if first in ("embedding", "head") else "gain" if last.endswith("norm") else "matrix"
+    if first in ("embedding", "lm_head"):
+        return {"embedding": "embedding", "lm_head": "head"}[first]
+    return "gain" if last.endswith("norm") else "matrix"
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -96,11 +98,11 @@ def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(section):
         model = Thinker(config(vocab_size=2048, d_model=width))
         optimizers = Optimizers(model, resolve_learning_rates(section, model.config, 16))
         x = torch.randn(width, generator=torch.Generator().manual_seed(0))
-        (model.head.weight @ x)[7].backward()
-        before = model.head.weight.detach() @ x.sign()
+        (model.lm_head.weight @ x)[7].backward()
+        before = model.lm_head.weight.detach() @ x.sign()
         for optimizer in optimizers.optimizers:
             optimizer.step()
-        moved.append((model.head.weight.detach() @ x.sign() - before).norm().item())
+        moved.append((model.lm_head.weight.detach() @ x.sign() - before).norm().item())
     assert moved[0] > 0
     assert max(moved) < 1.2 * min(moved)
 

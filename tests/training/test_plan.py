@@ -27,7 +27,7 @@ def config(**train):
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
     memory = predict_memory(config(), CONFIG, 8, CPU)
     parameters = dict(Thinker(CONFIG).named_parameters())
-    by_muon = [p for name, p in parameters.items() if "proj" in name or name == "head.weight"]
+    by_muon = [p for name, p in parameters.items() if "proj" in name or name == "lm_head.weight"]
     matrices, total = (sum(p.numel() for p in found) for found in (by_muon, parameters.values()))
     assert memory.weights == memory.gradients == 4 * total
     steps = 4 * (len(parameters) - len(by_muon))  # AdamW counts the steps of each of its parameters

@@ -75,7 +75,7 @@ def test_each_matrix_is_cast_once_a_step(size, every):
     with Watch():
         step(a_batch(), 1.0)
     assert sorted(casts) == sorted(matrices.values())
-    assert all(m.cast is None for m in step.model.modules() if hasattr(m, "cast"))
+    assert all(m.cached_weight is None for m in step.model.modules() if hasattr(m, "cached_weight"))
 
 
 @pytest.mark.parametrize("every", [None, 2])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.attend import Sight, attend, attention_weights
+from thinker.model.attend import AttentionMask, attend, attention_weights
 from thinker.model.kernels import blockwise_attention
 from thinker.model.kernels.blockwise_attention import attend_blockwise
 
@@ -42,8 +42,8 @@ def test_training_in_bf16_is_as_near_as_its_precision(kv_heads, length):
     q = torch.randn(2, 4, length, 32).requires_grad_()
     k, v = (torch.randn(2, kv_heads, length, 32).requires_grad_() for _ in range(2))
     at = torch.arange(length)
-    right = attention_weights(q, k, Sight(at <= at[:, None])) @ v.repeat_interleave(4 // kv_heads, dim=1)
-    ours = attend(*(x.bfloat16() for x in (q, k, v)), Sight(is_causal=True, kernel="blockwise"))
+    right = attention_weights(q, k, AttentionMask(at <= at[:, None])) @ v.repeat_interleave(4 // kv_heads, dim=1)
+    ours = attend(*(x.bfloat16() for x in (q, k, v)), AttentionMask(is_causal=True, kernel="blockwise"))
     assert ours.dtype == torch.bfloat16
     grad = torch.randn_like(right)
     both = zip([ours, *torch.autograd.grad(ours, (q, k, v), grad.bfloat16())],
@@ -59,7 +59,7 @@ def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile()
     for name in ("fp32", "bf16", "compiled"):
         torch.manual_seed(0)
         model = Thinker(config)
-        torch.nn.init.normal_(model.head.weight, std=0.1)
+        torch.nn.init.normal_(model.lm_head.weight, std=0.1)
         model.activation_dtype = None if name == "fp32" else torch.bfloat16
         if name == "compiled":
             for block in model.blocks:
@@ -67,7 +67,7 @@ def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile()
         loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
         (loss / count).backward()
         assert ("_BlockwiseAttention" in called(model, tokens)) == (name != "fp32")
-        grads[name] = model.head.weight.grad
+        grads[name] = model.lm_head.weight.grad
     for name in ("bf16", "compiled"):
         assert (grads[name] - grads["fp32"]).norm() < 0.03 * grads["fp32"].norm()
 

@@ -8,7 +8,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attend import attend, look
 from thinker.model.kernels import flex_attention
 from thinker.model.kernels.flex_attention import Flex
-from thinker.model.patterns import Places, parse
+from thinker.model.patterns import TokenInfo, parse
 from thinker.model.positions import slopes
 
 PATTERNS = [
@@ -53,7 +53,7 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
         position = position - torch.where(begins, position, 0).cummax(1).values
     if pattern.by_token:
         token = torch.randint(12, (B, T), generator=generator)
-    places = Places(*(x if x is None else x.to(device) for x in (position, document, token)))
+    places = TokenInfo(*(x if x is None else x.to(device) for x in (position, document, token)))
     alibi = slopes(H, device).to(torch.promote_types(dtype, torch.float32)) if "alibi" in features else None
     if "sinks" not in features:
         del inputs["sinks"]
@@ -139,7 +139,7 @@ def test_random_blocks_are_the_same_where_heads_are_counted_in_32_bits():
     b, h, at = torch.tensor(0), torch.arange(16)[:, None, None], torch.arange(150)
     seen = mask(b, h, at[:, None], at)
     assert torch.equal(mask(b.int(), h.int(), at[:, None].int(), at.int()), seen)
-    assert torch.equal(seen[12], pattern(torch.tensor(12), Places(at[:, None]), Places(at)))
+    assert torch.equal(seen[12], pattern(torch.tensor(12), TokenInfo(at[:, None]), TokenInfo(at)))
 
 
 def named(number, indices):

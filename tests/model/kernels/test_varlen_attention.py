@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinker.model.attend import attend, look
 from thinker.model.kernels.varlen_attention import Varlen, borders
-from thinker.model.patterns import Places, parse
+from thinker.model.patterns import TokenInfo, parse
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -53,7 +53,7 @@ def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, groupe
     document = (torch.rand(B, T) < 0.2).cumsum(1)
     begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     position = torch.arange(T) - torch.where(begins, torch.arange(T), 0).cummax(1).values
-    places = Places(position, document)
+    places = TokenInfo(position, document)
     known = attend(q, k, v, look(parse(text), places, places, heads, kernel="reference", aligned=True), 0.3)
     sight = look(parse(text), places, places, heads, kernel="varlen", aligned=True)
     assert isinstance(sight.prepared, Varlen)
