@@ -186,7 +186,7 @@ class Thinker(nn.Module):
             targets = targets.masked_fill(place.positions < self.config.prefix - 1, -1)
         return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight)
 
-    def place(
+    def make_context(
         self, given: Tensor, tokens: Tensor | None, documents: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
         """Where the positions of a pass stand: a whole sequence's, or the next ones of a cache, with room made there.

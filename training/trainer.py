@@ -104,7 +104,8 @@ class Trainer:
         self.model = draw(model_config, config.run.seed, torch.device("cpu") if sharded else self.device, begun)
         self.train_step = TrainingStep(self.model, config, dist=dist)
         if train.sample_every:
-            check_length([0, *self.corpus.tokenizer.encode(train.sample_prompt)], model_config, model_config.longest)
+            prompt = [0, *self.corpus.tokenizer.encode(train.sample_prompt)]
+            check_length(prompt, model_config, model_config.max_cached_len)
         self.run.create()
         self.run.lock()
         if dist.is_main and folder is None and checkpoint.list_checkpoints(self.run.checkpoints):
