@@ -1,7 +1,7 @@
 # make demo   install, train the quickstart, sample three stories
 # make test   install, run all tests
-# make prove  the long proofs: kills, full disks, hostile files, compiled runs
-# make lint   what the tests do not see
+# make prove  the stress tests in full: kills, full disks, malicious files, compiled runs
+# make lint   style and formatting
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --disable-pip-version-check --quiet
 
@@ -14,13 +14,13 @@ test: .venv/ready-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 prove: .venv/ready-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --prove -n 2 --dist worksteal tests/prove
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --stress -n 2 --dist worksteal tests/stress
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-.venv/ready: requirements.txt
+.venv/ready: requirements.txt pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@echo "installing the packages of requirements.txt into .venv"
 	$(PIP) -r requirements.txt

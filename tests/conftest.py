@@ -14,7 +14,7 @@ from thinker.model import Thinker, ThinkerConfig
 ROOT = Path(__file__).parents[1]
 
 # Small enough to train in a second; overrides of tests/fixtures/base.yaml.
-TINY = [
+TINY_OVERRIDES = [
     "model.d_model=32",
     "model.n_layers=2",
     "model.n_heads=2",
@@ -47,80 +47,81 @@ def run_script(*arguments, cwd=ROOT, timeout=120, **environment):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--prove", action="store_true", help="the long proofs in full: make prove")
+    parser.addoption("--stress", action="store_true", help="run the stress tests in full, as make prove does")
 
 
 def pytest_collection_modifyitems(config, items):
-    """What is marked `prove` belongs to make prove alone."""
-    if not config.getoption("--prove"):
-        left_out = [item for item in items if item.get_closest_marker("prove")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    """Without --stress, deselect what is marked `stress`."""
+    if not config.getoption("--stress"):
+        deselected = [item for item in items if item.get_closest_marker("stress")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture(scope="session")
-def prove(request):
-    """Whether proofs that take minutes run in full; a sample of each otherwise."""
-    return request.config.getoption("--prove")
+def stress(request):
+    """Whether stress tests run in full, for minutes; a sample of each otherwise."""
+    return request.config.getoption("--stress")
 
 
 @pytest.fixture(autouse=True)
-def denormals():
-    """A test that trains or evaluates in this process sets them to zero; the next one shall find them again."""
+def reset_flush_denormal():
+    """Undo what a test that trains or evaluates in this process sets: denormal numbers become zero."""
     yield
     torch.set_flush_denormal(False)
 
 
-@pytest.fixture(scope="session")
-def script():
+@pytest.fixture(scope="session", name="run_script")
+def run_script_fixture():
     return run_script
 
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
-    """A little text with something to learn in it."""
+    """A small text with something to learn in it."""
     path = tmp_path_factory.mktemp("text") / "my.txt"
     path.write_text("".join(f"Line {i}: the cat number {i % 7} sat on mat number {i % 7}.\n" for i in range(600)))
     return path
 
 
 @pytest.fixture(scope="session")
-def tiny(text_file, tmp_path_factory):
-    """Arguments of train.py for a tiny run on text_file; append run.dir=... and what differs."""
+def train_args(text_file, tmp_path_factory):
+    """train.py with the arguments of a tiny run on text_file; append run.dir=... and other overrides."""
     cache = tmp_path_factory.mktemp("cache")
     data = ["data.source=text", f"data.path={text_file}", "data.max_documents=null", f"data.cache_dir={cache}"]
-    return [ROOT / "train.py", ROOT / "tests" / "fixtures" / "base.yaml", *TINY, *data]
+    return [ROOT / "train.py", ROOT / "tests" / "fixtures" / "base.yaml", *TINY_OVERRIDES, *data]
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tiny, tmp_path_factory):
-    """A run directory made by a real training of a few steps."""
+def tiny_run(train_args, tmp_path_factory):
+    """The run directory of a real training of 40 steps."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    done = run_script(*tiny, f"run.dir={folder}", "train.max_steps=40")
+    done = run_script(*train_args, f"run.dir={folder}", "train.max_steps=40")
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def random_thinker(seed=0, gains=0.5, weights=0.3, **kwargs):
-    """A Thinker whose every parameter matters: a fresh one has zero output projections and would hide mistakes."""
+def random_model(seed=0, norm_mean=0.5, std=0.3, **options):
+    """A model whose every parameter is random; a fresh one has zero output projections, which would hide mistakes."""
     torch.manual_seed(seed)
     shape = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
-    model = Thinker(ThinkerConfig(**{**shape, **kwargs}))
+    model = Thinker(ThinkerConfig(**{**shape, **options}))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(gains if parameter.dim() == 1 else 0, weights)
+            is_norm_weight = parameter.dim() == 1
+            parameter.normal_(norm_mean if is_norm_weight else 0, std)
     return model.eval()
 
 
-@pytest.fixture(scope="session")
-def make_thinker():
-    return random_thinker
+@pytest.fixture(scope="session", name="random_model")
+def random_model_fixture():
+    return random_model
 
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """For the smallest models, which are slower on two threads: they wait for each other."""
-    threads = torch.get_num_threads()
+    """One thread for the smallest models, which are slower on two."""
+    n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(n_threads)

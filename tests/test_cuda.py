@@ -56,8 +56,8 @@ def test_bf16_compiled_follows_fp32_resumes_and_samples(tmp_path):
     assert len(done.stdout) > len("def \n")
 
 
-def test_cached_logits_equal_uncached_ones(make_thinker):
-    model = make_thinker().cuda()
+def test_cached_logits_equal_uncached_ones(random_model):
+    model = random_model().cuda()
     tokens = torch.randint(0, 61, (3, 40), device="cuda")
     with torch.no_grad():
         full = model(tokens)

@@ -21,7 +21,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 
 
-def make_thinker(**kwargs):
+def random_model(**kwargs):
     return Thinker(ThinkerConfig(vocab_size=270, d_model=16, n_layers=1, n_heads=2, max_seq_len=32, **kwargs))
 
 
@@ -33,13 +33,13 @@ def run(tmp_path):
     for step in (1, 2, 3):
         torch.manual_seed(step)
         training = {"random.cpu": torch.get_rng_state()}
-        checkpoint.save(run.checkpoints / f"step-{step:08d}", make_thinker(), {"step": step}, training)
+        checkpoint.save(run.checkpoints / f"step-{step:08d}", random_model(), {"step": step}, training)
     return run
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_round_trip_is_exact(tmp_path, tied):
-    model = make_thinker(tie_embeddings=tied)
+    model = random_model(tie_embeddings=tied)
     checkpoint.save(tmp_path / "best-00000001", model, {"step": 1})
     again, tokenizer = load(tmp_path / "best-00000001")
     assert tokenizer is None
@@ -54,7 +54,7 @@ def test_round_trip_is_exact(tmp_path, tied):
 def test_load_takes_the_latest_with_its_tokenizer(run):
     model, tokenizer = load(run.path)
     torch.manual_seed(3)
-    assert torch.equal(model.embedding.weight, make_thinker().embedding.weight)
+    assert torch.equal(model.embedding.weight, random_model().embedding.weight)
     assert tokenizer.decode(tokenizer.encode("hé")) == "hé"
     assert not model.training
     older, _ = load(run.path, checkpoint="step-00000001")
@@ -214,13 +214,13 @@ def test_a_failed_save_leaves_no_debris_and_the_old_one_whole(run, monkeypatch):
     before = sorted(p.name for p in run.checkpoints.iterdir())
     monkeypatch.setattr(checkpoint, "flush", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(run.checkpoints / "step-00000003", make_thinker(), {"step": 3})
+        checkpoint.save(run.checkpoints / "step-00000003", random_model(), {"step": 3})
     assert sorted(p.name for p in run.checkpoints.iterdir()) == before
     checkpoint.verify(run.checkpoints / "step-00000003")
 
 
 def test_shapes_are_checked_before_loading(tmp_path):
-    checkpoint.save(tmp_path / "a", make_thinker(), {})
+    checkpoint.save(tmp_path / "a", random_model(), {})
     other = Thinker(ThinkerConfig(vocab_size=271, d_model=16, n_layers=1, n_heads=2))
     before = [parameter.clone() for parameter in other.parameters()]
     with pytest.raises(CorruptCheckpoint, match="has embedding.weight as F32 270 16 where F32 271 16 belongs"):

@@ -22,11 +22,11 @@ FORMS = {
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def trained(request, tiny, tmp_path_factory):
+def trained(request, train_args, tmp_path_factory):
     """A run of each form; the mixed one was stopped half-way and gone on with."""
     folder = tmp_path_factory.mktemp("forms") / request.param
     for steps in (4, 8) if request.param == "mixed" else (8,):
-        done = run_script(*tiny, *FORMS[request.param], f"run.dir={folder}", f"train.max_steps={steps}")
+        done = run_script(*train_args, *FORMS[request.param], f"run.dir={folder}", f"train.max_steps={steps}")
         assert done.returncode == 0, done.stderr
     return request.param, folder
 

@@ -101,17 +101,19 @@ def test_head_beside_the_plain_one(tmp_path):
     assert result["ratios"]["memory"] < 1 / 3
 
 
-def small_config(tiny, folder, name, *overrides):
+def small_config(train_args, folder, name, *overrides):
     """The tiny run's config as a file of its own."""
-    config = load_config(str(tiny[1]), [*tiny[2:], *overrides])
+    config = load_config(str(train_args[1]), [*train_args[2:], *overrides])
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     return path
 
 
-def test_race_to_a_loss(tiny, tmp_path):
-    slow = small_config(tiny, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "train.eval_every=null")
-    fast = small_config(tiny, tmp_path, "fast", "train.eval_every=2")
+def test_race_to_a_loss(train_args, tmp_path):
+    slow = small_config(
+        train_args, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "train.eval_every=null"
+    )
+    fast = small_config(train_args, tmp_path, "fast", "train.eval_every=2")
     done = run_script(
         BENCHMARK, "train", "--configs", slow, fast, "--tune", "optimizer.lr=0.00001,0.001", "--set",
         "train.max_steps=10", "--png", "race.png", "--out", "race.jsonl", cwd=tmp_path,
@@ -146,12 +148,12 @@ def test_where_one_training_fails_the_next_does_not_begin(tmp_path):
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_race_against_gpt2(tiny, tmp_path):
+def test_race_against_gpt2(train_args, tmp_path):
     slow = small_config(
-        tiny, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "optimizer.weight_decay=0.1",
+        train_args, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "optimizer.weight_decay=0.1",
         "train.max_steps=20", "model.n_kv_heads=null",
     )  # fmt: skip
-    fast = small_config(tiny, tmp_path, "fast", "train.max_steps=5")
+    fast = small_config(train_args, tmp_path, "fast", "train.max_steps=5")
     done = run_script(BENCHMARK, "train", "--configs", slow, fast, "--gpt2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     theirs, ours = json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -160,8 +162,8 @@ def test_race_against_gpt2(tiny, tmp_path):
     assert theirs["val_loss"] < math.log(300)  # it learned
 
 
-def test_sweep_around_a_config(tiny, tmp_path):
-    config = small_config(tiny, tmp_path, "small", "model.n_kv_heads=null", "train.eval_every=null")
+def test_sweep_around_a_config(train_args, tmp_path):
+    config = small_config(train_args, tmp_path, "small", "model.n_kv_heads=null", "train.eval_every=null")
     command = [
         BENCHMARK, "sweep", config, "train.max_steps=8", "--vary", "optimizer.head_lr=x0.5", "--jobs", "2", "--png",
         "sweep.png",
@@ -189,8 +191,8 @@ def test_sweep_around_a_config(tiny, tmp_path):
     assert weights.stat().st_mtime_ns == written  # not trained again
 
 
-def test_a_ladder_of_sizes_and_its_law(tiny, tmp_path):
-    config = small_config(tiny, tmp_path, "small", "model.n_kv_heads=null")
+def test_a_ladder_of_sizes_and_its_law(train_args, tmp_path):
+    config = small_config(train_args, tmp_path, "small", "model.n_kv_heads=null")
     done = run_script(
         ROOT / "scripts" / "scaling.py", config, "train.eval_every=null", "--shapes", "8x1x2,16x1x2,24x1x2,32x1x2",
         "--tokens-per-parameter", "0.1", cwd=tmp_path,
@@ -231,9 +233,17 @@ def test_a_law_that_cannot_be():
         PowerLaw.fit([1, 2, 3], [3.0, 2.0, 1.0], 1.5)
 
 
-def test_what_exact_resume_costs(tiny, tmp_path):
+def test_what_exact_resume_costs(train_args, tmp_path):
     done = run_script(
-        BENCHMARK, "checkpoint_overhead", *tiny[1:], "--rounds", "2", "--saves", "2", "--out", tmp_path / "line.json"
+        BENCHMARK,
+        "checkpoint_overhead",
+        *train_args[1:],
+        "--rounds",
+        "2",
+        "--saves",
+        "2",
+        "--out",
+        tmp_path / "line.json",
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

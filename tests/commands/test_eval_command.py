@@ -34,8 +34,8 @@ def command(monkeypatch):
     return run
 
 
-def test_tables_and_picture(script, tiny_run, tmp_path):
-    done = script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
+def test_tables_and_picture(run_script, tiny_run, tmp_path):
+    done = run_script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
     assert done.returncode == 0, done.stderr
     assert "trained length  32\n" in done.stdout
     assert "no needles" in done.stdout
@@ -135,9 +135,9 @@ def test_a_table_is_as_wide_as_its_numbers(command, tiny_run, tmp_path, capsys):
     assert "the least that is possible" in shown
 
 
-def test_learned_positions_say_where_they_end(command, tiny_run, make_thinker, capsys, monkeypatch):
+def test_learned_positions_say_where_they_end(command, tiny_run, random_model, capsys, monkeypatch):
     model, tokenizer = interop.load(tiny_run)
-    learned = make_thinker(vocab_size=model.config.vocab_size, max_seq_len=32, positions="learned")
+    learned = random_model(vocab_size=model.config.vocab_size, max_seq_len=32, positions="learned")
     monkeypatch.setattr(interop, "load", lambda *_: (learned, tokenizer))
     assert command(tiny_run, "--long", "--windows", 2, "--device", "cpu") == 0
     shown = capsys.readouterr().out
@@ -147,8 +147,8 @@ def test_learned_positions_say_where_they_end(command, tiny_run, make_thinker, c
         command(tiny_run, "--long", "--rope-scaling", YARN, "--device", "cpu")
 
 
-def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
-    done = script(EVAL, tiny_run, "--long", "--stride", 4)
+def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
+    done = run_script(EVAL, tiny_run, "--long", "--stride", 4)
     assert done.returncode == 2
     assert done.stderr == "error: --stride does not go with --long; leave it out\n"
 

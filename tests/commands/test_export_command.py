@@ -32,9 +32,9 @@ def command(monkeypatch):
     return run
 
 
-def test_a_run_as_a_folder_that_opens_there_and_here(script, tiny_run, tmp_path):
+def test_a_run_as_a_folder_that_opens_there_and_here(run_script, tiny_run, tmp_path):
     out = tmp_path / "deep" / "model"
-    done = script(EXPORT, tiny_run, out, cwd=tmp_path)
+    done = run_script(EXPORT, tiny_run, out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "a qwen3 of" in done.stdout
     assert "64 greedy tokens equal, 5,000 texts tokenized equally" in done.stdout
@@ -52,9 +52,9 @@ def test_a_run_as_a_folder_that_opens_there_and_here(script, tiny_run, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), again.state_dict().values()))
     assert its.encode("Line 7: the cat") == tokenizer.encode("Line 7: the cat")
     options = ["--prompt", "Line", "--seed", 3, "--max-new-tokens", 20]
-    texts = [script(GENERATE, path, *options) for path in (tiny_run, out)]
+    texts = [run_script(GENERATE, path, *options) for path in (tiny_run, out)]
     assert texts[0].stdout == texts[1].stdout != ""
-    done = script(EXPORT, tiny_run, out)
+    done = run_script(EXPORT, tiny_run, out)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "is there already" in done.stderr
 
@@ -65,7 +65,7 @@ def follow(folder):
     exec(code.replace('folder = "."', f"folder = {str(folder)!r}"), {})
 
 
-def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, script, tiny_run, tmp_path, capsys):
+def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, run_script, tiny_run, tmp_path, capsys):
     """All of it by the commands of the docs: out, conversations with adapters, an answer, losses, out again."""
     talks, base, run = tmp_path / "talks.jsonl", tmp_path / "base", tmp_path / "run"
     rows = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"Line {i}."}] for i in range(50)]
@@ -74,18 +74,18 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     given = [f"run.init_from={base}", f"run.dir={run}", f"data.path={talks}", f"data.cache_dir={tmp_path}"]
     given += ["data.seq_len=32", "train.max_steps=3", "train.device=cpu", "train.lora_rank=2", "data.val_fraction=0.2"]
     config = ROOT / "configs" / "finetune.yaml"
-    without = script(TRAIN, config, *given)
+    without = run_script(TRAIN, config, *given)
     assert without.returncode == 2
     assert without.stderr.splitlines()[-1].startswith("error: conversations need a chat template")
-    done = script(TRAIN, config, *given, "data.chat_template=configs/chat.jinja", cwd=ROOT)
+    done = run_script(TRAIN, config, *given, "data.chat_template=configs/chat.jinja", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert f'generate.py {run} --chat --prompt "your message"' in done.stdout
     options = ["--max-new-tokens", 8, "--seed", 1, "--chat"]
-    answer = script(GENERATE, run, *options, "--prompt", "7?")
+    answer = run_script(GENERATE, run, *options, "--prompt", "7?")
     assert answer.returncode == 0, answer.stderr
     assert "Assistant" not in answer.stdout
     for path, prompt, message in [(run, " ", "--chat needs a message"), (tiny_run, "7?", "it has no chat template")]:
-        refused = script(GENERATE, path, *options, "--prompt", prompt)
+        refused = run_script(GENERATE, path, *options, "--prompt", prompt)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert message in refused.stderr
     capsys.readouterr()
@@ -101,14 +101,14 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     for folder in (whole, adapter):
         follow(folder)
         assert "apply_chat_template" in (folder / "README.md").read_text()
-        assert script(GENERATE, folder, *options, "--prompt", "7?").stdout == answer.stdout
+        assert run_script(GENERATE, folder, *options, "--prompt", "7?").stdout == answer.stdout
     base.rename(tmp_path / "moved")
-    lost = script(GENERATE, adapter, *options, "--prompt", "7?")
+    lost = run_script(GENERATE, adapter, *options, "--prompt", "7?")
     assert (lost.returncode, lost.stderr.count("\n")) == (2, 1)
     assert "put it beside the adapter" in lost.stderr
 
 
-def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, tmp_path, make_thinker, monkeypatch):
+def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, tmp_path, random_model, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made: Not a directory"):
         command("export_hf", tiny_run, tmp_path / "file" / "model")
@@ -116,7 +116,7 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, 
     with pytest.raises(UserError, match="is there already"):
         command("export_hf", tiny_run, ".")
     tokenizer = interop.load(tiny_run)[1]
-    biased = make_thinker(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
+    biased = random_model(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
     monkeypatch.setattr(interop, "load", lambda *_, **__: (biased, tokenizer))
     with pytest.raises(RunError, match="cuts for a qwen2 as Qwen does, whatever the files say"):
         command("export_hf", tiny_run, tmp_path / "model")
@@ -136,10 +136,10 @@ def test_the_best_weights_in_shards_into_an_empty_folder(command, tiny_run, tmp_
 
 
 def test_nothing_stays_of_an_export_that_is_refused_or_proved_wrong(
-    command, tiny_run, tmp_path, monkeypatch, make_thinker
+    command, tiny_run, tmp_path, monkeypatch, random_model
 ):
     tokenizer = interop.load(tiny_run)[1]
-    odd = make_thinker(vocab_size=tokenizer.vocab_size, positions="alibi")
+    odd = random_model(vocab_size=tokenizer.vocab_size, positions="alibi")
     with monkeypatch.context() as patch:
         patch.setattr(interop, "load", lambda *_, **__: (odd, tokenizer))
         with pytest.raises(UserError, match="model.positions=alibi"):

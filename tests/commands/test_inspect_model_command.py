@@ -129,10 +129,10 @@ def test_what_a_prediction_is_made_of(command, tiny_run, loaded, tmp_path):
     assert "embedding" in command(tiny_run, "lens", "--prompt", PROMPT)
 
 
-def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, make_thinker, tmp_path):
+def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, random_model, tmp_path):
     tokenizer = make_tokenizer("byte", [])
     shape = {"vocab_size": tokenizer.vocab_size, "attention": "token(97) | window(3)"}
-    checkpoint.save(tmp_path / "m", make_thinker(**shape), {"step": 0})
+    checkpoint.save(tmp_path / "m", random_model(**shape), {"step": 0})
     tokenizer.save(tmp_path / "m")
     found = json.loads(
         command(tmp_path / "m", "attribute", "--prompt", "abcabc", "--json", "--png", tmp_path / "a.png")
@@ -167,11 +167,11 @@ def test_patching_between_two_prompts(command, tiny_run, loaded, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def four_heads(tiny, tmp_path_factory):
+def four_heads(train_args, tmp_path_factory):
     """A run of as many key heads as query heads, all of whose checkpoints are kept."""
     folder = tmp_path_factory.mktemp("runs") / "four"
     shape = ("model.n_heads=4", "model.n_kv_heads=4", "train.max_steps=20", "train.save_every=5", "train.keep_every=5")
-    done = run_script(*tiny, f"run.dir={folder}", *shape)
+    done = run_script(*train_args, f"run.dir={folder}", *shape)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -220,10 +220,10 @@ def test_texts_lie_evenly_and_count_what_follows(loaded, tiny_run, tmp_path):
         sample_texts(model, tokenizer, tiny_run, text, 4, tmp_path)
 
 
-def test_what_is_given_is_no_target(make_thinker, tiny_run, tmp_path):
+def test_what_is_given_is_no_target(random_model, tiny_run, tmp_path):
     tokenizer, text = make_tokenizer("byte", []), tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 30)
-    model = make_thinker(vocab_size=tokenizer.vocab_size, attention="prefix(5)")
+    model = random_model(vocab_size=tokenizer.vocab_size, attention="prefix(5)")
     _, targets = sample_texts(model, tokenizer, tiny_run, text, 3, tmp_path)
     assert (targets[:, :4] == -1).all()
     assert (targets[:-1, 4:] >= 0).all()  # the last window is padded
@@ -337,8 +337,8 @@ def test_tokens_that_people_can_read(loaded):
     ]
 
 
-def test_a_mistake_is_one_line_and_status_2(script, tiny_run):
-    done = script(INSPECT, tiny_run, "map")
+def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
+    done = run_script(INSPECT, tiny_run, "map")
     assert (done.returncode, done.stderr) == (2, "error: map needs a text: --prompt TEXT\n")
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, run_script
+from conftest import ROOT, TINY_OVERRIDES, run_script
 
 from thinker.checkpoint import checkpoint
 from thinker.interop import load
@@ -52,9 +52,9 @@ def test_a_run_leaves_what_is_promised(tiny_run):
     assert [name for name in names if name.startswith("best-")] == [f"best-{best:08d}"]
 
 
-def test_a_line_for_several_steps_holds_their_mean(tiny, tiny_run, tmp_path):
+def test_a_line_for_several_steps_holds_their_mean(train_args, tiny_run, tmp_path):
     run = tmp_path / "run"
-    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=40", "train.log_every=7", "train.eval_every=null")
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40", "train.log_every=7", "train.eval_every=null")
     assert done.returncode == 0, done.stderr
     each = {line["step"]: line for line in metrics(tiny_run) if "train_loss" in line}
     lines = [line for line in metrics(run) if "train_loss" in line]
@@ -65,8 +65,8 @@ def test_a_line_for_several_steps_holds_their_mean(tiny, tiny_run, tmp_path):
         assert (line["grad_norm"], line["lr"]) == (each[line["step"]]["grad_norm"], each[line["step"]]["lr"])
 
 
-def test_it_writes_the_end_to_standard_output_and_progress_to_standard_error(tiny, tmp_path):
-    done = run_script(*tiny, f"run.dir={tmp_path / 'run'}")
+def test_it_writes_the_end_to_standard_output_and_progress_to_standard_error(train_args, tmp_path):
+    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}")
     assert done.returncode == 0
     assert "finished: 6 steps, 768 tokens" in done.stdout
     assert "validation loss" in done.stdout
@@ -87,23 +87,23 @@ def same_end(a, b, step):
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_run_in_two_parts_equals_one_in_one(tiny, tmp_path, optimizer):
+def test_a_run_in_two_parts_equals_one_in_one(train_args, tmp_path, optimizer):
     """With dropout and accumulation, so that random state and micro-batches matter."""
     options = [f"optimizer.name={optimizer}", "model.dropout=0.1", "train.micro_batch_size=2", "train.schedule=wsd",
                "train.decay_fraction=0"]  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run_script(*tiny, f"run.dir={whole}", *options).returncode == 0
-    assert run_script(*tiny, f"run.dir={parts}", *options, "train.max_steps=3").returncode == 0
-    done = run_script(*tiny, f"run.dir={parts}", *options)
+    assert run_script(*train_args, f"run.dir={whole}", *options).returncode == 0
+    assert run_script(*train_args, f"run.dir={parts}", *options, "train.max_steps=3").returncode == 0
+    done = run_script(*train_args, f"run.dir={parts}", *options)
     assert done.returncode == 0, done.stderr
     assert "going on from step 3" in done.stderr
     same_end(whole, parts, 6)
 
 
-def test_the_same_command_after_the_end_changes_nothing(tiny, tiny_run):
+def test_the_same_command_after_the_end_changes_nothing(train_args, tiny_run):
     before = (tiny_run / "metrics.jsonl").read_bytes()
     config = (tiny_run / "config.yaml").read_bytes()
-    done = run_script(*tiny, f"run.dir={tiny_run}", "train.max_steps=40", "optimizer.lr=0.5")
+    done = run_script(*train_args, f"run.dir={tiny_run}", "train.max_steps=40", "optimizer.lr=0.5")
     assert done.returncode == 0
     assert "is finished; raise train.max_steps" in done.stderr
     assert "finished: 40 steps" in done.stdout
@@ -112,9 +112,15 @@ def test_the_same_command_after_the_end_changes_nothing(tiny, tiny_run):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_same_command_goes_on(tiny, tmp_path, number, status):
+def test_a_signal_saves_and_the_same_command_goes_on(train_args, tmp_path, number, status):
     run = tmp_path / "run"
-    command = [*tiny, f"run.dir={run}", "train.max_steps=100000", "train.eval_every=null", "train.save_every=null"]
+    command = [
+        *train_args,
+        f"run.dir={run}",
+        "train.max_steps=100000",
+        "train.eval_every=null",
+        "train.save_every=null",
+    ]
     process = subprocess.Popen(
         [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -135,9 +141,9 @@ def test_a_signal_saves_and_the_same_command_goes_on(tiny, tmp_path, number, sta
     assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, step + 4))
 
 
-def test_a_kill_costs_no_more_than_the_steps_since_the_last_save(tiny, tmp_path):
+def test_a_kill_costs_no_more_than_the_steps_since_the_last_save(train_args, tmp_path):
     run = tmp_path / "run"
-    command = [*tiny, f"run.dir={run}", "train.max_steps=100000", "train.eval_every=null"]
+    command = [*train_args, f"run.dir={run}", "train.max_steps=100000", "train.eval_every=null"]
     process = subprocess.Popen(
         [sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -159,12 +165,12 @@ def metrics_until_cut(run):
     )
 
 
-def test_a_half_written_checkpoint_is_passed_over_and_said_so(tiny, tiny_run, tmp_path):
+def test_a_half_written_checkpoint_is_passed_over_and_said_so(train_args, tiny_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     newest = run / "checkpoints" / "step-00000040" / "training.safetensors"
     os.truncate(newest, newest.stat().st_size // 2)
-    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=41")
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=41")
     assert done.returncode == 0
     assert f"passing over a checkpoint: {newest} is not as it was written" in done.stderr
     assert "going on from step 38" in done.stderr
@@ -172,13 +178,13 @@ def test_a_half_written_checkpoint_is_passed_over_and_said_so(tiny, tiny_run, tm
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_damaged_checkpoint_never_costs_a_good_one(tiny, tiny_run, tmp_path, keep_last):
+def test_a_damaged_checkpoint_never_costs_a_good_one(train_args, tiny_run, tmp_path, keep_last):
     """It counts neither as one of the last nor as the end of the run that is trained again."""
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     newest = run / "checkpoints" / "step-00000040"
     os.truncate(newest / "model.safetensors", 100)
-    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=40", f"train.keep_last={keep_last}")
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40", f"train.keep_last={keep_last}")
     assert done.returncode == 0
     assert "going on from step 38" in done.stderr
     assert len(checkpoint.list_checkpoints(run / "checkpoints")) == keep_last
@@ -186,12 +192,12 @@ def test_a_damaged_checkpoint_never_costs_a_good_one(tiny, tiny_run, tmp_path, k
     assert (newest.parent / "damaged-step-00000040" / "model.safetensors").stat().st_size == 100
 
 
-def test_what_a_killed_first_attempt_left_is_no_hindrance(tiny, tmp_path):
+def test_what_a_killed_first_attempt_left_is_no_hindrance(train_args, tmp_path):
     """Lines without a checkpoint, the last of them cut off, and half a checkpoint under its temporary name."""
     run = tmp_path / "run"
     (run / "checkpoints" / ".step-00000003.77.tmp").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 6, "val_loss": 0.1}\n{"step": 1, "tok')
-    done = run_script(*tiny, f"run.dir={run}")
+    done = run_script(*train_args, f"run.dir={run}")
     assert done.returncode == 0, done.stderr
     lines = metrics(run)
     assert [line["step"] for line in lines if "train_loss" in line] == list(range(1, 7))
@@ -199,14 +205,14 @@ def test_what_a_killed_first_attempt_left_is_no_hindrance(tiny, tmp_path):
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
-def test_the_best_of_a_run_that_was_killed_before_its_first_save_is_put_aside(tiny, tiny_run, tmp_path):
+def test_the_best_of_a_run_that_was_killed_before_its_first_save_is_put_aside(train_args, tiny_run, tmp_path):
     """With the tokenizer that it belongs to, although the run that begins anew has another."""
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     for folder in checkpoint.list_checkpoints(run / "checkpoints"):
         shutil.rmtree(folder)
     (best,) = checkpoint.list_checkpoints(run / "checkpoints", "best")
-    done = run_script(*tiny, f"run.dir={run}", "data.tokenizer=byte")
+    done = run_script(*train_args, f"run.dir={run}", "data.tokenizer=byte")
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 7))
     kept, tokenizer = load(run / "checkpoints" / f"earlier-{best.name}")
@@ -214,7 +220,7 @@ def test_the_best_of_a_run_that_was_killed_before_its_first_save_is_put_aside(ti
     assert load(run)[1].vocab_size == 257
 
 
-def test_a_worse_model_never_replaces_the_best_after_going_back(tiny, tiny_run, tmp_path):
+def test_a_worse_model_never_replaces_the_best_after_going_back(train_args, tiny_run, tmp_path):
     """Going on from an older checkpoint, with rates that learn nothing."""
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
@@ -223,22 +229,22 @@ def test_a_worse_model_never_replaces_the_best_after_going_back(tiny, tiny_run, 
     assert best.name == "best-00000040"
     before = checkpoint.read_json(best / "state.json")
     slow = [f"optimizer.{name}=1e-6" for name in ("lr", "embedding_lr", "head_lr", "norm_lr")]
-    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=40", *slow)
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40", *slow)
     assert done.returncode == 0, done.stderr
     assert "changed since it was saved: " in done.stderr
     assert "optimizer.norm_lr 0.005 -> 1e-06" in done.stderr
     assert checkpoint.read_json(best / "state.json") == before
     assert checkpoint.read_json(run / "checkpoints/step-00000040/state.json")["best_val_loss"] == before["val_loss"]
     # Measured on other windows, the numbers do not compare: what is best is found anew.
-    again = run_script(*tiny, f"run.dir={run}", "train.max_steps=41", "train.eval_sequences=2", *slow)
+    again = run_script(*train_args, f"run.dir={run}", "train.max_steps=41", "train.eval_sequences=2", *slow)
     assert again.returncode == 0, again.stderr
     assert [p.name for p in checkpoint.list_checkpoints(run / "checkpoints", "best")] == ["best-00000041"]
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_training_whose_folder_was_removed_stops_and_writes_into_no_other(tiny, tmp_path, replaced):
+def test_a_training_whose_folder_was_removed_stops_and_writes_into_no_other(train_args, tmp_path, replaced):
     run = tmp_path / "run"
-    command = [*tiny, f"run.dir={run}", "train.max_steps=100000", "train.save_every=20"]
+    command = [*train_args, f"run.dir={run}", "train.max_steps=100000", "train.save_every=20"]
     process = subprocess.Popen(
         [sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -256,43 +262,43 @@ def test_a_training_whose_folder_was_removed_stops_and_writes_into_no_other(tiny
     assert not run.exists() or not list((run / "checkpoints").iterdir())
 
 
-def test_links_in_a_run_directory_lead_nowhere(tiny, tiny_run, tmp_path):
+def test_links_in_a_run_directory_lead_nowhere(train_args, tiny_run, tmp_path):
     run, mine = tmp_path / "run", tmp_path / "mine"
     shutil.copytree(tiny_run, run)
     mine.write_text("precious")
     for name in ("config.tmp", "metrics.tmp", "loss.png"):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(mine)
-    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=42")
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=42")
     assert done.returncode == 0, done.stderr
     assert mine.read_text() == "precious"
     (run / ".lock").unlink()
     (run / ".lock").symlink_to(mine)
-    assert run_script(*tiny, f"run.dir={run}", "train.max_steps=43").returncode == 2
+    assert run_script(*train_args, f"run.dir={run}", "train.max_steps=43").returncode == 2
     assert mine.read_text() == "precious"
 
 
-def test_a_finished_run_without_its_metrics_says_so(tiny, tiny_run, tmp_path):
+def test_a_finished_run_without_its_metrics_says_so(train_args, tiny_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     (run / "metrics.jsonl").write_text('{"step": 40, "val_loss": "x"}\n')
-    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=40")
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40")
     assert done.returncode == 0, done.stderr
     assert "metrics.jsonl does not hold what came out" in done.stderr
 
 
-def test_no_standard_error_is_no_reason_to_end(tiny, tmp_path):
+def test_no_standard_error_is_no_reason_to_end(train_args, tmp_path):
     run = tmp_path / "run"
     for where in ("2>&-", "2>/dev/full"):
-        command = " ".join(map(str, [sys.executable, *tiny, f"run.dir={run}", where]))
+        command = " ".join(map(str, [sys.executable, *train_args, f"run.dir={run}", where]))
         assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=60).returncode == 0, where
         shutil.rmtree(run)
 
 
-def test_a_run_can_be_read_while_it_is_trained(tiny, tmp_path):
+def test_a_run_can_be_read_while_it_is_trained(train_args, tmp_path):
     """Checkpoints go while they are being read."""
     run = tmp_path / "run"
-    command = [*tiny, f"run.dir={run}", "train.max_steps=100000", "train.save_every=1", "train.keep_last=1"]
+    command = [*train_args, f"run.dir={run}", "train.max_steps=100000", "train.save_every=1", "train.keep_last=1"]
     process = subprocess.Popen(
         [sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -307,7 +313,7 @@ def test_a_run_can_be_read_while_it_is_trained(tiny, tmp_path):
         process.wait()
 
 
-def test_a_key_that_is_newer_than_a_run_is_no_change(tiny, tiny_run, tmp_path):
+def test_a_key_that_is_newer_than_a_run_is_no_change(train_args, tiny_run, tmp_path):
     """A run of an earlier version goes on where the new key has its default."""
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
@@ -317,24 +323,24 @@ def test_a_key_that_is_newer_than_a_run_is_no_change(tiny, tiny_run, tmp_path):
     files = {name: checkpoint.read_tensors(folder / f"{name}.safetensors") for name in ("model", "training")}
     checkpoint.write(folder, {"config.json": checkpoint.read_json(folder / "config.json"), "state.json": state,
                               **{f"{name}.safetensors": tensors for name, tensors in files.items()}})  # fmt: skip
-    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=41")
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=41")
     assert done.returncode == 0, done.stderr
-    refused = run_script(*tiny, f"run.dir={run}", "train.max_steps=42", "model.head_init_std=0.1")
+    refused = run_script(*train_args, f"run.dir={run}", "train.max_steps=42", "model.head_init_std=0.1")
     assert refused.returncode == 2
     assert "model.head_init_std is 0.1, but the run in" in refused.stderr
 
 
-def test_two_trainings_do_not_share_a_directory(tiny, tmp_path):
+def test_two_trainings_do_not_share_a_directory(train_args, tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, *map(str, tiny), f"run.dir={run}", "train.max_steps=100000"],
+        [sys.executable, *map(str, train_args), f"run.dir={run}", "train.max_steps=100000"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
         while not (run / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.05)
-        done = run_script(*tiny, f"run.dir={run}", "train.max_steps=100000")
+        done = run_script(*train_args, f"run.dir={run}", "train.max_steps=100000")
         assert done.returncode == 2
         assert "another training is at work" in done.stderr.splitlines()[-1]
     finally:
@@ -342,11 +348,11 @@ def test_two_trainings_do_not_share_a_directory(tiny, tmp_path):
         process.wait(30)
 
 
-def test_a_run_that_diverges_keeps_what_it_had(tiny, tmp_path):
+def test_a_run_that_diverges_keeps_what_it_had(train_args, tmp_path):
     run = tmp_path / "run"
-    assert run_script(*tiny, f"run.dir={run}", "optimizer.name=adamw").returncode == 0
+    assert run_script(*train_args, f"run.dir={run}", "optimizer.name=adamw").returncode == 0
     options = ["optimizer.name=adamw", "optimizer.lr=1e38", "train.max_steps=20"]
-    done = run_script(*tiny, f"run.dir={run}", *options)
+    done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 1
     assert "it changed no weight" in done.stderr.splitlines()[-1]
     assert "Lower optimizer.lr" in done.stderr.splitlines()[-1]
@@ -359,7 +365,7 @@ def test_a_run_that_diverges_keeps_what_it_had(tiny, tmp_path):
             assert all(tensor.isfinite().all() for tensor in tensors)
 
 
-def test_accumulation_changes_nothing_but_rounding(tiny, tmp_path):
+def test_accumulation_changes_nothing_but_rounding(train_args, tmp_path):
     losses = []
     for micro in (4, 1):
         run = tmp_path / str(micro)
@@ -369,15 +375,15 @@ def test_accumulation_changes_nothing_but_rounding(tiny, tmp_path):
             "optimizer.eps=1e-6",
             f"train.micro_batch_size={micro}",
         ]
-        assert run_script(*tiny, f"run.dir={run}", *options).returncode == 0
+        assert run_script(*train_args, f"run.dir={run}", *options).returncode == 0
         losses.append([line["train_loss"] for line in metrics(run) if "train_loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_time_ends_a_run_and_its_schedule(tiny, tmp_path):
+def test_time_ends_a_run_and_its_schedule(train_args, tmp_path):
     run = tmp_path / "run"
-    done = run_script(*tiny, f"run.dir={run}", "train.max_steps=null", "train.max_minutes=0.03", "train.warmup_steps=0",
-                      "train.eval_every=null", "train.save_every=null")  # fmt: skip
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=null", "train.max_minutes=0.03",
+                      "train.warmup_steps=0", "train.eval_every=null", "train.save_every=null")  # fmt: skip
     assert done.returncode == 0, done.stderr
     train = [line for line in metrics(run) if "train_loss" in line]
     assert 1.8 <= train[-1]["elapsed_s"] <= 3
@@ -385,12 +391,12 @@ def test_time_ends_a_run_and_its_schedule(tiny, tmp_path):
     assert train[-1]["lr"] < 0.004
 
 
-def test_compiled_equals_eager(tiny, tmp_path):
+def test_compiled_equals_eager(train_args, tmp_path):
     losses = []
     for compiled in ("false", "true"):
         run = tmp_path / compiled
         options = ["optimizer.name=adamw", "optimizer.lr=0.002", "optimizer.eps=1e-6", f"train.compile={compiled}"]
-        done = run_script(*tiny, f"run.dir={run}", *options, timeout=300)
+        done = run_script(*train_args, f"run.dir={run}", *options, timeout=300)
         assert done.returncode == 0, done.stderr
         losses.append([line["train_loss"] for line in metrics(run) if "train_loss" in line])
         names = checkpoint.read_tensors(run / "checkpoints" / "step-00000006" / "model.safetensors").keys()
@@ -398,17 +404,20 @@ def test_compiled_equals_eager(tiny, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_bf16_follows_fp32(tiny, tmp_path):
+def test_bf16_follows_fp32(train_args, tmp_path):
     ends = []
     for precision in ("fp32", "bf16"):
         run = tmp_path / precision
-        assert run_script(*tiny, f"run.dir={run}", f"train.precision={precision}", "train.max_steps=30").returncode == 0
+        assert (
+            run_script(*train_args, f"run.dir={run}", f"train.precision={precision}", "train.max_steps=30").returncode
+            == 0
+        )
         ends.append(metrics(run)[-1]["val_loss"])
     assert ends[1] == pytest.approx(ends[0], rel=0.02)
 
 
-def test_samples_appear_while_training(tiny, tmp_path):
-    done = run_script(*tiny, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", "train.sample_prompt=Line")
+def test_samples_appear_while_training(train_args, tmp_path):
+    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", "train.sample_prompt=Line")
     assert "step 3: Line" in done.stderr
     assert "step 6: Line" in done.stderr
 
@@ -495,16 +504,16 @@ def test_text_that_is_not_utf8(tmp_path):
 
 def test_a_run_directory_that_cannot_be_made(tmp_path, text_file):
     (tmp_path / "file").write_text("in the way")
-    done = run_script(ROOT / "train.py", BASE, *TINY, *TEXT, f"data.path={text_file}",
+    done = run_script(ROOT / "train.py", BASE, *TINY_OVERRIDES, *TEXT, f"data.path={text_file}",
                       f"run.dir={tmp_path / 'file' / 'run'}", f"data.cache_dir={tmp_path / 'c'}")  # fmt: skip
     assert done.returncode == 2
     assert "run.dir" in done.stderr.splitlines()[-1]
 
 
-def test_a_text_that_has_changed_its_tokenizer(tiny, tmp_path, text_file):
+def test_a_text_that_has_changed_its_tokenizer(train_args, tmp_path, text_file):
     mine = tmp_path / "mine.txt"
     mine.write_text(text_file.read_text())
-    command = [*tiny, f"run.dir={tmp_path / 'run'}", f"data.path={mine}", "data.tokenizer=bpe:270"]
+    command = [*train_args, f"run.dir={tmp_path / 'run'}", f"data.path={mine}", "data.tokenizer=bpe:270"]
     assert run_script(*command).returncode == 0
     mine.write_text("zebra quagga okapi " * 2000 + text_file.read_text())
     done = run_script(*command, "train.max_steps=8")
@@ -512,8 +521,10 @@ def test_a_text_that_has_changed_its_tokenizer(tiny, tmp_path, text_file):
     assert "has changed, and with it the tokenizer" in done.stderr.splitlines()[-1]
 
 
-def test_a_sample_prompt_longer_than_the_context(tiny, tmp_path):
-    done = run_script(*tiny, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", f"train.sample_prompt={'x ' * 99}")
+def test_a_sample_prompt_longer_than_the_context(train_args, tmp_path):
+    done = run_script(
+        *train_args, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", f"train.sample_prompt={'x ' * 99}"
+    )
     assert done.returncode == 2
     assert "shorten it" in done.stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
@@ -532,23 +543,23 @@ def test_a_python_without_the_packages():
 @pytest.mark.parametrize(
     "change", ["model.d_model=64", "data.seq_len=16", "optimizer.name=adamw", "run.seed=9", "train.batch_size=2"]
 )
-def test_a_run_cannot_go_on_as_another(tiny, tiny_run, tmp_path, change):
+def test_a_run_cannot_go_on_as_another(train_args, tiny_run, tmp_path, change):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     before = (run / "metrics.jsonl").read_bytes()
-    done = run_script(*tiny, f"run.dir={run}", change)
+    done = run_script(*train_args, f"run.dir={run}", change)
     assert done.returncode == 2
     assert f"error: {change.split('=')[0]} is" in done.stderr
     assert "choose another run.dir" in done.stderr
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_whose_checkpoints_are_all_broken(tiny, tiny_run, tmp_path):
+def test_a_run_whose_checkpoints_are_all_broken(train_args, tiny_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     for folder in checkpoint.list_checkpoints(run / "checkpoints"):
         (folder / "manifest.json").unlink()
-    done = run_script(*tiny, f"run.dir={run}")
+    done = run_script(*train_args, f"run.dir={run}")
     assert done.returncode == 2
     assert "no checkpoint" in done.stderr.splitlines()[-1]
 

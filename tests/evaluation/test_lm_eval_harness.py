@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 
 from thinker.data import tokenizer_conversion
 from thinker.data.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ SAMPLE = "Once upon a time there was a naïve cat. It sat on the mat, and the do
 def models(tmp_path_factory):
     """The same model through both adapters."""
     tokenizer = make_tokenizer("bpe:300", [SAMPLE])
-    model = random_thinker(vocab_size=tokenizer.vocab_size, max_seq_len=48)
+    model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=48)
     folder = tmp_path_factory.mktemp("hf")
     save_folder(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 48)
@@ -147,7 +147,7 @@ def test_what_a_continuation_without_a_context_is_seen_after():
     """As in the harness's own adapter: what begins a text by the tokenizer's own file, or else what ends one there."""
     base = make_tokenizer("byte", [])
     tokens = [base.token_bytes(i) for i in range(256)] + [None, None]
-    model = random_thinker(vocab_size=258)
+    model = random_model(vocab_size=258)
     for named, known in [({"bos_token": "<s>", "eos_token": "</s>"}, (256, 257)), ({"eos_token": "</s>"}, (257, 257))]:
         tokenizer = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos=[256], named=named)
         adapter = ThinkerLM(model, tokenizer)

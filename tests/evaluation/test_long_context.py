@@ -24,8 +24,8 @@ def corpus(text_file, tmp_path_factory):
 
 
 @pytest.fixture
-def model(make_thinker):
-    return make_thinker(vocab_size=257, max_seq_len=16)
+def model(random_model):
+    return random_model(vocab_size=257, max_seq_len=16)
 
 
 def by_hand(model, windows, n):
@@ -46,8 +46,8 @@ def by_hand(model, windows, n):
      {"attention": "window(9)", "positions": "none"}],
     ids=str,
 )  # fmt: skip
-def test_every_position_by_hand(make_thinker, corpus, form):
-    model = make_thinker(vocab_size=257, max_seq_len=16, **form)
+def test_every_position_by_hand(random_model, corpus, form):
+    model = random_model(vocab_size=257, max_seq_len=16, **form)
     windows = long_windows(model.config, corpus.val, 64)
     assert windows.seq_len == 64
     n = len(windows)  # the last of them is not full
@@ -65,9 +65,9 @@ def test_every_position_by_hand(make_thinker, corpus, form):
     assert weighted.item() == pytest.approx(evaluation.loss, rel=1e-5)
 
 
-def test_documents_that_are_isolated(make_thinker, tmp_path):
+def test_documents_that_are_isolated(random_model, tmp_path):
     corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
-    model = make_thinker(vocab_size=257, max_seq_len=256)
+    model = random_model(vocab_size=257, max_seq_len=256)
     windows = PackedDataset(corpus.val, 1024, "contiguous", isolate=True)
     found = loss_by_position(model, windows, 1, limit=1)
     assert found.by_position.tolist() == pytest.approx(by_hand(model, windows, 1)[0], rel=1e-4)
@@ -99,8 +99,8 @@ def test_the_error_of_windows_that_are_not_full(model, corpus):
     assert part.error == pytest.approx(math.sqrt(spread * len(rows) / (len(rows) - 1)) / n, rel=1e-4)
 
 
-def test_learned_positions_end_at_the_trained_length(make_thinker, corpus):
-    model = make_thinker(vocab_size=257, max_seq_len=16, positions="learned")
+def test_learned_positions_end_at_the_trained_length(random_model, corpus):
+    model = random_model(vocab_size=257, max_seq_len=16, positions="learned")
     windows = long_windows(model.config, corpus.val, 64)
     assert windows.seq_len == 16
     assert len(loss_by_position(model, windows, 4, limit=4).segments()) == 2
@@ -118,9 +118,9 @@ def test_stretched_as_if_made_so(model, corpus, given):
     assert not torch.allclose(before, after)
 
 
-def test_scalings_that_are_refused(make_thinker, model):
+def test_scalings_that_are_refused(random_model, model):
     with pytest.raises(UserError, match="alibi"):
-        stretch(make_thinker(positions="alibi"), YARN)
+        stretch(random_model(positions="alibi"), YARN)
     for wrong in ("{type: yarn", "4", "{type: jarn, factor: 4}", "{type: linear}"):
         with pytest.raises(UserError):
             stretch(model, wrong)

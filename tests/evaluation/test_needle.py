@@ -113,9 +113,9 @@ def direct(model, tokenizer, one):
 
 
 @pytest.mark.parametrize(("spec", "form"), [("bpe", {}), ("byte", {}), ("byte", {"attention": "window(70)"})])
-def test_scores_are_those_of_whole_passes(request, make_thinker, spec, form):
+def test_scores_are_those_of_whole_passes(request, random_model, spec, form):
     tokenizer = request.getfixturevalue(spec)
-    model = make_thinker(vocab_size=tokenizer.vocab_size, max_seq_len=64, n_layers=1, **form)
+    model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=64, n_layers=1, **form)
     distance = 64 if spec == "bpe" else 160
     right, given = [], []
     for one in needle.make_needles(tokenizer, distance, 4, seed=0):
@@ -132,9 +132,9 @@ def test_scores_are_those_of_whole_passes(request, make_thinker, spec, form):
     assert found["probability"] == pytest.approx(sum(given) / 4, rel=1e-3)
 
 
-def test_a_likelier_word_is_found_and_errors_are_binomial(make_thinker, bpe):
+def test_a_likelier_word_is_found_and_errors_are_binomial(random_model, bpe):
     """A head that prefers the words of half the needles, whatever the context."""
-    model = make_thinker(vocab_size=bpe.vocab_size, max_seq_len=512, tie_embeddings=False)
+    model = random_model(vocab_size=bpe.vocab_size, max_seq_len=512, tie_embeddings=False)
     needles = needle.make_needles(bpe, 32, 8, seed=0)
     favourites = {one.name: one.value for one in needles}
     expected = sum(favourites[one.name] == one.value for one in needles) / 8
@@ -154,18 +154,18 @@ def test_a_likelier_word_is_found_and_errors_are_binomial(make_thinker, bpe):
     assert 1 / 160 < found["chance"] < 1 / 20
 
 
-def test_what_cannot_be_reached_says_why(make_thinker, bpe, byte):
-    model = make_thinker(vocab_size=bpe.vocab_size, max_seq_len=200, positions="learned")
+def test_what_cannot_be_reached_says_why(random_model, bpe, byte):
+    model = random_model(vocab_size=bpe.vocab_size, max_seq_len=200, positions="learned")
     assert needle.needle_test(model, bpe, 32, n_examples=2)["n_examples"] == 2
     far = needle.needle_test(model, bpe, 256, n_examples=2)
     assert "200 positions" in far["unreachable"]
-    near = needle.needle_test(make_thinker(vocab_size=257), byte, 8, n_examples=2)
+    near = needle.needle_test(random_model(vocab_size=257), byte, 8, n_examples=2)
     assert "no story" in near["unreachable"]
     lines = needle.table([far, near]).splitlines()
     assert len(lines) == 3
     assert "200 positions" in lines[1]
 
 
-def test_a_prefix_that_would_see_the_answer(make_thinker, bpe):
-    found = needle.needle_test(make_thinker(vocab_size=bpe.vocab_size, attention="prefix(999)"), bpe, 32, 2)
+def test_a_prefix_that_would_see_the_answer(random_model, bpe):
+    found = needle.needle_test(random_model(vocab_size=bpe.vocab_size, attention="prefix(999)"), bpe, 32, 2)
     assert "both ways" in found["unreachable"]

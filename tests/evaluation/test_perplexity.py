@@ -29,8 +29,8 @@ def tokens(tmp_path):
 
 
 @pytest.fixture
-def model(make_thinker):
-    return make_thinker(vocab_size=257)
+def model(random_model):
+    return random_model(vocab_size=257)
 
 
 def by_hand(model, length, stride):
@@ -61,10 +61,10 @@ def test_equals_a_computation_by_hand(model, tokens, length, stride):
     assert found.by_position.counts.sum() == found.n_tokens
 
 
-def test_strided_and_unstrided_agree_where_they_must(make_thinker, tokens):
+def test_strided_and_unstrided_agree_where_they_must(random_model, tokens):
     """Where no window is full, and where a model sees no further back than the overlap anyway."""
     lengths = token_byte_lengths(BYTES)
-    local = make_thinker(vocab_size=257, attention="window(5)")  # two layers: 9 tokens back, itself included
+    local = random_model(vocab_size=257, attention="window(5)")  # two layers: 9 tokens back, itself included
     losses = [
         text_loss(local, PackedDataset(tokens, 48, "contiguous", stride=stride), lengths)
         .by_position.nats.nansum()
@@ -74,7 +74,7 @@ def test_strided_and_unstrided_agree_where_they_must(make_thinker, tokens):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     whole = text_loss(local, PackedDataset(tokens, 4096, "contiguous"), lengths)
     assert whole.nats_per_token.mean * whole.n_tokens == pytest.approx(losses[0], rel=1e-6)
-    full = make_thinker(vocab_size=257)
+    full = random_model(vocab_size=257)
     expected = text_loss(full, PackedDataset(tokens, 4096, "contiguous"), lengths).nats_per_token.mean
     for stride in (1, 100, 4096):
         found = text_loss(full, PackedDataset(tokens, 4096, "contiguous", stride=stride), lengths)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -15,7 +15,7 @@ PARAMS = SamplingParams(max_new_tokens=30, seed=2, logit_bias={TOKENIZER.eos_id:
 
 
 def make(attention="full", seed=0, **shape):
-    return random_thinker(seed, attention=attention, **{"vocab_size": 264, "max_seq_len": 48, **shape})
+    return random_model(seed, attention=attention, **{"vocab_size": 264, "max_seq_len": 48, **shape})
 
 
 def texts(model, prompts, params=PARAMS, **options):

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compi
 TOKENIZER = make_tokenizer("byte", [])
 
 
-def test_compiled_equals_plain_at_every_length_with_one_compilation(make_thinker):
-    model = make_thinker(n_layers=2, max_seq_len=128)
+def test_compiled_equals_plain_at_every_length_with_one_compilation(random_model):
+    model = random_model(n_layers=2, max_seq_len=128)
     snapshot = prepare_for_inference(model)
     compiled, kinds = CompiledThinker(snapshot), torch._dynamo.utils.counters["stats"]
     before = kinds["unique_graphs"]
@@ -34,8 +34,8 @@ def test_compiled_equals_plain_at_every_length_with_one_compilation(make_thinker
     assert kinds["unique_graphs"] - before == 1
 
 
-def test_a_compiled_generator_gives_the_same_text_also_in_batches_and_int8(make_thinker):
-    model = make_thinker(vocab_size=264, max_seq_len=64)
+def test_a_compiled_generator_gives_the_same_text_also_in_batches_and_int8(random_model):
+    model = random_model(vocab_size=264, max_seq_len=64)
     params = SamplingParams(max_new_tokens=20, seed=4)
     for how in ({}, {"int8": True}):
         plain = Generator(model, TOKENIZER, **how)

@@ -13,8 +13,8 @@ PARAMS = SamplingParams(max_new_tokens=6, seed=3, logit_bias={TOKENIZER.eos_id: 
 
 
 @pytest.fixture(scope="module")
-def model(make_thinker):
-    return make_thinker(vocab_size=264, max_seq_len=96)
+def model(random_model):
+    return random_model(vocab_size=264, max_seq_len=96)
 
 
 def fresh(generator, tokens, params):
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model):
 
 
 @pytest.mark.parametrize("attention", ["window(10) | global(2)", "linear(8)", "strided(4)"])
-def test_turns_and_undo_in_models_that_forget_and_that_cannot(make_thinker, attention):
-    model = make_thinker(vocab_size=264, max_seq_len=96, attention=attention)
+def test_turns_and_undo_in_models_that_forget_and_that_cannot(random_model, attention):
+    model = random_model(vocab_size=264, max_seq_len=96, attention=attention)
     test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(model, {})
     test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(model, {})

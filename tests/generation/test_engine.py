@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +50,7 @@ def batches(draw_from):
 
 @pytest.fixture(scope="module")
 def model():
-    return random_thinker(1, 0.3, 0.4, vocab_size=264, max_seq_len=48)
+    return random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=48)
 
 
 PROMPTS = ["", "a", "Once upon", "the quick brown fox jumps over", "é漢"]

@@ -35,8 +35,8 @@ def relative_error(ours, known):
 @pytest.mark.parametrize("qk_norm", [True, False], ids=["qk_norm", "no_qk_norm"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
-def test_says_what_the_thinker_says(make_thinker, qk_norm, tied, n_kv_heads):
-    model = make_thinker(qk_norm=qk_norm, tie_embeddings=tied, n_kv_heads=n_kv_heads)
+def test_says_what_the_thinker_says(random_model, qk_norm, tied, n_kv_heads):
+    model = random_model(qk_norm=qk_norm, tie_embeddings=tied, n_kv_heads=n_kv_heads)
     snapshot = prepare_for_inference(model)
     tokens = draw_tokens(3, 24)
     with torch.no_grad():
@@ -53,8 +53,8 @@ def test_says_what_the_thinker_says(make_thinker, qk_norm, tied, n_kv_heads):
 
 @pytest.mark.parametrize("form", [{}, {"dtype": torch.bfloat16}, {"int8": True}], ids=["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_original_and_the_snapshot_do_not_touch_each_other(make_thinker, form, tied):
-    model = make_thinker(tie_embeddings=tied).train()
+def test_the_original_and_the_snapshot_do_not_touch_each_other(random_model, form, tied):
+    model = random_model(tie_embeddings=tied).train()
     before = copy.deepcopy(model.state_dict())
     tokens = draw_tokens(2, 10)
     drawn = torch.get_rng_state()
@@ -77,8 +77,8 @@ def test_the_original_and_the_snapshot_do_not_touch_each_other(make_thinker, for
     assert all(torch.equal(new, state[name]) for name, new in snapshot.state_dict().items())
 
 
-def test_drops_nothing_out(make_thinker):
-    model = make_thinker(dropout=0.5).train()
+def test_drops_nothing_out(random_model):
+    model = random_model(dropout=0.5).train()
     tokens = draw_tokens(2, 10)
     said = prepare_for_inference(model)(tokens)
     torch.testing.assert_close(said, model.eval()(tokens), rtol=0, atol=1e-5)
@@ -86,8 +86,8 @@ def test_drops_nothing_out(make_thinker):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("int8", [False, True], ids=["bf16", "int8"])
-def test_bf16_is_bf16_throughout_and_close(make_thinker, tied, int8):
-    model = make_thinker(tie_embeddings=tied)
+def test_bf16_is_bf16_throughout_and_close(random_model, tied, int8):
+    model = random_model(tie_embeddings=tied)
     snapshot = prepare_for_inference(model, torch.bfloat16, int8)
     assert {parameter.dtype for parameter in snapshot.parameters()} == {torch.bfloat16}
     tokens = draw_tokens(2, 20)
@@ -98,16 +98,16 @@ def test_bf16_is_bf16_throughout_and_close(make_thinker, tied, int8):
     assert relative_error(torch.cat(pieces, dim=1), model(tokens).detach()) < (0.06 if int8 else 0.03)
 
 
-def test_runs_in_its_own_dtype_whatever_the_thinkers_activations_were(make_thinker):
-    model = make_thinker()
+def test_runs_in_its_own_dtype_whatever_the_thinkers_activations_were(random_model):
+    model = random_model()
     model.activation_dtype = torch.bfloat16
     assert prepare_for_inference(model)(draw_tokens(1, 3)).dtype == torch.float32
     assert prepare_for_inference(model, torch.bfloat16)(draw_tokens(1, 3)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_int8_quantizes_every_matrix_and_the_head_but_not_the_look_up(make_thinker, tied):
-    model = make_thinker(tie_embeddings=tied)
+def test_int8_quantizes_every_matrix_and_the_head_but_not_the_look_up(random_model, tied):
+    model = random_model(tie_embeddings=tied)
     snapshot = prepare_for_inference(model, int8=True)
     assert torch.equal(snapshot.embedding.weight, model.embedding.weight)
     assert not [name for name, module in snapshot.named_modules() if isinstance(module, torch.nn.Linear)]
@@ -123,9 +123,9 @@ def test_int8_quantizes_every_matrix_and_the_head_but_not_the_look_up(make_think
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("integers", [True, False], ids=["by_integers", "by_casting"])
-def test_int8_logits_are_within_a_few_percent(make_thinker, tied, integers):
+def test_int8_logits_are_within_a_few_percent(random_model, tied, integers):
     for seed in range(4):
-        model = make_thinker(seed, tie_embeddings=tied)
+        model = random_model(seed, tie_embeddings=tied)
         tokens = draw_tokens(2, 20, seed)
         snapshot = prepare_for_inference(model, int8=True)
         if not integers:
@@ -137,25 +137,25 @@ def test_int8_logits_are_within_a_few_percent(make_thinker, tied, integers):
 
 
 @needs_exact_integers
-def test_every_int8_matrix_of_a_model_gives_each_row_what_it_gives_it_alone(make_thinker):
-    snapshot = prepare_for_inference(make_thinker(), int8=True)
+def test_every_int8_matrix_of_a_model_gives_each_row_what_it_gives_it_alone(random_model):
+    snapshot = prepare_for_inference(random_model(), int8=True)
     for module in snapshot.modules():
         if isinstance(module, Int8Linear):
             x = draw(5, 3, module.quantized.shape[1])
             assert all(torch.equal(module(x)[row], module(x[row])) for row in range(5))
 
 
-def test_matrix_bytes_counts_what_a_step_reads(make_thinker):
+def test_matrix_bytes_counts_what_a_step_reads(random_model):
     shape = {"d_model": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_ff": 96, "vocab_size": 61}
     channels = 3 * ((4 + 2 + 2) * 8 + 32 + 2 * 96 + 32) + 61  # rows of all matrices: qkv, o, gate and up, down; head
     weights = 3 * ((4 + 2 + 2) * 8 * 32 + 32 * 32 + 2 * 96 * 32 + 32 * 96) + 61 * 32
     gains = 3 * (2 * 32 + (4 + 2) * 8) + 32  # those of queries and keys stand once for each head
     for tied in (True, False):
-        model = make_thinker(**shape, tie_embeddings=tied)
+        model = random_model(**shape, tie_embeddings=tied)
         assert matrix_bytes(prepare_for_inference(model)) == 4 * (weights + gains)
         assert matrix_bytes(prepare_for_inference(model, torch.bfloat16)) == 2 * (weights + gains)
         assert matrix_bytes(prepare_for_inference(model, int8=True)) == weights + 4 * channels + 4 * gains
-    wide = make_thinker(d_model=256, n_layers=1)
+    wide = random_model(d_model=256, n_layers=1)
     assert (
         0.25 < matrix_bytes(prepare_for_inference(wide, int8=True)) / matrix_bytes(prepare_for_inference(wide)) < 0.26
     )

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,9 +18,9 @@ TOKENIZER = make_tokenizer("byte", [])
 TEXT = "The wheel turns; é漢, and the wheel turns again, more slowly than it did before: so it seems. "
 
 
-def make_thinker(max_seq_len=48):
+def small_model(max_seq_len=48):
     """Random weights, every one of which matters, the same for every context."""
-    return random_thinker(1, 0.3, 0.4, vocab_size=264, max_seq_len=max_seq_len)
+    return random_model(1, 0.3, 0.4, vocab_size=264, max_seq_len=max_seq_len)
 
 
 def teacher_forced(model, tokens):
@@ -32,7 +32,7 @@ def teacher_forced(model, tokens):
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(text=st.text("ab é漢\n", max_size=16) | st.text(max_size=12))  # at most 48 bytes: what the context predicts
 def test_up_to_the_context_each_token_has_its_log_probability_in_one_full_pass(text):
-    model = make_thinker()
+    model = small_model()
     score = Generator(model, TOKENIZER).score(text)
     ids = TOKENIZER.encode(text)
     known = teacher_forced(model, [TOKENIZER.bos_id, *ids])
@@ -43,7 +43,7 @@ def test_up_to_the_context_each_token_has_its_log_probability_in_one_full_pass(t
 
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 48])
 def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(size):
-    model = make_thinker(size)
+    model = small_model(size)
     generator, step = Generator(model, TOKENIZER), size - size // 2
     for length in {1, size - 1, size, size + 1, size + step, size + step + 1, 3 * size + 2, 90} - {0}:
         text = TEXT.encode()[:length].decode(errors="ignore")
@@ -64,7 +64,7 @@ def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(si
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (9, 0), (6, 3)])
 def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
-    model = make_thinker(12)
+    model = small_model(12)
     tokens = [TOKENIZER.bos_id, *TOKENIZER.encode(TEXT)]
     cache, expected = SinkCache(model, 1, window, sinks), []
     for token, target in pairwise(tokens):
@@ -76,7 +76,7 @@ def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
 
 @pytest.mark.parametrize("options", [{}, {"window": 9, "sinks": 2}])
 def test_it_does_not_matter_in_which_pieces_a_text_is_read(monkeypatch, options):
-    generator = Generator(make_thinker(24), TOKENIZER, **options)
+    generator = Generator(small_model(24), TOKENIZER, **options)
     whole = generator.score(TEXT, top=3)
     for size in (1, 2, 5, 23, 24, 25):
         monkeypatch.setattr(engine, "PREFILL_CHUNK", size)
@@ -87,7 +87,7 @@ def test_it_does_not_matter_in_which_pieces_a_text_is_read(monkeypatch, options)
 
 @pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"window": 20, "sinks": 2}, {"use_cache": False}])
 def test_generation_reports_the_numbers_of_scoring(options):
-    generator = Generator(make_thinker(), TOKENIZER, **options)
+    generator = Generator(small_model(), TOKENIZER, **options)
     letters = dict.fromkeys(b"abcdefgh ", 30.0)  # bytes that are characters, so that the text has these tokens again
     prompts = ["", "Hello, é", "ab" * 10]
     params = SamplingParams(max_new_tokens=25, logit_bias=letters, presence_penalty=0.5, seed=7, logprobs=2)
@@ -100,7 +100,7 @@ def test_generation_reports_the_numbers_of_scoring(options):
 
 
 def test_the_likeliest_tokens_stand_at_every_place():
-    model = make_thinker(16)
+    model = small_model(16)
     generator = Generator(model, TOKENIZER)
     score = generator.score(TEXT, top=4)  # over several windows
     assert len(score.top_logprobs) == len(score.logprobs) == len(TEXT.encode())
@@ -122,13 +122,13 @@ def test_nats_and_bits_per_byte_by_arithmetic():
     score = Score([1, 2, 3], [-1.0, -2.5, -0.5], [], 8)
     assert score.nats == 4.0
     assert score.bits_per_byte == pytest.approx(4.0 / math.log(2) / 8)
-    one = Generator(make_thinker(), TOKENIZER).score("é漢")
+    one = Generator(small_model(), TOKENIZER).score("é漢")
     assert one.n_bytes == 5
     assert one.bits_per_byte == pytest.approx(-sum(one.logprobs) / math.log(2) / 5)
 
 
 def test_a_certain_text_costs_nothing_and_an_uncertain_one_eight_bits_a_byte():
-    model = make_thinker()
+    model = small_model()
     with torch.no_grad():
         model.lm_head.weight.zero_()
     uniform = Generator(model, TOKENIZER).score(TEXT)
@@ -138,11 +138,11 @@ def test_a_certain_text_costs_nothing_and_an_uncertain_one_eight_bits_a_byte():
 
 def test_an_empty_text_has_no_tokens_and_costs_nothing():
     for options in ({}, {"window": 4}):
-        score = Generator(make_thinker(), TOKENIZER, **options).score("", top=3)
+        score = Generator(small_model(), TOKENIZER, **options).score("", top=3)
         assert score == Score([], [], [], 0)
         assert (str(score.nats), str(score.bits_per_byte)) == ("0.0", "0.0")  # and not -0.0
 
 
 def test_half_a_surrogate_pair_counts_as_the_character_that_it_is_read_as():
-    generator = Generator(make_thinker(), TOKENIZER)
+    generator = Generator(small_model(), TOKENIZER)
     assert generator.score("a\ud800b") == generator.score("a\ufffdb")

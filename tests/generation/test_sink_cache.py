@@ -89,9 +89,9 @@ def assert_close(ours, known):
 )
 @settings(max_examples=20, deadline=None)
 def test_without_sinks_logits_equal_a_full_pass_in_a_window(
-    make_thinker, window, times, chunks, n_kv_heads, batch, qk_norm, seed
+    random_model, window, times, chunks, n_kv_heads, batch, qk_norm, seed
 ):
-    model = make_thinker(seed, n_kv_heads=n_kv_heads, qk_norm=qk_norm)
+    model = random_model(seed, n_kv_heads=n_kv_heads, qk_norm=qk_norm)
     tokens = draw_tokens(batch, int(window * times) + 1, seed)
     logits = fed(model, SinkCache(model, batch, window), tokens, chunks)
     assert_close(logits, in_a_window(model, tokens, window))
@@ -108,9 +108,9 @@ def test_without_sinks_logits_equal_a_full_pass_in_a_window(
 )
 @settings(max_examples=20, deadline=None)
 def test_sinks_are_seen_from_as_near_as_the_cache_reaches(
-    make_thinker, window, sinks, times, chunks, n_kv_heads, batch, seed
+    random_model, window, sinks, times, chunks, n_kv_heads, batch, seed
 ):
-    model = make_thinker(seed, n_kv_heads=n_kv_heads)
+    model = random_model(seed, n_kv_heads=n_kv_heads)
     tokens = draw_tokens(batch, int((sinks + window) * times) + 1, seed)
     logits = fed(model, SinkCache(model, batch, window, sinks), tokens, chunks)
     assert_close(logits, with_sinks(model, tokens, window, sinks))
@@ -118,15 +118,15 @@ def test_sinks_are_seen_from_as_near_as_the_cache_reaches(
 
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 23])
-def test_every_chunk_size_gives_the_same(make_thinker, sinks, size):
-    model = make_thinker()
+def test_every_chunk_size_gives_the_same(random_model, sinks, size):
+    model = random_model()
     tokens = draw_tokens(2, 23)
     logits = fed(model, SinkCache(model, 2, 4, sinks), tokens, [size])
     assert_close(logits, with_sinks(model, tokens, 4, sinks))
 
 
-def test_the_two_references_agree_and_both_differ_from_full_attention(make_thinker):
-    model = make_thinker()
+def test_the_two_references_agree_and_both_differ_from_full_attention(random_model):
+    model = random_model()
     tokens = draw_tokens(1, 15)
     with torch.no_grad():
         full = model(tokens)
@@ -138,8 +138,8 @@ def test_the_two_references_agree_and_both_differ_from_full_attention(make_think
         assert (forgetful[:, 14] - full[:, 14]).abs().max() > 1e-3
 
 
-def test_a_window_as_long_as_the_text_is_full_attention(make_thinker):
-    model = make_thinker()
+def test_a_window_as_long_as_the_text_is_full_attention(random_model):
+    model = random_model()
     tokens = draw_tokens(2, 16)
     with torch.no_grad():
         full = model(tokens)
@@ -158,10 +158,10 @@ def test_a_window_as_long_as_the_text_is_full_attention(make_thinker):
 )
 @settings(max_examples=15, deadline=None)
 def test_rows_read_alone_and_put_together_go_on_as_if_alone(
-    make_thinker, window, sinks, groups, chunks, steps, n_kv_heads, data
+    random_model, window, sinks, groups, chunks, steps, n_kv_heads, data
 ):
     """Some rows have rolled over and others not, or not even past the sinks, or do so while they are decoded."""
-    model = make_thinker(n_kv_heads=n_kv_heads)
+    model = random_model(n_kv_heads=n_kv_heads)
     lengths = [length for length, rows in groups for _ in range(rows)]
     tokens = draw_tokens(len(lengths), max(lengths) + 2 * steps)
     known = with_sinks(model, tokens, window, sinks)
@@ -192,8 +192,8 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
     decode(rows)
 
 
-def test_even_rows_again_take_chunks_after_the_uneven_ones_left(make_thinker):
-    model = make_thinker()
+def test_even_rows_again_take_chunks_after_the_uneven_ones_left(random_model):
+    model = random_model()
     tokens = draw_tokens(2, 24)
     cache = SinkCache(model, 1, 5, 2)
     other = SinkCache(model, 1, 5, 2)
@@ -206,24 +206,24 @@ def test_even_rows_again_take_chunks_after_the_uneven_ones_left(make_thinker):
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
-def test_the_form_for_decoding_rolls_alike(make_thinker, sinks):
-    model = make_thinker()
+def test_the_form_for_decoding_rolls_alike(random_model, sinks):
+    model = random_model()
     tokens = draw_tokens(2, 20)
     snapshot = prepare_for_inference(model)
     logits = fed(snapshot, SinkCache(snapshot, 2, 4, sinks), tokens, [6, 1, 1, 2])
     assert_close(logits, with_sinks(model, tokens, 4, sinks))
 
 
-def test_bf16_rolls_in_bf16(make_thinker):
-    model = prepare_for_inference(make_thinker(), torch.bfloat16)
+def test_bf16_rolls_in_bf16(random_model):
+    model = prepare_for_inference(random_model(), torch.bfloat16)
     cache = SinkCache(model, 1, 4, 2)
     logits = fed(model, cache, draw_tokens(1, 20), [7, 1])
     assert logits.dtype == cache.layers[0].keys.dtype == torch.bfloat16
     assert logits.isfinite().all()
 
 
-def test_memory_does_not_grow_and_what_is_forgotten_is_counted(make_thinker):
-    model = make_thinker()
+def test_memory_does_not_grow_and_what_is_forgotten_is_counted(random_model):
+    model = random_model()
     cache = SinkCache(model, 2, 6, 2)
     size = cache.nbytes
     # Layers, rows, key heads, keys and values of every slot and the sinks' keys once more, width, fp32.
@@ -238,8 +238,8 @@ def test_memory_does_not_grow_and_what_is_forgotten_is_counted(make_thinker):
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
-def test_rewinds_while_nothing_is_forgotten(make_thinker, sinks):
-    model = make_thinker()
+def test_rewinds_while_nothing_is_forgotten(random_model, sinks):
+    model = random_model()
     tokens, other = draw_tokens(2, 20), draw_tokens(2, 20, seed=1)
     cache = SinkCache(model, 2, 8 - sinks, sinks)
     model(torch.cat((tokens[:, :5], other[:, :3]), dim=1), cache=cache)  # full to the last slot
@@ -250,8 +250,8 @@ def test_rewinds_while_nothing_is_forgotten(make_thinker, sinks):
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
-def test_rows_rewound_to_unequal_lengths_go_on_as_if_alone(make_thinker, sinks):
-    model = make_thinker()
+def test_rows_rewound_to_unequal_lengths_go_on_as_if_alone(random_model, sinks):
+    model = random_model()
     tokens = draw_tokens(3, 20)
     cache = SinkCache(model, 3, 8 - sinks, sinks)
     model(tokens[:, :8], cache=cache)
@@ -262,8 +262,8 @@ def test_rows_rewound_to_unequal_lengths_go_on_as_if_alone(make_thinker, sinks):
         assert_close(model(tokens[range(3), at][:, None], cache=cache)[:, 0], known[range(3), at])
 
 
-def test_does_not_rewind_once_something_is_forgotten(make_thinker):
-    model = make_thinker()
+def test_does_not_rewind_once_something_is_forgotten(random_model):
+    model = random_model()
     cache = SinkCache(model, 1, 6, 2)
     model(draw_tokens(1, 9), cache=cache)
     with pytest.raises(UserError, match="cannot go back"):
@@ -276,8 +276,8 @@ def test_does_not_rewind_once_something_is_forgotten(make_thinker):
         cache.truncate([4])
 
 
-def test_what_it_cannot_do_is_refused_and_changes_nothing(make_thinker):
-    model = make_thinker()
+def test_what_it_cannot_do_is_refused_and_changes_nothing(random_model):
+    model = random_model()
     for window, sinks in [(0, 0), (-1, 2), (4, -1)]:
         with pytest.raises(UserError, match="window"):
             SinkCache(model, 1, window, sinks)
@@ -300,8 +300,8 @@ def test_what_it_cannot_do_is_refused_and_changes_nothing(make_thinker):
     seed=st.integers(0, 5),
 )
 @settings(max_examples=10, deadline=None)
-def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, window, sinks, seed):
-    model = make_thinker()
+def test_slots_that_no_row_has_reached_do_not_matter(random_model, lengths, window, sinks, seed):
+    model = random_model()
     tokens = draw_tokens(len(lengths), 9, seed)
     cache = None
     for row, length in enumerate(lengths):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,15 +28,15 @@ ENDLESS = {EOS: -math.inf}
 SAME_EXAMPLES = {"derandomize": True, "deadline": None}
 
 
-def make_thinker(seed=0, **shape):
+def small_model(seed=0, **shape):
     """Random weights, every one of which matters."""
     small = {"vocab_size": 264, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 16, "max_seq_len": 48}
-    return random_thinker(seed, 0.3, 0.4, **{"n_kv_heads": None, **small, **shape})
+    return random_model(seed, 0.3, 0.4, **{"n_kv_heads": None, **small, **shape})
 
 
 @pytest.fixture(scope="module")
 def model():
-    return make_thinker(1, n_layers=2, n_heads=4, n_kv_heads=2)
+    return small_model(1, n_layers=2, n_heads=4, n_kv_heads=2)
 
 
 def few(letters, **more):
@@ -69,10 +69,10 @@ PROMPTS = st.lists(st.text("abc", max_size=16), min_size=1, max_size=3)
 @functools.cache
 def make_generator(seed, shape, drafter):
     """Kept, since to make one takes as long as to use it."""
-    model = make_thinker(seed, **SHAPES[shape])
+    model = small_model(seed, **SHAPES[shape])
     if drafter == "none":
         return Generator(model, TOKENIZER)
-    draft = {"lookup": None, "other": make_thinker(seed + 1), "itself": model}[drafter]
+    draft = {"lookup": None, "other": small_model(seed + 1), "itself": model}[drafter]
     return Generator(model, TOKENIZER, speculate=8, draft=draft)
 
 
@@ -119,7 +119,7 @@ def test_speculation_draws_the_very_tokens_of_plain_decoding():
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
 def test_every_limit_within_a_draft_is_kept(model, drafter):
-    draft = {"lookup": None, "other": make_thinker(2), "itself": model}[drafter]
+    draft = {"lookup": None, "other": small_model(2), "itself": model}[drafter]
     prompts, limits = ["abab", "b"] * 12, [*range(1, 13), *range(1, 13)]
     params = [SamplingParams(n, n % 2, logit_bias=few(b"ab"), seed=i) for i, n in enumerate(limits)]
     plain = Generator(model, TOKENIZER).generate(prompts, params)
@@ -135,7 +135,7 @@ def test_every_limit_within_a_draft_is_kept(model, drafter):
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
 def test_the_context_is_filled_to_its_end_and_not_beyond(model, drafter):
-    draft = {"lookup": None, "other": make_thinker(2), "itself": model}[drafter]
+    draft = {"lookup": None, "other": small_model(2), "itself": model}[drafter]
     prompts = ["ab" * 20, "a" * 47, "", "aba" * 15]  # 47: all but the one token that is drawn and never fed
     params = SamplingParams(1000, 0.7, logit_bias=few(b"ab"))
     plain = Generator(model, TOKENIZER).generate(prompts, params)
@@ -146,7 +146,7 @@ def test_the_context_is_filled_to_its_end_and_not_beyond(model, drafter):
 
 
 def test_each_accepted_draft_saves_a_pass(model):
-    for draft in (None, make_thinker(2), model):
+    for draft in (None, small_model(2), model):
         generator, passes = Generator(model, TOKENIZER, speculate=4, draft=draft), []
         generator.model.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(args[0].shape))
         completion = generator.generate(["abab"], SamplingParams(40, logit_bias=few(b"ab")))[0]
@@ -192,7 +192,7 @@ def test_a_text_may_end_inside_a_draft(model, drafter):
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
 def test_a_row_that_ends_leaves_the_others_alone(model, drafter):
-    draft = {"lookup": None, "other": make_thinker(2), "itself": model}[drafter]
+    draft = {"lookup": None, "other": small_model(2), "itself": model}[drafter]
     generator = Generator(model, TOKENIZER, speculate=4, draft=draft)
     prompts = ["abab", "b" * 30, "", "abab", "ba", "c" * 44]
     ends = [(3, ()), (40, ()), (30, ("abab",)), (11, ()), (40, ()), (40, ())]
@@ -210,14 +210,14 @@ def test_a_row_that_ends_leaves_the_others_alone(model, drafter):
 def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
     letters, prompt = b"abcd", "aabacadbbcbdccdda"  # every pair of letters: prompt lookup always finds one
     samples, batch = 20_000, 1_000  # rows of a batch
-    model = make_thinker(4)
+    model = small_model(4)
     sampling_key = {
         "temperature": 1.4,
         "top_p": 0.93,
         "frequency_penalty": 0.8,
         "logit_bias": dict.fromkeys(letters, 1000.0),
     }
-    draft = None if drafter == "lookup" else make_thinker(5)
+    draft = None if drafter == "lookup" else small_model(5)
     generator = Generator(model, TOKENIZER, speculate=2, draft=draft)
     seen, drafted, accepted = Counter(), 0, 0
     for begin in range(0, samples, batch):
@@ -358,8 +358,8 @@ def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_o
 
 def test_a_draft_model_must_share_the_tokens_and_reach_as_far(model):
     with pytest.raises(UserError, match="the draft model has 300 token ids and the model 264"):
-        Generator(model, TOKENIZER, speculate=2, draft=make_thinker(vocab_size=300))
+        Generator(model, TOKENIZER, speculate=2, draft=small_model(vocab_size=300))
     with pytest.raises(UserError, match="the draft model's context is 47 tokens, shorter than the model's 48"):
-        Generator(model, TOKENIZER, speculate=2, draft=make_thinker(max_seq_len=47))
+        Generator(model, TOKENIZER, speculate=2, draft=small_model(max_seq_len=47))
     with pytest.raises(UserError, match="a draft model needs speculate"):
-        Generator(model, TOKENIZER, draft=make_thinker())
+        Generator(model, TOKENIZER, draft=small_model())

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, random_thinker
+from conftest import ROOT, random_model
 
 from thinker.data import tokenizer_conversion
 from thinker.data.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ TOKENIZERS["qwen2"] = other_split(LLAMA3.replace("{1,3}", ""))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
 def test_what_is_written_is_read(tmp_path, form, dtype):
-    model = random_thinker(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form])
+    model = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form])
     path = tmp_path / "model.gguf"
     write_gguf(model, BPE, path, dtype)
     reader = gguf.GGUFReader(path)
@@ -66,7 +66,7 @@ def test_what_is_written_is_read(tmp_path, form, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_llama_cpp_computes_the_same(tmp_path, form):
     llama_cpp = pytest.importorskip("llama_cpp")
-    model = random_thinker(vocab_size=BPE.vocab_size + 2, d_model=64, max_seq_len=128, **FORMS[form])
+    model = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, max_seq_len=128, **FORMS[form])
     path = tmp_path / "model.gguf"
     write_gguf(model, BPE, path, "f32")
     llama = llama_cpp.Llama(str(path), n_ctx=128, logits_all=True, type_k=0, type_v=0, n_threads=1, verbose=False)
@@ -82,14 +82,14 @@ def test_llama_cpp_computes_the_same(tmp_path, form):
 def test_llama_cpp_tokenizes_alike(tmp_path, kind):
     pytest.importorskip("llama_cpp")
     tokenizer, path = TOKENIZERS[kind], tmp_path / "model.gguf"
-    model = random_thinker(vocab_size=tokenizer.vocab_size, d_model=64)
+    model = random_model(vocab_size=tokenizer.vocab_size, d_model=64)
     write_gguf(model, tokenizer, path, "f16")
     assert "texts tokenized equally" in prove_gguf(model, tokenizer, path, exact=False, n_texts=2000)
     if kind == "bpe":
         with pytest.raises(RunError, match="otherwise"):
             prove_gguf(model, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
         with pytest.raises(RunError, match="greedy"):
-            prove_gguf(random_thinker(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
+            prove_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
 
 
 @pytest.mark.parametrize("form", [{"attention": "window(8)"}, {"attn_logit_softcap": 3.0},
@@ -98,7 +98,7 @@ def test_llama_cpp_tokenizes_alike(tmp_path, kind):
                          ids=str)  # fmt: skip
 def test_models_that_llama_cpp_would_compute_otherwise_are_refused(tmp_path, form):
     with pytest.raises(UserError, match="model\\."):
-        write_gguf(random_thinker(vocab_size=BPE.vocab_size, **form), BPE, tmp_path / "x.gguf")
+        write_gguf(random_model(vocab_size=BPE.vocab_size, **form), BPE, tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()
 
 
@@ -112,4 +112,4 @@ def test_tokenizers_that_it_does_not_have_are_refused(tmp_path, kind):
         tokenizer = tokenizer_conversion.read(tmp_path)
         assert tokenizer.normalizer == "NFC"
     with pytest.raises(UserError, match="llama.cpp|normalizer"):
-        write_gguf(random_thinker(vocab_size=tokenizer.vocab_size), tokenizer, tmp_path / "x.gguf")
+        write_gguf(random_model(vocab_size=tokenizer.vocab_size), tokenizer, tmp_path / "x.gguf")

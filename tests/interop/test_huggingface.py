@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -43,7 +43,7 @@ TOKENIZERS = {spec: make_tokenizer(spec, [SAMPLE]) for spec in ("byte", "char", 
 def test_there_and_back(tmp_path, n_kv_heads, tied, qk_norm, kind):
     tokenizer = TOKENIZERS[kind]
     shape = {"n_kv_heads": n_kv_heads, "tie_embeddings": tied, "qk_norm": qk_norm, "head_dim": 10}
-    model = random_thinker(**shape, vocab_size=tokenizer.vocab_size + 3)
+    model = random_model(**shape, vocab_size=tokenizer.vocab_size + 3)
     save_folder(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
     assert prove(model, tokenizer, tmp_path, n_texts=100).logit_difference < 1e-5
@@ -80,7 +80,7 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", FORMS)
 def test_every_form_that_the_format_has(tmp_path, family, rope):
-    model = random_thinker(n_layers=3, rope_scaling=ROPES[rope], max_seq_len=32, **FORMS[family])
+    model = random_model(n_layers=3, rope_scaling=ROPES[rope], max_seq_len=32, **FORMS[family])
     assert hf_architecture(model.config) == family
     save_folder(model, None, tmp_path)
     assert prove(model, None, tmp_path).n_greedy == (28 if rope == "dynamic" else 64)
@@ -103,7 +103,7 @@ def test_every_form_that_the_format_has(tmp_path, family, rope):
                                   {"no_rope_layers": [1]}], ids=str)  # fmt: skip
 def test_what_the_format_cannot_express_is_refused_with_the_reason(tmp_path, form):
     with pytest.raises(UserError, match="no family|smollm3") as caught:
-        save_folder(random_thinker(**form), None, tmp_path)
+        save_folder(random_model(**form), None, tmp_path)
     assert any(key in str(caught.value) for key in ("model.", "QK-norm"))
     assert list(tmp_path.iterdir()) == []
 
@@ -224,7 +224,7 @@ def test_shards_and_precisions(tmp_path, dtype):
 
 
 def test_our_shards(tmp_path):
-    model = random_thinker()
+    model = random_model()
     save_folder(model, None, tmp_path, shard_bytes=10_000)
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2
@@ -238,7 +238,7 @@ def test_our_shards(tmp_path):
 
 def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
     tokenizer = TOKENIZERS["bpe:400"]
-    model = random_thinker(vocab_size=tokenizer.vocab_size)
+    model = random_model(vocab_size=tokenizer.vocab_size)
     save_folder(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
     prove(model, tokenizer, tmp_path, n_texts=50)

@@ -10,7 +10,7 @@ from thinker.model import Thinker, ThinkerConfig
 pytest.importorskip("transformers")
 
 
-def random_thinker(**kwargs):
+def random_model(**kwargs):
     """Unlike a fresh one, nothing in it is zero or one: every parameter must matter."""
     torch.manual_seed(0)
     model = Thinker(ThinkerConfig(vocab_size=101, d_model=48, n_layers=3, n_heads=4, max_seq_len=64, **kwargs))
@@ -25,7 +25,7 @@ def random_thinker(**kwargs):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("shape", [{}, {"head_dim": 20, "rope_theta": 500.0, "norm_eps": 1e-3}], ids=["plain", "odd"])
 def test_logits_equal(qk_norm, n_kv_heads, tied, shape):
-    model = random_thinker(qk_norm=qk_norm, n_kv_heads=n_kv_heads, tie_embeddings=tied, **shape)
+    model = random_model(qk_norm=qk_norm, n_kv_heads=n_kv_heads, tie_embeddings=tied, **shape)
     tokens = torch.randint(0, 101, (2, 40))
     with torch.no_grad():
         ours, theirs = model(tokens), as_transformers(model)(tokens).logits
@@ -35,7 +35,7 @@ def test_logits_equal(qk_norm, n_kv_heads, tied, shape):
 
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 def test_gradients_equal(qk_norm):
-    model = random_thinker(qk_norm=qk_norm, n_kv_heads=2)
+    model = random_model(qk_norm=qk_norm, n_kv_heads=2)
     other = as_transformers(model)
     tokens = torch.randint(0, 101, (2, 17))
     loss_sum, count = model(tokens[:, :-1], targets=tokens[:, 1:])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import html_report, reports
@@ -73,7 +73,7 @@ class Shown:
     """A model, what it computes, and its page."""
 
     def __init__(self, folder, text=TEXT, **shape):
-        self.model = random_thinker(**{"vocab_size": 257, "n_layers": 3, "weights": 0.25, **shape})
+        self.model = random_model(**{"vocab_size": 257, "n_layers": 3, "weights": 0.25, **shape})
         self.tokenizer = make_tokenizer("byte", [])
         self.prompt = reports.Prompt.read(self.model, self.tokenizer, text)
         self.tokens, self.T = self.prompt.tokens, len(self.prompt.tokens)

@@ -20,8 +20,8 @@ def tokens():
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("against", [None, 7])
 @pytest.mark.parametrize("position", [-1, 4])
-def test_direct_logit_attribution_sums_to_the_difference(make_thinker, tokens, form, against, position):
-    model = make_thinker(**form)
+def test_direct_logit_attribution_sums_to_the_difference(random_model, tokens, form, against, position):
+    model = random_model(**form)
     parts = attribution.direct_logit_attribution(model, tokens, 3, against, position)
     assert (parts.heads.shape, parts.mlps.shape) == ((2, 4), (2,))
     logits = model(tokens[None])[0, position]
@@ -49,8 +49,8 @@ def test_what_the_circuit_says_comes_from_its_induction_head():
 
 @pytest.mark.parametrize("form", FORMS[:4], ids=str)
 @pytest.mark.parametrize("baseline", [None, 5, "embedding"])
-def test_integrated_gradients_are_complete(make_thinker, tokens, form, baseline):
-    model = make_thinker(weights=0.15, **form)
+def test_integrated_gradients_are_complete(random_model, tokens, form, baseline):
+    model = random_model(std=0.15, **form)
     table = model.embedding.weight.detach()
     x, empty = table[tokens], {None: table.mean(dim=0), 5: table[5], "embedding": torch.full((32,), 0.1)}[baseline]
     given, y_of_empty, missed = attribution.integrated_gradients(
@@ -68,23 +68,23 @@ def test_integrated_gradients_are_complete(make_thinker, tokens, form, baseline)
     torch.testing.assert_close(again, given)
 
 
-def test_as_many_points_as_it_takes(make_thinker, tokens):
-    model, nearly_nothing = make_thinker(), torch.full((32,), 1e-3)  # where all directions lie close together
+def test_as_many_points_as_it_takes(random_model, tokens):
+    model, nearly_nothing = random_model(), torch.full((32,), 1e-3)  # where all directions lie close together
     coarse = attribution.integrated_gradients(model, tokens, 3, 7, baseline=nearly_nothing, tolerance=torch.inf)[2]
     fine = attribution.integrated_gradients(model, tokens, 3, 7, baseline=nearly_nothing)[2]
     assert abs(fine) < abs(coarse) / 100
 
 
-def test_what_no_token_gives(make_thinker, tokens):
-    model = make_thinker()
+def test_what_no_token_gives(random_model, tokens):
+    model = random_model()
     given, _, _ = attribution.integrated_gradients(model, tokens, 3, 7, position=5)
     assert (given[6:] == 0).all()  # later than what is predicted
     given, _, _ = attribution.integrated_gradients(model, tokens, 3, 7, baseline=int(tokens[2]))
     assert given[2] == 0  # as in the baseline
 
 
-def test_gradient_times_attention_is_what_a_small_change_does(make_thinker, tokens):
-    model = make_thinker()
+def test_gradient_times_attention_is_what_a_small_change_does(random_model, tokens):
+    model = random_model()
     found = attribution.gradient_times_attention(model, tokens, 3, 7)
     assert found.shape == (2, 4, 14, 14)
     layer, head, query, key = 0, 2, 9, 5
@@ -102,8 +102,8 @@ def test_gradient_times_attention_is_what_a_small_change_does(make_thinker, toke
     assert (found.triu(1) == 0).all()
 
 
-def test_the_last_layers_lens_is_the_logits(make_thinker, tokens):
-    model = make_thinker()
+def test_the_last_layers_lens_is_the_logits(random_model, tokens):
+    model = random_model()
     lens = attribution.logit_lens(model, tokens)
     with torch.no_grad():
         torch.testing.assert_close(lens[-1], model(tokens[None])[0])
@@ -113,8 +113,8 @@ def test_the_last_layers_lens_is_the_logits(make_thinker, tokens):
     torch.testing.assert_close(attribution.logit_lens(model, tokens, position=slice(2, 5)), lens[:, 2:5])
 
 
-def test_patching_all_of_the_stream_brings_all_of_it_back(make_thinker, tokens):
-    model, corrupt = make_thinker(), tokens.clone()
+def test_patching_all_of_the_stream_brings_all_of_it_back(random_model, tokens):
+    model, corrupt = random_model(), tokens.clone()
     corrupt[6] = (corrupt[6] + 1) % 61
     found = attribution.patch(model, tokens, corrupt, 3, 7, names=["embedding", "blocks.*", "blocks.*.attention"])
     assert found["embedding"].tolist() == pytest.approx([float(i == 6) for i in range(14)], abs=1e-3)
@@ -128,14 +128,14 @@ def test_patching_all_of_the_stream_brings_all_of_it_back(make_thinker, tokens):
         attribution.patch(model, tokens, corrupt, 3, names=["blocks.0.attention.weights"])
 
 
-def test_gradient_times_attention_of_a_pruned_model(make_thinker, tokens):
-    left = pruning.prune(make_thinker(n_kv_heads=4), [(0, 3)])
+def test_gradient_times_attention_of_a_pruned_model(random_model, tokens):
+    left = pruning.prune(random_model(n_kv_heads=4), [(0, 3)])
     found = attribution.gradient_times_attention(left, tokens, 3, 7)
     assert found.isnan().flatten(2).all(2).tolist() == [[False] * 3 + [True], [False] * 4]
 
 
-def test_one_position_alone_is_predicted(make_thinker, tokens):
-    model = make_thinker()
+def test_one_position_alone_is_predicted(random_model, tokens):
+    model = random_model()
     for position in (0, 5, -1):
         found = attribution.predict(model, 3, 7, position, tokens=tokens[None])
         logits = model(tokens[None])[0, position]

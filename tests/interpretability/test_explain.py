@@ -19,8 +19,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head", [0, 3])
-def test_weights_follow_from_the_numbers(make_thinker, form, head):
-    model = make_thinker(**FORMS[form])
+def test_weights_follow_from_the_numbers(random_model, form, head):
+    model = random_model(**FORMS[form])
     prompt = Prompt(torch.arange(12) * 5 % 61, [f"t{i}" for i in range(12)])
     for query in (0, 3, 11):
         found = explain(model, prompt, 1, head, query).data
@@ -37,8 +37,8 @@ def test_weights_follow_from_the_numbers(make_thinker, form, head):
         assert found["head_output"] == pytest.approx(made.tolist(), abs=1e-3)
 
 
-def test_what_is_seen_is_the_mask_and_not_what_is_left_of_a_weight(make_thinker):
-    model = make_thinker(**FORMS["sharp"])
+def test_what_is_seen_is_the_mask_and_not_what_is_left_of_a_weight(random_model):
+    model = random_model(**FORMS["sharp"])
     prompt = Prompt(torch.arange(12), [str(i) for i in range(12)])
     report = explain(model, prompt, 0, 0, 8)
     assert report.data["seen"] == [True] * 9 + [False] * 3
@@ -49,6 +49,6 @@ def test_what_is_seen_is_the_mask_and_not_what_is_left_of_a_weight(make_thinker)
     assert [float(row[-1]) for row in report.rows] == pytest.approx([a * b for a, b in zip(sizes, shares)], abs=2e-3)
 
 
-def test_sums_have_no_scores(make_thinker):
+def test_sums_have_no_scores(random_model):
     with pytest.raises(UserError, match="layer 0 is linear attention"):
-        explain(make_thinker(attention="linear(8)"), Prompt(torch.arange(4), list("abcd")), 0, 0, 1)
+        explain(random_model(attention="linear(8)"), Prompt(torch.arange(4), list("abcd")), 0, 0, 1)

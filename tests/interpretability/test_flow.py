@@ -43,8 +43,8 @@ def test_any_attention(layers, n_heads, length, seed):
         torch.testing.assert_close(flows, by_hand, rtol=0, atol=1e-5)
 
 
-def test_heads_that_a_layer_does_not_have_count_for_nothing(make_thinker):
-    left = pruning.prune(make_thinker(n_kv_heads=4), [(0, 1), (0, 2)])
+def test_heads_that_a_layer_does_not_have_count_for_nothing(random_model):
+    left = pruning.prune(random_model(n_kv_heads=4), [(0, 1), (0, 2)])
     weights = left.attention_weights(torch.arange(9)[None])[:, 0]
     rows = flow.with_residual(weights)
     torch.testing.assert_close(rows.sum(dim=-1), torch.ones(2, 9))

@@ -117,26 +117,26 @@ def losses(model, tokens):
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
 
 
-def test_ablation_is_the_loss_of_a_model_without_the_heads_columns(make_thinker):
+def test_ablation_is_the_loss_of_a_model_without_the_heads_columns(random_model):
     tokens = torch.randint(0, 61, (6, 15))
-    found = heads.importance_by_ablation(make_thinker(), tokens)
+    found = heads.importance_by_ablation(random_model(), tokens)
     assert found.value.shape == (2, 4)
     assert (found.low < found.value).all()
     assert (found.value < found.high).all()
     for layer, head in [(0, 1), (1, 3)]:
-        model = make_thinker()
+        model = random_model()
         plain = losses(model, tokens)
         with torch.no_grad():
             model.blocks[layer].attention.o_proj.weight[:, head * 8 : (head + 1) * 8] = 0
         known = losses(model, tokens) - plain
         assert found.value[layer, head].item() == pytest.approx(known.mean().item(), abs=1e-5)
-    one = heads.importance_by_ablation(make_thinker(), tokens[:1])
+    one = heads.importance_by_ablation(random_model(), tokens[:1])
     assert one.low.isnan().all()
 
 
-def test_the_mean_takes_from_a_head_only_what_varies(make_thinker):
+def test_the_mean_takes_from_a_head_only_what_varies(random_model):
     """A head whose output never varies costs nothing where it is replaced by its mean, and something by zero."""
-    model = make_thinker()
+    model = random_model()
     with torch.no_grad():
         for name in ("q_proj", "k_proj"):
             getattr(model.blocks[0].attention, name).weight.zero_()
@@ -148,8 +148,8 @@ def test_the_mean_takes_from_a_head_only_what_varies(make_thinker):
     assert zero.abs().max() > 1e-2
 
 
-def test_gradients_find_the_circuit_and_agree_with_autograd_by_hand(make_thinker):
-    model, tokens = make_thinker(), torch.randint(0, 61, (5, 13))
+def test_gradients_find_the_circuit_and_agree_with_autograd_by_hand(random_model):
+    model, tokens = random_model(), torch.randint(0, 61, (5, 13))
     found = heads.importance_by_gradient(model, tokens)
     torch.testing.assert_close(found.value.norm(dim=1), torch.ones(2))
     known = torch.zeros(2, 4)
@@ -165,8 +165,8 @@ def test_gradients_find_the_circuit_and_agree_with_autograd_by_hand(make_thinker
     torch.testing.assert_close(heads.importance_by_gradient(model, tokens).value, found.value)
 
 
-def test_losses_count_what_is_a_target(make_thinker):
-    model, tokens = make_thinker(), torch.arange(36).reshape(3, 12)
+def test_losses_count_what_is_a_target(random_model):
+    model, tokens = random_model(), torch.arange(36).reshape(3, 12)
     targets = tokens.roll(-1, 1).clone()
     targets[:, 7:] = -1
     logs = model(tokens).log_softmax(-1).gather(2, targets.clamp_min(0)[..., None])[..., 0]
@@ -174,8 +174,8 @@ def test_losses_count_what_is_a_target(make_thinker):
     torch.testing.assert_close(heads.losses(model, tokens, targets), known, rtol=0, atol=1e-5)
 
 
-def test_importance_does_not_depend_on_how_many_texts_are_read_at_once(make_thinker, monkeypatch):
-    model, tokens = make_thinker(), (torch.arange(60).reshape(5, 12) * 7) % 61
+def test_importance_does_not_depend_on_how_many_texts_are_read_at_once(random_model, monkeypatch):
+    model, tokens = random_model(), (torch.arange(60).reshape(5, 12) * 7) % 61
     whole = [heads.importance_by_ablation(model, tokens, "mean"), heads.importance_by_gradient(model, tokens)]
     batches = heads._batches
     monkeypatch.setattr(heads, "_batches", lambda *given: [
@@ -186,8 +186,8 @@ def test_importance_does_not_depend_on_how_many_texts_are_read_at_once(make_thin
         torch.testing.assert_close(one.value, other.value, rtol=0, atol=1e-5)
 
 
-def test_the_gradient_of_a_group_is_that_of_its_heads_together(make_thinker):
-    model, tokens = make_thinker(n_kv_heads=2), (torch.arange(24).reshape(2, 12) * 5) % 61
+def test_the_gradient_of_a_group_is_that_of_its_heads_together(random_model):
+    model, tokens = random_model(n_kv_heads=2), (torch.arange(24).reshape(2, 12) * 5) % 61
     found = heads.importance_by_gradient(model, tokens, by_group=True).value
     known = torch.zeros(2, 2)
     for layer in range(2):
@@ -206,8 +206,8 @@ def test_the_gradient_of_a_group_is_that_of_its_heads_together(make_thinker):
     torch.testing.assert_close(found, known / known.norm(dim=1, keepdim=True), rtol=0, atol=1e-4)
 
 
-def test_a_wider_interval_covers_more(make_thinker):
-    model, tokens = make_thinker(), (torch.arange(60).reshape(5, 12) * 7) % 61
+def test_a_wider_interval_covers_more(random_model):
+    model, tokens = random_model(), (torch.arange(60).reshape(5, 12) * 7) % 61
     for measure in (heads.importance_by_ablation, heads.importance_by_gradient):
         wide, narrow = (measure(model, tokens, share=share) for share in (0.99, 0.5))
         assert ((wide.high - wide.low) > 2 * (narrow.high - narrow.low)).all()

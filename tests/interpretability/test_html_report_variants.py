@@ -5,7 +5,7 @@ import json
 import html_report_fixtures
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 from html_report_fixtures import TEXT, Shown, cell, heat, pixel, settle, tokens, view
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -188,7 +188,7 @@ def test_every_form_of_model(tmp_path, visit, shape, text):
 
 
 def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
-    model, tokenizer = random_thinker(vocab_size=4), make_tokenizer("byte", [])
+    model, tokenizer = random_model(vocab_size=4), make_tokenizer("byte", [])
     tokenizer.bos_prefix = []  # its own begins texts with an id that the model lacks
     prompt = reports.Prompt(torch.tensor([1, 2, 3, 1]), ["a", "b", "c", "a"])
     html_report.write_page(
@@ -201,7 +201,7 @@ def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
 
 def test_a_pruned_model(tmp_path, visit):
     tokenizer = make_tokenizer("byte", [])
-    left = pruning.prune(random_thinker(vocab_size=tokenizer.vocab_size, n_kv_heads=4), [(0, 1)])
+    left = pruning.prune(random_model(vocab_size=tokenizer.vocab_size, n_kv_heads=4), [(0, 1)])
     prompt = reports.Prompt.read(left, tokenizer, "abc abc")
     explorer = html_report.gather(left, tokenizer, prompt)
     html_report.write_page(
@@ -252,7 +252,7 @@ def test_it_cannot_be_written(shown, tmp_path):
 
 
 def test_logits_that_are_not_finite(shown, tmp_path):
-    model = random_thinker(vocab_size=257)
+    model = random_model(vocab_size=257)
     model.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
         html_report.gather(model, shown.tokenizer, shown.prompt)

@@ -60,8 +60,8 @@ def test_lines_and_tables_and_many_panels(tmp_path):
     assert height < 1500
 
 
-def test_a_map_of_all_heads_has_one_tile_for_each(make_thinker):
-    model = make_thinker(n_layers=3, n_kv_heads=4)
+def test_a_map_of_all_heads_has_one_tile_for_each(random_model):
+    model = random_model(n_layers=3, n_kv_heads=4)
     tokens = torch.arange(20)[None] % 61
     tiles = reports._tiles(model, tokens)
     assert tiles.shape == (3 * 22 - 2, 4 * 22 - 2)
@@ -69,7 +69,7 @@ def test_a_map_of_all_heads_has_one_tile_for_each(make_thinker):
     top = weights[:, 1:].max()
     torch.testing.assert_close(tiles[44:64, 22:42], (weights / top).clamp_max(1), rtol=0, atol=1e-4)
     assert tiles[20:22].isnan().all()
-    assert reports._tiles(make_thinker(max_seq_len=300), torch.ones(1, 300, dtype=int)).shape[0] == 60 + 4 + 60
+    assert reports._tiles(random_model(max_seq_len=300), torch.ones(1, 300, dtype=int)).shape[0] == 60 + 4 + 60
 
 
 def test_where_it_cannot_be_written(tmp_path):

@@ -34,8 +34,8 @@ def masked(model, groups):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("groups", [[(0, 1)], [(0, 0), (1, 1)]])
-def test_a_pruned_model_equals_the_masked_one(make_thinker, form, groups):
-    model = make_thinker(**FORMS[form])
+def test_a_pruned_model_equals_the_masked_one(random_model, form, groups):
+    model = random_model(**FORMS[form])
     left = pruning.prune(model, groups)
     with model.patch(masked(model, groups)):
         known = model(TOKENS)
@@ -48,19 +48,19 @@ def test_a_pruned_model_equals_the_masked_one(make_thinker, form, groups):
     assert (left(TOKENS) - model(TOKENS)).abs().max() > 0.1
 
 
-def test_as_many_in_every_layer_is_an_ordinary_model(make_thinker):
-    model = make_thinker(n_kv_heads=2)
+def test_as_many_in_every_layer_is_an_ordinary_model(random_model):
+    model = random_model(n_kv_heads=2)
     left = pruning.prune(model, [(0, 1), (1, 0)])
     assert (left.config.n_heads, left.config.n_kv_heads, left.config.n_kv_heads_per_layer) == (2, 1, None)
     assert left.config.head_dim == model.config.head_dim
-    again = pruning.prune(pruning.prune(make_thinker(n_kv_heads=4), [(0, 0)]), [(0, 0), (1, 3)])
-    once = pruning.prune(make_thinker(n_kv_heads=4), [(0, 0), (0, 1), (1, 3)])
+    again = pruning.prune(pruning.prune(random_model(n_kv_heads=4), [(0, 0)]), [(0, 0), (1, 3)])
+    once = pruning.prune(random_model(n_kv_heads=4), [(0, 0), (0, 1), (1, 3)])
     torch.testing.assert_close(again(TOKENS), once(TOKENS))
 
 
-def test_it_is_saved_loaded_and_sampled_from(make_thinker, tmp_path):
+def test_it_is_saved_loaded_and_sampled_from(random_model, tmp_path):
     tokenizer = make_tokenizer("byte", [])
-    left = pruning.prune(make_thinker(n_kv_heads=4, vocab_size=tokenizer.vocab_size), [(0, 2), (0, 3)])
+    left = pruning.prune(random_model(n_kv_heads=4, vocab_size=tokenizer.vocab_size), [(0, 2), (0, 3)])
     checkpoint.save(tmp_path / "pruned", left, {"step": 0})
     again, _ = interop.load(tmp_path / "pruned")
     assert again.config.n_kv_heads_per_layer == [2, 4]
@@ -73,13 +73,13 @@ def test_it_is_saved_loaded_and_sampled_from(make_thinker, tmp_path):
 
 
 @pytest.mark.parametrize("write", [hf_architecture, _check])
-def test_it_has_no_form_elsewhere(make_thinker, write):
+def test_it_has_no_form_elsewhere(random_model, write):
     with pytest.raises(UserError, match="n_kv_heads_per_layer"):
-        write(pruning.prune(make_thinker(n_kv_heads=4), [(0, 2)]).config)
+        write(pruning.prune(random_model(n_kv_heads=4), [(0, 2)]).config)
 
 
-def test_looking_into_it(make_thinker):
-    whole = make_thinker(n_kv_heads=4)
+def test_looking_into_it(random_model):
+    whole = random_model(n_kv_heads=4)
     left = pruning.prune(whole, [(1, 0), (1, 2)])
     weights = left.attention_weights(TOKENS)
     assert weights.shape == (2, 2, 4, 20, 20)
@@ -93,8 +93,8 @@ def test_looking_into_it(make_thinker):
     assert len(pruning.least_important(found, 4)) == 4
 
 
-def test_importance_of_a_group_is_that_of_its_heads_together(make_thinker):
-    model = make_thinker(n_kv_heads=2)
+def test_importance_of_a_group_is_that_of_its_heads_together(random_model):
+    model = random_model(n_kv_heads=2)
     found = heads.importance_by_ablation(model, TOKENS, by_group=True)
     with model.patch(masked(model, [(1, 1)])):
         cost = heads.losses(model, TOKENS)
@@ -111,11 +111,11 @@ def test_the_least_important_are_taken():
     assert pruning.least_important(found, 3) == [(1, 1), (0, 1), (0, 2)]  # each layer keeps its best one
 
 
-def test_one_key_head_stays_in_each_layer(make_thinker):
-    pruning.check_count(make_thinker(n_kv_heads=2), 2)
+def test_one_key_head_stays_in_each_layer(random_model):
+    pruning.check_count(random_model(n_kv_heads=2), 2)
     for n in (0, 3):
         with pytest.raises(UserError, match=f"{n} key heads cannot be taken out: 1 to 2 can"):
-            pruning.check_count(make_thinker(n_kv_heads=2), n)
+            pruning.check_count(random_model(n_kv_heads=2), n)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_one_key_head_stays_in_each_layer(make_thinker):
         ({"n_kv_heads": 4, "attention": "heads(full, window(4))"}, [(0, 2)], "patterns that differ by head"),
     ],
 )
-def test_what_cannot_be_taken_out(make_thinker, form, groups, message):
+def test_what_cannot_be_taken_out(random_model, form, groups, message):
     with pytest.raises(UserError, match=message):
-        pruning.prune(make_thinker(**form), groups)
+        pruning.prune(random_model(**form), groups)
 
 
 @pytest.mark.parametrize("sizes", [[1], [1, 3], [0, 1], [True, 1], [1.0, 1]])

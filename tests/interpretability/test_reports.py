@@ -10,14 +10,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = Prompt(torch.arange(10) * 7 % 61, [f"t{i}" for i in range(10)])
 
 
-def test_the_likeliest_token_of_a_position(make_thinker):
-    model = make_thinker()
+def test_the_likeliest_token_of_a_position(random_model):
+    model = random_model()
     best = model(PROMPT.tokens[None])[0].argmax(dim=-1).tolist()
     assert [reports.choose_target(model, PROMPT, at) for at in range(10)] == best
 
 
-def test_scores_of_repeats_are_not_of_the_prompt(make_thinker):
-    model, random = make_thinker(), heads.repeated_tokens(61, 12)
+def test_scores_of_repeats_are_not_of_the_prompt(random_model):
+    model, random = random_model(), heads.repeated_tokens(61, 12)
     found = reports.measure_heads(model, PROMPT, random, "all")
     repeated, own = model.attention_weights(random), model.attention_weights(PROMPT.tokens[None])
     assert torch.tensor(found.data["induction"]).allclose(heads.induction(repeated).mean(dim=1), atol=1e-5)
@@ -32,8 +32,8 @@ def test_scores_of_repeats_are_not_of_the_prompt(make_thinker):
     assert f"{sum(1 / (i + 1) for i in range(12, 24)) / 12:.3f}" in found.after
 
 
-def test_flow_is_from_the_position(make_thinker):
-    model = make_thinker()
+def test_flow_is_from_the_position(random_model):
+    model = random_model()
     weights = model.attention_weights(PROMPT.tokens[None])[:, 0]
     for at in (3, 9):
         found = reports.show_flow(model, PROMPT, at).data
@@ -41,15 +41,15 @@ def test_flow_is_from_the_position(make_thinker):
         assert found["max_flow"] == pytest.approx(flow.max_flow(weights)[at].tolist(), abs=1e-5)
 
 
-def test_a_map_names_only_what_is_looked_at(make_thinker):
-    rows = reports.map_head(make_thinker(attention="window(2)"), PROMPT, 0, 1).rows
+def test_a_map_names_only_what_is_looked_at(random_model):
+    rows = reports.map_head(random_model(attention="window(2)"), PROMPT, 0, 1).rows
     assert [sum(bool(cell) for cell in row[2:]) for row in rows] == [1] + [2] * 9
     for at, row in enumerate(rows):
         assert all(f"({key})" in " ".join(row[2:]) for key in range(max(0, at - 1), at + 1))
 
 
-def test_over_a_training_the_highest_score_and_whose_it_is(make_thinker):
-    models, random = [make_thinker(seed) for seed in (0, 1)], heads.repeated_tokens(61, 12)
+def test_over_a_training_the_highest_score_and_whose_it_is(random_model):
+    models, random = [random_model(seed) for seed in (0, 1)], heads.repeated_tokens(61, 12)
     found = comparison.show_training([(step, lambda m=m: m) for step, m in zip((10, 20), models)], None, random, "all")
     for row, model in zip(found.rows, models):
         known = heads.induction(model.attention_weights(random)).mean(dim=1)  # (layers, H)
@@ -58,8 +58,8 @@ def test_over_a_training_the_highest_score_and_whose_it_is(make_thinker):
 
 
 @pytest.mark.parametrize("how", ["zero", "mean", "gradient"])
-def test_what_is_pruned_is_chosen_by_what_was_asked_for(make_thinker, how):
-    model = make_thinker(n_kv_heads=4)
+def test_what_is_pruned_is_chosen_by_what_was_asked_for(random_model, how):
+    model = random_model(n_kv_heads=4)
     tokens = (torch.arange(96).reshape(8, 12) * 5) % 61
     texts = tokens, tokens.roll(-1, 1)
     _, found = comparison.show_pruning(model, texts, how, 3, None)

@@ -39,9 +39,9 @@ def test_weights_are_those_of_transformers(tmp_path, family):
     torch.testing.assert_close(found, torch.stack(known), rtol=0, atol=1e-5)
 
 
-def test_bertviz_takes_the_weights(make_thinker):
+def test_bertviz_takes_the_weights(random_model):
     bertviz = pytest.importorskip("bertviz")
-    model = make_thinker(n_layers=3)
+    model = random_model(n_layers=3)
     weights = model.attention_weights(torch.arange(9)[None])  # (layers, 1, H, T, T)
     page = bertviz.head_view(list(weights), [f"token{i}" for i in range(9)], html_action="return").data
     assert "token8" in page
@@ -49,9 +49,9 @@ def test_bertviz_takes_the_weights(make_thinker):
         assert json.dumps(round(weights[layer, 0, head, 5, 2].item(), 4))[:5] in page
 
 
-def test_circuitsvis_takes_the_weights_of_a_layer(make_thinker):
+def test_circuitsvis_takes_the_weights_of_a_layer(random_model):
     circuitsvis = pytest.importorskip("circuitsvis")
-    weights = make_thinker().attention_weights(torch.arange(9)[None])
+    weights = random_model().attention_weights(torch.arange(9)[None])
     shown = circuitsvis.attention.attention_patterns(tokens=[f"token{i}" for i in range(9)], attention=weights[1, 0])
     assert "token8" in str(shown)
     assert str(weights[1, 0, 3, 5, 2].item())[:5] in str(shown)

@@ -28,11 +28,11 @@ def widened(x, n_heads):
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
-def test_tapped_weights_make_the_output_of_the_fast_path_and_change_no_bit(make_thinker, attention):
+def test_tapped_weights_make_the_output_of_the_fast_path_and_change_no_bit(random_model, attention):
     @given(form=forms(attention), length=st.integers(8, 70), seed=st.integers(0, 9))
     @settings(max_examples=15, deadline=None)
     def test(form, length, seed):
-        model = make_thinker(seed, **form)
+        model = random_model(seed, **form)
         tokens = torch.randint(0, 97, (2, length), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
             plain = model(tokens)
@@ -52,8 +52,8 @@ def test_tapped_weights_make_the_output_of_the_fast_path_and_change_no_bit(make_
     test()
 
 
-def test_the_parts_add_up_to_the_residual_stream(make_thinker, tokens):
-    model = make_thinker()
+def test_the_parts_add_up_to_the_residual_stream(random_model, tokens):
+    model = random_model()
     with model.record("embedding", "blocks.*", "blocks.*.attention", "blocks.*.mlp", "norm", "logits") as seen:
         model(tokens)
     x = seen["embedding"]
@@ -64,8 +64,8 @@ def test_the_parts_add_up_to_the_residual_stream(make_thinker, tokens):
     assert list(seen) == [name for name in model.activation_names() if name in seen]
 
 
-def test_nothing_stays(make_thinker, tokens):
-    model = make_thinker()
+def test_nothing_stays(random_model, tokens):
+    model = random_model()
     state = set(vars(model)), [set(vars(block.attention)) for block in model.blocks]
 
     def fail(x):
@@ -80,8 +80,8 @@ def test_nothing_stays(make_thinker, tokens):
     assert model.kernel == "auto"
 
 
-def test_with_a_cache_every_step_is_kept(make_thinker, tokens):
-    model = make_thinker(attention=["full", "window(6)"])
+def test_with_a_cache_every_step_is_kept(random_model, tokens):
+    model = random_model(attention=["full", "window(6)"])
     with model.record("blocks.*.attention.weights", "blocks.1") as whole:
         model(tokens)
     cache = model.new_cache(2)
@@ -97,11 +97,11 @@ def test_with_a_cache_every_step_is_kept(make_thinker, tokens):
     close(torch.cat(seen.passes["blocks.1"], dim=1), whole["blocks.1"])
 
 
-def test_while_a_generator_writes(make_thinker):
+def test_while_a_generator_writes(random_model):
     from thinker.data.tokenizer_factory import make_tokenizer
 
     tokenizer = make_tokenizer("byte", [])
-    model = make_thinker(vocab_size=tokenizer.vocab_size)
+    model = random_model(vocab_size=tokenizer.vocab_size)
     generator = Generator(model, tokenizer)
     params = SamplingParams(max_new_tokens=5, temperature=0)
     plain = generator.generate(["abcd"], params)
@@ -120,8 +120,8 @@ def zeroed_columns(model, layer, head):
     return weight
 
 
-def test_a_head_made_zero_is_one_whose_columns_are_zero(make_thinker, tokens):
-    model, other = make_thinker(), make_thinker()
+def test_a_head_made_zero_is_one_whose_columns_are_zero(random_model, tokens):
+    model, other = random_model(), random_model()
     with torch.no_grad():
         other.blocks[1].attention.o_proj.weight.copy_(zeroed_columns(other, 1, 2))
     with model.patch({"blocks.1.attention.heads.2": "zero"}):
@@ -133,8 +133,8 @@ def test_a_head_made_zero_is_one_whose_columns_are_zero(make_thinker, tokens):
         close(torch.cat([model(part, cache=cache) for part in tokens.split(7, dim=1)], dim=1), edited)
 
 
-def test_mean_number_tensor_and_function(make_thinker, tokens):
-    model = make_thinker()
+def test_mean_number_tensor_and_function(random_model, tokens):
+    model = random_model()
     name = "blocks.0.mlp"
     with model.record(name) as seen:
         model(tokens)
@@ -150,8 +150,8 @@ def test_mean_number_tensor_and_function(make_thinker, tokens):
         assert torch.equal(seen[name], expected)
 
 
-def test_weights_that_are_changed_are_what_values_are_summed_by(make_thinker, tokens):
-    model = make_thinker()
+def test_weights_that_are_changed_are_what_values_are_summed_by(random_model, tokens):
+    model = random_model()
     uniform = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
     parts = [f"blocks.*.attention.{part}" for part in ("v", "heads", "weights")]
     with model.patch({"blocks.*.attention.weights": uniform}), model.record(*parts) as seen:
@@ -161,11 +161,11 @@ def test_weights_that_are_changed_are_what_values_are_summed_by(make_thinker, to
         close(seen[f"{path}.heads"], uniform @ widened(seen[f"{path}.v"], 4))
         assert torch.equal(seen[f"{path}.weights"], uniform.expand(2, 4, T, T))
     with model.patch({"blocks.*.attention.weights": lambda weights: weights}):  # the same, by another way
-        close(model(tokens), make_thinker()(tokens))
+        close(model(tokens), random_model()(tokens))
 
 
-def test_those_that_are_opened_later_see_what_earlier_ones_have_changed(make_thinker, tokens):
-    model = make_thinker()
+def test_those_that_are_opened_later_see_what_earlier_ones_have_changed(random_model, tokens):
+    model = random_model()
     with model.record("blocks.0") as before, model.patch({"blocks.0": 1.0}), model.record("blocks.0") as after:
         model(tokens)
         with model.patch({"blocks.0": 2.0}):
@@ -177,8 +177,8 @@ def test_those_that_are_opened_later_see_what_earlier_ones_have_changed(make_thi
     assert torch.equal(plain["blocks.0"], before["blocks.0"])
 
 
-def test_gradients_flow_through_what_is_kept(make_thinker, tokens):
-    model = make_thinker()
+def test_gradients_flow_through_what_is_kept(random_model, tokens):
+    model = random_model()
     with model.patch({"blocks.0.attention.weights": lambda x: x}), model.record("blocks.0.attention.weights") as seen:
         target = model(tokens)[:, -1, 3].sum()
     (gradient,) = torch.autograd.grad(target, seen["blocks.0.attention.weights"])
@@ -195,22 +195,22 @@ def test_gradients_flow_through_what_is_kept(make_thinker, tokens):
         ([], {"blocks.0.attention.heads.4": "zero"}, "no activation"),
     ],
 )
-def test_names_that_are_none(make_thinker, names, changes, message):
-    model = make_thinker()
+def test_names_that_are_none(random_model, names, changes, message):
+    model = random_model()
     with pytest.raises(UserError, match=message), model.patch(changes) if changes else model.record(*names):
         pass
     with pytest.raises(UserError, match="blocks.0 cannot become 'none'"), model.patch({"blocks.0": "none"}):
         model(torch.zeros(1, 4, dtype=int))
 
 
-def test_a_layer_without_keys_has_no_weights_with_a_cache(make_thinker, tokens):
-    model = make_thinker(attention=["full", "linear(16)"])
+def test_a_layer_without_keys_has_no_weights_with_a_cache(random_model, tokens):
+    model = random_model(attention=["full", "linear(16)"])
     with model.record("blocks.1.attention.weights"), pytest.raises(UserError, match="linear attention keeps no keys"):
         model(tokens, cache=model.new_cache(2))
 
 
-def test_what_is_kept_of_a_cache_stays(make_thinker):
-    model = make_thinker(attention="window(4)")
+def test_what_is_kept_of_a_cache_stays(random_model):
+    model = random_model(attention="window(4)")
     path, cache = "blocks.0.attention", model.new_cache(1, 40)
     with torch.no_grad(), model.record(f"{path}.v", f"{path}.weights", f"{path}.heads") as seen:
         for token in range(20):
@@ -219,8 +219,8 @@ def test_what_is_kept_of_a_cache_stays(make_thinker):
         torch.testing.assert_close(weights @ v.repeat_interleave(2, dim=1), heads, rtol=0, atol=1e-5)
 
 
-def test_what_cannot_be_tapped_or_edited_says_so(make_thinker):
-    model = make_thinker(vocab_size=300)
+def test_what_cannot_be_tapped_or_edited_says_so(random_model):
+    model = random_model(vocab_size=300)
     tokens = torch.arange(6)[None]
     with model.patch({"blocks.0.mlp": "zero"}):
         with pytest.raises(UserError, match="open that on generator.model"):
@@ -235,8 +235,8 @@ def test_what_cannot_be_tapped_or_edited_says_so(make_thinker):
     assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))
 
 
-def test_closing_one_leaves_the_others_open(make_thinker):
-    model, tokens = make_thinker(), torch.arange(6)[None]
+def test_closing_one_leaves_the_others_open(random_model):
+    model, tokens = random_model(), torch.arange(6)[None]
     with model.record("blocks.0") as outer:
         with model.patch({"blocks.0.mlp": "zero"}):
             pass
@@ -244,8 +244,8 @@ def test_closing_one_leaves_the_others_open(make_thinker):
     assert list(outer) == ["blocks.0"]
 
 
-def test_the_mean_is_over_texts_and_positions_and_of_weights_over_texts(make_thinker):
-    model, tokens = make_thinker(), torch.arange(18).reshape(3, 6)
+def test_the_mean_is_over_texts_and_positions_and_of_weights_over_texts(random_model):
+    model, tokens = random_model(), torch.arange(18).reshape(3, 6)
     for name, places in {"heads.1": (0, 1), "heads": (0, 2), "weights": (0,)}.items():
         path = f"blocks.1.attention.{name}"
         with model.record(path) as before:
@@ -257,8 +257,8 @@ def test_the_mean_is_over_texts_and_positions_and_of_weights_over_texts(make_thi
         assert (known - before[path]).abs().max() > 1e-3
 
 
-def test_patterns_that_ask_for_tokens_have_them_in_a_cache_too(make_thinker):
-    model, tokens = make_thinker(attention="token(3) | window(2)"), torch.tensor([[3, 5, 6, 3, 8, 9, 10, 11]])
+def test_patterns_that_ask_for_tokens_have_them_in_a_cache_too(random_model):
+    model, tokens = random_model(attention="token(3) | window(2)"), torch.tensor([[3, 5, 6, 3, 8, 9, 10, 11]])
     whole = model.attention_weights(tokens)
     with torch.no_grad(), model.record("blocks.*.attention.weights") as seen:
         model(tokens, cache=model.new_cache(1, 16))
@@ -269,9 +269,9 @@ def test_patterns_that_ask_for_tokens_have_them_in_a_cache_too(make_thinker):
 @pytest.mark.parametrize(
     "form", [*ATTENTION, {"attn_logit_softcap": 3.0}, {"attention_sinks": True}, {"positions": "alibi"}], ids=str
 )
-def test_how_many_rows_are_weighed_at_a_time_changes_nothing(make_thinker, monkeypatch, form):
+def test_how_many_rows_are_weighed_at_a_time_changes_nothing(random_model, monkeypatch, form):
     letters = {"window": 8} if form == "LG" else {}
-    model = make_thinker(**form if isinstance(form, dict) else {"attention": form, **letters})
+    model = random_model(**form if isinstance(form, dict) else {"attention": form, **letters})
     tokens = torch.arange(46).reshape(2, 23) * 5 % 61
     with torch.no_grad():
         known = model(tokens), model.attention_weights(tokens)  # more rows at a time than there are

@@ -29,7 +29,7 @@ def goes_together(attention, positions, more):
 
 @st.composite
 def forms(draw, attention):
-    """Arguments of make_thinker for a form of attention with any positions and stabilisers it goes with."""
+    """Arguments of random_model for a form of attention with any positions and stabilisers it goes with."""
     positions, more = draw(st.sampled_from(POSITIONS)), draw(st.sampled_from(MORE))
     if not goes_together(attention, positions, more):
         positions, more = "rope", {}
@@ -49,7 +49,7 @@ def close(ours, known):
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
-def test_cached_equals_full_at_every_position_for_any_chunks(make_thinker, attention, one_thread):
+def test_cached_equals_full_at_every_position_for_any_chunks(random_model, attention, one_thread):
     @given(
         form=forms(attention),
         chunks=st.lists(st.one_of(st.just(1), st.integers(1, 12)), min_size=1, max_size=16),
@@ -58,7 +58,7 @@ def test_cached_equals_full_at_every_position_for_any_chunks(make_thinker, atten
     )
     @settings(max_examples=20, deadline=None)
     def test(form, chunks, batch, seed):
-        model = make_thinker(seed, **form)
+        model = random_model(seed, **form)
         chunks = [max(chunks[0], model.config.prefix), *chunks[1:]]
         length = min(80, sum(chunks))
         tokens = draw_tokens(batch, length, seed)
@@ -77,7 +77,7 @@ def test_cached_equals_full_at_every_position_for_any_chunks(make_thinker, atten
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
-def test_rows_of_unequal_length_go_on_as_if_alone(make_thinker, attention, one_thread):
+def test_rows_of_unequal_length_go_on_as_if_alone(random_model, attention, one_thread):
     """Each row is read alone and joined to the others; chunks of any size follow, and rows leave and are doubled."""
 
     @given(
@@ -89,7 +89,7 @@ def test_rows_of_unequal_length_go_on_as_if_alone(make_thinker, attention, one_t
     )
     @settings(max_examples=15, deadline=None)
     def test(form, lengths, chunks, kept, seed):
-        model = make_thinker(seed, **form)
+        model = random_model(seed, **form)
         lengths = [max(length, model.config.prefix) for length in lengths]
         tokens = draw_tokens(len(lengths), 80, seed)
         with torch.no_grad():
@@ -125,10 +125,10 @@ def test_rows_of_unequal_length_go_on_as_if_alone(make_thinker, attention, one_t
     seed=st.integers(0, 9),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_ring_goes_back_as_far_as_it_has_slack(make_thinker, one_thread, attention, slack, steps, seed):
+def test_a_ring_goes_back_as_far_as_it_has_slack(random_model, one_thread, attention, slack, steps, seed):
     """Chunks are appended and partly taken back, over and over, as drafts are that fail; what comes is always right."""
     more = {"window": 5} if attention == "LG" else {}
-    model = make_thinker(seed, attention=attention, max_seq_len=80, **more)
+    model = random_model(seed, attention=attention, max_seq_len=80, **more)
     generator = torch.Generator().manual_seed(seed)
     cache, text = model.new_cache(1, 80, slack=slack), torch.zeros(1, 0, dtype=torch.long)
     for chunk, back in steps:
@@ -145,8 +145,8 @@ def test_a_ring_goes_back_as_far_as_it_has_slack(make_thinker, one_thread, atten
         cache.truncate([text.shape[1]])
 
 
-def test_what_a_cache_keeps_follows_the_pattern(make_thinker):
-    model = make_thinker(n_layers=4, attention=["full", "window(8)", "window(8) | global(2)", "linear(16)"])
+def test_what_a_cache_keeps_follows_the_pattern(random_model):
+    model = random_model(n_layers=4, attention=["full", "window(8)", "window(8) | global(2)", "linear(16)"])
     layers = model.new_cache(2, 50, slack=3).layers
     assert [type(layer) for layer in layers] == [LayerCache, RingLayer, RingLayer, LinearLayer]
     assert [layer.size for layer in layers[1:3]] == [8 + 3, 8 + 3 + 2]
@@ -157,8 +157,8 @@ def test_what_a_cache_keeps_follows_the_pattern(make_thinker):
 
 
 @pytest.mark.parametrize("attention", ["window(16)", "window(8) | global(4)", "linear(8)", ["window(4)", "linear(8)"]])
-def test_memory_does_not_grow_where_the_reach_is_bounded(make_thinker, attention):
-    model = make_thinker(attention=attention, positions="none")
+def test_memory_does_not_grow_where_the_reach_is_bounded(random_model, attention):
+    model = random_model(attention=attention, positions="none")
     tokens = torch.randint(0, 61, (1, 1024), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache(1, 64)
     size = cache.nbytes
@@ -167,11 +167,11 @@ def test_memory_does_not_grow_where_the_reach_is_bounded(make_thinker, attention
         assert cache.nbytes == size
     assert cache.lengths == [65536]
     assert cache.endless
-    assert not make_thinker(attention="strided(4)").new_cache(1, 64).endless
+    assert not random_model(attention="strided(4)").new_cache(1, 64).endless
 
 
-def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(make_thinker):
-    model = make_thinker(attention="window(8)")
+def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(random_model):
+    model = random_model(attention="window(8)")
     cache = model.new_cache(1, 60, slack=2)
     model(torch.zeros(1, 30, dtype=torch.long), cache=cache)
     cache.truncate([28])
@@ -180,7 +180,7 @@ def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(make_t
     with pytest.raises(UserError, match=r"its window has been overwritten; new_cache\(slack=...\)"):
         cache.truncate([27])
     assert cache.lengths == [28]
-    linear = make_thinker(attention="linear(8)")
+    linear = random_model(attention="linear(8)")
     cache = linear.new_cache(1, 60)
     linear(torch.zeros(1, 3, dtype=torch.long), cache=cache)
     cache.truncate([3])
@@ -188,8 +188,8 @@ def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(make_t
         cache.truncate([2])
 
 
-def test_a_prefix_comes_whole_or_not_at_all(make_thinker):
-    model = make_thinker(attention="prefix(6)")
+def test_a_prefix_comes_whole_or_not_at_all(random_model):
+    model = random_model(attention="prefix(6)")
     tokens = torch.randint(0, 61, (2, 12))
     cache = model.new_cache(2, 12)
     with pytest.raises(UserError, match="first 6 positions"):
@@ -199,9 +199,9 @@ def test_a_prefix_comes_whole_or_not_at_all(make_thinker):
     model(tokens[:, 6:7], cache=cache)
 
 
-def test_no_loss_is_counted_inside_a_prefix(make_thinker):
+def test_no_loss_is_counted_inside_a_prefix(random_model):
     """What position 5 of a prefix of 6 predicts is the first token that it does not see."""
-    model = make_thinker(attention="prefix(6)")
+    model = random_model(attention="prefix(6)")
     tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
     loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
     logprobs = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # (B, T)
@@ -213,13 +213,13 @@ def test_no_loss_is_counted_inside_a_prefix(make_thinker):
 
 
 @pytest.mark.parametrize("attention", [a for a in ATTENTION if a != "prefix(6)"], ids=str)
-def test_isolated_documents_have_the_logits_that_they_have_alone(make_thinker, attention, one_thread):
+def test_isolated_documents_have_the_logits_that_they_have_alone(random_model, attention, one_thread):
     @given(form=forms(attention), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 9))
     @settings(max_examples=15, deadline=None)
     def test(form, lengths, seed):
         while sum(lengths) > 80:
             lengths.pop()
-        model = make_thinker(seed, **form)
+        model = random_model(seed, **form)
         tokens = draw_tokens(2, sum(lengths), seed)
         documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1) + 3
         with torch.no_grad():
@@ -230,8 +230,8 @@ def test_isolated_documents_have_the_logits_that_they_have_alone(make_thinker, a
     test()
 
 
-def test_rows_may_have_their_borders_in_different_places(make_thinker):
-    model = make_thinker(attention="window(5) | global(2)", positions="learned")
+def test_rows_may_have_their_borders_in_different_places(random_model):
+    model = random_model(attention="window(5) | global(2)", positions="learned")
     tokens = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
     documents = torch.tensor([[0] * 5 + [1] * 7, [4] * 9 + [9] * 3])
     with torch.no_grad():
@@ -244,8 +244,8 @@ def test_rows_may_have_their_borders_in_different_places(make_thinker):
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
-def test_a_later_token_changes_no_earlier_logit(make_thinker, attention):
-    model = make_thinker(attention=attention, **({"window": 6} if attention == "LG" else {}))
+def test_a_later_token_changes_no_earlier_logit(random_model, attention):
+    model = random_model(attention=attention, **({"window": 6} if attention == "LG" else {}))
     tokens = torch.randint(0, 61, (1, 30), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 61
@@ -254,9 +254,9 @@ def test_a_later_token_changes_no_earlier_logit(make_thinker, attention):
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
-def test_weights_are_those_of_the_forward_pass(make_thinker, attention):
+def test_weights_are_those_of_the_forward_pass(random_model, attention):
     more = {"window": 6} if attention == "LG" else {}
-    model = make_thinker(attention=attention, **more)
+    model = random_model(attention=attention, **more)
     tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(0))
     weights = model.attention_weights(tokens)
     torch.testing.assert_close(weights.sum(-1), (weights.sum(-1) > 0).float(), rtol=0, atol=1e-5)
@@ -269,8 +269,8 @@ def test_weights_are_those_of_the_forward_pass(make_thinker, attention):
     close((weights[0] @ v).transpose(1, 2).flatten(2) @ first.o_proj.weight.T, seen["out"])
 
 
-def test_sinks_take_their_share_of_the_weights(make_thinker):
-    model = make_thinker(attention_sinks=True)
+def test_sinks_take_their_share_of_the_weights(random_model):
+    model = random_model(attention_sinks=True)
     tokens = torch.randint(0, 61, (1, 9))
     assert (model.attention_weights(tokens).sum(-1) < 1).all()
     with torch.no_grad():
@@ -278,30 +278,30 @@ def test_sinks_take_their_share_of_the_weights(make_thinker):
             block.attention.sinks.fill_(-1e9)
     sums = model.attention_weights(tokens).sum(-1)
     torch.testing.assert_close(sums, torch.ones_like(sums))
-    plain = make_thinker()
+    plain = random_model()
     plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.endswith("sinks")})
     close(model(tokens), plain(tokens))
 
 
-def test_a_cap_beyond_all_scores_changes_nothing(make_thinker):
-    model = make_thinker(attn_logit_softcap=1e6)
-    plain = make_thinker()
+def test_a_cap_beyond_all_scores_changes_nothing(random_model):
+    model = random_model(attn_logit_softcap=1e6)
+    plain = random_model()
     tokens = torch.randint(0, 61, (1, 9))
     torch.testing.assert_close(model(tokens), plain(tokens), rtol=0, atol=1e-3)
 
 
-def test_positions_are_known_in_every_way_but_one(make_thinker):
+def test_positions_are_known_in_every_way_but_one(random_model):
     """Without positions, full attention on the last token knows its predecessors as a set alone."""
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
     shuffled = tokens[:, [3, 0, 4, 1, 2, 5]]
     for positions in POSITIONS:
-        model = make_thinker(n_layers=1, positions=positions)
+        model = random_model(n_layers=1, positions=positions)
         same = torch.allclose(model(tokens)[:, -1], model(shuffled)[:, -1], atol=1e-5)
         assert same == (positions == "none"), positions
 
 
-def test_learned_positions_end(make_thinker):
-    model = make_thinker(positions="learned", max_seq_len=8)
+def test_learned_positions_end(random_model):
+    model = random_model(positions="learned", max_seq_len=8)
     with pytest.raises(UserError, match="learned 8 positions"):
         model(torch.zeros(1, 9, dtype=torch.long))
     cache = model.new_cache(1, 20)
@@ -311,8 +311,8 @@ def test_learned_positions_end(make_thinker):
     assert cache.lengths == [6]
 
 
-def test_tokens_that_are_asked_for_do_not_come_as_embeddings(make_thinker):
-    model = make_thinker(attention="token(5) | window(3)")
+def test_tokens_that_are_asked_for_do_not_come_as_embeddings(random_model):
+    model = random_model(attention="token(5) | window(3)")
     x = model.embedding(torch.arange(9)[None])
     for options in ({}, {"cache": model.new_cache()}):
         with pytest.raises(UserError, match="embeddings have none"):
@@ -320,8 +320,8 @@ def test_tokens_that_are_asked_for_do_not_come_as_embeddings(make_thinker):
 
 
 @pytest.mark.parametrize("attention", ["linear(8)", "window(4) | global(2)"])
-def test_documents_may_have_any_numbers(make_thinker, attention):
-    model, tokens = make_thinker(attention=attention), torch.arange(9)[None]
+def test_documents_may_have_any_numbers(random_model, attention):
+    model, tokens = random_model(attention=attention), torch.arange(9)[None]
     plain = model(tokens, documents=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
     odd = model(tokens, documents=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
     assert torch.equal(plain, odd)
@@ -329,17 +329,17 @@ def test_documents_may_have_any_numbers(make_thinker, attention):
         model(tokens, documents=torch.zeros(1, 8, dtype=int))
 
 
-def test_angles_that_depend_on_the_length_do_not_go_with_several_documents(make_thinker):
-    model = make_thinker(rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_seq_len": 8})
+def test_angles_that_depend_on_the_length_do_not_go_with_several_documents(random_model):
+    model = random_model(rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_seq_len": 8})
     model(torch.zeros(1, 8, dtype=int), documents=torch.zeros(1, 8, dtype=int))
     with pytest.raises(UserError, match="isolated documents"):
         model(torch.zeros(1, 9, dtype=int), documents=torch.zeros(1, 9, dtype=int))
 
 
-def test_a_text_without_end_has_no_table_of_angles_without_end(make_thinker, monkeypatch):
+def test_a_text_without_end_has_no_table_of_angles_without_end(random_model, monkeypatch):
     monkeypatch.setattr("thinker.model.rope.LONGEST_TABLE", 32)
-    model, tokens = make_thinker(attention="window(8)"), torch.arange(120)[None] % 61
-    whole = make_thinker(attention="window(8)")(tokens)  # a model with a table of its own
+    model, tokens = random_model(attention="window(8)"), torch.arange(120)[None] % 61
+    whole = random_model(attention="window(8)")(tokens)  # a model with a table of its own
     cache, logits = model.new_cache(1, 10), []
     for chunk in tokens.split([20, 5, *[1] * 45, 50], dim=1):
         logits.append(model(chunk, cache=cache))
@@ -347,9 +347,9 @@ def test_a_text_without_end_has_no_table_of_angles_without_end(make_thinker, mon
     assert len(model.rope.table[0]) <= 50
 
 
-def test_far_keys_alone_are_told_apart_in_16_bits(make_thinker):
+def test_far_keys_alone_are_told_apart_in_16_bits(random_model):
     """What is subtracted for a distance of 400 would be rounded to whole numbers."""
-    model = make_thinker(attention="global(4)", positions="alibi", max_seq_len=512)
+    model = random_model(attention="global(4)", positions="alibi", max_seq_len=512)
     tokens = torch.arange(400)[None] % 61
     model.activation_dtype = torch.bfloat16
     with torch.no_grad():
@@ -407,15 +407,15 @@ def test_what_does_not_go_together_is_refused(wrong, says):
     assert "\n" not in str(caught.value)
 
 
-def test_a_configuration_comes_back_from_json(make_thinker):
+def test_a_configuration_comes_back_from_json(random_model):
     for values in ({"attention": ["full", "linear(4)"]}, {"rope_scaling": {"type": "linear", "factor": 2}}):
-        config = make_thinker(**values).config
+        config = random_model(**values).config
         assert ThinkerConfig.from_dict(config.to_dict()) == config
     with pytest.raises(UserError, match="it must be"):
         ThinkerConfig.from_dict({"vocab_size": 8, "attention": 3})
 
 
-def test_learning_goes_on_in_every_form(make_thinker):
+def test_learning_goes_on_in_every_form(random_model):
     """A gradient reaches every parameter, and it is the same under every kernel that can compute it."""
     tokens = torch.randint(0, 61, (2, 41), generator=torch.Generator().manual_seed(0))
     for attention in ATTENTION:
@@ -423,7 +423,7 @@ def test_learning_goes_on_in_every_form(make_thinker):
             if not goes_together(attention, positions, more):
                 continue
             form = {"attention": attention, "positions": positions, **more}
-            model = make_thinker(**form, **({"window": 6} if attention == "LG" else {}))
+            model = random_model(**form, **({"window": 6} if attention == "LG" else {}))
             twin = copy.deepcopy(model)
             twin.kernel = "reference"
             for each in (model, twin):
@@ -433,8 +433,8 @@ def test_learning_goes_on_in_every_form(make_thinker):
                 torch.testing.assert_close(mine.grad, its.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_forced_kernels_that_cannot_are_refused(make_thinker):
-    model = Thinker(make_thinker(attention="strided(4)").config)
+def test_forced_kernels_that_cannot_are_refused(random_model):
+    model = Thinker(random_model(attention="strided(4)").config)
     model.kernel = "fold"
     with pytest.raises(UserError, match=r"the attention kernel 'fold' does not compute strided\(4\)"):
         model(torch.zeros(1, 9, dtype=torch.long))

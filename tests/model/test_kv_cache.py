@@ -21,8 +21,8 @@ def splits(draw):
 @pytest.mark.parametrize("batch", [1, 3])
 @given(split=splits(), seed=st.integers(0, 5))
 @settings(max_examples=40, deadline=None)
-def test_cached_logits_equal_uncached_at_every_position(make_thinker, n_kv_heads, batch, split, seed):
-    model = make_thinker(seed, n_kv_heads=n_kv_heads, max_seq_len=96)
+def test_cached_logits_equal_uncached_at_every_position(random_model, n_kv_heads, batch, split, seed):
+    model = random_model(seed, n_kv_heads=n_kv_heads, max_seq_len=96)
     length, chunks = split
     tokens = torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -38,9 +38,9 @@ def test_cached_logits_equal_uncached_at_every_position(make_thinker, n_kv_heads
     seed=st.integers(0, 5),
 )
 @settings(max_examples=40, deadline=None)
-def test_rows_of_unequal_length(make_thinker, lengths, chunks, seed):
+def test_rows_of_unequal_length(random_model, lengths, chunks, seed):
     """Padded prompts in one prefill, each row rewound to its own length, then further chunks of any size."""
-    model = make_thinker(seed)
+    model = random_model(seed)
     generator = torch.Generator().manual_seed(seed)
     rows, more = len(lengths), sum(chunks)
     tokens = torch.randint(0, 61, (rows, max(lengths) + more), generator=generator)
@@ -56,8 +56,8 @@ def test_rows_of_unequal_length(make_thinker, lengths, chunks, seed):
     assert cache.lengths == [length + more for length in lengths]
 
 
-def test_select_keeps_rows(make_thinker):
-    model = make_thinker()
+def test_select_keeps_rows(random_model):
+    model = random_model()
     tokens = torch.randint(0, 61, (3, 9))
     cache = model.new_cache(3, 16)
     model(tokens[:, :6], cache=cache)
@@ -67,8 +67,8 @@ def test_select_keeps_rows(make_thinker):
     torch.testing.assert_close(model(tokens[[2, 0, 0], 6:], cache=cache), full[:, 6:], rtol=0, atol=1e-5)
 
 
-def test_overflow_is_refused_and_changes_nothing(make_thinker):
-    model = make_thinker()
+def test_overflow_is_refused_and_changes_nothing(random_model):
+    model = random_model()
     tokens = torch.randint(0, 61, (1, 10))
     cache = model.new_cache(1, 8)
     model(tokens[:, :6], cache=cache)
@@ -80,8 +80,8 @@ def test_overflow_is_refused_and_changes_nothing(make_thinker):
     assert model(tokens[:, 6:8], cache=cache).shape == (1, 2, 61)
 
 
-def test_wrong_batch_and_wrong_rewind_are_refused(make_thinker):
-    model = make_thinker()
+def test_wrong_batch_and_wrong_rewind_are_refused(random_model):
+    model = random_model()
     cache = model.new_cache(2, 8)
     with pytest.raises(UserError, match="2 rows"):
         model(torch.zeros(3, 1, dtype=torch.long), cache=cache)
@@ -89,21 +89,21 @@ def test_wrong_batch_and_wrong_rewind_are_refused(make_thinker):
         cache.truncate([1, 0])
 
 
-def test_holds_key_heads_only(make_thinker):
-    cache = make_thinker(n_heads=4, n_kv_heads=1).new_cache(3, 20)
+def test_holds_key_heads_only(random_model):
+    cache = random_model(n_heads=4, n_kv_heads=1).new_cache(3, 20)
     assert len(cache.layers) == 2
     assert cache.layers[0].keys.shape == cache.layers[0].values.shape == (3, 1, 20, 8)  # (B, K, max_len, D)
 
 
-def test_no_gradient_through_a_cache(make_thinker):
-    model = make_thinker()
+def test_no_gradient_through_a_cache(random_model):
+    model = random_model()
     logits = model(torch.zeros(1, 3, dtype=torch.long), cache=model.new_cache(1, 8))
     assert not logits.requires_grad
     assert model(torch.zeros(1, 3, dtype=torch.long)).requires_grad
 
 
-def test_bf16_cache_is_bf16(make_thinker):
-    model = make_thinker()
+def test_bf16_cache_is_bf16(random_model):
+    model = random_model()
     model.activation_dtype = torch.bfloat16
     cache = model.new_cache(1, 8)
     assert cache.layers[0].keys.dtype == torch.bfloat16
@@ -118,9 +118,9 @@ def test_bf16_cache_is_bf16(make_thinker):
     seed=st.integers(0, 5),
 )
 @settings(max_examples=12, deadline=None)
-def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, chunk, history, fixed, seed):
+def test_slots_that_no_row_has_reached_do_not_matter(random_model, lengths, chunk, history, fixed, seed):
     """Whatever lies there, the logits are the same to the last bit."""
-    model = make_thinker(seed)
+    model = random_model(seed)
     tokens = torch.randint(0, 61, (len(lengths), 29), generator=torch.Generator().manual_seed(seed))
     if history == "extended":
         cache = model.new_cache(1, 32)
@@ -155,8 +155,8 @@ def test_slots_that_no_row_has_reached_do_not_matter(make_thinker, lengths, chun
     seed=st.integers(0, 5),
 )
 @settings(max_examples=10, deadline=None)
-def test_rows_read_alone_and_put_together_go_on_as_if_alone(make_thinker, lengths, chunks, fixed, seed):
-    model = make_thinker(seed)
+def test_rows_read_alone_and_put_together_go_on_as_if_alone(random_model, lengths, chunks, fixed, seed):
+    model = random_model(seed)
     tokens = torch.randint(0, 61, (len(lengths), 32), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         full = model(tokens)
@@ -176,9 +176,9 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(make_thinker, length
     assert cache.lengths == [length + sum(chunks) for length in lengths]
 
 
-def test_selecting_and_extending_keep_the_order_in_memory(make_thinker):
+def test_selecting_and_extending_keep_the_order_in_memory(random_model):
     """Keys lie in columns on a CPU, because they are read faster so; a batch that changes must not lose that."""
-    model = make_thinker()
+    model = random_model()
     cache, other = model.new_cache(1, 12), model.new_cache(2, 12)
     strides = cache.layers[0].keys.stride(), cache.layers[0].values.stride()
     assert strides[0][2:] == (1, 16)  # each column begins where a cache line does
@@ -190,8 +190,8 @@ def test_selecting_and_extending_keep_the_order_in_memory(make_thinker):
     assert cache.nbytes == 4 * model.new_cache(1, 12).nbytes
 
 
-def test_a_fixed_cache_reads_every_slot_under_a_mask_whatever_it_holds(make_thinker):
-    cache = make_thinker().new_cache(2, 12)
+def test_a_fixed_cache_reads_every_slot_under_a_mask_whatever_it_holds(random_model):
+    cache = random_model().new_cache(2, 12)
     cache.fixed = True
     places = [cache.append(2, length) for length in (3, 1, 2)]
     cache.truncate([2, 5])

@@ -133,9 +133,9 @@ def test_tables_without_scaling_equal_those_of_transformers(theta):
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if not name.endswith("long")])
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
-def test_logits_equal_those_of_transformers(make_thinker, name, qk_norm):
+def test_logits_equal_those_of_transformers(random_model, name, qk_norm):
     values = SCALINGS[name] | {"factor": 4.0}
-    model = make_thinker(d_model=64, max_seq_len=ORIGINAL, qk_norm=qk_norm, rope_theta=500.0)
+    model = random_model(d_model=64, max_seq_len=ORIGINAL, qk_norm=qk_norm, rope_theta=500.0)
     tokens = torch.randint(0, 61, (2, 3 * ORIGINAL))
     with torch.no_grad():
         plain = model(tokens)
@@ -146,9 +146,9 @@ def test_logits_equal_those_of_transformers(make_thinker, name, qk_norm):
 
 
 @pytest.mark.parametrize("lengths", [(96, 32, 64), (20, 96, 95, 97, 96), (32, 33, 32, 64, 31)], ids=str)
-def test_dynamic_tables_are_never_those_of_another_length(make_thinker, lengths):
+def test_dynamic_tables_are_never_those_of_another_length(random_model, lengths):
     values = SCALINGS["dynamic"] | {"factor": 2.0}
-    model = make_thinker(d_model=64, max_seq_len=ORIGINAL, qk_norm=False)
+    model = random_model(d_model=64, max_seq_len=ORIGINAL, qk_norm=False)
     model.rope = Rope(16, 10000.0, scaled("dynamic", 2.0))
     for length in lengths:
         close(our_tables(model.rope, length), their_tables(values, 16, 1e4, length, exact=True), 1e-6)

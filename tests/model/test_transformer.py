@@ -15,9 +15,9 @@ from thinker.runtime.errors import UserError
 
 @given(length=st.integers(2, 30), at=st.integers(0, 29), seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_changing_a_token_changes_no_logit_before_it(make_thinker, length, at, seed):
+def test_changing_a_token_changes_no_logit_before_it(random_model, length, at, seed):
     at %= length
-    model = make_thinker(seed)
+    model = random_model(seed)
     tokens = torch.randint(0, 61, (1, length), generator=torch.Generator().manual_seed(seed))
     changed = tokens.clone()
     changed[0, at] = (changed[0, at] + 1) % 61
@@ -34,8 +34,8 @@ class AtZero(Rope):
         return super().forward(torch.zeros_like(positions), end, dtype)
 
 
-def test_without_positions_a_block_is_blind_to_order(make_thinker):
-    model = make_thinker(n_layers=1)
+def test_without_positions_a_block_is_blind_to_order(random_model):
+    model = random_model(n_layers=1)
     tokens = torch.randint(0, 61, (1, 12))
     shuffled = torch.cat([tokens[:, torch.randperm(11)], tokens[:, 11:]], dim=1)
     assert not torch.equal(tokens, shuffled)
@@ -65,14 +65,14 @@ def test_rope_scores_depend_on_distance_alone(distance, start, shift, theta):
     )
 
 
-def test_shifting_all_positions_changes_no_logit(make_thinker):
+def test_shifting_all_positions_changes_no_logit(random_model):
     """The whole model: a cache whose first positions are n_evicted would not be the same, a shifted table is."""
 
     class Shifted(Rope):
         def forward(self, positions, end, dtype):
             return super().forward(positions + 1000, end + 1000, dtype)
 
-    model = make_thinker()
+    model = random_model()
     tokens = torch.randint(0, 61, (2, 20))
     with torch.no_grad():
         before = model(tokens)
@@ -80,23 +80,23 @@ def test_shifting_all_positions_changes_no_logit(make_thinker):
         torch.testing.assert_close(model(tokens), before, rtol=0, atol=1e-3)
 
 
-def test_rope_tables_grow_on_demand_and_are_not_saved(make_thinker):
-    model = make_thinker()
+def test_rope_tables_grow_on_demand_and_are_not_saved(random_model):
+    model = random_model()
     short = model.rope(torch.arange(5), 5, torch.float32)
     long = model.rope(torch.arange(5000), 5000, torch.float32)
     assert torch.equal(short[0], long[0][:5])
     assert not any("rope" in name for name in model.state_dict())
 
 
-def test_embeddings_instead_of_tokens(make_thinker):
-    model = make_thinker()
+def test_embeddings_instead_of_tokens(random_model):
+    model = random_model()
     tokens = torch.randint(0, 61, (2, 9))
     with torch.no_grad():
         assert torch.equal(model(embeddings=model.embedding(tokens)), model(tokens))
 
 
-def test_last_only(make_thinker):
-    model = make_thinker()
+def test_last_only(random_model):
+    model = random_model()
     tokens = torch.randint(0, 61, (2, 9))
     with torch.no_grad():
         last = model(tokens, last_logits_only=True)
@@ -104,8 +104,8 @@ def test_last_only(make_thinker):
         torch.testing.assert_close(last, model(tokens)[:, -1:], rtol=0, atol=1e-6)
 
 
-def test_wrong_inputs_are_refused(make_thinker):
-    model = make_thinker()
+def test_wrong_inputs_are_refused(random_model):
+    model = random_model()
     tokens = torch.zeros(1, 3, dtype=torch.long)
     for arguments in ({}, {"tokens": tokens, "embeddings": torch.zeros(1, 3, 32)}, {"tokens": tokens[0]},
                       {"tokens": tokens[:, :0]}, {"embeddings": torch.zeros(3, 32)}):  # fmt: skip
@@ -158,16 +158,16 @@ def test_initialisation(tied):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), twin.parameters()))
 
 
-def test_dropout_acts_in_training_only(make_thinker):
-    model = make_thinker(dropout=0.5)
+def test_dropout_acts_in_training_only(random_model):
+    model = random_model(dropout=0.5)
     tokens = torch.randint(0, 61, (1, 9))
     assert torch.equal(model(tokens), model(tokens))
     model.train()
     assert not torch.equal(model(tokens), model(tokens))
 
 
-def test_attention_weights(make_thinker):
-    model = make_thinker()
+def test_attention_weights(random_model):
+    model = random_model()
     tokens = torch.randint(0, 61, (2, 11))
     weights = model.attention_weights(tokens)
     assert weights.shape == (2, 2, 4, 11, 11)  # (layers, B, H, T, T)
@@ -184,8 +184,8 @@ def test_attention_weights(make_thinker):
     )  # they are the weights of the forward pass
 
 
-def test_weights_stay_fp32_while_activations_are_bf16(make_thinker):
-    model = make_thinker()
+def test_weights_stay_fp32_while_activations_are_bf16(random_model):
+    model = random_model()
     tokens = torch.randint(0, 61, (2, 11))
     exact = model(tokens)
     model.activation_dtype = torch.bfloat16

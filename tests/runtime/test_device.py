@@ -17,9 +17,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_memory_is_kept_unless_the_environment_says_otherwise(script):
-    kept = script("-c", CODE)
+def test_memory_is_kept_unless_the_environment_says_otherwise(run_script):
+    kept = run_script("-c", CODE)
     assert kept.returncode == 0, kept.stderr
     assert int(kept.stdout) < 1000
-    given_back = script("-c", CODE, MALLOC_PERTURB_="0")
+    given_back = run_script("-c", CODE, MALLOC_PERTURB_="0")
     assert int(given_back.stdout) > 30 * 50

@@ -8,7 +8,7 @@ from conftest import ROOT, run_script
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
 
 
-@pytest.mark.prove
+@pytest.mark.stress
 def test_two_forms_for_two_steps(tmp_path):
     done = run_script(
         BENCHMARK, "ablation", "--seeds", "2", "--steps", "2", "--rounds", "1", "--folder", "runs",
@@ -27,7 +27,7 @@ def test_two_forms_for_two_steps(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.prove
+@pytest.mark.stress
 def test_lengths_beyond_the_training(tmp_path):
     done = run_script(
         BENCHMARK, "extrapolation", "--seeds", "1", "--steps", "2", "--windows", "1", "--folder",

@@ -23,7 +23,7 @@ CASES = [
         log_every,
         background,
         id=f"{precision}-{name}-{optimizer}",
-        marks=[pytest.mark.prove] if compiled else [],  # it takes a minute
+        marks=[pytest.mark.stress] if compiled else [],  # it takes a minute
     )
     for precision, compiled, name, optimizer, log_every, background in [
         ("fp32", False, "eager", "muon", 1, False),
@@ -36,27 +36,27 @@ CASES = [
 
 
 @pytest.mark.parametrize(("precision", "compiled", "optimizer", "log_every", "background"), CASES)
-def test_seven_steps_a_kill_and_the_rest(tiny, tmp_path, precision, compiled, optimizer, log_every, background):
+def test_seven_steps_a_kill_and_the_rest(train_args, tmp_path, precision, compiled, optimizer, log_every, background):
     options = [*HARD, f"train.precision={precision}", f"train.compile={str(compiled).lower()}",
                f"optimizer.name={optimizer}", f"train.log_every={log_every}",
                f"train.async_save={str(background).lower()}"]  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = run_script(*tiny, f"run.dir={whole}", *options, timeout=400)
+    done = run_script(*train_args, f"run.dir={whole}", *options, timeout=400)
     assert done.returncode == 0, done.stderr
-    process = start(*tiny, f"run.dir={parts}", *options)
+    process = start(*train_args, f"run.dir={parts}", *options)
     assert wait_for(lambda: steps(parts), process, 400)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert last_step(parts) < 20
-    done = run_script(*tiny, f"run.dir={parts}", *options, timeout=400)
+    done = run_script(*train_args, f"run.dir={parts}", *options, timeout=400)
     assert done.returncode == 0, done.stderr
     assert "going on from step 7" in done.stderr
     assert_same(whole, parts, 20)
 
 
-def test_the_same_recipe_twice(tiny, tmp_path):
+def test_the_same_recipe_twice(train_args, tmp_path):
     options = ["train.deterministic=true", "model.dropout=0.1", "train.precision=auto"]
     for name in "ab":
-        done = run_script(*tiny, f"run.dir={tmp_path / name}", *options)
+        done = run_script(*train_args, f"run.dir={tmp_path / name}", *options)
         assert done.returncode == 0, done.stderr
     assert_same(tmp_path / "a", tmp_path / "b", 6)

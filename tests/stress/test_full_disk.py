@@ -42,7 +42,7 @@ print(len(kept))
 """
 
 
-def test_the_old_checkpoints_stay_and_the_run_goes_on(tiny, tmp_path, prove):
+def test_the_old_checkpoints_stay_and_the_run_goes_on(train_args, tmp_path, stress):
     """At several sizes, so that the end comes in different files; with saves in the background too."""
     alone = [] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user"]
     private = [*alone, "unshare", "--mount"]
@@ -50,13 +50,13 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(tiny, tmp_path, prove):
         pytest.skip("needs a mount namespace")
     options = ["train.keep_last=100", "train.max_steps=20", "train.eval_every=7"]
     whole = tmp_path / "whole"
-    assert run_script(*tiny, f"run.dir={whole}", *options).returncode == 0
+    assert run_script(*train_args, f"run.dir={whole}", *options).returncode == 0
     made = []
-    for size in range(900, 4500, 300) if prove else (2600,):
-        for background in ("false", "true")[: 2 if prove else 1]:
+    for size in range(900, 4500, 300) if stress else (2600,):
+        for background in ("false", "true")[: 2 if stress else 1]:
             place = tmp_path / f"{size}-{background}"
             (place / "small").mkdir(parents=True)
-            command = [*tiny, f"run.dir={place / 'small' / 'run'}", *options, f"train.async_save={background}"]
+            command = [*train_args, f"run.dir={place / 'small' / 'run'}", *options, f"train.async_save={background}"]
             done = subprocess.run(
                 [*private, sys.executable, "-c", INSIDE, place / "small", str(size), whole / "checkpoints",
                  sys.executable, *command],
@@ -67,5 +67,5 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(tiny, tmp_path, prove):
             if background == "false":
                 assert_same(whole, place / "copy", 20)
             shutil.rmtree(place)
-    assert not prove or min(made) < max(made)  # the end did come at different places
+    assert not stress or min(made) < max(made)  # the end did come at different places
     print(f"checkpoints there when the disk was full: {made}")

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT, run_script
 
 
-@pytest.mark.prove
+@pytest.mark.stress
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_induction_heads_grow_all_at_once(tmp_path, seed):
     config, inspect = ROOT / "configs" / "induction.yaml", ROOT / "scripts" / "inspect_model.py"

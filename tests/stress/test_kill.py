@@ -18,10 +18,10 @@ OPTIONS = [f"train.max_steps={STEPS}", f"train.save_every={EVERY}", "train.eval_
 
 
 @pytest.fixture(scope="module")
-def whole(tiny, tmp_path_factory):
+def whole(train_args, tmp_path_factory):
     """The run that nobody kills."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    assert run_script(*tiny, f"run.dir={run}", *OPTIONS).returncode == 0
+    assert run_script(*train_args, f"run.dir={run}", *OPTIONS).returncode == 0
     return run
 
 
@@ -57,15 +57,15 @@ def kill_between(run, process, at, delay):
         process.send_signal(signal.SIGKILL)
 
 
-def test_every_restart_goes_on_from_a_whole_checkpoint_and_ends_alike(tiny, tmp_path, whole, prove):
+def test_every_restart_goes_on_from_a_whole_checkpoint_and_ends_alike(train_args, tmp_path, whole, stress):
     """60 of 60 with make prove: 30 while a checkpoint is being written, 10 while one is removed, 20 anywhere."""
     rng = random.Random(5)
-    count = 60 if prove else 3
+    count = 60 if stress else 3
     inside = 0
     for trial in range(count):
         run = tmp_path / "run"
         shutil.rmtree(run, ignore_errors=True)
-        process = start(*tiny, f"run.dir={run}", *OPTIONS)
+        process = start(*train_args, f"run.dir={run}", *OPTIONS)
         at = rng.randrange(0, STEPS - 3)
         if trial % 6 in (0, 1, 3):
             kill_while_saving(run, process, at, rng.randrange(6))
@@ -79,7 +79,7 @@ def test_every_restart_goes_on_from_a_whole_checkpoint_and_ends_alike(tiny, tmp_
         before, kept = last_step(run), steps(run)
         for folder in checkpoint.list_checkpoints(run / "checkpoints"):
             checkpoint.verify(folder)  # what is there is whole
-        done = run_script(*tiny, f"run.dir={run}", *OPTIONS)
+        done = run_script(*train_args, f"run.dir={run}", *OPTIONS)
         assert done.returncode == 0, done.stderr
         went_on = int((re.findall(r"going on from step (\d+)", done.stderr) or [0])[0])
         if "is finished" in done.stderr:  # the kill came after the last save
@@ -92,18 +92,18 @@ def test_every_restart_goes_on_from_a_whole_checkpoint_and_ends_alike(tiny, tmp_
     assert inside >= count // 4
 
 
-def test_kills_during_background_saves(tiny, tmp_path, whole, prove):
+def test_kills_during_background_saves(train_args, tmp_path, whole, stress):
     """There a checkpoint is whole one interval later at most, so two are the most that a kill costs."""
     rng = random.Random(6)
     options = [*OPTIONS, "train.async_save=true"]
-    for trial in range(20 if prove else 1):
+    for trial in range(20 if stress else 1):
         run = tmp_path / "run"
         shutil.rmtree(run, ignore_errors=True)
-        process = start(*tiny, f"run.dir={run}", *options)
+        process = start(*train_args, f"run.dir={run}", *options)
         kill_while_saving(run, process, rng.randrange(1, STEPS - 6), rng.randrange(5))
         assert process.wait() == -signal.SIGKILL
         before, kept = last_step(run), steps(run)
-        done = run_script(*tiny, f"run.dir={run}", *options)
+        done = run_script(*train_args, f"run.dir={run}", *options)
         assert done.returncode == 0, done.stderr
         assert before - max(kept, default=0) <= 2 * EVERY
         assert bits(run) == bits(whole), f"trial {trial}"

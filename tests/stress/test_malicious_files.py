@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from conftest import ROOT, random_thinker
+from conftest import ROOT, random_model
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -104,7 +104,7 @@ def stage(tmp_path_factory, text_file):
     run = RunDirectory(tmp_path_factory.mktemp("fuzz") / "run")
     run.create()
     make_tokenizer("byte", []).save(run.path)
-    model_config = random_thinker(vocab_size=257, d_model=16, n_layers=1).config
+    model_config = random_model(vocab_size=257, d_model=16, n_layers=1).config
     config = validate_config({"train": {"precision": "fp32", "compile": False, "micro_batch_size": 2, "max_steps": 9},
                            "run": {"dir": "x"}})  # fmt: skip
     step = TrainingStep(draw(model_config, 1, torch.device("cpu")), config)
@@ -138,7 +138,7 @@ TARGETS = ["manifest", "model_config", "state", "model", "training", "config", "
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_only_clean_errors(stage, prove, target, monkeypatch, tmp_path):
+def test_only_clean_errors(stage, stress, target, monkeypatch, tmp_path):
     """100,800 inputs with make prove: half of them damaged bytes, half well-formed and absurd."""
     path, distorted, read = stage[target]
     whole, cut = path.read_bytes(), 200_000
@@ -146,7 +146,7 @@ def test_only_clean_errors(stage, prove, target, monkeypatch, tmp_path):
     read()
     outcomes = {"read": 0, "refused": 0}
 
-    @settings(max_examples=11_200 if prove else 150, deadline=None, database=None, phases=[Phase.generate],
+    @settings(max_examples=11_200 if stress else 150, deadline=None, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.integers(0, 2**63))
     def feed(seed):
@@ -165,5 +165,5 @@ def test_only_clean_errors(stage, prove, target, monkeypatch, tmp_path):
         path.write_bytes(whole)
     assert not (tmp_path / "owned").exists()
     print(f"{target}: {outcomes}")
-    assert sum(outcomes.values()) >= (11_200 if prove else 150)
+    assert sum(outcomes.values()) >= (11_200 if stress else 150)
     assert outcomes["refused"] or target == "metrics"  # whose lines are left out instead

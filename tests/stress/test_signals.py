@@ -20,16 +20,16 @@ from training_runs import assert_same, debris, last_step, metrics, start, steps,
 LONG = ["train.max_steps=100000", "train.eval_every=null", "train.save_every=null"]
 
 
-def test_sigterm_at_random_moments_loses_no_step(tiny, tmp_path, prove):
+def test_sigterm_at_random_moments_loses_no_step(train_args, tmp_path, stress):
     """One run that is stopped again and again, in steps, evaluations and saves, against one that is not."""
     rng = random.Random(4)
     # Without a falling rate, which would follow max_steps, the end may be moved.
     options = ["train.max_steps=10000", "train.decay_fraction=0", "train.eval_every=3", "train.save_every=4",
                "model.dropout=0.1"]  # fmt: skip
     run, stopped, slowest = tmp_path / "parts", 0, 0.0
-    while stopped < (20 if prove else 3):
+    while stopped < (20 if stress else 3):
         before = last_step(run)
-        process = start(*tiny, f"run.dir={run}", *options)
+        process = start(*train_args, f"run.dir={run}", *options)
         reached = before + rng.randrange(1, 12)
         assert wait_for(lambda reached=reached: last_step(run) >= reached, process)
         time.sleep(rng.random() * 0.1)
@@ -44,17 +44,17 @@ def test_sigterm_at_random_moments_loses_no_step(tiny, tmp_path, prove):
         stopped += 1
     whole, end = tmp_path / "whole", last_step(run) + 5
     for each in (run, whole):
-        done = run_script(*tiny, f"run.dir={each}", *options, f"train.max_steps={end}")
+        done = run_script(*train_args, f"run.dir={each}", *options, f"train.max_steps={end}")
         assert done.returncode == 0, done.stderr
     assert_same(whole, run, end)
     print(f"{stopped} of {stopped} stopped without loss, the slowest took {slowest:.1f} s")
 
 
-def test_a_second_signal_leaves_at_once(tiny, tmp_path):
+def test_a_second_signal_leaves_at_once(train_args, tmp_path):
     """Even while Python has no turn: the step that would have to be finished takes a minute."""
     run = tmp_path / "run"
     options = ["model.d_model=512", "model.n_layers=8", "data.seq_len=256", "train.batch_size=256"]
-    process = start(*tiny, f"run.dir={run}", *LONG, *options)
+    process = start(*train_args, f"run.dir={run}", *LONG, *options)
     assert wait_for((run / "config.yaml").exists, process)
     time.sleep(4)  # the first step is being made
     process.send_signal(signal.SIGTERM)
@@ -67,12 +67,12 @@ def test_a_second_signal_leaves_at_once(tiny, tmp_path):
     assert not (run / "metrics.jsonl").exists()
 
 
-def test_an_evaluation_is_left_and_made_again(tiny, tmp_path):
+def test_an_evaluation_is_left_and_made_again(train_args, tmp_path):
     """A validation set that takes long: the signal does not wait for its end, and the loss comes after resuming."""
     run = tmp_path / "run"
     options = ["train.max_steps=7", "train.eval_every=5", "train.save_every=null", "data.val_fraction=0.9",
                "data.seq_len=8", "train.micro_batch_size=1"]  # fmt: skip
-    process = start(*tiny, f"run.dir={run}", *options)
+    process = start(*train_args, f"run.dir={run}", *options)
     assert wait_for(lambda: last_step(run) >= 5, process)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
@@ -81,18 +81,18 @@ def test_an_evaluation_is_left_and_made_again(tiny, tmp_path):
     assert not [line for line in metrics(run) if "val_loss" in line]
     state = json.loads((run / "checkpoints" / "step-00000005" / "state.json").read_text())
     assert state["evaluated_at"] is None
-    done = run_script(*tiny, f"run.dir={run}", *options)
+    done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(run) if "val_loss" in line] == [5, 7]
 
 
-def test_a_closed_terminal_saves(tiny, tmp_path):
+def test_a_closed_terminal_saves(train_args, tmp_path):
     """A real terminal whose other end goes away: SIGHUP, and nobody to write to."""
     run = tmp_path / "run"
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
-        os.execv(sys.executable, [sys.executable, *map(str, tiny), f"run.dir={run}", *LONG])
+        os.execv(sys.executable, [sys.executable, *map(str, train_args), f"run.dir={run}", *LONG])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # or the bar would show nothing
     while last_step(run) < 5:
         os.read(terminal, 65536)
@@ -102,13 +102,15 @@ def test_a_closed_terminal_saves(tiny, tmp_path):
     assert steps(run) == [last_step(run)]
 
 
-@pytest.mark.prove
+@pytest.mark.stress
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_reader_that_the_same_signal_ended_takes_nothing_along(tiny, tmp_path, number):
+def test_a_reader_that_the_same_signal_ended_takes_nothing_along(train_args, tmp_path, number):
     """`train.py 2>&1 | tee log` and Ctrl-C, which ends tee first."""
     run = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, *map(str, tiny), f"run.dir={run}", *LONG], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, *map(str, train_args), f"run.dir={run}", *LONG],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     while last_step(run) < 5:
         os.read(process.stdout.fileno(), 65536)
@@ -118,9 +120,9 @@ def test_a_reader_that_the_same_signal_ended_takes_nothing_along(tiny, tmp_path,
     assert steps(run) == [last_step(run)]
 
 
-def test_nohup_is_obeyed(tiny, tmp_path):
+def test_nohup_is_obeyed(train_args, tmp_path):
     run = tmp_path / "run"
-    command = " ".join(map(str, ["exec", sys.executable, *tiny, f"run.dir={run}", *LONG]))
+    command = " ".join(map(str, ["exec", sys.executable, *train_args, f"run.dir={run}", *LONG]))
     process = subprocess.Popen(["sh", "-c", f"trap '' HUP; {command}"], stderr=subprocess.DEVNULL)
     assert wait_for(lambda: last_step(run) >= 3, process)
     process.send_signal(signal.SIGHUP)
@@ -130,11 +132,11 @@ def test_nohup_is_obeyed(tiny, tmp_path):
     assert process.wait(30) == 130
 
 
-def test_a_dead_trainings_lock_is_taken_over_and_a_live_ones_owner_named(tiny, tmp_path):
+def test_a_dead_trainings_lock_is_taken_over_and_a_live_ones_owner_named(train_args, tmp_path):
     run = tmp_path / "run"
-    process = start(*tiny, f"run.dir={run}", *LONG, stderr=subprocess.DEVNULL)
+    process = start(*train_args, f"run.dir={run}", *LONG, stderr=subprocess.DEVNULL)
     assert wait_for(lambda: last_step(run) >= 3, process)
-    held = run_script(*tiny, f"run.dir={run}", *LONG)
+    held = run_script(*train_args, f"run.dir={run}", *LONG)
     assert held.returncode == 2
     assert re.search(
         rf"another training is at work in .* \(process {process.pid} on .*\)", held.stderr.splitlines()[-1]
@@ -142,17 +144,17 @@ def test_a_dead_trainings_lock_is_taken_over_and_a_live_ones_owner_named(tiny, t
     process.kill()
     process.wait()
     assert (run / ".lock").exists()
-    assert run_script(*tiny, f"run.dir={run}", "train.max_steps=4").returncode == 0
+    assert run_script(*train_args, f"run.dir={run}", "train.max_steps=4").returncode == 0
 
 
-@pytest.mark.prove
-def test_ctrl_c_while_compiling_saves(tiny, tmp_path):
+@pytest.mark.stress
+def test_ctrl_c_while_compiling_saves(train_args, tmp_path):
     """A terminal sends it to the compiler, too; the evaluation compiles a second time in the midst of the run."""
     run = tmp_path / "run"
     options = ["train.compile=true", "train.eval_every=3", "train.save_every=null", "train.max_steps=20",
                "model.dropout=0.1"]  # fmt: skip
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
-    command = [sys.executable, *map(str, tiny), f"run.dir={run}", *options]
+    command = [sys.executable, *map(str, train_args), f"run.dir={run}", *options]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -168,6 +170,6 @@ def test_ctrl_c_while_compiling_saves(tiny, tmp_path):
     assert steps(run) == [last_step(run)]
     whole = tmp_path / "whole"
     for each in (run, whole):
-        done = run_script(*tiny, f"run.dir={each}", *options)
+        done = run_script(*train_args, f"run.dir={each}", *options)
         assert done.returncode == 0, done.stderr
     assert_same(whole, run, 20)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import random_thinker
+from conftest import random_model
 from tqdm import tqdm
 
 from thinker.checkpoint.checkpoint import read_tensors
@@ -129,7 +129,7 @@ def test_positions_that_are_masked_get_no_gradient(trainer):
 
 
 def test_an_adapter_of_zeros_changes_no_logit_and_merged_equals_unmerged():
-    model, tokens = random_thinker(attention_bias=True, qk_norm=False), torch.randint(61, (2, 30))
+    model, tokens = random_model(attention_bias=True, qk_norm=False), torch.randint(61, (2, 30))
     with torch.no_grad():
         before = model(tokens)
         add_lora(model, 4, 2.0)

@@ -145,10 +145,10 @@ def test_where_fp16_overflows_the_scale_falls_and_the_step_is_no_bad_one():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(text_file, tmp_path, make_thinker, value):
+def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(text_file, tmp_path, random_model, value):
     corpus = prepare(source="text", path=text_file, tokenizer="byte", cache_dir=tmp_path, progress=False)
     loader = BatchLoader(PackedDataset(corpus.train, 16, "contiguous"), 3, 1)
-    model = make_thinker(vocab_size=257).train()
+    model = random_model(vocab_size=257).train()
     healthy = diagnose(model, loader, corpus.tokenizer, 5)
     assert healthy["first_not_finite"] is None
     assert healthy["gradients_not_finite"] == []
@@ -176,9 +176,9 @@ WILD = ["optimizer.name=adamw", "optimizer.lr=5e37", "train.warmup_steps=0", "tr
         "train.decay_fraction=0"]  # fmt: skip
 
 
-def test_the_run_stops_with_a_report_and_the_weights_of_before(tiny, tmp_path):
+def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_path):
     run, saving = tmp_path / "run", tmp_path / "saving"
-    done = run_script(*tiny, f"run.dir={run}", *WILD, "train.log_every=4", "train.save_every=null")
+    done = run_script(*train_args, f"run.dir={run}", *WILD, "train.log_every=4", "train.save_every=null")
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     said = done.stderr.splitlines()[-1]
@@ -187,7 +187,7 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(tiny, tmp_path):
     report = json.loads((run / "bad-step-00000002.json").read_text())
     assert report["loss"] is None
     # The weights are those after step 1, although steps 3 and 4 were made before anybody looked.
-    stopped = run_script(*tiny, f"run.dir={saving}", *WILD, "train.save_every=1")
+    stopped = run_script(*train_args, f"run.dir={saving}", *WILD, "train.save_every=1")
     assert stopped.returncode == 1
     assert "training would go on from step 1" in stopped.stderr.splitlines()[-1]
     name = "model.safetensors"
@@ -198,7 +198,7 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(tiny, tmp_path):
     assert max(float(tensor.abs().max()) for tensor in ours.values()) > 1e37
     checkpoint.verify(run / "checkpoints" / "bad-00000002")
     # The samples are those of the step, and what was found stands beside each.
-    config = load_config(tiny[1], [str(part) for part in tiny[2:]])
+    config = load_config(train_args[1], [str(part) for part in train_args[2:]])
     loader = BatchLoader(PackedDataset(prepare_corpus(config).train, 32, "contiguous"), 4, 1)
     assert report["sample_ids"] == loader.sample_ids(1) == [sample["id"] for sample in report["samples"]]
     assert all(sample["text"] and sample["loss"] is None for sample in report["samples"])
@@ -208,18 +208,18 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(tiny, tmp_path):
     assert report["largest_weight"][1] > 1e37
 
 
-def test_weights_that_are_not_finite_themselves_are_reported_too(tiny, tmp_path):
+def test_weights_that_are_not_finite_themselves_are_reported_too(train_args, tmp_path):
     """A finite gradient and a rate at which the weights overflow."""
-    done = run_script(*tiny, f"run.dir={tmp_path / 'run'}", *WILD, "optimizer.lr=1e38")
+    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}", *WILD, "optimizer.lr=1e38")
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert "the largest is not finite, in " in done.stderr.splitlines()[-1]
 
 
-def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(tiny, tmp_path):
+def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args, tmp_path):
     run = tmp_path / "run"
     options = [*WILD, "train.max_nonfinite_steps=3", "train.save_every=2", "train.max_steps=3"]
-    done = run_script(*tiny, f"run.dir={run}", *options)
+    done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 1  # the last evaluation finds what two left-out steps did not mend
     assert "the validation loss is nan; nothing was saved. Lower optimizer.lr; training would go on" in done.stderr
     assert "step 2: the loss is nan" in done.stderr
@@ -229,9 +229,9 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(tiny, tmp_p
     assert checkpoint.read_json(run / "checkpoints" / "step-00000002" / "state.json")["skipped"] == 1
     report = json.loads((run / "bad-step-00000003.json").read_text())
     assert len(report["sample_ids"]) == 4
-    fewer = run_script(*tiny, f"run.dir={run}", *options, "train.max_nonfinite_steps=0")
+    fewer = run_script(*train_args, f"run.dir={run}", *options, "train.max_nonfinite_steps=0")
     assert fewer.returncode == 2
     assert "has left out 1 bad steps; train.max_nonfinite_steps cannot be fewer" in fewer.stderr
-    again = run_script(*tiny, f"run.dir={run}", *options)
+    again = run_script(*train_args, f"run.dir={run}", *options)
     assert "going on from step 2" in again.stderr
     assert "left out, 2 of 3" in again.stderr

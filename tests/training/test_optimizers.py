@@ -32,8 +32,8 @@ def kind(name):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_muon_moves_the_matrices_and_adamw_the_rest(make_thinker, tied):
-    model = make_thinker(tie_embeddings=tied)
+def test_muon_moves_the_matrices_and_adamw_the_rest(random_model, tied):
+    model = random_model(tie_embeddings=tied)
     section = OptimizerSection(lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, weight_decay=0.1)
     found = rates(model, section)
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -44,8 +44,8 @@ def test_muon_moves_the_matrices_and_adamw_the_rest(make_thinker, tied):
     assert {kind(name) for name in found} == expected.keys() - ({"head"} if tied else set())
 
 
-def test_adamw_alone_moves_everything_at_its_one_rate(make_thinker):
-    found = rates(make_thinker(), OptimizerSection(name="adamw", lr=0.5, weight_decay=0.1))
+def test_adamw_alone_moves_everything_at_its_one_rate(random_model):
+    found = rates(random_model(), OptimizerSection(name="adamw", lr=0.5, weight_decay=0.1))
     for name, group in found.items():
         assert group == ("AdamW", 0.5, 0.1 if kind(name) in ("matrix", "head") else 0.0), name
 
@@ -107,9 +107,9 @@ def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(section):
     assert max(moved) < 1.2 * min(moved)
 
 
-def test_the_schedule_scales_every_rate(make_thinker):
+def test_the_schedule_scales_every_rate(random_model):
     section = OptimizerSection(lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, momentum=0.9)
-    optimizers = Optimizers(make_thinker(), section)
+    optimizers = Optimizers(random_model(), section)
     optimizers.set_lr(0.25)
     optimizers.set_lr(0.5)
     found = sorted(group["lr"] for optimizer in optimizers.optimizers for group in optimizer.param_groups)

@@ -87,32 +87,32 @@ def test_the_largest_micro_batch_that_fits():
     assert 2**20 < free_memory(CPU) < 2**50
 
 
-def test_the_command(script, tmp_path):
+def test_the_command(run_script, tmp_path):
     arguments = [ROOT / "scripts" / "plan.py", ROOT / "configs" / "quickstart.yaml", "model.vocab_size=3072"]
-    done = script(*arguments, "train.batch_size=2", "train.max_minutes=null", cwd=tmp_path, timeout=240)
+    done = run_script(*arguments, "train.batch_size=2", "train.max_minutes=null", cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
     for word in ("parameters", "weights", "gradients", "optimizer", "activations", "GFLOP a token", "s a step",
                  "of the compute-optimal", "time  "):  # fmt: skip
         assert word in done.stdout, done.stdout
     assert list(tmp_path.iterdir()) == []
-    done = script(*arguments, "--no-steps", "--json", cwd=tmp_path)
+    done = run_script(*arguments, "--no-steps", "--json", cwd=tmp_path)
     plan = json.loads(done.stdout)
     assert plan["tokens"] == 1500 * 14 * 176
     assert plan["optimal_tokens"] == 20 * plan["parameters"]
     assert "step_s" not in plan
-    done = script(*arguments[:2], "model.vocab_size=1000", "train.offload_activations=true", "train.device=cpu")
+    done = run_script(*arguments[:2], "model.vocab_size=1000", "train.offload_activations=true", "train.device=cpu")
     assert done.returncode == 2
     assert done.stderr.startswith("error: train.offload_activations moves activations off a CUDA GPU")
 
 
-def test_plan_and_training_agree(tiny, script, tmp_path):
+def test_plan_and_training_agree(train_args, run_script, tmp_path):
     """The memory that a plan measures is what the training then reports."""
     larger = ["model.d_model=256", "model.n_layers=4", "train.batch_size=32", "data.seq_len=128", "train.max_steps=4"]
-    overrides = [*tiny[2:], *larger, "train.eval_every=null", f"run.dir={tmp_path / 'run'}"]
-    done = script(ROOT / "scripts" / "plan.py", tiny[1], *overrides, "--json")
+    overrides = [*train_args[2:], *larger, "train.eval_every=null", f"run.dir={tmp_path / 'run'}"]
+    done = run_script(ROOT / "scripts" / "plan.py", train_args[1], *overrides, "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    done = script(tiny[0], tiny[1], *overrides)
+    done = run_script(train_args[0], train_args[1], *overrides)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     peak = max(line["peak_memory_bytes"] for line in lines if "train_loss" in line)

@@ -42,12 +42,12 @@ def read_offline(folder):
     return run_id, history
 
 
-def test_offline_losses_equal_metrics(tiny, tmp_path):
+def test_offline_losses_equal_metrics(train_args, tmp_path):
     run = tmp_path / "run"
     quiet = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "WANDB_CACHE_DIR": str(tmp_path)}
-    done = run_script(*tiny, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=4", **quiet)
+    done = run_script(*train_args, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=4", **quiet)
     assert done.returncode == 0, done.stderr
-    done = run_script(*tiny, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=6", **quiet)
+    done = run_script(*train_args, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=6", **quiet)
     assert done.returncode == 0, done.stderr
     parts = sorted((run / "wandb").glob("offline-run-*"))
     assert len(parts) == 2
@@ -65,17 +65,17 @@ def test_offline_losses_equal_metrics(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("save_every", [4, 100], ids=["from a checkpoint", "from the beginning"])
-def test_after_a_kill_every_step_is_sent_once(tiny, tmp_path, save_every, monkeypatch):
+def test_after_a_kill_every_step_is_sent_once(train_args, tmp_path, save_every, monkeypatch):
     """What the killed process had not put into its file comes with the next part; what it had is not sent again."""
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     run = tmp_path / "run"
     options = ["tracking.wandb=offline", "train.max_steps=300", f"train.save_every={save_every}", "train.eval_every=50"]
-    process = start(*tiny, f"run.dir={run}", *options)
+    process = start(*train_args, f"run.dir={run}", *options)
     assert wait_for(lambda: last_step(run) >= 203, process)  # enough to fill a block of wandb's file
     process.send_signal(signal.SIGKILL)
     process.wait()
-    done = run_script(*tiny, f"run.dir={run}", *options)
+    done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 0, done.stderr
     parts = sorted((run / "wandb").glob("offline-run-*"))
     (first_id, first), (second_id, second) = map(read_offline, parts)
@@ -89,11 +89,11 @@ def test_after_a_kill_every_step_is_sent_once(tiny, tmp_path, save_every, monkey
                 assert sent[line["step"]][key] == line[key], (line["step"], key)
 
 
-def test_what_was_trained_while_wandb_was_off_is_sent_when_it_is_on(tiny, tmp_path, monkeypatch):
+def test_what_was_trained_while_wandb_was_off_is_sent_when_it_is_on(train_args, tmp_path, monkeypatch):
     for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     run = tmp_path / "run"
-    assert run_script(*tiny, f"run.dir={run}", "train.max_steps=4").returncode == 0
-    assert run_script(*tiny, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=6").returncode == 0
+    assert run_script(*train_args, f"run.dir={run}", "train.max_steps=4").returncode == 0
+    assert run_script(*train_args, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=6").returncode == 0
     _, sent = read_offline(next((run / "wandb").glob("offline-run-*")))
     assert set(sent) == set(range(1, 7))
