@@ -1,0 +1,57 @@
+"""The package `thinker`: what a wheel holds, and the names that it offers."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import thinker
+
+ROOT = Path(__file__).parents[1]
+ONLY_IN_A_CHECKOUT = {"benchmarks", "tests"}
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_a_wheel_holds_every_package():
+    listed = re.search(r"^packages = \[(.*?)\]", PROJECT, re.DOTALL | re.MULTILINE)[1]
+    folders = [path.parent.relative_to(ROOT) for path in ROOT.rglob("__init__.py") if ".venv" not in path.parts]
+    packages = {".".join(["thinker", *folder.parts]) for folder in folders if not {*folder.parts} & ONLY_IN_A_CHECKOUT}
+    assert set(re.findall(r'"(thinker[\w.]*)"', listed)) == packages
+
+
+def test_a_wheel_holds_the_files_that_packages_read():
+    of_data = re.findall(r'^"(thinker[\w.]*)" = \[(.*?)\]', PROJECT, re.MULTILINE)
+    included = {
+        path
+        for package, patterns in of_data
+        for pattern in re.findall(r'"(.*?)"', patterns)
+        for path in ROOT.joinpath(*package.split(".")[1:]).glob(pattern)
+    }
+    folders = [path.parent for path in ROOT.rglob("__init__.py") if not {*path.parts} & {".venv", *ONLY_IN_A_CHECKOUT}]
+    files = {path for folder in folders if folder != ROOT for path in folder.iterdir() if path.is_file()}
+    assert {path for path in files if path.suffix not in (".py", ".pyc")} == included
+
+
+@pytest.mark.parametrize("name", thinker.__all__)
+def test_public_names_are_documented(name):
+    offered = getattr(thinker, name)
+    assert len(inspect.getdoc(offered)) > 20
+    assert name in dir(thinker)
+    if inspect.isclass(offered) and not name.endswith(("Config", "Params")) and name != "Completion":
+        methods = [each for each, _ in inspect.getmembers(offered, inspect.isfunction) if each in vars(offered)]
+        assert [
+            each for each in methods if not each.startswith("_") and not inspect.getdoc(getattr(offered, each))
+        ] == []
+
+
+def test_an_unknown_name_is_an_import_error():
+    with pytest.raises(ImportError, match="cannot import name 'Thinkr'"):
+        exec("from thinker import Thinkr")
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, thinker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
