@@ -227,7 +227,7 @@ def main() -> int:
         if not prompt.strip():
             raise UserError("--chat needs a message: --prompt TEXT")
         system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        asked = chat.ask(tokenizer, [*system, {"role": "user", "content": prompt}])
+        asked = chat.encode_prompt(tokenizer, [*system, {"role": "user", "content": prompt}])
         generator.check_length(asked)
     else:
         generator.encode(prompt)  # refuses one that is too long before anything is printed

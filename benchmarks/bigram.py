@@ -17,6 +17,7 @@ import numpy as np
 from thinker.benchmarks.environment import finish
 from thinker.data.batches import PackedDataset, sequential_batches
 from thinker.data.shards import TokenShards
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.training.config import load_config
 from thinker.training.trainer import Trainer
 
@@ -32,7 +33,7 @@ def bigram_loss(train: TokenShards, windows: PackedDataset, vocab_size: int, lim
     unigram = (pairs.sum(0) + 1) / (pairs.sum() + vocab_size)  # (V,)
     nats, count = 0.0, 0
     for inputs, targets in sequential_batches(windows, 64, limit):
-        counted = targets >= 0
+        counted = targets != IGNORE_INDEX
         before, after = inputs[counted].numpy(), targets[counted].numpy()
         total = np.maximum(following[before] + kinds[before], 1)
         backoff = np.where(following[before] > 0, kinds[before] / total, 1.0)

@@ -76,7 +76,7 @@ def ours(model: Thinker, name: str, batch: int, prompt: int, new: int, **how: An
     """Our Generator as a person calls it, greedy."""
     tokenizer = make_tokenizer("byte", [])
     generator = Generator(model, tokenizer, **how)
-    text = ("The quick brown fox. " * prompt)[: prompt - 1]  # and the boundary token
+    text = ("The quick brown fox. " * prompt)[: prompt - 1]  # and the BOS token
 
     def run(count: int) -> None:
         params = SamplingParams(max_new_tokens=count, temperature=0)

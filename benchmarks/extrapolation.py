@@ -22,7 +22,7 @@ from thinker.runtime.device import choose_device, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import GREY, new_figure
 from thinker.training.config import load_config
-from thinker.training.corpus import prepare_corpus
+from thinker.training.corpus import prepare_training_data
 
 TIMES = (1, 2, 4)
 KINDS = ("rope", "alibi", "learned", "sinusoidal", "none")
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
             overrides.append(f"train.batch_size={batch_size}")
             trainings[kind, seed] = Training(f"{kind}, {seed}", path, overrides, arguments.folder / f"{kind}-{seed}")
     train_all(list(trainings.values()), arguments.jobs)
-    tokens = prepare_corpus(load_config(path, [])).val
+    tokens = prepare_training_data(load_config(path, [])).val
     configure_backend(choose_device("cpu"))
     rows: list[dict[str, Any]] = []
     cases = [(kind, None) for kind in KINDS] + [("rope", scaling) for scaling in SCALINGS]

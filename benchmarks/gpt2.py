@@ -14,10 +14,11 @@ from thinker.benchmarks.training_runs import Training
 from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
-from thinker.training.corpus import prepare_corpus
+from thinker.training.corpus import prepare_training_data
 from thinker.training.metrics import MemoryMeter
 from thinker.training.schedule import lr_multiplier_at
 
@@ -42,7 +43,7 @@ class Gpt2(Training):
         import transformers
 
         config = load_config(self.config, self.overrides)
-        corpus, train, T = prepare_corpus(config), config.train, config.data.seq_len
+        corpus, train, T = prepare_training_data(config), config.train, config.data.seq_len
         configure_backend(torch.device("cpu"))
         meter = MemoryMeter(torch.device("cpu"))
         torch.manual_seed(config.run.seed)
@@ -93,5 +94,7 @@ class _Summed(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: None = None) -> tuple[Tensor, Tensor]:
         logits = self.model(input_ids=tokens, use_cache=False).logits  # (B, T, V)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-        return loss, (targets >= 0).sum()
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
+        return loss, (targets != IGNORE_INDEX).sum()

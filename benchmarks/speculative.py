@@ -39,7 +39,7 @@ def speculation(trainer: Trainer, arguments: argparse.Namespace) -> dict[str, An
     tokenizer, windows = trainer.corpus.tokenizer, trainer.evaluator.windows
     chosen = np.arange(0, len(windows), max(1, len(windows) // 1000))
     passages = [passage.tolist() for passage in windows.batch(chosen)[0]]
-    # Whole ones only: a boundary inside would be padding, or another text.
+    # Whole ones only: a BOS token inside would be padding, or another text.
     passages = [passage for passage in passages if tokenizer.bos_id not in passage]
     real = sorted(distinct(passage[arguments.prompt : arguments.prompt + arguments.new]) for passage in passages)
     threshold = real[len(real) // 10]

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from thinker.data.shards import Shard, TokenShards
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
 Packing = Literal["contiguous", "documents"]
 ROUNDS = 8
-IGNORED = -1  # a target that is not counted
 
 
 def permute(index: int | np.ndarray, size: int, key: tuple[int, ...]) -> int | np.ndarray:
@@ -55,10 +55,10 @@ class PackedDataset:
     Every token but the first boundary of each shard is a target exactly once; nothing is dropped.
 
     "contiguous": windows follow each other through the stream; the last of a shard is padded.
-    "documents": a window starts at a document's boundary token and holds as many whole documents as fit, in order; the
+    "documents": a window starts at a document's BOS token and holds as many whole documents as fit, in order; the
     rest is padding. A document longer than seq_len is cut into consecutive windows of its own.
 
-    Padding: the input is the boundary token, the target IGNORED (-1). Raises UserError for an unknown packing.
+    Padding: the input is the BOS token, the target IGNORE_INDEX (-1). Raises UserError for an unknown packing.
 
     Args:
         stride: "contiguous" windows begin so many tokens after each other and overlap: each counts its last `stride`
@@ -74,8 +74,8 @@ class PackedDataset:
         packing: Packing,
         *,
         stride: int | None = None,
-        isolate: bool = False,
-        given: int = 0,
+        document_masking: bool = False,
+        prefix_len: int = 0,
     ) -> None:
         if packing not in get_args(Packing):
             raise UserError(f"data.packing={packing}: it must be {' or '.join(get_args(Packing))}")
@@ -84,16 +84,16 @@ class PackedDataset:
         self.tokens = tokens
         self.seq_len = seq_len
         self.packing = packing
-        self.isolate, self.given = isolate, given
+        self.document_masking, self.prefix_len = document_masking, prefix_len
         self.stride = seq_len if stride is None else stride
-        if not 1 <= self.stride <= seq_len or (self.stride < seq_len and (packing == "documents" or given > 1)):
+        if not 1 <= self.stride <= seq_len or (self.stride < seq_len and (packing == "documents" or prefix_len > 1)):
             raise UserError(
                 f"a stride of {stride} tokens: it must lie between 1 and the context's length, {seq_len}, and goes "
                 "with contiguous windows, of a model without a prefix"
             )
-        if isolate and any(shard.counted is not None and _has_inner_boundary(shard) for shard in tokens.shards):
+        if document_masking and any(shard.loss_mask is not None and _has_inner_bos(shard) for shard in tokens.shards):
             raise UserError(
-                "data.document_masking: the chat template writes the boundary token within conversations too, so that "
+                "data.document_masking: the chat template writes the BOS token within conversations too, so that "
                 "it does not tell where one begins; set it to false"
             )
         self.starts: list[np.ndarray] = []  # "documents" only: see _packed_starts
@@ -123,16 +123,16 @@ class PackedDataset:
         """(inputs, targets), each (T,) int64."""
         shard, start, end = self.span(index)
         inputs = np.full(self.seq_len, shard.tokens[0], np.int64)
-        targets = np.full(self.seq_len, IGNORED, np.int64)
+        targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
         inputs[: end - start] = shard.tokens[start:end]
         targets[: end - start] = shard.tokens[start + 1 : end + 1]
-        targets[: max(0, self.given - 1)] = IGNORED
-        if shard.counted is not None:
-            targets[: end - start][shard.counted[start + 1 : end + 1] == 0] = IGNORED
+        targets[: max(0, self.prefix_len - 1)] = IGNORE_INDEX
+        if shard.loss_mask is not None:
+            targets[: end - start][shard.loss_mask[start + 1 : end + 1] == 0] = IGNORE_INDEX
         elif shard.has_eos:
-            targets[targets == int(shard.tokens[0])] = IGNORED
+            targets[targets == int(shard.tokens[0])] = IGNORE_INDEX
         if start > 0:
-            targets[: self.seq_len - self.stride] = IGNORED
+            targets[: self.seq_len - self.stride] = IGNORE_INDEX
         return inputs, targets
 
     def batch(self, indices: list[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,23 +140,23 @@ class PackedDataset:
         inputs, targets = zip(*(self[int(index)] for index in indices))
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
-    def documents(self, inputs: torch.Tensor) -> torch.Tensor | None:
+    def document_ids(self, inputs: torch.Tensor) -> torch.Tensor | None:
         """Number the documents of each window where they are isolated, (B, T) -> (B, T). Padding is many short ones."""
-        return (inputs == int(self.tokens.shards[0].tokens[0])).cumsum(dim=1) if self.isolate else None
+        return (inputs == int(self.tokens.shards[0].tokens[0])).cumsum(dim=1) if self.document_masking else None
 
     @property
     def n_targets(self) -> int:
         """Targets counted in one pass over all windows."""
         return sum(
             shard.n_tokens - 1 - shard.has_eos * shard.n_documents
-            if shard.counted is None
-            else int(shard.counted[1:].sum())
+            if shard.loss_mask is None
+            else int(shard.loss_mask[1:].sum())
             for shard in self.tokens.shards
         )
 
     @property
     def longest_document(self) -> int:
-        """Positions that the longest document takes: its boundary token and its tokens."""
+        """Positions that the longest document takes: its BOS token and its tokens."""
         return max(int(np.diff(shard.offsets).max()) for shard in self.tokens.shards)
 
 
@@ -166,19 +166,19 @@ class BatchLoader:
     Raises UserError where the corpus is shorter than one window.
     """
 
-    def __init__(self, windows: PackedDataset, batch_size: int, seed: int) -> None:
-        if windows.tokens.n_tokens < windows.seq_len + 1:
+    def __init__(self, dataset: PackedDataset, batch_size: int, seed: int) -> None:
+        if dataset.tokens.n_tokens < dataset.seq_len + 1:
             raise UserError(
-                f"the training split has {windows.tokens.n_tokens} tokens, but one window of data.seq_len="
-                f"{windows.seq_len} takes {windows.seq_len + 1}; lower data.seq_len or add text"
+                f"the training split has {dataset.tokens.n_tokens} tokens, but one window of data.seq_len="
+                f"{dataset.seq_len} takes {dataset.seq_len + 1}; lower data.seq_len or add text"
             )
-        self.windows = windows
+        self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
 
     def sample_ids(self, step: int) -> list[int]:
         """The numbers of the batch_size windows of a step (from 0)."""
-        size = len(self.windows)
+        size = len(self.dataset)
         epochs, indices = np.divmod(step * self.batch_size + np.arange(self.batch_size), size)
         ids = np.empty(self.batch_size, np.int64)
         for epoch in np.unique(epochs):
@@ -187,25 +187,25 @@ class BatchLoader:
 
     def batch(self, step: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets) of a step, each (batch_size, T) int64; rows: only these, for a rank or micro-batch."""
-        return self.windows.batch(self.sample_ids(step)[rows])
+        return self.dataset.batch(self.sample_ids(step)[rows])
 
 
 def sequential_batches(
-    windows: PackedDataset, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
+    dataset: PackedDataset, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The first `limit` windows (all, where None) in order, in batches of (inputs, targets); the last may be short.
 
     Of several ranks each takes every so many-th batch, all equally many: one that would have none left gets a window
     in which no target is counted.
     """
-    count = _count(windows, limit)
+    count = _count(dataset, limit)
     for start in range(0, count, batch_size * ranks):
         own = start + rank * batch_size
-        inputs, targets = windows.batch(np.arange(own, min(own + batch_size, count)) if own < count else [0])
-        yield inputs, targets if own < count else torch.full_like(targets, IGNORED)
+        inputs, targets = dataset.batch(np.arange(own, min(own + batch_size, count)) if own < count else [0])
+        yield inputs, targets if own < count else torch.full_like(targets, IGNORE_INDEX)
 
 
-def entropy_floor(windows: PackedDataset, limit: int | None = None) -> float | None:
+def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | None:
     """-sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats a target.
 
     It is the least that the loss over exactly these windows can be on average, each document seen from its beginning.
@@ -213,17 +213,17 @@ def entropy_floor(windows: PackedDataset, limit: int | None = None) -> float | N
     which cuts them.
     """
     if (
-        windows.packing != "documents"
-        or windows.given > 1
-        or any(shard.log_probs is None for shard in windows.tokens.shards)
+        dataset.packing != "documents"
+        or dataset.prefix_len > 1
+        or any(shard.log_probs is None for shard in dataset.tokens.shards)
     ):
         return None
-    nats, targets, count = 0.0, 0, _count(windows, limit)
-    for shard, starts in zip(windows.tokens.shards, windows.starts):
+    nats, targets, count = 0.0, 0, _count(dataset, limit)
+    for shard, starts in zip(dataset.tokens.shards, dataset.starts):
         end = starts[min(count, len(starts) - 1)]
         n_documents = int(np.searchsorted(shard.offsets, end))
         lengths = np.diff(shard.offsets[: n_documents + 1])
-        if (lengths > windows.seq_len).any():
+        if (lengths > dataset.seq_len).any():
             return None
         nats -= float(shard.log_probs[:n_documents].sum())
         targets += int(end) - shard.has_eos * n_documents  # the boundary behind such an end is none
@@ -231,7 +231,7 @@ def entropy_floor(windows: PackedDataset, limit: int | None = None) -> float | N
     return nats / targets
 
 
-def _has_inner_boundary(shard: Shard) -> bool:
+def _has_inner_bos(shard: Shard) -> bool:
     return int((shard.tokens == shard.tokens[0]).sum()) > len(shard.offsets)
 
 
@@ -267,5 +267,5 @@ def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
     return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
-def _count(windows: PackedDataset, limit: int | None) -> int:
-    return len(windows) if limit is None else min(limit, len(windows))
+def _count(dataset: PackedDataset, limit: int | None) -> int:
+    return len(dataset) if limit is None else min(limit, len(dataset))

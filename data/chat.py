@@ -88,7 +88,7 @@ def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, n
     return np.array(ids[first:], np.uint32), np.array(answers[first:], bool)
 
 
-def ask(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     """The tokens after which the model answers, begun as all its texts."""
     ids = tokenizer.encode(render(tokenizer, messages, ask=True), allow_special=True)
     return ids if ids[:1] == [tokenizer.bos_id] else [*tokenizer.bos_prefix, *ids]

@@ -25,7 +25,7 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import FULL_DISK, UserError
 
-INDEX_FORMAT = 2  # of corpus.json
+INDEX_FORMAT = 3  # of corpus.json
 BATCH_CHARS = 4 << 20  # text that is tokenized at once, in threads
 ABANDONED_SECONDS = 24 * 3600  # a folder still being built after this long belongs to a process that was killed
 
@@ -43,7 +43,7 @@ class Corpus:
     folder: Path
 
 
-def prepare(
+def prepare_corpus(
     *,
     source: str,
     path: str | None = None,
@@ -52,7 +52,7 @@ def prepare(
     column: str = "text",
     streaming: bool = True,
     tokenizer: str | Tokenizer = "bpe:4096",
-    loss_on: str = "all",
+    assistant_only_loss: bool = False,
     val_fraction: float = 0.05,
     max_documents: int | None = None,
     seed: int = 0,
@@ -66,9 +66,12 @@ def prepare(
     val_fraction, so that equal documents never lie in both splits. The tokenizer is trained on the training split
     alone. Documents without text are left out, and said so. Memory does not grow with the corpus.
 
-    Args: tokenizer: one, or see data.make_tokenizer.check_spec; loss_on: of conversations, `all` or `answers`; the
-    sources' options: see data.sources.open_source; progress: show bars and lines on standard error; shard_tokens: where
-    one shard file ends and the next begins.
+    Args:
+        tokenizer: a tokenizer, or its name: see tokenizer_factory.check_spec.
+        assistant_only_loss: in conversations only what the assistant says is a target.
+        progress: show bars and messages on standard error.
+        shard_tokens: a shard file is closed after the document that reaches this many tokens.
+        The other arguments are those of sources.open_source.
 
     Raises UserError for wrong options, and for text that is missing, unreadable, or too little to split.
     """
@@ -86,10 +89,12 @@ def prepare(
         seed=seed,
     )
     saved = load_tokenizer(tokenizer) if kind == "path" else tokenizer if kind == "given" else None
-    if source == "repeats" and (saved.kind if saved else kind) not in ("byte", "char"):
-        raise UserError(f"data.tokenizer={tokenizer}: data.source=repeats needs byte or char, one token a character")
+    if source == "repeated_random" and (saved.kind if saved else kind) not in ("byte", "char"):
+        raise UserError(
+            f"data.tokenizer={tokenizer}: data.source=repeated_random needs byte or char, one token a character"
+        )
     parts = [INDEX_FORMAT, FORMAT, opened.key, saved.content_hash if saved else tokenizer, val_fraction, shard_tokens]
-    parts += [loss_on] * (loss_on != "all")
+    parts += ["answers"] * assistant_only_loss
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     if folder.exists():
@@ -106,7 +111,7 @@ def prepare(
     _remove_abandoned(folder)
     building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=folder.parent))
     try:
-        _build(building, opened, saved or tokenizer, loss_on, val_fraction, progress, shard_tokens)
+        _build(building, opened, saved or tokenizer, assistant_only_loss, val_fraction, progress, shard_tokens)
         _move(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -153,7 +158,7 @@ def _build(
     folder: Path,
     source: Source,
     spec: str | Tokenizer,
-    loss_on: str,
+    assistant_only_loss: bool,
     val_fraction: float,
     progress: bool,
     shard_tokens: int,
@@ -173,10 +178,10 @@ def _build(
     tokenizer.save(folder)
     train, val = (ShardWriter(folder, name, tokenizer, shard_tokens) for name in ("train", "val"))
     everything = itertools.chain((kept.popleft() for _ in range(len(kept))), documents)
-    for in_val, document, ids, counted in _encode(tokenizer, everything, source, loss_on, progress):
+    for in_val, document, ids, loss_mask in _encode(tokenizer, everything, source, assistant_only_loss, progress):
         writer = val if in_val else train
         continues = source.whole_text and writer.started
-        writer.add(ids, len(document.text.encode()), document.log_prob, continues, counted)
+        writer.add(ids, len(document.text.encode()), document.log_prob, continues, loss_mask)
     for name, writer in (("train", train), ("val", val)):
         if not writer.started:
             raise _nothing_in(name, source, val_fraction)
@@ -228,7 +233,7 @@ def _training_texts(
 
 
 def _encode(
-    tokenizer: Tokenizer, documents: Iterable[Labelled], source: Source, loss_on: str, progress: bool
+    tokenizer: Tokenizer, documents: Iterable[Labelled], source: Source, assistant_only_loss: bool, progress: bool
 ) -> Iterator[tuple[bool, Document, np.ndarray, np.ndarray | None]]:
     n_tokens = 0
     scale = {"total": source.n_bytes, "unit": "B", "unit_scale": True}
@@ -236,15 +241,17 @@ def _encode(
         scale = {"total": source.n_documents, "unit": " documents"}
     with tqdm(desc="tokenizing", disable=not progress, **scale) as bar:
         for batch in _batches(documents):
-            for (in_val, document), (ids, counted) in zip(batch, encode_all(tokenizer, [d for _, d in batch], loss_on)):
-                yield in_val, document, ids, counted
+            for (in_val, document), (ids, loss_mask) in zip(
+                batch, encode_all(tokenizer, [d for _, d in batch], assistant_only_loss)
+            ):
+                yield in_val, document, ids, loss_mask
                 n_tokens += len(ids)
                 bar.update(len(document.text.encode()) if source.whole_text else 1)
             bar.set_postfix_str(f"{n_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s")
 
 
 def encode_all(
-    tokenizer: Tokenizer, documents: list[Document], loss_on: str
+    tokenizer: Tokenizer, documents: list[Document], assistant_only_loss: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """The ids of each document, and which of them are to be learned, None for all.
 
@@ -253,13 +260,15 @@ def encode_all(
     if len({document.messages is None for document in documents}) > 1:
         raise UserError("some rows are conversations and others are text; give them in files of their own")
     if documents[0].messages is None:
-        if loss_on == "answers":
-            raise UserError("data.loss_on=answers needs conversations: rows with a list of messages (data.column)")
+        if assistant_only_loss:
+            raise UserError(
+                "data.assistant_only_loss=true needs conversations: rows with a list of messages (data.column)"
+            )
         yield from ((ids, None) for ids in tokenizer.encode_batch([document.text for document in documents]))
         return
     for document in documents:
         ids, answers = chat.encode(tokenizer, document.messages)
-        yield ids, answers if loss_on == "answers" else np.ones_like(answers)
+        yield ids, answers if assistant_only_loss else np.ones_like(answers)
 
 
 def _batches(documents: Iterable[Labelled]) -> Iterator[list[Labelled]]:

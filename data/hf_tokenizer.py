@@ -17,7 +17,7 @@ from thinker.runtime.errors import UserError
 FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # In a tokenizer_config.json of ours: what ends a text, in a run, where no model's file says so; and whether prompts
 # begin with the boundary.
-EOS_KEY, BEGINS_KEY, BOS_KEY = "thinker_eos_ids", "thinker_begins", "thinker_bos_id"
+EOS_KEY, ADD_BOS_KEY, BOS_KEY = "thinker_eos_ids", "thinker_add_bos", "thinker_bos_id"
 SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]  # those with a name
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token, what decides where it is found
 
@@ -50,7 +50,7 @@ class Files:
         self.tokenizer, self.config, self.chat_template = tokenizer, config, chat_template
         added = tokenizer.get("added_tokens") or []
         self.added = {str(token["content"]): token["id"] for token in added}
-        self.visible = [token["content"] for token in added if not token.get("special")]
+        self.non_special_added_tokens = [token["content"] for token in added if not token.get("special")]
         self.bendable = any(token.get(name) for token in added for name in FLAGS[:3])
         self.normalized = {bool(token.get("normalized")) for token in added}
         self._check(added, elsewhere)
@@ -60,13 +60,13 @@ class Files:
         if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in [*self.eos_ids, *self.added.values()]):
             raise ValueError("the number of a token that ends a text, or of an added one, is none")
         by_number = {number: name for name, number in self.added.items()}
-        self.boundary = self.named.get("bos_token") or by_number.get(bos_id)
-        self.boundary = self.boundary or next((n for n, i in self.added.items() if i in self.eos_ids), None)
-        if self.boundary not in self.added or not self.eos_ids:
+        self.bos_token = self.named.get("bos_token") or by_number.get(bos_id)
+        self.bos_token = self.bos_token or next((n for n, i in self.added.items() if i in self.eos_ids), None)
+        if self.bos_token not in self.added or not self.eos_ids:
             raise ValueError("it names no token that begins or ends a text")
-        self.bos_id = self.added[self.boundary]
+        self.bos_id = self.added[self.bos_token]
         before = _template(tokenizer.get("post_processor"), self.added)
-        self.bos_prefix = before or ([self.bos_id] if config.get(BEGINS_KEY) is True else [])
+        self.bos_prefix = before or ([self.bos_id] if config.get(ADD_BOS_KEY) is True else [])
         if self.bos_prefix not in ([], [self.bos_id]):
             raise ValueError("texts begin with more than one special token")
 
@@ -92,7 +92,7 @@ class Files:
 
     def content(self) -> dict:
         """What decides how text is encoded, and what ends it."""
-        names = {"boundary": self.boundary, "eos": self.eos_ids, "begins": bool(self.bos_prefix)}
+        names = {"bos_token": self.bos_token, "eos": self.eos_ids, "add_bos": bool(self.bos_prefix)}
         names |= {"named": self.named}
         return {"tokenizer": self.tokenizer, "chat_template": self.chat_template} | names
 
@@ -110,14 +110,14 @@ class HFTokenizer(Tokenizer):
     def __init__(self, files: Files) -> None:  # not tiktoken's: nothing of the base's __init__ is wanted
         self._files, content = files, files.tokenizer
         self._whole = _library(content)
-        hidden = {name: number for name, number in files.added.items() if name not in files.visible}
+        hidden = {name: number for name, number in files.added.items() if name not in files.non_special_added_tokens}
         self._plain = _library(_without(content, hidden))
         self.kind, self.normalizer, self.chat_template = "hf", None, files.chat_template
-        self.special_tokens, self.boundary, self.named = files.added, files.boundary, files.named
+        self.special_tokens, self.bos_token, self.named = files.added, files.bos_token, files.named
         self.vocab_size = 1 + max([*self._whole.get_vocab().values()])
         self.bos_id, self.eos_ids, self.bos_prefix = files.bos_id, files.eos_ids, files.bos_prefix
-        self.eos_id, self.visible = self.eos_ids[0], files.visible
-        self._names = {files.added[name]: name.encode() for name in self.visible}
+        self.eos_id, self.non_special_added_tokens = self.eos_ids[0], files.non_special_added_tokens
+        self._names = {files.added[name]: name.encode() for name in self.non_special_added_tokens}
         special = set(files.added.values())
         if moved := [name for name, number in files.added.items() if self._whole.token_to_id(name) != number]:
             raise ValueError(f"its token {moved[0]!r} has another number in its vocabulary")
@@ -142,7 +142,7 @@ class HFTokenizer(Tokenizer):
         return self._run(self._plain, text)
 
     def _cut(self, text: str, names: list[str]) -> np.ndarray:
-        return self._encode(text)  # the library finds the visible ones itself
+        return self._encode(text)  # the library finds the non_special_added_tokens ones itself
 
     def _run(self, library: Any, text: str) -> np.ndarray:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a pair is no text

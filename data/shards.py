@@ -1,6 +1,6 @@
 """Tokens on disk: memory-mapped shard files behind a header that is checked whenever one is opened.
 
-The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the boundary token, and
+The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the BOS token, and
 the last one ends with one too. Where texts end with a token of their own, it stands before the boundary, which
 is then no target. A file holds, one after the other and each aligned to 8 bytes: the header, the tokens, where each
 document starts (and, at the end, where the closing boundary lies), the bytes of text in each document, where all of
@@ -50,7 +50,7 @@ class Shard:
         offsets: (n_documents + 1,) int64, where in tokens each document's boundary lies; the last is the closing one.
         document_bytes: (n_documents,) int64, bytes of UTF-8 text.
         log_probs: (n_documents,) float64, ln P of each document, or None.
-        counted: (n_tokens,) uint8, 1 for tokens that are to be learned, or None: all are.
+        loss_mask: (n_tokens,) uint8, 1 for tokens that are to be learned, or None: all are.
         has_eos: texts end with a token of their own, so that nobody has to predict the boundary.
     """
 
@@ -62,7 +62,7 @@ class Shard:
     offsets: np.ndarray
     document_bytes: np.ndarray
     log_probs: np.ndarray | None
-    counted: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     has_eos: bool = False
 
     @classmethod
@@ -96,9 +96,9 @@ class Shard:
         if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != tokenizer.bos_id or tokens[-1] != tokens[0]:
             raise DamagedShard(f"{path} does not begin and end with a document")
         log_probs = views[3] if extra & 1 else None
-        counted = views[-1] if extra & 2 else None
+        loss_mask = views[-1] if extra & 2 else None
         has_eos = tokenizer.bos_id not in tokenizer.eos_ids
-        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs, counted, has_eos)
+        return cls(path, n_tokens, n_documents, n_bytes, tokens, offsets, document_bytes, log_probs, loss_mask, has_eos)
 
 
 class ShardWriter:
@@ -131,13 +131,13 @@ class ShardWriter:
         n_bytes: int,
         log_prob: float | None = None,
         continues: bool = False,
-        counted: np.ndarray | None = None,
+        loss_mask: np.ndarray | None = None,
     ) -> None:
         """Append a document, or with continues=True more of the last one: its ids and its bytes of text.
 
-        `counted`: which ids are to be learned, for all documents or for none. Such texts hold their own ends.
+        `loss_mask`: which ids are to be learned, for all documents or for none. Such texts hold their own ends.
         """
-        if self.started and (counted is None) != (not self._counted):
+        if self.started and (loss_mask is None) != (not self._loss_mask):
             raise UserError("some rows are conversations and others are text; give them in files of their own")
         if not continues:
             self._end_document()
@@ -147,24 +147,24 @@ class ShardWriter:
                 self._open()
             self._offsets.append(self._n_tokens)
             self._write_tokens(self._boundary)
-            self._counted += b"" if counted is None else bytes([self._boundary_counts])
+            self._loss_mask += b"" if loss_mask is None else bytes([self._boundary_counts])
             self._document_bytes.append(0)
             self._log_probs.append(float("nan") if log_prob is None else log_prob)
         self._write_tokens(ids.astype(self._dtype).tobytes())
         self._last = int(ids[-1]) if len(ids) else None
-        if counted is not None:
-            self._counted += counted.astype(np.uint8).tobytes()
-            self.digest.update(counted.tobytes())
+        if loss_mask is not None:
+            self._loss_mask += loss_mask.astype(np.uint8).tobytes()
+            self.digest.update(loss_mask.tobytes())
             # An answer that the template leaves open is ended here, which then is to be learned as well.
-            self._boundary_counts = bool(len(ids) and counted[-1]) and self._last not in self.tokenizer.eos_ids
+            self._boundary_counts = bool(len(ids) and loss_mask[-1]) and self._last not in self.tokenizer.eos_ids
         self._document_bytes[-1] += n_bytes
 
     def _end_document(self) -> None:
         if self._file is None or not self._end or self._last in self.tokenizer.eos_ids:
             return
-        if self._counted and not self._boundary_counts:
+        if self._loss_mask and not self._boundary_counts:
             return  # a conversation that does not end with an answer
-        self._counted += b"\1" if self._counted else b""
+        self._loss_mask += b"\1" if self._loss_mask else b""
         self._write_tokens(self._end)
         self._last, self._boundary_counts = self.tokenizer.eos_id, False
 
@@ -174,7 +174,7 @@ class ShardWriter:
         self._file.write(bytes(HEADER_BYTES))
         self._n_tokens = 0
         self._offsets, self._document_bytes, self._log_probs = array("q"), array("q"), array("d")
-        self._counted, self._boundary_counts = bytearray(), False
+        self._loss_mask, self._boundary_counts = bytearray(), False
 
     def _write_tokens(self, data: bytes) -> None:
         self._file.write(data)
@@ -188,12 +188,12 @@ class ShardWriter:
         self._end_document()
         self._offsets.append(self._n_tokens)
         self._write_tokens(self._boundary)
-        self._counted += bytes([self._boundary_counts]) if self._counted else b""
+        self._loss_mask += bytes([self._boundary_counts]) if self._loss_mask else b""
         self._file.write(bytes(_aligned(self._file.tell()) - self._file.tell()))
         known = not np.isnan(self._log_probs).any()
         self._file.write(np.asarray(self._offsets, "<i8").tobytes() + np.asarray(self._document_bytes, "<i8").tobytes())
         self._file.write(np.asarray(self._log_probs, "<f8").tobytes() if known else b"")
-        self._file.write(self._counted.ljust(_aligned(len(self._counted)), b"\0"))
+        self._file.write(self._loss_mask.ljust(_aligned(len(self._loss_mask)), b"\0"))
         head = HEADER.pack(
             MAGIC,
             FORMAT,
@@ -202,7 +202,7 @@ class ShardWriter:
             self._n_tokens,
             len(self._document_bytes),
             sum(self._document_bytes),
-            known + 2 * bool(self._counted),
+            known + 2 * bool(self._loss_mask),
             bytes.fromhex(self.tokenizer.content_hash),
         )
         self._file.seek(0)
@@ -234,7 +234,7 @@ class TokenShards:
     @property
     def has_conversations(self) -> bool:
         """Whether documents are conversations, some of whose tokens are to be learned."""
-        return any(shard.counted is not None for shard in self.shards)
+        return any(shard.loss_mask is not None for shard in self.shards)
 
     @cached_property
     def n_documents(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from thinker.data.chat import Message, check_messages
 from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
-SOURCES = ("tales", "pysource", "repeats", "text", "jsonl", "parquet", "hub")
+SOURCES = ("tales", "pysource", "repeated_random", "text", "jsonl", "parquet", "hub")
 GENERATED_DOCUMENTS = 25_000  # of tales and repeats, which have no end of their own, unless max_documents says other
 PIECE_BYTES = 1 << 20  # a single text is read in pieces of about this size
 REPEAT_ALPHABET = "".join(chr(c) for c in range(33, 127))
@@ -109,7 +109,7 @@ def open_source(
         wanted = "a dataset's name or folder" if source == "hub" else "a file, folder or glob"
         raise UserError(f"data.source={source} needs data.path={wanted}")
 
-    if source in ("tales", "repeats"):
+    if source in ("tales", "repeated_random"):
         return _generated(source, max_documents or GENERATED_DOCUMENTS, seed)
     if source == "pysource":
         return _pysource(max_documents)
@@ -145,14 +145,14 @@ def _stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
 
 
 def _generated(name: str, count: int, seed: int) -> Source:
-    if name == "repeats":
+    if name == "repeated_random":
         key = _key(name, seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
         return Source(name, key, lambda: (_repeat(seed, i) for i in range(count)), n_documents=count)
     from thinker.data import tales
 
     def read() -> Iterator[Document]:
         for index in range(count):
-            story = tales.tell(seed, index)
+            story = tales.generate_story(seed, index)
             yield Document(story.text, story.log_prob)
 
     return Source(name, _key(name, seed, count, tales.GRAMMAR_HASH), read, n_documents=count)

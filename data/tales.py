@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SLOT = re.compile(r"\{(?:([aA]) )?([A-Za-z]*)(?:\.([A-Za-z]+))?(?::([A-Za-z]+))?\}|<([a-z0-9_]+)>")
-DRAWN = re.compile(r"(?:[Aa]n? )?[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*")  # what a drawn word, with any article, looks like
+WORD_WITH_ARTICLE = re.compile(r"(?:[Aa]n? )?[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*")
 WORD = re.compile(r"[a-z0-9_]+(?:['-][a-z0-9_]+)*")  # an underscore stands for a slot, see _skeleton
 
 Item = dict[str, str]  # a word in all its forms: "" as it is, "^" capitalised, "a" and "A" with article, ".he" pronouns
@@ -60,7 +60,7 @@ class Text(NamedTuple):
     text: str
 
 
-class Draw(NamedTuple):
+class SampleWord(NamedTuple):
     """A word drawn from a list, kept under a name."""
 
     name: str  # "" where nothing is bound
@@ -71,7 +71,7 @@ class Draw(NamedTuple):
     log_prob: float
 
 
-class Recall(NamedTuple):
+class RecallWord(NamedTuple):
     """A word that was drawn before."""
 
     name: str
@@ -84,7 +84,7 @@ class Call(NamedTuple):
     rule: Rule
 
 
-Op = Text | Draw | Recall | Call
+Op = Text | SampleWord | RecallWord | Call
 
 
 class Rule:
@@ -145,7 +145,7 @@ class Grammar:
         assert len(words) == len(self.lists[name]) > 1, f"line {line}: list {name} repeats a word or has only one"
 
     def _item(self, word: str, pronouns: list[list[str]], line: int) -> Item:
-        assert DRAWN.fullmatch(word), f"line {line}: not a single word: {word}"
+        assert WORD_WITH_ARTICLE.fullmatch(word), f"line {line}: not a single word: {word}"
         article = self.articles.get(word, "an" if word[0] in "aeiouAEIOU" else "a")
         item = {"": word, "^": _capital(word), "a": f"{article} {word}", "A": f"{_capital(article)} {word}"}
         for form, pronoun in pronouns:
@@ -171,9 +171,9 @@ class Grammar:
                 assert source in self.lists, f"line {line}: there is no list {source}"
                 assert not pronoun, f"line {line}: {name} must be bound before it has a pronoun"
                 items = self.lists[source]
-                yield Draw(name, source, form, items, {item[form]: item for item in items}, -math.log(len(items)))
+                yield SampleWord(name, source, form, items, {item[form]: item for item in items}, -math.log(len(items)))
             else:
-                yield Recall(name, form)
+                yield RecallWord(name, form)
         if end < len(text):
             yield Text(text[end:])
 
@@ -187,11 +187,11 @@ class Grammar:
             for op in ops:
                 if isinstance(op, Call):
                     names = self._check(op.rule, names, (*callers, rule.name))
-                elif isinstance(op, Draw):
+                elif isinstance(op, SampleWord):
                     assert op.name not in names, f"rule {rule.name}: {op.name} is bound already"
                     self.reached.add(op.source)
                     names = names | {op.name} if op.name else names
-                elif isinstance(op, Recall):
+                elif isinstance(op, RecallWord):
                     assert op.name in names, f"rule {rule.name}: nothing is bound to {op.name}"
             after.append(names)
         return frozenset.intersection(*after)
@@ -208,7 +208,7 @@ GRAMMAR_HASH = hashlib.sha256(_SOURCE).hexdigest()
 _RECALL = "recall"  # the kind of an event that is no choice: a bound word is said again
 
 
-def tell(seed: int, index: int) -> Story:
+def generate_story(seed: int, index: int) -> Story:
     """The index-th story of the seed's stream: always the same one, independent of all others."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     uniform = random.Random(int.from_bytes(digest, "big")).random
@@ -225,10 +225,10 @@ def tell(seed: int, index: int) -> Story:
             kind = type(op)
             if kind is Text:
                 pieces.append(op.text)
-            elif kind is Recall:
+            elif kind is RecallWord:
                 pieces.append(bound[op.name][op.form])
                 events.append(Choice(_RECALL, op.name, op.form, 0.0))
-            elif kind is Draw:
+            elif kind is SampleWord:
                 item = op.items[int(uniform() * len(op.items))]
                 pieces.append(item[op.form])
                 bound[op.name] = item
@@ -262,14 +262,14 @@ def derivations(text: str) -> Iterator[Story]:
                 if not text.startswith(op.text, position):
                     break
                 position += len(op.text)
-            elif kind is Recall:
+            elif kind is RecallWord:
                 surface = bound[op.name][op.form]
                 if not text.startswith(surface, position):
                     break
                 position += len(surface)
                 events = (Choice(_RECALL, op.name, op.form, 0.0), events)
-            elif kind is Draw:
-                match = DRAWN.match(text, position)
+            elif kind is SampleWord:
+                match = WORD_WITH_ARTICLE.match(text, position)
                 item = op.by_surface.get(match.group()) if match else None
                 if item is None:
                     break
@@ -321,7 +321,7 @@ def entropy() -> float:
     """The exact entropy of the grammar in nats a story: the mean of the negative log-probability over all stories."""
 
     def of_op(op: Op) -> float:
-        return of(op.rule) if isinstance(op, Call) else -op.log_prob if isinstance(op, Draw) else 0.0
+        return of(op.rule) if isinstance(op, Call) else -op.log_prob if isinstance(op, SampleWord) else 0.0
 
     def of(rule: Rule) -> float:
         return sum(

@@ -18,14 +18,14 @@ import tiktoken
 from thinker.runtime.errors import UserError
 
 FILE_NAME = "thinker-tokenizer.json"
-FILE_FORMAT = 1
+FILE_FORMAT = 2
 MAX_FILE_BYTES = 1 << 26  # o200k_base, the largest of tiktoken's own, takes 4 MB
 MAX_VOCAB = 1 << 20
 PIECE_CHARS = 1 << 16  # rustbpe's regular expressions overflow their stack on a run of a million spaces
 
 PROBE = "A cat's 2 Émigrés,\n\n\tΩ 中文 🙂  \u200d x"  # any pattern must cut it, and lose nothing
 
-BOUNDARY = "<|bos|>"
+BOS_TOKEN = "<|bos|>"
 ONE_CHARACTER = r"(?s)."
 
 
@@ -36,14 +36,14 @@ class Tokenizer:
         kind: "byte", "char", "bpe", "tiktoken:NAME", or "hf" for one that came from elsewhere.
         vocab_size: the largest id + 1.
         special_tokens: name -> id.
-        bos_id: the boundary token, which begins every document and so also ends the one before.
-        eos_ids: tokens that end a text; for tokenizers made here the boundary alone. eos_id: the first of them.
-        bos_prefix: what a prompt begins with: the boundary, or nothing.
+        bos_id: the bos_token token, which begins every document and so also ends the one before.
+        eos_ids: tokens that end a text; for tokenizers made here the bos_token alone. eos_id: the first of them.
+        bos_prefix: what a prompt begins with: the bos_token, or nothing.
         chat_template: how a conversation becomes text (Jinja), or None. named: what it calls bos_token, eos_token, ...
         content_hash: sha256 of everything that decides how text is encoded, as 64 hexadecimal digits.
 
     Special tokens stand for no text: `decode`, `decode_bytes` and `token_bytes` give nothing for them, unless they
-    are `visible`: those stand for their names, and are found by them in any text.
+    are `non_special_added_tokens`: those stand for their names, and are found by them in any text.
     """
 
     chat_template: str | None = None
@@ -53,18 +53,18 @@ class Tokenizer:
         kind: str,
         tokens: list[bytes | None],
         special_tokens: dict[str, int],
-        boundary: str = BOUNDARY,
+        bos_token: str = BOS_TOKEN,
         pattern: str = ONE_CHARACTER,
         *,
         eos: list[int] | None = None,
-        begins: bool = True,
-        visible: list[str] | None = None,
+        add_bos: bool = True,
+        non_special_added_tokens: list[str] | None = None,
         normalizer: str | None = None,
         chat_template: str | None = None,
         named: dict[str, str] | None = None,
     ) -> None:
         """Args: tokens: the bytes of each id, None for a special token or a gap; pattern: what cuts text into pieces;
-        begins: whether prompts begin with the boundary; normalizer: what text goes through before, NFC or nothing.
+        begins: whether prompts begin with the bos_token; normalizer: what text goes through before, NFC or nothing.
 
         Raises ValueError where these do not make a tokenizer that can encode every text.
         """
@@ -76,26 +76,30 @@ class Tokenizer:
         ids = list(special_tokens.values())
         if any(not 0 <= i < len(tokens) or tokens[i] is not None for i in ids):  # o200k_harmony has two names for one
             raise ValueError("a special token's id is out of range or a token's")
-        if boundary not in special_tokens or "" in special_tokens:
-            raise ValueError("the boundary is no special token, or one has no name")
+        if bos_token not in special_tokens or "" in special_tokens:
+            raise ValueError("the bos_token is no special token, or one has no name")
         if tokens[-1] is None and len(tokens) - 1 not in ids:
             raise ValueError("the last id is neither a token nor special")
-        eos = [special_tokens[boundary]] if eos is None else eos
+        eos = [special_tokens[bos_token]] if eos is None else eos
         if not eos or any(type(i) is not int or not 0 <= i < len(tokens) for i in eos):
             raise ValueError("a token that ends a text is out of range")
-        if normalizer not in (None, "NFC") or not set(visible or []) <= special_tokens.keys():
-            raise ValueError("its normalizer is not NFC, or a visible token is not special")
+        if normalizer not in (None, "NFC") or not set(non_special_added_tokens or []) <= special_tokens.keys():
+            raise ValueError("its normalizer is not NFC, or a non_special_added_tokens token is not special")
         self.kind = kind
         self.pattern = pattern
-        self.boundary = boundary
+        self.bos_token = bos_token
         self.special_tokens = dict(special_tokens)
         self.vocab_size = len(tokens)
-        self.bos_id = special_tokens[boundary]
+        self.bos_id = special_tokens[bos_token]
         self.eos_ids, self.eos_id = eos, eos[0]
-        self.bos_prefix = [self.bos_id] if begins else []
-        self.visible, self.normalizer, self.chat_template = visible or [], normalizer, chat_template
+        self.bos_prefix = [self.bos_id] if add_bos else []
+        self.non_special_added_tokens, self.normalizer, self.chat_template = (
+            non_special_added_tokens or [],
+            normalizer,
+            chat_template,
+        )
         self.named = self._default_names() if named is None else named
-        self._names = {special_tokens[name]: name.encode() for name in self.visible}
+        self._names = {special_tokens[name]: name.encode() for name in self.non_special_added_tokens}
         self._tokens = tokens
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
@@ -103,7 +107,7 @@ class Tokenizer:
 
     def _default_names(self) -> dict[str, str]:
         names = {number: name for name, number in self.special_tokens.items()}
-        return {"bos_token": self.boundary, "eos_token": names.get(self.eos_id, self.boundary)}
+        return {"bos_token": self.bos_token, "eos_token": names.get(self.eos_id, self.bos_token)}
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """The same with another template for conversations."""
@@ -111,11 +115,11 @@ class Tokenizer:
         return Tokenizer._from_content(content | {"sha256": _hash(content)})
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """The ids of a text, without a boundary token.
+        """The ids of a text, without a bos_token token.
 
         The name of a special token within the text is plain text like any other, unless allow_special.
         """
-        return self._cut(text, list(self.special_tokens) if allow_special else self.visible).tolist()
+        return self._cut(text, list(self.special_tokens) if allow_special else self.non_special_added_tokens).tolist()
 
     def _cut(self, text: str, names: list[str]) -> np.ndarray:
         """Ids of a text in which these names stand for their tokens."""
@@ -131,7 +135,7 @@ class Tokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of many texts, in threads; special names are plain text. Each a 1-D array of uint32."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda text: self._cut(text, self.visible), texts))
+            return list(pool.map(lambda text: self._cut(text, self.non_special_added_tokens), texts))
 
     def _encode(self, text: str) -> np.ndarray:
         try:
@@ -177,14 +181,14 @@ class Tokenizer:
             "format": FILE_FORMAT,
             "kind": self.kind,
             "pattern": self.pattern,
-            "boundary": self.boundary,
+            "bos_token": self.bos_token,
             "special_tokens": self.special_tokens,
             "tokens": tokens,
         }
         only_elsewhere = {  # than in tokenizers made here
             "eos": self.eos_ids if self.eos_ids != [self.bos_id] else None,
-            "begins": None if self.bos_prefix else False,
-            "visible": self.visible or None,
+            "add_bos": None if self.bos_prefix else False,
+            "non_special_added_tokens": self.non_special_added_tokens or None,
             "normalizer": self.normalizer,
             "chat_template": self.chat_template,
             "named": self.named if self.named != self._default_names() else None,
@@ -221,8 +225,14 @@ class Tokenizer:
         if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
             raise ValueError(f"it does not say format {FILE_FORMAT}")
         found_hash = content.pop("sha256", None)
-        types = {"kind": str, "pattern": str, "boundary": str, "special_tokens": dict, "tokens": list}
-        optional = {"eos": list, "begins": bool, "visible": list, "normalizer": str, "chat_template": str}
+        types = {"kind": str, "pattern": str, "bos_token": str, "special_tokens": dict, "tokens": list}
+        optional = {
+            "eos": list,
+            "add_bos": bool,
+            "non_special_added_tokens": list,
+            "normalizer": str,
+            "chat_template": str,
+        }
         optional |= {"named": dict}
         found, every = content.keys() - {"format"}, types | optional
         if not types.keys() <= found <= every.keys() or any(not isinstance(content[k], every[k]) for k in found):

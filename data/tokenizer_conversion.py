@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from thinker.data.hf_tokenizer import (
-    BEGINS_KEY,
+    ADD_BOS_KEY,
     BOS_KEY,
     CONFIG_NAME,
     EOS_KEY,
@@ -134,10 +134,14 @@ def as_tiktoken(files: Files) -> Tokenizer | None:
     tokens: list[bytes | None] = [None] * (1 + max([*ranks.values(), *special]))
     for token, number in ranks.items():
         tokens[number] = token
-    options = {"eos": files.eos_ids, "begins": bool(files.bos_prefix), "visible": files.visible}
+    options = {
+        "eos": files.eos_ids,
+        "add_bos": bool(files.bos_prefix),
+        "non_special_added_tokens": files.non_special_added_tokens,
+    }
     options |= {"normalizer": normalizer, "chat_template": files.chat_template, "named": files.named}
     try:
-        return Tokenizer("hf", tokens, files.added, files.boundary, pattern, **options)
+        return Tokenizer("hf", tokens, files.added, files.bos_token, pattern, **options)
     except ValueError:  # a pattern that tiktoken's library does not read, or two names for one token
         return None
 
@@ -200,7 +204,7 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
 def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     """Write tokenizer.json and tokenizer_config.json (and a chat template) that AutoTokenizer reads, into a folder.
 
-    `AutoTokenizer(text)` gives tokenizer.encode(text, allow_special=True), without a boundary in front. Possessive
+    `AutoTokenizer(text)` gives tokenizer.encode(text, allow_special=True), without a BOS token in front. Possessive
     counts, `{1,3}+`, mean something else to the library that cuts there, and are written without the +.
     """
     folder = Path(folder)
@@ -212,7 +216,8 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {"id": number, "content": name, **flags, "special": name not in tokenizer.visible} for name, number in special
+        {"id": number, "content": name, **flags, "special": name not in tokenizer.non_special_added_tokens}
+        for name, number in special
     ]
     pattern = r"[\s\S]" if tokenizer.pattern == ONE_CHARACTER else tokenizer.pattern
     pattern = {"Regex": re.sub(POSSESSIVE, r"\1", pattern)}
@@ -237,7 +242,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         "bos_token": tokenizer.named.get("bos_token"),
         "eos_token": eos,
         "pad_token": tokenizer.named.get("pad_token", eos),
-        BEGINS_KEY: bool(tokenizer.bos_prefix),
+        ADD_BOS_KEY: bool(tokenizer.bos_prefix),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import tiktoken
 
 from thinker.data import tokenizer_conversion
-from thinker.data.tokenizer import BOUNDARY, FILE_NAME, MAX_VOCAB, ONE_CHARACTER, PIECE_CHARS, Tokenizer
+from thinker.data.tokenizer import BOS_TOKEN, FILE_NAME, MAX_VOCAB, ONE_CHARACTER, PIECE_CHARS, Tokenizer
 from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
 SAMPLE_BYTES = 32 << 20  # UTF-8 bytes of text that a tokenizer is trained on at most
@@ -61,12 +61,12 @@ def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     option = spec.partition(":")[2]
     single_bytes = [bytes([b]) for b in range(256)]
     if kind == "byte":
-        return _with_boundary("byte", single_bytes)
+        return _with_bos("byte", single_bytes)
     if kind == "char":
         seen: set[str] = set()
         for piece in _sample(texts):
             seen.update(piece)
-        return _with_boundary("char", single_bytes + [c.encode() for c in sorted(seen) if ord(c) > 127])
+        return _with_bos("char", single_bytes + [c.encode() for c in sorted(seen) if ord(c) > 127])
     if kind == "bpe":
         return _train_bpe(int(option), texts)
     if kind == "tiktoken":
@@ -89,8 +89,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-def _with_boundary(kind: str, tokens: list[bytes], pattern: str = ONE_CHARACTER) -> Tokenizer:
-    return Tokenizer(kind, [*tokens, None], {BOUNDARY: len(tokens)}, pattern=pattern)
+def _with_bos(kind: str, tokens: list[bytes], pattern: str = ONE_CHARACTER) -> Tokenizer:
+    return Tokenizer(kind, [*tokens, None], {BOS_TOKEN: len(tokens)}, pattern=pattern)
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:
@@ -112,7 +112,7 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
     if len(ranks) == 256 < vocab_size - 1:
         raise UserError(f"data.tokenizer=bpe:{vocab_size}: no two bytes come together twice in the text; use byte")
-    return _with_boundary("bpe", [token for _, token in ranks], WORDS)
+    return _with_bos("bpe", [token for _, token in ranks], WORDS)
 
 
 def _named(name: str) -> Tokenizer:

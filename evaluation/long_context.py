@@ -17,6 +17,7 @@ from thinker.data.batches import PackedDataset, sequential_batches
 from thinker.data.shards import TokenShards
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.rope import Rope, RopeScaling
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
 HEAD_ROWS = 256  # positions whose logits are held at once
@@ -89,7 +90,7 @@ def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> Pac
     """
     longest = max(shard.n_tokens - 1 for shard in tokens.shards)
     length = min(length, longest, config.max_seq_len if config.positions == "learned" else length)
-    return PackedDataset(tokens, length, "contiguous", given=config.prefix)
+    return PackedDataset(tokens, length, "contiguous", prefix_len=config.prefix)
 
 
 def stretch(model: Thinker, scaling: dict[str, Any] | str) -> None:
@@ -135,10 +136,13 @@ def loss_by_position(
     for inputs, targets in tqdm(
         sequential_batches(windows, batch_size, limit), desc="evaluating", total=batches, disable=not progress
     ):
-        given = [x if x is None else x.to(model.device) for x in (inputs, windows.documents(inputs))]
+        given = [x if x is None else x.to(model.device) for x in (inputs, windows.document_ids(inputs))]
         rows = hidden_states(model, *given).flatten(0, 1).split(HEAD_ROWS)  # (n, C) each
-        losses = [F.cross_entropy(model.lm_head(x).float(), y.to(x.device), ignore_index=-1, reduction="none").cpu()
-                  for x, y in zip(rows, targets.flatten().split(HEAD_ROWS))]  # fmt: skip
-        nats.append(torch.cat(losses).view(targets.shape).double().masked_fill(targets < 0, math.nan))
+        losses = []
+        for x, y in zip(rows, targets.flatten().split(HEAD_ROWS)):
+            logits = model.lm_head(x).float()  # (n, V)
+            losses.append(F.cross_entropy(logits, y.to(x.device), ignore_index=IGNORE_INDEX, reduction="none").cpu())
+        is_ignored = targets == IGNORE_INDEX
+        nats.append(torch.cat(losses).view(targets.shape).double().masked_fill(is_ignored, math.nan))
     model.train(was_training)
     return LongLoss(trained_length or model.config.max_seq_len, torch.cat(nats))

@@ -11,6 +11,7 @@ import torch
 
 from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.model import Thinker
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
@@ -58,10 +59,10 @@ class Evaluator:
             if stop():
                 model.train(was_training)
                 return None
-            counted = targets[targets >= 0]
+            counted = targets[targets != IGNORE_INDEX]
             count += counted.numel()
             n_bytes += int(self.byte_lengths[counted].sum())
-            given = (inputs, targets, self.windows.documents(inputs))
+            given = (inputs, targets, self.windows.document_ids(inputs))
             given = [x if x is None else x.to(model.device, non_blocking=True) for x in given]
             loss, _ = model(given[0], targets=given[1], document_ids=given[2])
             nats += loss.to(nats.device, nats.dtype)

@@ -31,7 +31,7 @@ from thinker.runtime.errors import UserError
 # What stands before a fact's word both times. The lists of words have the facts' names.
 MARKS = {"town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was"}
 MARKS |= {"pet": "the", "food": "some", "look": "very", "wild": "old"}
-GRAMMAR = tales.GRAMMAR  # told here in parts; tales.tell() tells whole stories
+GRAMMAR = tales.GRAMMAR  # told here in parts; tales.generate_story() tells whole stories
 WORDS = {name: [item[""] for item in GRAMMAR.lists[name]] for name in MARKS}
 VALUES = {
     name: [w for w in words if not any(o != w and o.startswith(w) for o in words)] for name, words in WORDS.items()
@@ -42,7 +42,7 @@ VALUES_AT_ONCE = 16  # of several tokens each, in one pass
 
 
 class Needle(NamedTuple):
-    """A text, to be continued by " " and its value; the fact's name; tokens from the boundary on; the distance."""
+    """A text, to be continued by " " and its value; the fact's name; tokens from the BOS token on; the distance."""
 
     text: str
     value: str
@@ -52,7 +52,7 @@ class Needle(NamedTuple):
 
 
 def say(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]) -> str:
-    """Text of the grammar, as tales.tell() draws it where all alternatives have the same weight."""
+    """Text of the grammar, as tales.generate_story() draws it where all alternatives have the same weight."""
     text = ""
     for op in ops:
         match op:
@@ -60,10 +60,10 @@ def say(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]) -
                 text += plain
             case tales.Call(rule):
                 text += say(random.choice(rule.alternatives), random, bound)
-            case tales.Draw(name, _, form, items):
+            case tales.SampleWord(name, _, form, items):
                 bound[name] = random.choice(items)
                 text += bound[name][form]
-            case tales.Recall(name, form):
+            case tales.RecallWord(name, form):
                 text += bound[name][form]
     return text
 
@@ -85,7 +85,7 @@ def needles_of(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list[N
 
 def tell(tokenizer: Tokenizer, distance: int, random: Random) -> list[Needle]:
     """A story's needles at about this distance."""
-    story = tales.tell(random.getrandbits(64), 0)
+    story = tales.generate_story(random.getrandbits(64), 0)
     facts = {choice.name: choice.value for choice in story.choices if choice.kind == "fact"}
     needles = needles_of(story.text, facts, tokenizer)
     missing = distance - max((needle.distance for needle in needles), default=distance)

@@ -20,6 +20,7 @@ from thinker.data.sources import Source
 from thinker.data.tokenizer import Tokenizer
 from thinker.evaluation.long_context import LongLoss, loss_by_position
 from thinker.model import Thinker
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
 BLOCK = 1024  # tokens that are taken as one draw, at least, where there are enough of them
@@ -119,7 +120,7 @@ def text_loss(
     batch = max(1, batch_tokens // windows.seq_len)
     found = loss_by_position(model, windows, batch, None, trained_length, progress=True)
     for _, targets in sequential_batches(windows, batch):
-        n_bytes.append(torch.where(targets >= 0, lengths[targets.clamp_min(0)], 0).sum(dim=1))  # (B,)
+        n_bytes.append(torch.where(targets != IGNORE_INDEX, lengths[targets.clamp_min(0)], 0).sum(dim=1))  # (B,)
     if not sum(int(each.sum()) for each in n_bytes):
         raise UserError("the tokens to be predicted stand for no text, so that there are no bytes to count by")
     sizes, nats = torch.cat(n_bytes), found.nats.nansum(dim=1)  # (N,) each
@@ -164,7 +165,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, most: int, folder: Path) -> T
     writer, left = ShardWriter(folder, "text", tokenizer), most
     with tqdm(total=most, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
-            ((ids, counted),) = encode_all(tokenizer, [document], "answers" if document.messages else "all")
+            ((ids, counted),) = encode_all(tokenizer, [document], assistant_only_loss=document.messages is not None)
             cut = ids[:left] if source.whole_text else ids
             n_bytes = len(tokenizer.decode_bytes(cut.tolist()))
             writer.add(cut, n_bytes, document.log_prob, source.whole_text and writer.started, counted)

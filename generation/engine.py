@@ -26,7 +26,7 @@ PREFILL_CHUNK = 512  # positions a pass: what a long prompt needs in memory does
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is under the model, from the boundary that begins it."""
+    """How likely a text is under the model, from the BOS token that begins it."""
 
     token_ids: list[int]
     logprobs: list[float]  # of each token, given all before it, in nats
@@ -161,7 +161,7 @@ class Generator:
             yield from self.decode(rows, *self._prefill(rows))
 
     def encode(self, prompt: str) -> list[int]:
-        """A prompt as the model saw texts begin: mostly the boundary token, then its tokens. Raises UserError if too
+        """A prompt as the model saw texts begin: mostly the BOS token, then its tokens. Raises UserError if too
         long."""
         tokens = [*self.tokenizer.bos_prefix, *self.tokenizer.encode(prompt)] or [self.tokenizer.bos_id]
         self.check_length(tokens)

@@ -23,7 +23,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)  # of each under the model itself, in nats
     top_logprobs: list[dict[int, float]] = field(default_factory=list)  # at each, of the likeliest (params.logprobs)
     finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
-    prompt_tokens: int = 0  # with the boundary token that begins it
+    prompt_tokens: int = 0  # with the BOS token that begins it
     n_evicted: int = 0  # positions that a rolling cache no longer held at the end
     drafted: int = 0  # tokens that speculation proposed, and how many of them were drawn
     accepted: int = 0

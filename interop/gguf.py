@@ -108,7 +108,9 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
     tokens = []
     for number in range(vocab_size):
         if number in names:
-            tokens.append((names[number], USER_DEFINED if names[number] in tokenizer.visible else CONTROL))
+            tokens.append(
+                (names[number], USER_DEFINED if names[number] in tokenizer.non_special_added_tokens else CONTROL)
+            )
         elif number < tokenizer.vocab_size and tokenizer.token_bytes(number):
             tokens.append(("".join(TO_CHAR[byte] for byte in tokenizer.token_bytes(number)), NORMAL))
         else:

@@ -52,7 +52,7 @@ def model_card(
 
 def _example(tokenizer: Tokenizer | None) -> list[str]:
     """How to sample from it, in Python that runs as it stands."""
-    start = "" if tokenizer is None or not tokenizer.bos_prefix else tokenizer.boundary
+    start = "" if tokenizer is None or not tokenizer.bos_prefix else tokenizer.bos_token
     lines = [
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",

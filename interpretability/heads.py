@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from thinker.evaluation.perplexity import ratio
 from thinker.model import Thinker
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
 
@@ -106,15 +107,15 @@ class Importance:
 def losses(model: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
     """The mean cross-entropy of each text, in nats a token: (N, T) -> (N,).
 
-    targets: (N, T), −1 where nothing is counted; unless given, each text's next tokens, the last having none.
+    targets: (N, T), IGNORE_INDEX where nothing is counted; unless given, each text's next tokens, the last having none.
     """
     return torch.cat([_losses(model, *some) for some in _batches(model, tokens, targets)])
 
 
 def _losses(model: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
     logits = model(tokens).float()  # (B, T, V)
-    nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-1)  # (B, T)
-    return nats.sum(dim=1) / (targets >= 0).sum(dim=1).clamp_min(1)
+    nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=IGNORE_INDEX)  # (B, T)
+    return nats.sum(dim=1) / (targets != IGNORE_INDEX).sum(dim=1).clamp_min(1)
 
 
 def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:

@@ -150,7 +150,7 @@ class Thinker(nn.Module):
 
         Args:
             tokens: (B, T) int64; or, instead, `embeddings`: (B, T, C).
-            targets: (B, T) int64, the token after each; −1 is not counted.
+            targets: (B, T) int64, the token after each; IGNORE_INDEX (−1) is not counted.
             cache: take the T positions as the next ones of what it holds, and add them to it. For inference:
                 no gradient flows.
             last_logits_only: compute the logits of the last position alone.

@@ -174,7 +174,7 @@ def measure(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: 
         stride = arguments.stride or length
         if max(length, stride) > longest:
             raise UserError(f"a --context of {max(length, stride)} is longer than the text, which has {longest} tokens")
-        windows = PackedDataset(tokens, length, packing, stride=stride, given=model.config.prefix)
+        windows = PackedDataset(tokens, length, packing, stride=stride, prefix_len=model.config.prefix)
         found.append(text_loss(model, windows, lengths, share=arguments.confidence, trained_length=trained))
     if arguments.png:
         draw(found[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")

@@ -8,10 +8,14 @@ from pathlib import Path
 import fork_server
 import pytest
 import torch
+from hypothesis import settings
 
 from thinker.model import Thinker, ThinkerConfig
 
 ROOT = Path(__file__).parents[1]
+
+settings.register_profile("thinker", deadline=None)  # a busy machine is no failure
+settings.load_profile("thinker")
 
 # Small enough to train in a second; overrides of tests/fixtures/base.yaml.
 TINY_OVERRIDES = [

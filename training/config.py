@@ -104,12 +104,12 @@ class DataSection(Section):
     tokenizer: str | None = None  # null: bpe:4096, or that of run.init_from
     seq_len: Annotated[int, Field(ge=2)] = 256
     packing: Literal["contiguous", "documents"] = "contiguous"
-    loss_on: Literal["all", "answers"] = "all"  # answers: of conversations, what the assistant says
+    assistant_only_loss: bool = False  # of conversations, learn only what the assistant says
     chat_template: str | None = None  # a Jinja file; null: the tokenizer's own
     document_masking: bool = False  # no token sees across a document's border, and positions begin anew there
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     max_documents: Positive | None = None
-    workers: Annotated[int, Field(ge=0, le=64)] = 1  # threads that make batches ahead; 0: made when they are needed
+    num_workers: Annotated[int, Field(ge=0, le=64)] = 1  # threads that make batches ahead; 0: made when they are needed
     cache_dir: str = ".cache"
 
 

@@ -33,7 +33,7 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
         module.register_forward_hook(_watch(found, name or "loss"))
     for row, number in enumerate(loader.sample_ids(step)):
         inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
-        given = (inputs, targets, loader.windows.documents(inputs))
+        given = (inputs, targets, loader.dataset.document_ids(inputs))
         given = [x if x is None else x.to(model.device) for x in given]
         loss_sum, count = copy(given[0], targets=given[1], document_ids=given[2])
         loss = loss_sum / max(int(count), 1)

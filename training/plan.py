@@ -13,7 +13,7 @@ from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
 from thinker.training.config import Config
-from thinker.training.corpus import prepare_corpus
+from thinker.training.corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_estimate import free_memory, predict_memory
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
@@ -46,7 +46,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     device = choose_device(config.train.device)
     resolve_precision(config, device, None)
     tokenizer = load_initial_model(config)[1]
-    size = config.model.vocab_size or prepare_corpus(config, tokenizer).tokenizer.vocab_size
+    size = config.model.vocab_size or prepare_training_data(config, tokenizer).tokenizer.vocab_size
     model_config = config.thinker_config(size)
     configure_backend(device)
     resolve_micro_batch(config, model_config, device, None)

@@ -35,6 +35,6 @@ def report(run: RunDirectory, state: RunState, prefix: int = 0, talks: bool = Fa
     print(f"loss curve {picture}")
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    prompt = f' --prompt "at least {prefix} tokens of text"' if prefix else ""  # the boundary token is one
+    prompt = f' --prompt "at least {prefix} tokens of text"' if prefix else ""  # the BOS token is one
     prompt = ' --chat --prompt "your message"' if talks else prompt
     print(f"sample from it: {python} generate.py {run.path}{prompt}")

@@ -67,19 +67,19 @@ class TrainingStep:
             for part in range(0, rows := len(batch.inputs), size):
                 x, y, documents = (
                     whole if whole is None else whole[part : part + size].to(self.device, non_blocking=True)  # (b, T)
-                    for whole in (batch.inputs, batch.targets, batch.documents)
+                    for whole in (batch.inputs, batch.targets, batch.document_ids)
                 )
                 with gradient_sync(self.parallel_model, now=part + size >= rows):
                     with offload() if train.offload_activations else contextlib.nullcontext():
                         loss_sum, _ = self.parallel_model(x, targets=y, document_ids=documents)
-                    self.scaler.scale(loss_sum / max(batch.count, 1)).backward()
+                    self.scaler.scale(loss_sum / max(batch.n_targets, 1)).backward()
                 total += loss_sum.detach()
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
         grad_norm = clip(self.model, train.grad_clip)
         if self.dist.world_size > 1:
             torch.distributed.all_reduce(total)
-        loss = total / max(batch.count, 1)
+        loss = total / max(batch.n_targets, 1)
         self.optimizers.step(self.skip(loss, grad_norm) if self.guarded else None)
         self.scaler.update()
         self.optimizers.zero_grad()

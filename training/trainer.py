@@ -26,7 +26,7 @@ from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
 from thinker.training.config import Config
-from thinker.training.corpus import prepare_corpus
+from thinker.training.corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.nonfinite import diagnose, finite, plain, write_report
@@ -72,7 +72,7 @@ class Trainer:
         chosen = before.chosen if before else None
         resolve_precision(config, self.device, chosen, dist)
         with dist.main_process_first():
-            self.corpus = prepare_corpus(config, tokenizer)
+            self.corpus = prepare_training_data(config, tokenizer)
         model_config = config.thinker_config(self.corpus.tokenizer.vocab_size)
         config.model = type(config.model)(**model_config.to_dict())  # model_config.yaml shall name every width and rate
         config.optimizer = resolve_learning_rates(
@@ -85,15 +85,15 @@ class Trainer:
         rows = resolve_parallelism(config, model_config, self.device, dist)
         resolve_micro_batch(config, model_config, self.device, chosen, dist)
         aligned = "documents" if config.data.source == "tales" else config.data.packing
-        seen = {"isolate": config.data.document_masking, "given": model_config.prefix}
+        masking = {"document_masking": config.data.document_masking, "prefix_len": model_config.prefix}
         self.loader = BatchLoader(
-            PackedDataset(self.corpus.train, config.data.seq_len, config.data.packing, **seen),
+            PackedDataset(self.corpus.train, config.data.seq_len, config.data.packing, **masking),
             train.batch_size,
             config.run.seed,
         )
-        self.batches = Prefetcher(self.loader, self.device.type == "cuda", rows, config.data.workers)
+        self.batches = Prefetcher(self.loader, self.device.type == "cuda", rows, config.data.num_workers)
         self.evaluator = Evaluator(
-            PackedDataset(self.corpus.val, config.data.seq_len, aligned, **seen),
+            PackedDataset(self.corpus.val, config.data.seq_len, aligned, **masking),
             train.micro_batch_size,
             token_byte_lengths(self.corpus.tokenizer),
             train.eval_sequences,
@@ -225,7 +225,7 @@ class Trainer:
         loss, grad_norm = self.train_step(self.batch, factor)
         self.unread.append(torch.stack((loss, grad_norm)))
         state.step += 1
-        state.tokens += self.batch.count
+        state.tokens += self.batch.n_targets
         due = state.step % self.config.train.log_every == 0
         if due:
             self.read_losses()  # the device has finished
@@ -241,8 +241,8 @@ class Trainer:
         """
         batch = self.batches.batch(self.state.step)
         elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
-        counts, clocks, signals = zip(*self.dist.all_gather_scalars(batch.count, elapsed, self.interrupt.number))
-        self.batch = batch._replace(count=int(sum(counts)))
+        counts, clocks, signals = zip(*self.dist.all_gather_scalars(batch.n_targets, elapsed, self.interrupt.number))
+        self.batch = batch._replace(n_targets=int(sum(counts)))
         self.state.elapsed_s, self.agreed = clocks[0], int(max(signals))
 
     @property

@@ -18,7 +18,7 @@ from thinker.interop.load import run_of
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.training.config import Config, load_config
-from thinker.training.corpus import prepare_corpus
+from thinker.training.corpus import prepare_training_data
 
 
 def config_of(folder: Path) -> Config | None:
@@ -37,7 +37,7 @@ def held_out(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Config, T
     if config is None:
         raise UserError(f"{folder} lies in no run directory, whose text could be taken; say which with {option}")
     own = config.run.init_from is not None or config.data.chat_template is not None
-    corpus = prepare_corpus(config, tokenizer if own else None)
+    corpus = prepare_training_data(config, tokenizer if own else None)
     if corpus.tokenizer.content_hash != load_tokenizer(run_of(folder)).content_hash:
         raise UserError(f"the text of data.source={config.data.source} is not that of the training; give {option}")
     return config, corpus.val
@@ -67,7 +67,8 @@ def sample_texts(
 ) -> tuple[Tensor, Tensor]:
     """At most n windows of a text file, or of what the run in `folder` was validated on: tokens and targets, (N, T).
 
-    They lie evenly over the text, or over as much of a file's beginning. Targets are −1 where nothing is counted.
+    They lie evenly over the text, or over as much of a file's beginning. Targets are IGNORE_INDEX where no loss is
+    counted.
 
     Raises UserError where there are too few tokens.
     """
@@ -82,7 +83,7 @@ def sample_texts(
     T = min(T, total // 8)  # of a short text several windows all the same
     if T < 2:
         raise UserError(f"{path or 'the text'} has {total} tokens; there must be at least 16")
-    windows = PackedDataset(tokens, T, packing, given=model.config.prefix)
+    windows = PackedDataset(tokens, T, packing, prefix_len=model.config.prefix)
     pairs = [windows[int(i)] for i in np.linspace(0, len(windows) - 1, min(n, len(windows))).round()]
     inputs, targets = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs))  # (N, T) each
     return inputs, targets

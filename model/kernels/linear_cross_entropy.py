@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from thinker.runtime.constants import IGNORE_INDEX
+
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits held at once: what fits a core's cache, what fills a GPU
 CHUNK_ROWS = 256  # at least: each chunk also reads and writes the whole gradient of the weight
 
@@ -30,7 +32,7 @@ class _HeadLoss(torch.autograd.Function):
         rows = max(CHUNK_ROWS, CHUNK_ELEMENTS.get(x.device.type, 2**24) // w.shape[0])
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            counted = targets[part] >= 0  # (n,)
+            counted = targets[part] != IGNORE_INDEX  # (n,)
             target = targets[part].clamp(min=0)[:, None]  # (n, 1)
             log_probs = F.linear(x[part], w).float().log_softmax(dim=-1)  # (n, V)
             total -= (log_probs.gather(1, target)[:, 0] * counted).sum()
@@ -67,9 +69,9 @@ def linear_cross_entropy(
     Args:
         x: (B, T, C), after the last norm; its dtype is that of the matrix products.
         weight: (V, C), in any precision.
-        targets: (B, T) int64; −1 is not counted.
+        targets: (B, T) int64; IGNORE_INDEX is not counted.
         cast: the weight in x's dtype, where the caller has it already.
 
     Returns: the sum of the losses in nats (fp32 scalar) and the number of targets counted (int64 scalar).
     """
-    return _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), cast), (targets >= 0).sum()
+    return _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), cast), (targets != IGNORE_INDEX).sum()

@@ -82,14 +82,14 @@ def test_windows_reproduce_the_stream(packing, lengths, seq_len, shard_tokens, m
         assert inputs.shape == targets.shape == (seq_len,)
         used = int((targets >= 0).sum())
         assert used > 0
-        assert (targets[:used] >= 0).all()  # padding comes last, and is the boundary
+        assert (targets[:used] >= 0).all()  # padding comes last, and is the BOS token
         assert (inputs[used:] == BOS).all()
         assert inputs[1:used].tolist() == targets[: used - 1].tolist()
         stream += [*inputs[:1].tolist(), *targets[:used].tolist()] if not stream else targets[:used].tolist()
         counted += used
-    boundary = [int(shard.tokens[0]) for shard in tokens.shards]
+    first_tokens = [int(shard.tokens[0]) for shard in tokens.shards]
     whole = [token for shard in tokens.shards for token in shard.tokens[1:].tolist()]
-    assert stream == [boundary[0], *whole]  # each token is a target once: only the first boundaries are given
+    assert stream == [first_tokens[0], *whole]  # each token is a target once: only the first BOS token is not
     assert counted == windows.n_targets == sum(lengths) + len(lengths)
     assert windows.longest_document == max(lengths) + 1
 
@@ -212,7 +212,7 @@ def test_no_floor_where_none_is_known(make_tokens):
 
 @PACKINGS
 def test_a_corpus_shorter_than_one_window(packing, make_tokens):
-    tokens = make_tokens([4, 3])  # 10 tokens with its boundaries... bos 4, bos 3, bos
+    tokens = make_tokens([4, 3])  # 10 tokens: BOS, 4, BOS, 3, BOS
     assert tokens.n_tokens == 10
     BatchLoader(PackedDataset(tokens, 9, packing), 2, 0)
     with pytest.raises(UserError, match=r"10 tokens.*data.seq_len=10 takes 11; lower data.seq_len or add text"):
@@ -239,19 +239,19 @@ def test_order_uses_every_window_equally_over_epochs(make_tokens):
 @given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
 def test_documents_are_numbered_from_border_to_border(lengths, seq_len, shard_tokens, make_tokens):
     tokens = make_tokens(lengths, shard_tokens=shard_tokens)
-    windows = PackedDataset(tokens, seq_len, "contiguous", isolate=True)
-    assert PackedDataset(tokens, seq_len, "contiguous").documents(torch.zeros(1, seq_len, dtype=torch.long)) is None
+    windows = PackedDataset(tokens, seq_len, "contiguous", document_masking=True)
+    assert PackedDataset(tokens, seq_len, "contiguous").document_ids(torch.zeros(1, seq_len, dtype=torch.long)) is None
     inputs, _ = windows.batch(range(len(windows)))
-    numbers = windows.documents(inputs)
+    numbers = windows.document_ids(inputs)
     assert numbers.shape == inputs.shape
     same = numbers[:, 1:] == numbers[:, :-1]
-    assert torch.equal(same, inputs[:, 1:] != BOS)  # a new one wherever a boundary stands, and nowhere else
+    assert torch.equal(same, inputs[:, 1:] != BOS)  # a new one at each BOS token, and nowhere else
 
 
 def test_the_first_tokens_of_a_window_can_be_given(make_tokens):
     tokens = make_tokens([40])
     inputs, targets = PackedDataset(tokens, 10, "contiguous")[1]
-    given_inputs, given_targets = PackedDataset(tokens, 10, "contiguous", given=4)[1]
+    given_inputs, given_targets = PackedDataset(tokens, 10, "contiguous", prefix_len=4)[1]
     assert given_inputs.tolist() == inputs.tolist()
     assert given_targets.tolist() == [-1, -1, -1, *targets[3:]]
 

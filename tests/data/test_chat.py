@@ -8,10 +8,11 @@ import pytest
 from tokenizers import AddedToken
 
 from thinker.data import chat, tokenizer_conversion
-from thinker.data.batches import IGNORED, PackedDataset
-from thinker.data.corpus import prepare
+from thinker.data.batches import PackedDataset
+from thinker.data.corpus import prepare_corpus
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -79,7 +80,7 @@ def test_the_tokens_and_the_mask_of_transformers(folder, tokenizer):
     assert plain_answers.tolist() == answers.tolist()
     assert chat.render(tokenizer, TALK) == theirs.apply_chat_template(TALK, tokenize=False)
     asked = theirs.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert chat.ask(tokenizer, TALK[:2])[-len(asked) :] == asked
+    assert chat.encode_prompt(tokenizer, TALK[:2])[-len(asked) :] == asked
     answered = text_of(tokenizer, ids[answers].tolist())
     assert answered == "Under the dog 🐕.<|im_end|>On the mat, don't you see?<|im_end|>"
 
@@ -152,34 +153,34 @@ def rows(tmp_path):
 @pytest.mark.parametrize("packing", ["contiguous", "documents"])
 def test_only_answers_are_targets(tmp_path, tokenizer, rows, packing):
     options = {"source": "jsonl", "path": str(rows), "tokenizer": tokenizer, "cache_dir": tmp_path, "progress": False}
-    corpus = prepare(**options, loss_on="answers", val_fraction=0.2)
+    corpus = prepare_corpus(**options, assistant_only_loss=True, val_fraction=0.2)
     windows = PackedDataset(corpus.train, 64, packing)
     learned = []
     for index in range(len(windows)):
         inputs, targets = windows[index]
-        counted = targets != IGNORED
+        counted = targets != IGNORE_INDEX
         learned += targets[counted].tolist()
         assert (targets[:-1][counted[:-1]] == inputs[1:][counted[:-1]]).all()
     text = text_of(tokenizer, learned)
     assert text.count("<|im_end|>") == corpus.train.n_documents
     assert set(text.replace("<|im_end|>", "").split(".")) <= {*(f"It is {i * i}" for i in range(60)), ""}
     assert windows.n_targets == len(learned)
-    everything = prepare(**options, val_fraction=0.2)
+    everything = prepare_corpus(**options, val_fraction=0.2)
     assert everything.sha256 != corpus.sha256
     assert PackedDataset(everything.train, 64, packing).n_targets > 2 * len(learned)
-    again = prepare(**options, loss_on="answers", val_fraction=0.2)
+    again = prepare_corpus(**options, assistant_only_loss=True, val_fraction=0.2)
     assert (again.folder, again.sha256) == (corpus.folder, corpus.sha256)
 
 
 def test_an_answer_that_the_boundary_ends_learns_the_boundary(tmp_path, rows):
-    """Of a tokenizer made here, whose template writes no end: the boundary after the conversation is it."""
+    """Of a tokenizer made here, whose template writes no end: the BOS token after the conversation is it."""
     plain = make_tokenizer("byte", []).with_chat_template(OPEN)
-    corpus = prepare(
-        source="jsonl", path=str(rows), tokenizer=plain, cache_dir=tmp_path, progress=False, loss_on="answers",
+    corpus = prepare_corpus(
+        source="jsonl", path=str(rows), tokenizer=plain, cache_dir=tmp_path, progress=False, assistant_only_loss=True,
         val_fraction=0.2,
     )  # fmt: skip
     inputs, targets = PackedDataset(corpus.train, 64, "documents")[0]
-    counted = targets[targets != IGNORED]
+    counted = targets[targets != IGNORE_INDEX]
     assert counted[-1] == plain.bos_id or plain.bos_id in counted
     assert plain.decode(counted.tolist()).startswith("It is ")
     assert inputs[0] == plain.bos_id
@@ -187,33 +188,38 @@ def test_an_answer_that_the_boundary_ends_learns_the_boundary(tmp_path, rows):
 
 
 def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, rows):
-    """Of a tokenizer with an end beside its boundary; the boundary is no target."""
+    """Of a tokenizer with an EOS token beside its BOS token, which is no target."""
     base = make_tokenizer("byte", [])
     tokens = [base.token_bytes(i) for i in range(256)] + [None, None]
     plain = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos=[257])
     within = OPEN.replace("m.content", "(bos_token if m.role == 'user' else '') + m.content")
     for template, conversation in [(OPEN, ""), (within, "<s>")]:
-        corpus = prepare(
+        corpus = prepare_corpus(
             source="jsonl", path=str(rows), tokenizer=plain.with_chat_template(template), cache_dir=tmp_path,
-            progress=False, loss_on="answers", val_fraction=0.2,
+            progress=False, assistant_only_loss=True, val_fraction=0.2,
         )  # fmt: skip
         windows = PackedDataset(corpus.train, 64, "documents")
-        learned = [targets[targets != IGNORED] for _, targets in (windows[i] for i in range(len(windows)))]
+        learned = [targets[targets != IGNORE_INDEX] for _, targets in (windows[i] for i in range(len(windows)))]
         text = text_of(plain, np.concatenate(learned).tolist())
         assert text.count("It is") == text.count(".</s>") == corpus.train.n_documents
         assert "<s>" not in text
         assert windows.n_targets == sum(map(len, learned))
         if conversation:
-            everything = prepare(source="jsonl", path=str(rows), tokenizer=corpus.tokenizer, cache_dir=tmp_path,
+            everything = prepare_corpus(source="jsonl", path=str(rows), tokenizer=corpus.tokenizer, cache_dir=tmp_path,
                                  progress=False, val_fraction=0.2)  # fmt: skip
             all_windows = PackedDataset(everything.train, 64, "documents")
-            counted = sum(int((all_windows[i][1] != IGNORED).sum()) for i in range(len(all_windows)))
+            counted = sum(int((all_windows[i][1] != IGNORE_INDEX).sum()) for i in range(len(all_windows)))
             assert all_windows.n_targets == counted > windows.n_targets
-            with pytest.raises(UserError, match="boundary token within conversations"):
-                PackedDataset(corpus.train, 64, "documents", isolate=True)
+            with pytest.raises(UserError, match="BOS token within conversations"):
+                PackedDataset(corpus.train, 64, "documents", document_masking=True)
         else:
             inputs, _ = windows.batch([0])
-            starts = PackedDataset(corpus.train, 64, "documents", isolate=True).documents(inputs).diff(dim=1).nonzero()
+            starts = (
+                PackedDataset(corpus.train, 64, "documents", document_masking=True)
+                .document_ids(inputs)
+                .diff(dim=1)
+                .nonzero()
+            )
             assert (inputs[:, 1:][starts[:, 0], starts[:, 1]] == 256).all()
 
 
@@ -231,6 +237,11 @@ def test_rows_that_are_no_conversations_are_named(tmp_path, tokenizer, lines, me
     path = tmp_path / "talk.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match=message):
-        prepare(
-            source="jsonl", path=str(path), tokenizer=tokenizer, cache_dir=tmp_path, progress=False, loss_on="answers"
+        prepare_corpus(
+            source="jsonl",
+            path=str(path),
+            tokenizer=tokenizer,
+            cache_dir=tmp_path,
+            progress=False,
+            assistant_only_loss=True,
         )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.corpus import prepare
+from thinker.data.corpus import prepare_corpus
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 
@@ -27,7 +27,7 @@ def write_jsonl(path, texts):
 @pytest.fixture
 def quick(tmp_path):
     """Prepare with a small tokenizer, quietly, and a cache of the test's own."""
-    return lambda **options: prepare(
+    return lambda **options: prepare_corpus(
         **{"tokenizer": "byte", "cache_dir": tmp_path / "cache", "progress": False, **options}
     )
 
@@ -55,7 +55,7 @@ def test_the_end_of_a_single_text_is_for_validation(tmp_path_factory):
         data = text.encode()
         (folder / "a.txt").write_bytes(data)
         options = {"source": "text", "path": str(folder), "tokenizer": "byte", "progress": False}
-        corpus = prepare(**options, val_fraction=fraction, cache_dir=folder / "cache")
+        corpus = prepare_corpus(**options, val_fraction=fraction, cache_dir=folder / "cache")
         (train,), (val,) = documents(corpus, corpus.train), documents(corpus, corpus.val)
         assert (train + val).encode() == data
         assert abs(len(val.encode()) - fraction * len(data)) <= 4.5  # half a byte of rounding, and a character
@@ -94,12 +94,12 @@ def test_bpe_on_pysource_keeps_the_text(quick):
 
 
 def test_repeats_know_their_log_probability(quick):
-    corpus = quick(source="repeats", max_documents=300, tokenizer="char")
+    corpus = quick(source="repeated_random", max_documents=300, tokenizer="char")
     assert corpus.val.shards[0].log_probs.shape == (corpus.val.n_documents,)
     assert (corpus.val.shards[0].log_probs < -16 * 4.5).all()
     for wrong in ("bpe:300", str(make_tokenizer("bpe:258", ["aaaa"]).save(corpus.folder))):
-        with pytest.raises(UserError, match="data.source=repeats needs byte or char"):
-            quick(source="repeats", max_documents=300, tokenizer=wrong)
+        with pytest.raises(UserError, match="data.source=repeated_random needs byte or char"):
+            quick(source="repeated_random", max_documents=300, tokenizer=wrong)
 
 
 def test_the_second_start_reads_no_source(tmp_path, quick, capfd):

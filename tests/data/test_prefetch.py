@@ -12,9 +12,9 @@ class Numbers:
     """A loader whose batch says its step."""
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.asked, self.windows = seconds, [], self
+        self.seconds, self.asked, self.dataset = seconds, [], self
 
-    def documents(self, inputs):
+    def document_ids(self, inputs):
         return inputs + 1
 
     def batch(self, step, rows=slice(None)):
@@ -25,25 +25,25 @@ class Numbers:
         return torch.full((2, 3), step)[rows], torch.tensor([[step, step, -1], [-1, -1, step]])[rows]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 5])
-def test_batches_are_those_of_the_loader_in_any_order(workers):
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 5])
+def test_batches_are_those_of_the_loader_in_any_order(num_workers):
     loader = Numbers()
-    ahead = Prefetcher(loader, workers=workers)
+    ahead = Prefetcher(loader, num_workers=num_workers)
     for step in [0, 1, 2, 7, 3, 3]:
         batch = ahead.batch(step)
         assert (batch.inputs == step).all()
         assert batch.targets.tolist() == [[step, step, -1], [-1, -1, step]]
-        assert batch.count == 3
-        assert (batch.documents == step + 1).all()
+        assert batch.n_targets == 3
+        assert (batch.document_ids == step + 1).all()
     ahead.close()
     assert sorted(loader.asked)[:3] == [0, 1, 2]  # each once
 
 
 def test_a_rank_gets_its_rows():
-    ahead = Prefetcher(Numbers(), rows=slice(1, 2), workers=0)
+    ahead = Prefetcher(Numbers(), rows=slice(1, 2), num_workers=0)
     batch = ahead.batch(4)
     assert batch.targets.tolist() == [[-1, -1, 4]]
-    assert batch.count == 1
+    assert batch.n_targets == 1
     ahead.close()
 
 

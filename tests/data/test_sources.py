@@ -47,7 +47,7 @@ def test_tales_are_the_stories_of_the_seed():
     source = open_source("tales", max_documents=5, seed=3)
     first, again = list(source.documents()), list(source.documents())
     assert first == again
-    stories = [tales.tell(3, i) for i in range(5)]
+    stories = [tales.generate_story(3, i) for i in range(5)]
     assert [(d.text, d.log_prob) for d in first] == [(story.text, story.log_prob) for story in stories]
     assert source.n_documents == 5
     assert open_source("tales").n_documents == GENERATED_DOCUMENTS
@@ -55,7 +55,7 @@ def test_tales_are_the_stories_of_the_seed():
 
 
 def test_repeats_say_everything_twice_and_know_their_probability():
-    source = open_source("repeats", max_documents=2000, seed=1)
+    source = open_source("repeated_random", max_documents=2000, seed=1)
     documents = list(source.documents())
     assert documents == list(source.documents())
     lengths = Counter()
@@ -68,8 +68,8 @@ def test_repeats_say_everything_twice_and_know_their_probability():
     assert sorted(lengths) == list(range(16, 65))
     assert max(lengths.values()) < 80  # 41 on average
     assert len({d.text for d in documents}) == 2000
-    assert list(itertools.islice(open_source("repeats", seed=2).documents(), 9)) != documents[:9]
-    assert key("repeats", seed=1) != key("repeats", seed=2)
+    assert list(itertools.islice(open_source("repeated_random", seed=2).documents(), 9)) != documents[:9]
+    assert key("repeated_random", seed=1) != key("repeated_random", seed=2)
 
 
 # Files of text
@@ -219,7 +219,7 @@ def test_damaged_tables(tmp_path, name, content, capfd):
         ("tale", {}, "there are tales, pysource, .*did you mean tales"),
         ("tales", {"path": "x"}, "data.path is set, but data.source=tales does not read it"),
         ("pysource", {"config": "x"}, "data.config is set"),
-        ("repeats", {"column": "x"}, "data.column is set"),
+        ("repeated_random", {"column": "x"}, "data.column is set"),
         ("text", {"path": "x", "split": "test"}, "data.split is set"),
         ("jsonl", {"path": "x", "streaming": False}, "data.streaming is set"),
         ("parquet", {"path": "x", "config": "x"}, "data.config is set"),

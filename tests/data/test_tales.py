@@ -32,7 +32,7 @@ def count_stories() -> int:
     """The number of different stories: exact, as each has one derivation."""
 
     def of_op(op: tales.Op) -> int:
-        return of(op.rule) if isinstance(op, tales.Call) else len(op.items) if isinstance(op, tales.Draw) else 1
+        return of(op.rule) if isinstance(op, tales.Call) else len(op.items) if isinstance(op, tales.SampleWord) else 1
 
     def of(rule: tales.Rule) -> int:
         return sum(math.prod(map(of_op, ops)) for ops in rule.alternatives)
@@ -63,7 +63,7 @@ def vocabulary() -> set[str]:
         for ops in rule.alternatives:
             words.update(word for word in tales.WORD.findall(_skeleton(ops).lower()) if "_" not in word)
             for op in ops:
-                if isinstance(op, tales.Draw):
+                if isinstance(op, tales.SampleWord):
                     words.update(word for surface in op.by_surface for word in surface.lower().split())
     for items in tales.GRAMMAR.lists.values():
         words.update(form.lower() for item in items for key, form in item.items() if key.startswith("."))
@@ -80,7 +80,7 @@ def _skeleton(ops: tuple[tales.Op, ...]) -> str:
 
 @pytest.fixture(scope="module")
 def stories() -> list[tales.Story]:
-    return [tales.tell(SEED, index) for index in range(3000)]
+    return [tales.generate_story(SEED, index) for index in range(3000)]
 
 
 def far_recalls(story: tales.Story) -> list[float]:
@@ -100,19 +100,19 @@ def far_recalls(story: tales.Story) -> list[float]:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(), st.integers(min_value=0))
 def test_a_story_is_a_pure_function_of_seed_and_index(seed, index):
-    story = tales.tell(seed, index)
-    assert story == tales.tell(seed, index)
+    story = tales.generate_story(seed, index)
+    assert story == tales.generate_story(seed, index)
     assert tales.parse(story.text) == story
 
 
 def test_stories_of_another_seed_or_index_differ(stories):
-    texts = {story.text for story in stories} | {tales.tell(SEED + 1, index).text for index in range(500)}
+    texts = {story.text for story in stories} | {tales.generate_story(SEED + 1, index).text for index in range(500)}
     assert len(texts) == len(stories) + 500
 
 
 def test_a_known_story_stays_the_same():
     """The corpus is part of what a trained model means: a change of the stream must be noticed here."""
-    assert tales.tell(0, 0).text.split("\n\n")[0] == (
+    assert tales.generate_story(0, 0).text.split("\n\n")[0] == (
         "Once upon a time, there was a tidy, plucky boy named Leon. "
         "His grandmother loved baking, and the sheepdog Twiglet came from Wick."
     )

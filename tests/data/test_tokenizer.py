@@ -170,7 +170,7 @@ def _encoded(data):
 
 
 CHANGES = {
-    "format": lambda c: c.update(format=2),
+    "format": lambda c: c.update(format=3),
     "missing key": lambda c: c.pop("pattern"),
     "extra key": lambda c: c.update(more=1),
     "type": lambda c: c.update(tokens="abc"),
@@ -184,7 +184,7 @@ CHANGES = {
     "special negative": lambda c: c["special_tokens"].update({"<|x|>": -1}),
     "special no integer": lambda c: c["special_tokens"].update({"<|x|>": True}),
     "special without a name": lambda c: c["special_tokens"].update({"": 599}),
-    "boundary": lambda c: c.update(boundary="<|eos|>"),
+    "BOS token": lambda c: c.update(bos_token="<|eos|>"),
     "trailing gap": lambda c: c["tokens"].append(None),
     "pattern": lambda c: c.update(pattern="(?s."),
 }
@@ -258,7 +258,7 @@ def test_a_named_encoding_is_saved_with_its_ranks_and_opens_without_tiktokens_fi
     assert done.stdout.strip() == "[256, 258] 258 'he'", done.stderr
     loaded = Tokenizer.load(tmp_path)
     assert loaded.kind == "tiktoken:local"
-    assert (loaded.vocab_size, loaded.eos_id, loaded.boundary) == (259, 258, "<|endoftext|>")
+    assert (loaded.vocab_size, loaded.eos_id, loaded.bos_token) == (259, 258, "<|endoftext|>")
     assert loaded.encode("he hé") == [256, ord(" "), ord("h"), 0xC3, 0xA9]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinker.data.batches import PackedDataset
-from thinker.data.corpus import prepare
+from thinker.data.corpus import prepare_corpus
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.long_context import long_windows, loss_by_position, stretch
 from thinker.evaluation.loss import Evaluator
@@ -20,7 +20,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 16}
 
 @pytest.fixture(scope="module")
 def corpus(text_file, tmp_path_factory):
-    return prepare(source="text", path=str(text_file), tokenizer="byte", cache_dir=tmp_path_factory.mktemp("c"))
+    return prepare_corpus(source="text", path=str(text_file), tokenizer="byte", cache_dir=tmp_path_factory.mktemp("c"))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def by_hand(model, windows, n):
     for index in range(n):
         inputs, targets = (torch.from_numpy(x) for x in windows[index])
         with torch.no_grad():
-            logits = model(inputs[None], documents=windows.documents(inputs[None]))[0]
+            logits = model(inputs[None], documents=windows.document_ids(inputs[None]))[0]
         known = logits.double().log_softmax(dim=-1)
         rows.append([-known[at, y].item() if y >= 0 else None for at, y in enumerate(targets.tolist())])
     return rows
@@ -66,9 +66,9 @@ def test_every_position_by_hand(random_model, corpus, form):
 
 
 def test_documents_that_are_isolated(random_model, tmp_path):
-    corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
+    corpus = prepare_corpus(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
     model = random_model(vocab_size=257, max_seq_len=256)
-    windows = PackedDataset(corpus.val, 1024, "contiguous", isolate=True)
+    windows = PackedDataset(corpus.val, 1024, "contiguous", document_masking=True)
     found = loss_by_position(model, windows, 1, limit=1)
     assert found.by_position.tolist() == pytest.approx(by_hand(model, windows, 1)[0], rel=1e-4)
 

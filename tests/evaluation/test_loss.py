@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinker.data.batches import PackedDataset
-from thinker.data.corpus import prepare
+from thinker.data.corpus import prepare_corpus
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.model import Thinker, ThinkerConfig
@@ -14,7 +14,9 @@ from thinker.model import Thinker, ThinkerConfig
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return prepare(source="tales", max_documents=300, tokenizer="bpe:600", cache_dir=tmp_path_factory.mktemp("c"))
+    return prepare_corpus(
+        source="tales", max_documents=300, tokenizer="bpe:600", cache_dir=tmp_path_factory.mktemp("c")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, model):
 
 
 def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, model):
-    windows = PackedDataset(corpus.val, 500, "documents", isolate=True)
+    windows = PackedDataset(corpus.val, 500, "documents", document_masking=True)
     found = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(model)
     model.eval()
     with torch.no_grad():
@@ -85,7 +87,7 @@ def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, model):
 
 def test_what_is_given_is_not_counted_and_has_no_floor(corpus, model):
     lengths, limit = token_byte_lengths(corpus.tokenizer), 2
-    windows = PackedDataset(corpus.val, 500, "documents", given=20)
+    windows = PackedDataset(corpus.val, 500, "documents", prefix_len=20)
     evaluator = Evaluator(windows, 3, lengths, limit)
     assert evaluator.floor is None
     found = evaluator(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinker.data import tales
-from thinker.data.corpus import prepare
+from thinker.data.corpus import prepare_corpus
 from thinker.evaluation import needle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     cache = tmp_path_factory.mktemp("c")
-    return {spec: prepare(source="tales", max_documents=3000, tokenizer=spec, cache_dir=cache, progress=False)
+    return {spec: prepare_corpus(source="tales", max_documents=3000, tokenizer=spec, cache_dir=cache, progress=False)
             for spec in ("bpe:2500", "byte")}  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def pattern(ops):
                 parts.append(re.escape(text))
             case tales.Call(rule):
                 parts.append("(?:" + "|".join(map(pattern, rule.alternatives)) + ")")
-            case tales.Draw():
+            case tales.SampleWord():
                 parts.append("(?:" + "|".join(sorted(map(re.escape, op.by_surface), reverse=True)) + ")")
             case _:
                 parts.append(r"[\w-]+")
@@ -48,14 +48,14 @@ def pattern(ops):
 @pytest.mark.parametrize("spec", ["bpe", "byte"])
 @pytest.mark.parametrize("distance", [16, 32, 128, 300, 1000])
 def test_a_needle_is_what_it_says(request, monkeypatch, spec, distance):
-    tokenizer, told, tell = request.getfixturevalue(spec), {}, tales.tell
+    tokenizer, told, tell = request.getfixturevalue(spec), {}, tales.generate_story
 
     def remember(seed, index):
         story = tell(seed, index)
         told[story.text.split("\n\n")[0]] = story
         return story
 
-    monkeypatch.setattr(tales, "tell", remember)
+    monkeypatch.setattr(tales, "generate_story", remember)
     needles = needle.make_needles(tokenizer, distance, 12, seed=1)
     if spec == "byte" and distance <= 32:
         assert len(needles) < 3  # no story comes back to anything within a dozen letters

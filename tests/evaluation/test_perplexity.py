@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.batches import IGNORED, PackedDataset, entropy_floor
+from thinker.data.batches import PackedDataset, entropy_floor
 from thinker.data.sources import open_source
 from thinker.data.tokenizer import Tokenizer, token_byte_lengths
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.evaluation.perplexity import ratio, student, text_loss, tokenize
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +35,7 @@ def model(random_model):
 
 
 def by_hand(model, length, stride):
-    """Nats of every token of TEXT and of the boundary after it, one window after the other, in plain Python."""
+    """Nats of every token of TEXT and of the BOS token after it, one window after the other, in plain Python."""
     ids = [BYTES.bos_id, *BYTES.encode(TEXT), BYTES.bos_id]
     nats = {}
     for start in range(0, len(ids) - 1, stride):
@@ -95,7 +96,7 @@ def test_every_token_is_counted_once_whatever_the_stride(length, stride, n):
     seen = []
     for index in range(len(windows)):
         inputs, targets = windows[index]
-        counted = targets != IGNORED
+        counted = targets != IGNORE_INDEX
         assert (targets[counted] == inputs[counted] + 1).all()
         seen += targets[counted].tolist()
     assert seen == list(range(1, n))
@@ -105,7 +106,7 @@ def test_a_stride_goes_with_contiguous_windows(tokens):
     with pytest.raises(UserError, match="contiguous"):
         PackedDataset(tokens, 32, "documents", stride=8)
     with pytest.raises(UserError, match="prefix"):
-        PackedDataset(tokens, 32, "contiguous", stride=8, given=4)
+        PackedDataset(tokens, 32, "contiguous", stride=8, prefix_len=4)
 
 
 @pytest.mark.parametrize(("n", "share"), [(2, 0.95), (3, 0.9), (12, 0.95), (60, 0.8)])
@@ -166,7 +167,7 @@ def test_of_conversations_the_answers_are_counted(model, tmp_path):
 
 
 def test_the_floor_counts_what_the_windows_count(tmp_path):
-    """Where texts end with a token of their own, the boundary behind it is no target."""
+    """Where texts end with a token of their own, the BOS token behind it is no target."""
     tokens = [BYTES.token_bytes(i) for i in range(256)] + [None, None]
     ended = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos=[257])
     for tokenizer in (BYTES, ended):

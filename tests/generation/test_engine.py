@@ -311,7 +311,7 @@ def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(model, wi
         assert completion.token_ids == alone.token_ids
         assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
         assert len(completion.token_ids) == own.max_new_tokens
-        # Every token was fed but the last; the boundary is one more than the prompt's bytes.
+        # Every token was fed but the last; the BOS token is one more than the prompt's bytes.
         fed = len(completion.prompt.encode()) + own.max_new_tokens
         assert completion.n_evicted == alone.n_evicted == max(0, fed - window - sinks)
         assert completion.logprobs == pytest.approx(

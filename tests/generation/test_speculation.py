@@ -162,7 +162,7 @@ def test_the_model_as_its_own_draft_is_right_every_time(model):
 
 @pytest.mark.parametrize("drafter", ["lookup", "itself"])
 def test_a_text_may_end_inside_a_draft(model, drafter):
-    # Some documents in the prompt, so that prompt lookup drafts the boundary between them.
+    # Some documents in the prompt, so that prompt lookup drafts the BOS token between them.
     document = [*b"ab", EOS]
     ends = []
     for options in ({}, {"speculate": 6, "draft": None if drafter == "lookup" else model}):
@@ -180,7 +180,7 @@ def test_a_text_may_end_inside_a_draft(model, drafter):
         ends.append(completions)
     assert_same(*ends)
     assert all(EOS not in c.token_ids[:-1] for c in completions)
-    # The boundary was a draft that came true, with others after it that no longer could.
+    # The BOS token was a draft that came true, with others after it that no longer could.
     inside = [c for c in completions if c.token_ids[-1] == EOS and c.drafted > c.accepted > 0]
     assert len(inside) > 3
     if drafter == "itself":  # every draft up to the end of the text is drawn, the end itself too

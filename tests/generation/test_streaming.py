@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from thinker.data.tokenizer import BOUNDARY, Tokenizer
+from thinker.data.tokenizer import BOS_TOKEN, Tokenizer
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation.streaming import TextStreamer
 
@@ -28,10 +28,10 @@ PARTS = [
 
 
 def tokens_for(pieces):
-    """A tokenizer in which every piece is one token (an empty one the boundary), and the pieces' ids."""
+    """A tokenizer in which every piece is one token (an empty one the BOS token), and the pieces' ids."""
     vocabulary = [bytes([b]) for b in range(256)]
     vocabulary += sorted({piece for piece in pieces if len(piece) > 1})
-    tokenizer = Tokenizer("bpe", [*vocabulary, None], {BOUNDARY: len(vocabulary)})
+    tokenizer = Tokenizer("bpe", [*vocabulary, None], {BOS_TOKEN: len(vocabulary)})
     ids = {token: i for i, token in enumerate(vocabulary)}
     return tokenizer, [ids.get(piece, tokenizer.bos_id) for piece in pieces]
 

@@ -390,5 +390,5 @@ def test_a_model_without_a_boundary_in_front_is_sampled_as_there(tmp_path):
     stops = [at for at, token in enumerate(expected) if token in (tokenizer.bos_id, 65)]
     assert found[0].token_ids == expected[: stops[0] + 1 if stops else 20]
     assert found[0].prompt_tokens == prompt.shape[1]
-    assert found[1].prompt_tokens == 1  # an empty prompt is the boundary alone
+    assert found[1].prompt_tokens == 1  # an empty prompt is the BOS token alone
     assert isinstance(ours, Thinker)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from thinker.checkpoint import checkpoint
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.corpus import prepare
+from thinker.data.corpus import prepare_corpus
 from thinker.data.shards import DamagedShard, Shard
 from thinker.data.tokenizer import FILE_NAME, Tokenizer
 from thinker.data.tokenizer import _hash as tokenizer_hash
@@ -117,7 +117,7 @@ def stage(tmp_path_factory, text_file):
     checkpoint.save(folder, step.model, state.model_dump(mode="json"), step.optimizers.tensors())
     (run.path / "config.yaml").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())
     run.log({"step": 1, "train_loss": 2.5})
-    corpus = prepare(source="text", path=text_file, tokenizer="byte", cache_dir=run.path / "c", progress=False)
+    corpus = prepare_corpus(source="text", path=text_file, tokenizer="byte", cache_dir=run.path / "c", progress=False)
     shutil.copy(corpus.train.shards[0].path, run.path / "shard")
     random_state = torch.get_rng_state()
     yield {

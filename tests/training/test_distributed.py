@@ -117,7 +117,7 @@ def test_gradients_in_bf16_are_as_good_as_one_process_has_them(parallel):
 @pytest.mark.parametrize(("size", "windows"), [(2, 5), (4, 2)])
 def test_ranks_evaluate_each_window_once_and_all_hear_of_a_signal(training, tmp_path, size, windows):
     """With batches of one window some ranks have none left; a signal to one rank ends the evaluation on all."""
-    folder, _ = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
+    folder, _ = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
     overrides = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={folder.parent / 'cache'}", "train.micro_batch_size=1"]
     overrides += [f"train.eval_sequences={windows}", "train.parallel=fsdp"]
     alone, told = (run(n, rank_workers.hear, str(folder.parent / "config.yaml"), overrides) for n in (1, size))
@@ -134,17 +134,22 @@ def joined_rows(parts):
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (2, 2), (4, 0), (4, 2)])
 def test_samples_do_not_depend_on_ranks_and_workers(training, size, workers):
-    _, alone = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
-    _, seen = training(size, "optimizer.name=adamw", f"data.workers={workers}", "optimizer.lr=0.003")
+    _, alone = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
+    _, seen = training(size, "optimizer.name=adamw", f"data.num_workers={workers}", "optimizer.lr=0.003")
     assert joined_rows(seen) == alone[0]
 
 
 def test_each_sample_comes_once_an_epoch_though_the_ranks_change(training, tmp_path):
     """2 ranks, then one process, then 4."""
-    _, alone = training(1, "optimizer.name=adamw", "data.workers=0", "optimizer.lr=0.003")
+    _, alone = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
     order = []
     for size, steps, parallel in ((2, 13, "fsdp"), (1, 30, "ddp"), (4, 50, "ddp")):
-        overrides = "optimizer.name=adamw", "data.workers=2", f"train.max_steps={steps}", f"train.parallel={parallel}"
+        overrides = (
+            "optimizer.name=adamw",
+            "data.num_workers=2",
+            f"train.max_steps={steps}",
+            f"train.parallel={parallel}",
+        )
         _, seen = training(size, f"run.dir={tmp_path}", *overrides)
         order += joined_rows(seen)
     assert order == alone[0]
@@ -191,7 +196,7 @@ def test_a_model_is_read_from_files_of_many_ranks(saved):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_go_on_to_the_bit(training, tmp_path, parallel):
     """In whatever order they sum: with two ranks there is only one."""
-    form = [f"train.parallel={parallel}", "data.workers=0", "train.save_every=10"]
+    form = [f"train.parallel={parallel}", "data.num_workers=0", "train.save_every=10"]
     for steps in (20, 50):
         training(4, f"run.dir={tmp_path}", *form, f"train.max_steps={steps}", "train.decay_fraction=0")
     straight, _ = training(4, *form, "train.decay_fraction=0")

@@ -5,7 +5,7 @@ import torch
 from conftest import ROOT
 
 from thinker.data.batches import BatchLoader, PackedDataset
-from thinker.data.corpus import prepare
+from thinker.data.corpus import prepare_corpus
 from thinker.data.prefetch import Batch
 from thinker.training.config import load_config
 from thinker.training.memory_estimate import predict_memory
@@ -32,15 +32,15 @@ def test_a_step_learns_from_each_document_alone():
 
 
 def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
-    corpus = prepare(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
+    corpus = prepare_corpus(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
     config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "data.document_masking=true"])
     model = draw(config.thinker_config(vocab_size=257), 1, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    loader = BatchLoader(PackedDataset(corpus.train, 1024, "contiguous", isolate=True), 2, seed=1)
+    loader = BatchLoader(PackedDataset(corpus.train, 1024, "contiguous", document_masking=True), 2, seed=1)
     samples = diagnose(model, loader, corpus.tokenizer, 0)["samples"]
     inputs, targets = loader.batch(0)
-    documents = loader.windows.documents(inputs)
+    documents = loader.dataset.document_ids(inputs)
     assert documents.max() > 1
     loss, _ = TrainingStep(model, config)(Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0)
     assert sum(sample["loss"] for sample in samples) / 2 == pytest.approx(float(loss), rel=1e-4)

@@ -67,9 +67,9 @@ def trainer(base, talks, tmp_path):
 
     def make(*overrides, folder="run"):
         given = [f"run.init_from={base}", f"run.dir={tmp_path / folder}", "data.source=jsonl", f"data.path={talks}",
-                 "data.loss_on=answers", "data.packing=documents", "data.seq_len=48", f"data.cache_dir={tmp_path}",
-                 "train.batch_size=8", "train.precision=fp32", "train.compile=false", "train.device=cpu",
-                 "train.eval_every=20", "optimizer.lr=0.01"]  # fmt: skip
+                 "data.assistant_only_loss=true", "data.packing=documents", "data.seq_len=48",
+                 f"data.cache_dir={tmp_path}", "train.batch_size=8", "train.precision=fp32",
+                 "train.compile=false", "train.device=cpu", "train.eval_every=20", "optimizer.lr=0.01"]  # fmt: skip
         return Trainer(load_config(config, [*given, *overrides]))
 
     return make

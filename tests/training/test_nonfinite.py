@@ -13,9 +13,9 @@ from training_runs import metrics
 
 from thinker.checkpoint import checkpoint
 from thinker.data.batches import BatchLoader, PackedDataset
-from thinker.data.corpus import prepare
+from thinker.data.corpus import prepare_corpus
 from thinker.training.config import load_config, validate_config
-from thinker.training.corpus import prepare_corpus
+from thinker.training.corpus import prepare_training_data
 from thinker.training.muon import Muon
 from thinker.training.nonfinite import diagnose
 from thinker.training.resume import RunState, restore
@@ -146,7 +146,7 @@ def test_where_fp16_overflows_the_scale_falls_and_the_step_is_no_bad_one():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_diagnosis_names_where_the_numbers_end_and_touches_nothing(text_file, tmp_path, random_model, value):
-    corpus = prepare(source="text", path=text_file, tokenizer="byte", cache_dir=tmp_path, progress=False)
+    corpus = prepare_corpus(source="text", path=text_file, tokenizer="byte", cache_dir=tmp_path, progress=False)
     loader = BatchLoader(PackedDataset(corpus.train, 16, "contiguous"), 3, 1)
     model = random_model(vocab_size=257).train()
     healthy = diagnose(model, loader, corpus.tokenizer, 5)
@@ -199,7 +199,7 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_p
     checkpoint.verify(run / "checkpoints" / "bad-00000002")
     # The samples are those of the step, and what was found stands beside each.
     config = load_config(train_args[1], [str(part) for part in train_args[2:]])
-    loader = BatchLoader(PackedDataset(prepare_corpus(config).train, 32, "contiguous"), 4, 1)
+    loader = BatchLoader(PackedDataset(prepare_training_data(config).train, 32, "contiguous"), 4, 1)
     assert report["sample_ids"] == loader.sample_ids(1) == [sample["id"] for sample in report["samples"]]
     assert all(sample["text"] and sample["loss"] is None for sample in report["samples"])
     assert report["first_not_finite"] == "loss"  # the head's huge weights
