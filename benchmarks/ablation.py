@@ -19,7 +19,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import BLUE, GREY, new_figure
 from thinker.training.config import load_config
 from thinker.training.optimizers import resolve_learning_rates
-from thinker.training.step import TrainingStep, draw
+from thinker.training.step import TrainingStep, build_model
 
 # token(46) is the full stop in both corpora.
 FORMS: dict[str, list[str]] = {
@@ -106,7 +106,7 @@ def time_forms(corpus: str, forms: dict[str, list[str]], rounds: int) -> dict[st
         config.train.micro_batch_size = config.train.batch_size
         model_config = config.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
         config.optimizer = resolve_learning_rates(config.optimizer, model_config, config.train.batch_size)
-        steps[name] = TrainingStep(draw(model_config, 1, device), config), config
+        steps[name] = TrainingStep(build_model(model_config, 1, device), config), config
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     for number in tqdm(range(rounds + 1), desc=f"timing on {corpus}"):
         for name, (step, config) in steps.items():

@@ -23,7 +23,7 @@ from thinker.model.patterns import CAUSAL, Linear, Pattern, TokenInfo, parse
 from thinker.runtime.device import DTYPES, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import new_figure
-from thinker.training.memory_estimate import Alive
+from thinker.training.memory_estimate import LiveTensorMeter
 
 FORMS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
          "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "linear(64)")  # fmt: skip
@@ -120,7 +120,7 @@ class Subject:
             places = TokenInfo(torch.arange(T, device=device))
             self.sight = look(pattern, places, places, H, dtype, aligned=True, kernel=kernel)
             seen = mean_keys(CAUSAL if pattern.by_score else pattern, T)  # all scores are needed to choose
-        with Alive(device) as alive:
+        with LiveTensorMeter(device) as alive:
             self.train()
         self.facts = {"length": T, "memory_bytes": alive.peak, "forward_flops": 4 * B * H * D * T * seen}
 

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def bare_step(trainer: Trainer) -> None:
     """As most loops have it: batch, step, the loss read and logged; nothing looked at, counted or kept for resuming."""
-    factor = trainer.lr_multiplier_at()
+    factor = trainer.lr_multiplier()
     batch = trainer.batches.batch(trainer.state.step)
     trainer.train_step.guarded = False
     loss, norm = trainer.train_step(batch, factor)

@@ -20,7 +20,7 @@ from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
 from thinker.training.corpus import prepare_training_data
 from thinker.training.metrics import MemoryMeter
-from thinker.training.schedule import lr_multiplier_at
+from thinker.training.schedule import lr_multiplier
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Gpt2(Training):
         loader = BatchLoader(PackedDataset(corpus.train, T, config.data.packing), train.batch_size, config.run.seed)
         tokens, start = 0, time.perf_counter()
         for step in tqdm(range(train.max_steps), desc=self.name):
-            factor = lr_multiplier_at(
+            factor = lr_multiplier(
                 step, step / train.max_steps, schedule=train.schedule, warmup_steps=train.warmup_steps,
                 decay_fraction=train.decay_fraction,
                 final=train.min_lr_ratio,

@@ -23,7 +23,7 @@ from thinker.runtime.device import DTYPES, choose_device, choose_precision, conf
 from thinker.runtime.plotting import BLUE, GREY, new_figure
 from thinker.training.config import validate_config
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
-from thinker.training.step import TrainingStep, draw
+from thinker.training.step import TrainingStep, build_model
 
 # layers, width, heads, vocabulary, T, sequences a step
 SHAPES = {
@@ -159,7 +159,7 @@ def ours(
                       "compile": compiled},
         }
     )  # fmt: skip
-    step = TrainingStep(draw(model_config, 0, device), config)
+    step = TrainingStep(build_model(model_config, 0, device), config)
     return lambda: step(batch, 0.1)[0]
 
 
@@ -167,7 +167,7 @@ def theirs(
     config: ThinkerConfig, device: torch.device, precision: str, compiled: bool, batch: Batch
 ) -> Callable[[], Tensor]:
     """A whole step of transformers' model: autocast, their own loss, clipping and fused AdamW."""
-    model: Any = as_transformers(draw(config, 0, torch.device("cpu"))).to(device).train()
+    model: Any = as_transformers(build_model(config, 0, torch.device("cpu"))).to(device).train()
     model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(model) if compiled else model

@@ -3,7 +3,7 @@
 A checkpoint is written under a temporary name, flushed to the disk, listed with its sizes and sha256 sums in a
 manifest, and only then renamed. Nothing is ever unpickled.
 
-    step-00000500/                      best-00000400/, bad-00000512/
+    step-00000500/                      best-00000400/, nonfinite-00000512/
         config.json          the model's shape           config.json
         model.safetensors    its weights                 model.safetensors
         training.safetensors the optimizer's             state.json

@@ -23,7 +23,7 @@ def new_figure(width: float, height: float, columns: int = 1, share: bool = True
     return figure, panels
 
 
-def draw_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
+def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw training and validation loss by step from the lines of metrics.jsonl, with the entropy floor where known."""
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     val = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]

@@ -105,7 +105,7 @@ def find_tokens(
     """The source's name, the length of the training's windows where it is known, how documents lie, and the tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
-    from thinker.training.validation_data import config_of, held_out
+    from thinker.training.validation_data import load_run_config, load_validation_data
 
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}
@@ -114,9 +114,9 @@ def find_tokens(
             options |= {"max_documents": 1 + most // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
         tokens = tokenize(source, tokenizer, most, scratch)
-        packing, config = "documents" if arguments.source == "tales" else "contiguous", config_of(folder)
+        packing, config = "documents" if arguments.source == "tales" else "contiguous", load_run_config(folder)
         return arguments.source, config and config.data.seq_len, packing, tokens
-    config, tokens = held_out(folder, tokenizer, "--source")
+    config, tokens = load_validation_data(folder, tokenizer, "--source")
     packing = "documents" if config.data.source == "tales" else config.data.packing
     return config.data.source, config.data.seq_len, packing, tokens
 

@@ -182,11 +182,11 @@ def of_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer:
     """The report of heads, compare and prune."""
     from thinker.interop import load
     from thinker.interpretability import comparison, reports
-    from thinker.training.validation_data import ids_in_use, sample_texts
+    from thinker.training.validation_data import sample_sequences, used_token_ids
 
     if arguments.importance is None and arguments.command != "prune":
         with tempfile.TemporaryDirectory() as scratch:
-            ids = None if tokenizer is None else ids_in_use(folder, tokenizer, Path(scratch))
+            ids = None if tokenizer is None else used_token_ids(folder, tokenizer, Path(scratch))
         origin = "the whole vocabulary" if ids is None else "those in the run's text"
         given = prompt, reports.random_repeats(model, ids), origin
     if arguments.command == "compare":
@@ -201,7 +201,7 @@ def of_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer:
     if arguments.command == "heads" and arguments.importance is None:
         return reports.measure_heads(model, *given)
     with tempfile.TemporaryDirectory() as scratch:
-        texts = sample_texts(model, tokenizer, folder, arguments.text, arguments.texts or 32, Path(scratch))
+        texts = sample_sequences(model, tokenizer, folder, arguments.text, arguments.texts or 32, Path(scratch))
     if arguments.command == "heads":
         return comparison.show_importance(model, texts, arguments.importance)
     groups = None if arguments.groups is None else read_groups(arguments.groups)

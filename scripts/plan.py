@@ -17,10 +17,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
     arguments = parser.parse_args()
     from thinker.training.config import load_config
-    from thinker.training.plan import make_plan, show_plan
+    from thinker.training.plan import format_plan, make_plan
 
     plan = make_plan(load_config(arguments.config, arguments.overrides), measure=not arguments.no_steps)
-    print(json.dumps(plan) if arguments.json else show_plan(plan))
+    print(json.dumps(plan) if arguments.json else format_plan(plan))
     return 0
 
 

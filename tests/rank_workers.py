@@ -17,7 +17,7 @@ from thinker.runtime.process_group import full_tensor
 from thinker.training import resume
 from thinker.training.config import load_config, validate_config
 from thinker.training.resume import RunState
-from thinker.training.step import TrainingStep, draw
+from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 
 CPU, ROWS, T = torch.device("cpu"), 8, 24
@@ -58,7 +58,7 @@ def make_step(dist, model_config=CONFIG, optimizer="adamw", **train):
     config = validate_config({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
     if not torch.distributed.is_initialized():
         dist.init_process_group("cpu", 60.0)
-    return TrainingStep(draw(model_config, 1, CPU), config, dist=dist)
+    return TrainingStep(build_model(model_config, 1, CPU), config, dist=dist)
 
 
 def everything(step):

@@ -70,12 +70,12 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
     from thinker.training.config import validate_config
-    from thinker.training.step import TrainingStep, draw
+    from thinker.training.step import TrainingStep, build_model
 
     config = ThinkerConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)
     train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
     step = TrainingStep(
-        draw(config, 1, torch.device("cuda")), validate_config({"train": {**train, "max_nonfinite_steps": 1}})
+        build_model(config, 1, torch.device("cuda")), validate_config({"train": {**train, "max_nonfinite_steps": 1}})
     )
     tokens = torch.randint(50, (4, 17))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 64)
@@ -208,7 +208,7 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
     from thinker.training.config import validate_config
-    from thinker.training.step import TrainingStep, draw
+    from thinker.training.step import TrainingStep, build_model
 
     shape = {"vocab_size": 50, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_init_std": 0.2}
     config = ThinkerConfig(**shape, max_seq_len=2048, attention=attention)
@@ -216,7 +216,7 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
     for name in ("reference", "plain", "compiled"):
         settled = {"precision": "bf16", "compile": name == "compiled", "micro_batch_size": 2, "batch_size": 2}
         step = TrainingStep(
-            draw(config, 1, torch.device("cuda")), validate_config({"train": {**settled, "max_steps": 9}})
+            build_model(config, 1, torch.device("cuda")), validate_config({"train": {**settled, "max_steps": 9}})
         )
         step.model.kernel = "reference" if name == "reference" else "auto"
         generator, used = torch.Generator().manual_seed(0), set()

@@ -114,7 +114,7 @@ class DataSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW for everything, or Muon for the matrices and AdamW for embedding and gains."""
+    """AdamW for everything, or Muon for the matrices and AdamW for embedding and norm weights."""
 
     name: Literal["muon", "adamw"] = "muon"  # adamw with run.init_from, unless given
     # Null: by the rule of training/optimizers.py; the numbers are for 16 sequences a step and more.

@@ -35,7 +35,7 @@ class Memory:
     peak: int  # the most that are alive at once, in any step but the first
 
 
-class Alive(TorchDispatchMode):
+class LiveTensorMeter(TorchDispatchMode):
     """Counts the bytes of the tensors that are alive on a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Alive(TorchDispatchMode):
         self.now -= size
 
 
-def predict_memory(config: Config, model_config: ThinkerConfig, micro_batch_size: int, device: torch.device) -> Memory:
+def estimate_memory(config: Config, model_config: ThinkerConfig, micro_batch_size: int, device: torch.device) -> Memory:
     """Two training steps on tensors that have shapes and no contents, so that nothing is computed or allocated.
 
     The very step that training makes, uncompiled; what kernels and allocators take beside tensors is not seen.
@@ -75,7 +75,7 @@ def predict_memory(config: Config, model_config: ThinkerConfig, micro_batch_size
         config.train.precision = "bf16"  # as large, and without the loss scale, which asks for values
     rows = min(config.train.batch_size, 2 * micro_batch_size)  # more micro-batches do not take more at once
     seed = torch.get_rng_state()
-    with FakeTensorMode(), Alive(device) as alive:
+    with FakeTensorMode(), LiveTensorMeter(device) as alive:
         with device:
             model = Thinker(model_config)
         weights = alive.now
@@ -138,7 +138,7 @@ def largest_micro_batch(
     batch = config.train.batch_size // dist.world_size
     elsewhere = 1 - 1 / dist.world_size if config.train.parallel == "fsdp" else 0.0  # of weights and optimizer
     for size in (n for n in range(batch, 0, -1) if batch % n == 0):
-        memory = predict_memory(config, model_config, size, device)
+        memory = estimate_memory(config, model_config, size, device)
         peak = memory.peak - elsewhere * (memory.weights + memory.optimizer)
         if peak <= usable(device) * free:
             return size

@@ -77,7 +77,7 @@ class Muon(torch.optim.Muon):
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
                 weight = 1 - self.row_beta
                 weight = weight if skip is None else torch.where(skip, 0.0, weight)
-                stacked = even_rows(stacked, rows, weight, None if mesh is None else mesh.get_group())
+                stacked = normalize_rows(stacked, rows, weight, None if mesh is None else mesh.get_group())
                 for parameter, update in zip(map(local_tensor, parameters), stacked):
                     moved = parameter if skip is None else parameter.clone()
                     moved.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
@@ -129,7 +129,7 @@ def sharded_orthogonalize(parts: Tensor, rows: int, first: int, group: Any) -> T
     return out.view_as(parts)
 
 
-def even_rows(updates: Tensor, rows: list[Tensor], weight: float | Tensor, group: Any = None) -> Tensor:
+def normalize_rows(updates: Tensor, rows: list[Tensor], weight: float | Tensor, group: Any = None) -> Tensor:
     """Each row of each update (n, rows, columns) by its root mean square over the steps, the whole's norm unchanged.
 
     `rows`, n times (rows, 1), holds the decaying mean of the squares and is brought up to date, with `weight` for the

@@ -58,7 +58,7 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
 
 def write_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
     """Keep a report in the run directory, under the step's number (from 1). Returns its path."""
-    path = run.path / f"bad-step-{step:08d}.json"
+    path = run.path / f"nonfinite-step-{step:08d}.json"
     if run.writes:
         replace_file(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return str(path)

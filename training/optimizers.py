@@ -11,7 +11,7 @@ from thinker.training.muon import Muon
 
 
 def resolve_learning_rates(
-    section: OptimizerSection, config: ThinkerConfig, batch_size: int, pace: float = 1.0
+    section: OptimizerSection, config: ThinkerConfig, batch_size: int, scale: float = 1.0
 ) -> OptimizerSection:
     """The section with every rate that it leaves out, by rules that hold across widths and batches (docs/training.md).
 
@@ -21,9 +21,9 @@ def resolve_learning_rates(
     al. 2022, arXiv:2203.03466), and so does that of an embedding which is tied to the head.
 
     Below 16 sequences a step the gradient is mostly noise, and every rate falls with the root of their number (Malladi
-    et al. 2022, arXiv:2205.10287). Above, the rates stay. `pace`: multiplies all of them, see lr_multiplier().
+    et al. 2022, arXiv:2205.10287). Above, the rates stay. `scale`: multiplies all of them, see finetune_lr_scale().
     """
-    noise = pace * min(1.0, batch_size / 16) ** 0.5
+    noise = scale * min(1.0, batch_size / 16) ** 0.5
     if section.name == "muon":
         embedding_lr = (2.0 / config.d_model if config.tie_embeddings else 0.3) * noise
         rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": 0.05 * noise, "norm_lr": 0.01 * noise}
@@ -36,7 +36,7 @@ def resolve_learning_rates(
     return section.model_copy(update={name: rate for name, rate in rule.items() if getattr(section, name) is None})
 
 
-def lr_multiplier(config: Config) -> float:
+def finetune_lr_scale(config: Config) -> float:
     """How fast weights that are good already move, beside those that are drawn anew: all of them, a tenth as fast.
 
     Adapters begin at zero and have their whole way before them.
@@ -45,7 +45,7 @@ def lr_multiplier(config: Config) -> float:
 
 
 class Optimizers:
-    """One or two torch optimizers as one: AdamW alone, or Muon on the matrices and AdamW on embedding and gains.
+    """One or two torch optimizers as one: AdamW alone, or Muon on the matrices and AdamW on embedding and norm weights.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves each matrix by its orthogonalised
     momentum: every direction of it by the same amount. That suits the head too, although it is often left to AdamW
@@ -55,16 +55,16 @@ class Optimizers:
     def __init__(self, model: Thinker, section: OptimizerSection) -> None:
         """`section`: with every rate filled in."""
         muon = section.name == "muon"
-        names: dict[str, list[str]] = {"matrices": [], "embedding": [], "head": [], "gains": []}
+        names: dict[str, list[str]] = {"matrices": [], "embedding": [], "head": [], "norms": []}
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in parameters.items():
             kind = {"embedding": "embedding", "positions": "embedding", "lm_head": "head"}.get(
                 name.split(".")[0], "matrices"
             )
-            names["gains" if parameter.dim() == 1 else kind].append(name)
-        decay = {"matrices": section.weight_decay, "embedding": 0.0, "head": section.weight_decay, "gains": 0.0}
+            names["norms" if parameter.dim() == 1 else kind].append(name)
+        decay = {"matrices": section.weight_decay, "embedding": 0.0, "head": section.weight_decay, "norms": 0.0}
         rates = {
-            "matrices": section.lr, "embedding": section.embedding_lr, "head": section.head_lr, "gains": section.norm_lr
+            "matrices": section.lr, "embedding": section.embedding_lr, "head": section.head_lr, "norms": section.norm_lr
         }  # fmt: skip
         groups = {
             kind: {

@@ -15,10 +15,10 @@ from thinker.runtime.device import DTYPES, choose_device, configure_backend
 from thinker.training.config import Config
 from thinker.training.corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
-from thinker.training.memory_estimate import free_memory, predict_memory
+from thinker.training.memory_estimate import estimate_memory, free_memory
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.settings import resolve_micro_batch, resolve_precision
-from thinker.training.step import TrainingStep, draw
+from thinker.training.step import TrainingStep, build_model
 
 OPTIMAL_TOKENS = 20  # a parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
 
@@ -27,7 +27,7 @@ def time_steps(
     config: Config, model_config: ThinkerConfig, device: torch.device, repeats: int = 3
 ) -> tuple[float, float]:
     """Seconds of the first step (with what is compiled), and the median of `repeats` after it, on random tokens."""
-    step = TrainingStep(draw(model_config, config.run.seed, device), config)
+    step = TrainingStep(build_model(model_config, config.run.seed, device), config)
     tokens = torch.randint(model_config.vocab_size, (config.train.batch_size, config.data.seq_len))
     batch = Batch(tokens, tokens, tokens.numel())
     times = []
@@ -51,7 +51,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     configure_backend(device)
     resolve_micro_batch(config, model_config, device, None)
     train = config.train
-    memory = predict_memory(config, model_config, train.micro_batch_size, device)
+    memory = estimate_memory(config, model_config, train.micro_batch_size, device)
     with torch.device("meta"):
         model = Thinker(model_config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -96,7 +96,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     return plan
 
 
-def show_plan(plan: dict[str, Any]) -> str:
+def format_plan(plan: dict[str, Any]) -> str:
     """A plan as a table for people."""
 
     def gigabytes(name: str) -> str:

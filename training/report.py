@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.runtime.plotting import draw_loss
+from thinker.runtime.plotting import plot_loss
 from thinker.training.resume import RunState
 
 
@@ -23,12 +23,12 @@ def report(run: RunDirectory, state: RunState, prefix: int = 0, talks: bool = Fa
         print(f"finished: {state.step} steps; {run.metrics} does not hold what came out", file=sys.stderr)
         return
     picture = run.path / "loss.png"
-    draw_loss(lines, picture, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
+    plot_loss(lines, picture, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
     floor = val.get("entropy_floor")
     print(f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of training")
     print(f"validation loss {val['val_loss']:.4f} nats a token, {val['val_bits_per_byte']:.4f} bits a byte")
     if state.skipped:
-        print(f"{state.skipped} steps were left out: their loss or gradient was not finite (bad-step-*.json)")
+        print(f"{state.skipped} steps were left out: their loss or gradient was not finite (nonfinite-step-*.json)")
     if floor is not None:
         above = val["val_loss"] / floor - 1
         print(f"entropy of the corpus {floor:.4f} nats a token: the model is {above:.1%} above the best possible")

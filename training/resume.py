@@ -42,7 +42,7 @@ class RunState(BaseModel):
     elapsed_s: float = 0.0  # of training
     best_val_loss: float | None = None
     evaluated_at: Count | None = None  # the step of the last evaluation
-    skipped: Count = 0  # bad steps
+    skipped: Count = 0  # non-finite steps
     pending_steps: Count = 0  # steps that are in no line of metrics.jsonl yet,
     pending_losses: float = 0.0  # the sum of their losses,
     pending_norm: float | None = None  # and the last one's gradient norm
@@ -115,7 +115,7 @@ def warn_about_changes(before: RunState, machine: dict[str, str], config: Config
             )
 
 
-def best_so_far(run: RunDirectory, before: RunState, config: Config) -> float | None:
+def best_val_loss_so_far(run: RunDirectory, before: RunState, config: Config) -> float | None:
     """The loss to beat: of the weights that are kept as the best, though the run goes on from before they were made.
 
     None where it was measured on another part of the validation set.
@@ -130,7 +130,7 @@ def best_so_far(run: RunDirectory, before: RunState, config: Config) -> float | 
     return min((loss for loss in losses if isinstance(loss, float)), default=None)
 
 
-def keep_best_of_a_lost_beginning(run: RunDirectory) -> None:
+def quarantine_stale_best(run: RunDirectory) -> None:
     """Put aside the best weights, with their tokenizer, of a run that ended before its first save and begins anew."""
     for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
         if (run.path / FILE_NAME).exists():
@@ -155,7 +155,7 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
             step.scaler.load_state_dict(state.scaler)
         except (RuntimeError, KeyError) as error:
             raise CorruptCheckpoint(f"{folder} holds no loss scale: {error}") from error
-    step.bad.fill_(state.skipped)
+    step.n_nonfinite.fill_(state.skipped)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

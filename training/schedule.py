@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def lr_multiplier_at(
+def lr_multiplier(
     step: int, progress: float, *, schedule: str, warmup_steps: int, decay_fraction: float | None, final: float
 ) -> float:
     """The factor for the step about to be made (0 for the first).

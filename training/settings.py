@@ -15,7 +15,7 @@ from thinker.runtime.device import choose_precision, matmul_flops
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config import Config
-from thinker.training.memory_estimate import free_memory, largest_micro_batch, predict_memory, usable
+from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch, usable
 from thinker.training.metrics import flops_per_token, peak_flops
 
 # What compiling the blocks costs, in seconds, and the share of a step that it saves from which width on, widest first:
@@ -73,7 +73,7 @@ def resolve_parallelism(config: Config, model_config: ThinkerConfig, device: tor
     if train.save_sharded == "auto":
         train.save_sharded = dist.world_size > 1 and weights > SHARDED_ABOVE and not train.async_save
     if dist.world_size > 1 and train.parallel == "auto":
-        peak = predict_memory(config, model_config, 1, device).peak
+        peak = estimate_memory(config, model_config, 1, device).peak
         train.parallel = dist.broadcast_object("ddp" if peak <= usable(device) * free_memory(device, dist) else "fsdp")
     if dist.world_size > 1:
         has = {"ddp": "the whole model", "fsdp": "a part of the model"}[train.parallel]
@@ -120,12 +120,12 @@ def resolve_micro_batch(
         elif train.deterministic:
             train.compile = False  # likewise
         else:
-            train.compile, reason = compiling_pays(config, model_config, device)
+            train.compile, reason = compiling_pays_off(config, model_config, device)
             print(f"{'compiling' if train.compile else 'not compiling'} the blocks: {reason}", file=sys.stderr)
     train.micro_batch_size, train.compile = dist.broadcast_object([train.micro_batch_size, train.compile])
 
 
-def compiling_pays(config: Config, model_config: ThinkerConfig, device: torch.device) -> tuple[bool, str]:
+def compiling_pays_off(config: Config, model_config: ThinkerConfig, device: torch.device) -> tuple[bool, str]:
     """Whether what compiled steps save over the planned run is more than compiling takes, and the sum in words."""
     if device.type not in COMPILING:
         return False, f"not tried on {device.type}"
@@ -135,7 +135,7 @@ def compiling_pays(config: Config, model_config: ThinkerConfig, device: torch.de
     share = next(share for width, share in shares.items() if model_config.d_model >= width)
     if not share:
         return False, f"at width {model_config.d_model} it saves nothing on a {device.type}"
-    planned = planned_seconds(config, model_config, device)
+    planned = planned_run_seconds(config, model_config, device)
     saved = share * planned
     words = f"it takes about {cost:.0f} s and would save about {saved:.0f} of {planned:.0f}"
     return saved > cost, words
@@ -146,7 +146,7 @@ def can_compile(device: torch.device) -> bool:
     return device.type != "cpu" or any(shutil.which(name) for name in ("g++", "clang++"))
 
 
-def planned_seconds(config: Config, model_config: ThinkerConfig, device: torch.device) -> float:
+def planned_run_seconds(config: Config, model_config: ThinkerConfig, device: torch.device) -> float:
     """How long the run will train: what the config says, or a guess from its FLOPs and the device's speed."""
     train, limits = config.train, []
     if train.max_minutes is not None:

@@ -56,7 +56,7 @@ class SignalHandler:
             os.write(sys.stderr.fileno(), b"\nfinishing this step and saving; once more leaves at once\n")
 
 
-def was_compiling(error: RuntimeError) -> bool:
+def is_compile_error(error: RuntimeError) -> bool:
     """Whether it says that compiling failed: Ctrl-C in a terminal reaches the compiler, too."""
     from torch._dynamo.exc import BackendCompilerFailed
 

@@ -17,7 +17,7 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.activation_checkpointing import offload
 from thinker.training.config import Config
 from thinker.training.distributed import clip, distribute, gradient_sync
-from thinker.training.optimizers import Optimizers, lr_multiplier, resolve_learning_rates
+from thinker.training.optimizers import Optimizers, finetune_lr_scale, resolve_learning_rates
 
 
 class TrainingStep:
@@ -38,12 +38,14 @@ class TrainingStep:
         if self.train.lora_rank is not None:
             rank = self.train.lora_rank
             add_lora(self.model, rank, (self.train.lora_alpha or 2 * rank) / rank)
-        rates = resolve_learning_rates(config.optimizer, model.config, config.train.batch_size, lr_multiplier(config))
+        rates = resolve_learning_rates(
+            config.optimizer, model.config, config.train.batch_size, finetune_lr_scale(config)
+        )
         self.parallel_model = distribute(self.model, self.train, dist)
         self.device = self.model.device  # where it may have been brought by sharing it
         self.optimizers = Optimizers(self.model, rates)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
-        self.guarded, self.bad = guarded, torch.zeros((), dtype=torch.int64, device=self.device)
+        self.guarded, self.n_nonfinite = guarded, torch.zeros((), dtype=torch.int64, device=self.device)
         if hasattr(self.parallel_model, "no_sync"):
             # DDP puts gradients into buckets as its first backward pass finds them, and a sum's last bits depend on
             # its place there. After this pass no step is a first one, neither of a new run nor of one that goes on.
@@ -55,13 +57,13 @@ class TrainingStep:
                 (self.parallel_model(tokens, targets=tokens, document_ids=documents)[0] * 0).backward()
             self.optimizers.zero_grad()
 
-    def __call__(self, batch: Batch, lr_multiplier_at: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch, lr_multiplier: float) -> tuple[Tensor, Tensor]:
         """Make a step. Returns loss (nats a token) and the gradient's norm before clipping, both still on the device.
 
         Of several ranks each gives its rows of the batch, `count` being that of them all, and each gets the same.
         """
         train, size = self.train, self.train.micro_batch_size
-        self.optimizers.set_lr(lr_multiplier_at)
+        self.optimizers.set_lr(lr_multiplier)
         total = torch.zeros((), device=self.device)
         with cached_weight_casts(self.model):
             for part in range(0, rows := len(batch.inputs), size):
@@ -88,11 +90,11 @@ class TrainingStep:
     def skip(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Count a bad step; whether this one must change nothing, still on the device."""
         finite = loss.isfinite() & grad_norm.isfinite()
-        self.bad += ~(loss.isfinite() if self.scaler.is_enabled() else finite)
-        return ~finite | (self.bad > self.train.max_nonfinite_steps)
+        self.n_nonfinite += ~(loss.isfinite() if self.scaler.is_enabled() else finite)
+        return ~finite | (self.n_nonfinite > self.train.max_nonfinite_steps)
 
 
-def draw(config: ThinkerConfig, seed: int, device: torch.device, begun: Thinker | None = None) -> Thinker:
+def build_model(config: ThinkerConfig, seed: int, device: torch.device, begun: Thinker | None = None) -> Thinker:
     """A new model; drawn on the CPU, so that it is the same on every device. Or one that there is, `begun`."""
     torch.manual_seed(seed)
     return (Thinker(config) if begun is None else begun).to(device)

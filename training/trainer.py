@@ -30,13 +30,13 @@ from thinker.training.corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.nonfinite import diagnose, finite, plain, write_report
-from thinker.training.optimizers import lr_multiplier, resolve_learning_rates
+from thinker.training.optimizers import finetune_lr_scale, resolve_learning_rates
 from thinker.training.report import report
 from thinker.training.resume import RunState
-from thinker.training.schedule import lr_multiplier_at
+from thinker.training.schedule import lr_multiplier
 from thinker.training.settings import MachineSettings, resolve_micro_batch, resolve_parallelism, resolve_precision
-from thinker.training.signals import SignalHandler, was_compiling
-from thinker.training.step import TrainingStep, draw
+from thinker.training.signals import SignalHandler, is_compile_error
+from thinker.training.step import TrainingStep, build_model
 from thinker.training.tracking import Tracker
 
 CPU_SHARE = 0.005  # of a core, for background saves where training has use for every core (docs/resuming.md)
@@ -76,7 +76,7 @@ class Trainer:
         model_config = config.thinker_config(self.corpus.tokenizer.vocab_size)
         config.model = type(config.model)(**model_config.to_dict())  # model_config.yaml shall name every width and rate
         config.optimizer = resolve_learning_rates(
-            config.optimizer, model_config, train.batch_size, lr_multiplier(config)
+            config.optimizer, model_config, train.batch_size, finetune_lr_scale(config)
         )
         if before is not None:
             resume.check_unchanged(self.run, before, config, "model")
@@ -101,7 +101,7 @@ class Trainer:
         )
         self.memory = MemoryMeter(self.device)
         sharded = dist.world_size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole
-        self.model = draw(model_config, config.run.seed, torch.device("cpu") if sharded else self.device, begun)
+        self.model = build_model(model_config, config.run.seed, torch.device("cpu") if sharded else self.device, begun)
         self.train_step = TrainingStep(self.model, config, dist=dist)
         if train.sample_every:
             prompt = [0, *self.corpus.tokenizer.encode(train.sample_prompt)]
@@ -134,20 +134,20 @@ class Trainer:
         machine = resume.describe_machine(self.device, self.dist, config.train.parallel)
         if folder is None or before is None:
             if first:
-                resume.keep_best_of_a_lost_beginning(self.run)
+                resume.quarantine_stale_best(self.run)
         else:
             for newer in checkpoint.list_checkpoints(self.run.checkpoints) if first else ():
                 if newer.name > folder.name:
                     checkpoint.quarantine(newer, "damaged")  # or it would count as one of the last that are kept
             if before.skipped > config.train.max_nonfinite_steps:
                 raise UserError(
-                    f"the run in {self.run.path} has left out {before.skipped} bad steps; "
+                    f"the run in {self.run.path} has left out {before.skipped} non-finite steps; "
                     "train.max_nonfinite_steps cannot be fewer"
                 )
             resume.restore(folder, self.train_step, before)
             resume.warn_about_changes(before, machine, config)
             before.best_val_loss = self.dist.broadcast_object(
-                resume.best_so_far(self.run, before, config) if first else None
+                resume.best_val_loss_so_far(self.run, before, config) if first else None
             )
         state = before or RunState()
         self.run.truncate_metrics(state.step, state.evaluated_at)
@@ -211,7 +211,7 @@ class Trainer:
             if not self.stopping:
                 self.evaluate()
         except RuntimeError as error:
-            if not (self.interrupt and was_compiling(error)):
+            if not (self.interrupt and is_compile_error(error)):
                 raise
             self.agreed = self.interrupt.number  # other ranks' compilers have been ended alike
         self.save()
@@ -220,7 +220,7 @@ class Trainer:
     def advance(self) -> None:
         """One optimizer step, and a line of metrics where one is due."""
         state, started = self.state, time.perf_counter()
-        factor = self.lr_multiplier_at()
+        factor = self.lr_multiplier()
         resume.seed_step(self.config.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.train_step(self.batch, factor)
         self.unread.append(torch.stack((loss, grad_norm)))
@@ -283,13 +283,13 @@ class Trainer:
             return
         notes |= diagnose(self.model, self.loader, self.corpus.tokenizer, step)
         path = write_report(self.run, number, notes)
-        self.saver.save("bad", number, checkpoint.contents(self.model, {"step": number}))
+        self.saver.save("nonfinite", number, checkpoint.contents(self.model, {"step": number}))
         self.dist.all_gather_scalars(number)  # who leaves first ends the others
         name, size = notes["largest_weight"]
         largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
         raise RunError(
-            f"{found}; it changed no weight. {path} names its samples, {self.run.checkpoints}/bad-{number:08d} holds "
-            f"the weights of before; {largest}. Lower optimizer.lr, or, against rare bad samples, leave such "
+            f"{found}; it changed no weight. {path} names its samples, {self.run.checkpoints}/nonfinite-{number:08d} "
+            f"holds the weights of before; {largest}. Lower optimizer.lr, or, against rare bad samples, leave such "
             f"steps out with train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
         )
 
@@ -326,10 +326,10 @@ class Trainer:
         due = self.is_due(self.config.train.eval_every) or self.progress() >= 1
         return bool(self.stopping) and due and self.state.evaluated_at != self.state.step
 
-    def lr_multiplier_at(self) -> float:
+    def lr_multiplier(self) -> float:
         """What the next step's learning rates are of their peaks."""
         train = self.config.train
-        return lr_multiplier_at(
+        return lr_multiplier(
             self.state.step,
             self.progress(),
             schedule=train.schedule,

@@ -21,19 +21,19 @@ from thinker.training.config import Config, load_config
 from thinker.training.corpus import prepare_training_data
 
 
-def config_of(folder: Path) -> Config | None:
+def load_run_config(folder: Path) -> Config | None:
     """Of the run that a model lies in; None where it lies in none."""
     run = run_of(folder)
     return None if run is None else load_config(run / "config.yaml", [])
 
 
-def held_out(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Config, TokenShards]:
+def load_validation_data(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Config, TokenShards]:
     """The run's config, and its validation tokens; what is not there any more is made again.
 
     Raises UserError where the folder lies in no run, or its text is not that of the training any more; `option` is what
     names another text.
     """
-    config = config_of(folder)
+    config = load_run_config(folder)
     if config is None:
         raise UserError(f"{folder} lies in no run directory, whose text could be taken; say which with {option}")
     own = config.run.init_from is not None or config.data.chat_template is not None
@@ -43,12 +43,12 @@ def held_out(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Config, T
     return config, corpus.val
 
 
-def ids_in_use(folder: Path, tokenizer: Tokenizer, scratch: Path, most: int = 50_000) -> Tensor | None:
+def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, most: int = 50_000) -> Tensor | None:
     """The token ids, but for special ones, in the first so many tokens of what a run was trained on.
 
     None where the folder lies in no run, its text is not there any more, or would have to be downloaded.
     """
-    config = config_of(folder)
+    config = load_run_config(folder)
     if config is None or config.data.source == "hub":
         return None
     column = {} if config.data.column is None else {"column": config.data.column}
@@ -62,7 +62,7 @@ def ids_in_use(folder: Path, tokenizer: Tokenizer, scratch: Path, most: int = 50
     return torch.from_numpy(found[~np.isin(found, special)].astype(np.int64))
 
 
-def sample_texts(
+def sample_sequences(
     model: Thinker, tokenizer: Tokenizer, folder: Path, path: Path | None, n: int, scratch: Path, longest: int = 256
 ) -> tuple[Tensor, Tensor]:
     """At most n windows of a text file, or of what the run in `folder` was validated on: tokens and targets, (N, T).
@@ -74,7 +74,7 @@ def sample_texts(
     """
     T, packing = min(longest, model.config.max_seq_len), "contiguous"
     if path is None:
-        config, tokens = held_out(folder, tokenizer, "--text")
+        config, tokens = load_validation_data(folder, tokenizer, "--text")
         T, packing = min(T, config.data.seq_len), config.data.packing
         packing = "documents" if config.data.source == "tales" else packing
     else:

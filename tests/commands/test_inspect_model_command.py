@@ -19,7 +19,7 @@ from thinker.checkpoint import checkpoint
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import attribution, heads, reports
 from thinker.runtime.errors import UserError
-from thinker.training.validation_data import ids_in_use, sample_texts
+from thinker.training.validation_data import sample_sequences, used_token_ids
 
 INSPECT = ROOT / "scripts" / "inspect_model.py"
 PROMPT = "Line 7: the cat"
@@ -88,7 +88,7 @@ def test_maps_and_flows(command, tiny_run, loaded, tmp_path):
 def test_scores_of_all_heads(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
     found = json.loads(command(tiny_run, "heads", "--json", "--png", tmp_path / "heads.png"))
-    ids = ids_in_use(tiny_run, tokenizer, tmp_path)
+    ids = used_token_ids(tiny_run, tokenizer, tmp_path)
     weights = model.attention_weights(heads.repeated_tokens(ids, min(24, model.config.max_seq_len // 2)))
     assert torch.tensor(found["induction"]).shape == (2, 2)
     torch.testing.assert_close(torch.tensor(found["induction"]), heads.induction(weights).mean(dim=1))
@@ -99,7 +99,7 @@ def test_scores_of_all_heads(command, tiny_run, loaded, tmp_path):
 
 def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run, loaded, tmp_path):
     _, tokenizer = loaded
-    ids = ids_in_use(tiny_run, tokenizer, tmp_path)
+    ids = used_token_ids(tiny_run, tokenizer, tmp_path)
     assert 10 < len(ids) < tokenizer.vocab_size
     assert tokenizer.bos_id not in ids
     assert set(tokenizer.encode(PROMPT)) & set(ids.tolist())
@@ -181,7 +181,7 @@ def test_scores_over_a_training(command, four_heads, tmp_path):
     assert found["steps"] == [5, 10, 15, 20]
     for step, row in zip(found["steps"], found["previous"]):
         model, tokenizer = interop.load(four_heads, checkpoint=f"step-{step:08d}")
-        random = reports.random_repeats(model, ids_in_use(four_heads, tokenizer, tmp_path))
+        random = reports.random_repeats(model, used_token_ids(four_heads, tokenizer, tmp_path))
         known = heads.previous_token(model.attention_weights(random)).mean(dim=1)
         assert row == pytest.approx(known.flatten().tolist(), abs=1e-5)
     shown = command(four_heads, "heads", "--over-training", "--prompt", PROMPT)
@@ -195,7 +195,7 @@ def test_what_heads_are_worth(command, tiny_run, loaded, tmp_path, how):
     text.write_text("Line 7: the cat sat on the mat and said nothing. " * 40)
     found = json.loads(command(tiny_run, "heads", "--importance", how, "--text", text, "--texts", 5, "--json"))
     model, tokenizer = loaded
-    tokens, targets = sample_texts(model, tokenizer, tiny_run, text, 5, tmp_path)
+    tokens, targets = sample_sequences(model, tokenizer, tiny_run, text, 5, tmp_path)
     if how == "gradient":
         known = heads.importance_by_gradient(model, tokens, targets=targets)
     else:
@@ -212,19 +212,19 @@ def test_texts_lie_evenly_and_count_what_follows(loaded, tiny_run, tmp_path):
     model, tokenizer = loaded
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + i % 26) for i in range(4000)))
-    tokens, targets = sample_texts(model, tokenizer, tiny_run, text, 4, tmp_path)
+    tokens, targets = sample_sequences(model, tokenizer, tiny_run, text, 4, tmp_path)
     assert torch.equal(tokens[:, 1:][targets[:, :-1] >= 0], targets[:, :-1][targets[:, :-1] >= 0])
     assert tokens.shape == (4, model.config.max_seq_len)
     text.write_text("short")
     with pytest.raises(UserError, match="there must be at least 16"):
-        sample_texts(model, tokenizer, tiny_run, text, 4, tmp_path)
+        sample_sequences(model, tokenizer, tiny_run, text, 4, tmp_path)
 
 
 def test_what_is_given_is_no_target(random_model, tiny_run, tmp_path):
     tokenizer, text = make_tokenizer("byte", []), tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 30)
     model = random_model(vocab_size=tokenizer.vocab_size, attention="prefix(5)")
-    _, targets = sample_texts(model, tokenizer, tiny_run, text, 3, tmp_path)
+    _, targets = sample_sequences(model, tokenizer, tiny_run, text, 3, tmp_path)
     assert (targets[:, :4] == -1).all()
     assert (targets[:-1, 4:] >= 0).all()  # the last window is padded
 
@@ -290,7 +290,7 @@ def test_pruning_for_good(command, four_heads, tmp_path):
     with whole.patch({f"blocks.{at}": "zero" for at in ("0.attention.heads.1", "1.attention.heads.[02]")}):
         torch.testing.assert_close(left(tokens), whole(tokens), rtol=0, atol=1e-4)
     assert found["parameters"][1] == sum(p.numel() for p in left.parameters()) < found["parameters"][0]
-    tokens, targets = sample_texts(whole, tokenizer, four_heads, None, 6, tmp_path)
+    tokens, targets = sample_sequences(whole, tokenizer, four_heads, None, 6, tmp_path)
     known = [heads.losses(model, tokens[3:], targets[3:]).mean().item() for model in (whole, left)]
     assert [found["loss_before"], found["loss_after"]] == pytest.approx(known, abs=1e-5)
     again = command(tmp_path / "pruned", "heads")  # it can be looked into as any other

@@ -22,7 +22,7 @@ from thinker.interop import load
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config, validate_config
 from thinker.training.resume import RunState, read_state, restore
-from thinker.training.step import TrainingStep, draw
+from thinker.training.step import TrainingStep, build_model
 
 NASTY = [None, True, -1, 0, 1, 2**31, 2**63, 10**30, -(10**18), 1e308, -0.0, float("nan"), float("inf"), "",
          "x" * 9999, "\x00", "\ud800", "../../etc/passwd", "/dev/zero", [], {}, [[]], [[[[]]]] * 3, {"a": {"b": []}},
@@ -107,7 +107,7 @@ def stage(tmp_path_factory, text_file):
     model_config = random_model(vocab_size=257, d_model=16, n_layers=1).config
     config = validate_config({"train": {"precision": "fp32", "compile": False, "micro_batch_size": 2, "max_steps": 9},
                            "run": {"dir": "x"}})  # fmt: skip
-    step = TrainingStep(draw(model_config, 1, torch.device("cpu")), config)
+    step = TrainingStep(build_model(model_config, 1, torch.device("cpu")), config)
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     from thinker.data.prefetch import Batch
 

@@ -8,9 +8,9 @@ from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.data.prefetch import Batch
 from thinker.training.config import load_config
-from thinker.training.memory_estimate import predict_memory
+from thinker.training.memory_estimate import estimate_memory
 from thinker.training.nonfinite import diagnose
-from thinker.training.step import TrainingStep, draw
+from thinker.training.step import TrainingStep, build_model
 
 SMALL = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.precision=fp32", "train.compile=false",
          "train.batch_size=2", "train.micro_batch_size=1"]  # fmt: skip
@@ -18,7 +18,7 @@ SMALL = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.preci
 
 def test_a_step_learns_from_each_document_alone():
     config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", SMALL)
-    model = draw(config.thinker_config(vocab_size=61), 1, torch.device("cpu"))
+    model = build_model(config.thinker_config(vocab_size=61), 1, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def test_a_step_learns_from_each_document_alone():
 def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
     corpus = prepare_corpus(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
     config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "data.document_masking=true"])
-    model = draw(config.thinker_config(vocab_size=257), 1, torch.device("cpu"))
+    model = build_model(config.thinker_config(vocab_size=257), 1, torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     loader = BatchLoader(PackedDataset(corpus.train, 1024, "contiguous", document_masking=True), 2, seed=1)
@@ -52,6 +52,6 @@ def test_memory_is_predicted_with_the_masks_of_documents():
         ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "model.positions=alibi", "data.seq_len=512"]
     )
     model_config, cpu = config.thinker_config(vocab_size=61), torch.device("cpu")
-    plain = predict_memory(config, model_config, 2, cpu).peak
+    plain = estimate_memory(config, model_config, 2, cpu).peak
     config.data.document_masking = True
-    assert predict_memory(config, model_config, 2, cpu).peak > plain + 2 * 2 * 512 * 512
+    assert estimate_memory(config, model_config, 2, cpu).peak > plain + 2 * 2 * 512 * 512

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.optim import _muon
 
 from thinker.training import muon
-from thinker.training.muon import Muon, even_rows, orthogonalize
+from thinker.training.muon import Muon, normalize_rows, orthogonalize
 
 TORCHS = [(3.4445, -4.7750, 2.0315)]
 
@@ -35,7 +35,7 @@ def test_it_moves_every_matrix_as_torchs_own_does(options, monkeypatch):
         return torch.stack(each).float()
 
     monkeypatch.setattr(muon, "orthogonalize", torchs_own)
-    monkeypatch.setattr(muon, "even_rows", lambda updates, rows, weight, group: updates)
+    monkeypatch.setattr(muon, "normalize_rows", lambda updates, rows, weight, group: updates)
     mine, theirs = parameters(1), parameters(1)
     ours = moved(Muon(mine, dtype=torch.float32, lr=0.1, **options), mine)
     peer = moved(torch.optim.Muon(theirs, lr=0.1, adjust_lr_fn="original", **options), theirs)
@@ -132,7 +132,7 @@ def test_rows_are_divided_by_their_own_root_mean_square(n, rows, columns, beta, 
     means = torch.zeros(n, rows, dtype=torch.float64)
     for step in range(1, steps + 1):
         updates = torch.randn(n, rows, columns, generator=generator) * size
-        moved_by = even_rows(updates, kept, 1 - beta)
+        moved_by = normalize_rows(updates, kept, 1 - beta)
         for matrix in range(n):
             expected = updates[matrix].double()
             for row in range(rows):
@@ -144,6 +144,6 @@ def test_rows_are_divided_by_their_own_root_mean_square(n, rows, columns, beta, 
 
 def test_nothing_stays_nothing():
     assert torch.equal(orthogonalize(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
-    assert torch.equal(even_rows(torch.zeros(2, 4, 6), [torch.zeros(4, 1)] * 2, 0.05), torch.zeros(2, 4, 6))
+    assert torch.equal(normalize_rows(torch.zeros(2, 4, 6), [torch.zeros(4, 1)] * 2, 0.05), torch.zeros(2, 4, 6))
     half = torch.tensor([[[1.0, -1.0], [0.0, 0.0]]])  # a row without a gradient
-    torch.testing.assert_close(even_rows(half, [torch.zeros(2, 1)], 0.05), half)
+    torch.testing.assert_close(normalize_rows(half, [torch.zeros(2, 1)], 0.05), half)

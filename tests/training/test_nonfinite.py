@@ -19,13 +19,13 @@ from thinker.training.corpus import prepare_training_data
 from thinker.training.muon import Muon
 from thinker.training.nonfinite import diagnose
 from thinker.training.resume import RunState, restore
-from thinker.training.step import TrainingStep, draw
+from thinker.training.step import TrainingStep, build_model
 
 
 def make_step(optimizer="muon", **train):
     settled = {"precision": "fp32", "compile": False, "micro_batch_size": 2, "batch_size": 4, "max_steps": 9}
     config = validate_config({"train": {**settled, **train}, "optimizer": {"name": optimizer}})
-    return TrainingStep(draw(CONFIG, 1, CPU), config)
+    return TrainingStep(build_model(CONFIG, 1, CPU), config)
 
 
 def everything(step):
@@ -123,7 +123,7 @@ def test_how_many_were_left_out_is_restored(tmp_path):
     other = make_step(max_nonfinite_steps=3)
     restore(tmp_path / "step-00000001", other, RunState(step=1, skipped=3))
     assert same_bits(before, everything(other))
-    assert int(other.bad) == 3
+    assert int(other.n_nonfinite) == 3
     hook = poison(other, math.nan, "norm.weight")
     other(a_batch(1), 1.0)
     hook.remove()
@@ -138,7 +138,7 @@ def test_where_fp16_overflows_the_scale_falls_and_the_step_is_no_bad_one():
     hook = poison(step, math.inf, "blocks.0.mlp.up_proj.weight")
     step(a_batch(0), 1.0)
     assert same_bits(before, everything(step))
-    assert (step.scaler.get_scale(), int(step.bad)) == (512.0, 0)
+    assert (step.scaler.get_scale(), int(step.n_nonfinite)) == (512.0, 0)
     hook.remove()
     step(a_batch(1), 1.0)
     assert not same_bits(before, everything(step))
@@ -184,19 +184,19 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_p
     said = done.stderr.splitlines()[-1]
     assert said.startswith("error: step 2: the loss is nan")
     assert "training would begin anew" in said
-    report = json.loads((run / "bad-step-00000002.json").read_text())
+    report = json.loads((run / "nonfinite-step-00000002.json").read_text())
     assert report["loss"] is None
     # The weights are those after step 1, although steps 3 and 4 were made before anybody looked.
     stopped = run_script(*train_args, f"run.dir={saving}", *WILD, "train.save_every=1")
     assert stopped.returncode == 1
     assert "training would go on from step 1" in stopped.stderr.splitlines()[-1]
     name = "model.safetensors"
-    weights = [run / "checkpoints" / "bad-00000002" / name, saving / "checkpoints" / "step-00000001" / name]
+    weights = [run / "checkpoints" / "nonfinite-00000002" / name, saving / "checkpoints" / "step-00000001" / name]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    ours = checkpoint.read_tensors(run / "checkpoints" / "bad-00000002" / "model.safetensors")
+    ours = checkpoint.read_tensors(run / "checkpoints" / "nonfinite-00000002" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in ours.values())
     assert max(float(tensor.abs().max()) for tensor in ours.values()) > 1e37
-    checkpoint.verify(run / "checkpoints" / "bad-00000002")
+    checkpoint.verify(run / "checkpoints" / "nonfinite-00000002")
     # The samples are those of the step, and what was found stands beside each.
     config = load_config(train_args[1], [str(part) for part in train_args[2:]])
     loader = BatchLoader(PackedDataset(prepare_training_data(config).train, 32, "contiguous"), 4, 1)
@@ -227,11 +227,11 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     assert "left out, 2 of 3" in done.stderr
     assert [line["step"] for line in metrics(run)] == [1]
     assert checkpoint.read_json(run / "checkpoints" / "step-00000002" / "state.json")["skipped"] == 1
-    report = json.loads((run / "bad-step-00000003.json").read_text())
+    report = json.loads((run / "nonfinite-step-00000003.json").read_text())
     assert len(report["sample_ids"]) == 4
     fewer = run_script(*train_args, f"run.dir={run}", *options, "train.max_nonfinite_steps=0")
     assert fewer.returncode == 2
-    assert "has left out 1 bad steps; train.max_nonfinite_steps cannot be fewer" in fewer.stderr
+    assert "has left out 1 non-finite steps; train.max_nonfinite_steps cannot be fewer" in fewer.stderr
     again = run_script(*train_args, f"run.dir={run}", *options)
     assert "going on from step 2" in again.stderr
     assert "left out, 2 of 3" in again.stderr

@@ -12,7 +12,7 @@ import torch
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training.config import validate_config
-from thinker.training.memory_estimate import free_memory, largest_micro_batch, predict_memory
+from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def config(**train):
 
 
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
-    memory = predict_memory(config(), CONFIG, 8, CPU)
+    memory = estimate_memory(config(), CONFIG, 8, CPU)
     parameters = dict(Thinker(CONFIG).named_parameters())
     by_muon = [p for name, p in parameters.items() if "proj" in name or name == "lm_head.weight"]
     matrices, total = (sum(p.numel() for p in found) for found in (by_muon, parameters.values()))
@@ -59,24 +59,24 @@ print(meter.peak())
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    predicted = predict_memory(validate_config(tree), ThinkerConfig(**shape), micro, CPU).peak
+    predicted = estimate_memory(validate_config(tree), ThinkerConfig(**shape), micro, CPU).peak
     assert int(done.stdout) == pytest.approx(predicted, rel=0.15)
 
 
 def test_less_is_kept_where_it_is_computed_again_and_nothing_is_changed():
     torch.manual_seed(7)
-    kept = [predict_memory(config(checkpoint_every_n_blocks=n), CONFIG, 8, CPU).activations for n in (1, 2, None)]
+    kept = [estimate_memory(config(checkpoint_every_n_blocks=n), CONFIG, 8, CPU).activations for n in (1, 2, None)]
     assert kept[0] < 0.5 * kept[2]
     assert kept[0] < kept[1] < kept[2]
     torch.manual_seed(7)
     first = torch.rand(1)
     torch.manual_seed(7)
-    predict_memory(config(), CONFIG, 8, CPU)
+    estimate_memory(config(), CONFIG, 8, CPU)
     assert torch.equal(torch.rand(1), first)
 
 
 def test_the_largest_micro_batch_that_fits():
-    peaks = {size: predict_memory(config(), CONFIG, size, CPU).peak for size in (1, 2, 4, 8)}
+    peaks = {size: estimate_memory(config(), CONFIG, size, CPU).peak for size in (1, 2, 4, 8)}
     assert peaks[1] < peaks[2] < peaks[4] < peaks[8]
     for size in (1, 2, 4):
         between = (peaks[size] + peaks[2 * size]) / 2 / 0.6

@@ -41,9 +41,9 @@ def test_no_compiler_no_compiling(capsys, monkeypatch):
 
 def test_the_shorter_limit_counts_and_steps_are_guessed_from_their_flops():
     both = config(max_minutes=3, max_steps=10**9)
-    assert settings.planned_seconds(both, WIDE, CPU) == 180
-    few = settings.planned_seconds(config(max_minutes=None, max_steps=10), WIDE, CPU)
-    assert 0 < few < settings.planned_seconds(config(max_minutes=None, max_steps=10_000), WIDE, CPU)
+    assert settings.planned_run_seconds(both, WIDE, CPU) == 180
+    few = settings.planned_run_seconds(config(max_minutes=None, max_steps=10), WIDE, CPU)
+    assert 0 < few < settings.planned_run_seconds(config(max_minutes=None, max_steps=10_000), WIDE, CPU)
 
 
 def test_what_was_chosen_before_is_kept_and_what_is_written_is_obeyed(capsys):
@@ -88,7 +88,7 @@ def test_a_machine_that_cannot_go_on_as_it_was_begun_is_told_why(monkeypatch):
 
 
 def test_deterministic_training_measures_nothing(monkeypatch):
-    monkeypatch.setattr(settings, "compiling_pays", None)
+    monkeypatch.setattr(settings, "compiling_pays_off", None)
     monkeypatch.setattr(settings, "choose_precision", lambda name, device: {"fp32": "fp32"}[name])
     tree = config(deterministic=True, precision="auto", compile="auto", max_minutes=None, max_steps=5)
     settings.resolve_precision(tree, CPU, None)
