@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         result["browser"] = browser.version
         for name, shown in (("random model", explorer), ("noise", replace(explorer, weights=noise))):
             path = Path(folder) / "page.html"
-            html_report.write_page(path, name, None, shown)
+            html_report.write_html_report(path, name, None, shown)
             row = {"weights": name, "megabytes": path.stat().st_size / 1e6, **measure(browser, path, arguments.repeats)}
             result["pages"].append(row)
             print(

@@ -15,7 +15,7 @@ from thinker.data.hf_tokenizer import TO_CHAR, HFTokenizer
 from thinker.data.tokenizer import ONE_CHARACTER, Tokenizer
 from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import WORDS
-from thinker.interop.huggingface import hf_architecture, to_hf_name
+from thinker.interop.huggingface import hf_model_type, to_hf_name
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.rope import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError
@@ -86,7 +86,7 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
 
 def _check(config: ThinkerConfig) -> str:
     """llama.cpp's name of the architecture. Raises UserError with the reason where it has none."""
-    family, kind = hf_architecture(config), (config.rope_scaling or {}).get("type")
+    family, kind = hf_model_type(config), (config.rope_scaling or {}).get("type")
     reasons = {
         f"model.attention={config.attention}": any(pattern.text != "full" for pattern in config.patterns),
         "model.no_rope_layers": bool(config.no_rope_layers),

@@ -82,7 +82,7 @@ SCALING = {  # their name -> ours, of what a type of RoPE scaling reads
 }
 
 
-def is_folder(path: Path) -> bool:
+def is_hf_folder(path: Path) -> bool:
     """Whether a folder looks like one of theirs."""
     return os.path.isfile(path / "config.json") and not os.path.isfile(path / "state.json")
 
@@ -90,12 +90,12 @@ def is_folder(path: Path) -> bool:
 # There to here
 
 
-def load_folder(folder: Path, device: torch.device | str = "cpu") -> Thinker:
+def load_pretrained(folder: Path, device: torch.device | str = "cpu") -> Thinker:
     """The model in a Hugging Face folder, ready to sample from, in fp32.
 
     Raises UserError for a family or a key that is not known, CorruptCheckpoint if files are missing or do not fit.
     """
-    config = read_config(read_json(folder / "config.json"))
+    config = from_hf_config(read_json(folder / "config.json"))
     where = _find_tensors(folder)
     if config.n_layers > len(where):  # or building so many blocks could take for ever
         raise CorruptCheckpoint(f"{folder} has fewer tensors than its configuration has layers ({config.n_layers})")
@@ -152,7 +152,7 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in listed.items()}
 
 
-def read_config(values: dict[str, Any]) -> ThinkerConfig:
+def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
     """Our configuration of what a config.json describes. Raises UserError that names what is not known here."""
     family = values.get("model_type")
     if family not in FAMILIES:
@@ -250,7 +250,7 @@ def _read_rope(values: dict[str, Any], default: float) -> tuple[float, dict[str,
 # Here to there
 
 
-def hf_architecture(config: ThinkerConfig) -> str:
+def hf_model_type(config: ThinkerConfig) -> str:
     """The family that computes what this model does. Raises UserError with the reason where there is none."""
     layers = [pattern.text for pattern in config.patterns]
     windows = {text for text in layers if text != "full"}
@@ -276,15 +276,15 @@ def hf_architecture(config: ThinkerConfig) -> str:
     return "mistral" if windows else "llama"
 
 
-def write_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A config.json of this model, in keys that older versions read too. Raises UserError as hf_architecture."""
-    family = hf_architecture(config)
+def to_hf_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A config.json of this model, in keys that older versions read too. Raises UserError as hf_model_type."""
+    family = hf_model_type(config)
     values = {"architectures": [ARCHITECTURES[family]], "model_type": family}
     values |= {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
     values |= {"num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim, "hidden_act": "silu"}
     values |= {"rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "rope_scaling": None}
     values |= {"tie_word_embeddings": config.tie_embeddings, "attention_dropout": 0.0, "use_cache": True}
-    values |= {"initializer_range": 0.02, "torch_dtype": "float32", **special_ids(tokenizer)}
+    values |= {"initializer_range": 0.02, "torch_dtype": "float32", **special_token_ids(tokenizer)}
     if family in ("llama", "qwen3", "smollm3"):
         values |= {"attention_bias": False}
     if family in ("llama", "smollm3"):
@@ -315,7 +315,7 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "
 ARCHITECTURES |= {"qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 
 
-def special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+def special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """bos, eos and pad, always written: the families' own defaults are ids of other vocabularies."""
     if tokenizer is None:
         return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -323,17 +323,17 @@ def special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": tokenizer.eos_id}
 
 
-def save_folder(model: Thinker, tokenizer: Tokenizer | None, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(model: Thinker, tokenizer: Tokenizer | None, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write config.json, generation_config.json and the weights into an existing, empty folder.
 
     Weights keep their precision; beyond `shard_bytes` they are cut into several files with an index. Raises UserError
     where no family computes what this model does.
     """
-    config = write_config(model.config, tokenizer)
+    config = to_hf_config(model.config, tokenizer)
     dtypes = {tensor.dtype for tensor in model.state_dict().values()}
     config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     dump(folder / "config.json", config)
-    dump(folder / "generation_config.json", special_ids(tokenizer) | {"_from_model_config": False})
+    dump(folder / "generation_config.json", special_token_ids(tokenizer) | {"_from_model_config": False})
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in model_tensors(model).items():
         held = sum(one.nbytes for one in shards[-1].values())

@@ -60,7 +60,7 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
 
 def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
     """find_checkpoint(), or a Hugging Face folder (or adapter) as it is."""
-    if not huggingface.is_folder(Path(path)) and not (Path(path) / peft_adapter.CONFIG).is_file():
+    if not huggingface.is_hf_folder(Path(path)) and not (Path(path) / peft_adapter.CONFIG).is_file():
         return find_checkpoint(path, checkpoint)
     if checkpoint != "latest":
         raise UserError(f"{path} is one model; --checkpoint {checkpoint} chooses among those of a run directory")
@@ -83,8 +83,8 @@ def load(
         if (folder / peft_adapter.CONFIG).is_file():
             model, base = peft_adapter.load_adapter(folder)
             return _with_tokenizer(model.to(device), folder, base)
-        if huggingface.is_folder(folder):
-            return _with_tokenizer(huggingface.load_folder(folder, device), folder)
+        if huggingface.is_hf_folder(folder):
+            return _with_tokenizer(huggingface.load_pretrained(folder, device), folder)
         try:
             model = load_thinker(folder, device)
             break
@@ -94,7 +94,7 @@ def load(
     return _with_tokenizer(model, folder, folder.resolve().parent.parent)
 
 
-def run_of(path: Path) -> Path | None:
+def find_run_directory(path: Path) -> Path | None:
     """The run directory that a path is, or that a checkpoint lies in; None where there is none."""
     return next((place for place in (path, path.resolve().parent.parent) if (place / "config.yaml").is_file()), None)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from thinker.checkpoint.checkpoint import MODEL, CorruptCheckpoint, header, opened, read, read_json
-from thinker.interop.huggingface import dump, is_folder, load_folder, read_config, to_hf_name
+from thinker.interop.huggingface import dump, from_hf_config, is_hf_folder, load_pretrained, to_hf_name
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF
 from thinker.runtime.errors import UserError
@@ -26,14 +26,14 @@ KNOWN |= {"megatron_config", "megatron_core", "qalora_group_size"}
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")  # those that leave the base's weights alone
 
 
-def write_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> str:
+def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> str:
     """Write the adapters of a checkpoint into an existing folder. `base`: where peft finds the model they belong to.
 
     Returns: what it is, in words.
 
     Raises UserError where the checkpoint has none, or its model, `config`, differs in more than they can carry.
     """
-    ours, theirs = config.to_dict(), read_config(read_json(base / "config.json")).to_dict()
+    ours, theirs = config.to_dict(), from_hf_config(read_json(base / "config.json")).to_dict()
     for name in ("max_seq_len", "rope_scaling"):
         if ours[name] != theirs[name]:
             raise UserError(
@@ -72,7 +72,7 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     if (beginning := config.get("init_lora_weights")) not in BEGINNINGS:
         raise UserError(f"{folder / CONFIG}: init_lora_weights={beginning!r} has changed the base model's weights too")
     base = _base(folder, str(config.get("base_model_name_or_path")))
-    model, scale = load_folder(base), _scale(config, folder)
+    model, scale = load_pretrained(base), _scale(config, folder)
     weights = dict(model.named_parameters())
     ours = {to_hf_name(name): name for name in weights}
     with opened(folder / WEIGHTS) as file, torch.no_grad():
@@ -120,6 +120,6 @@ def _is_target(module: str, targets: Any) -> bool:
 def _base(folder: Path, name: str) -> Path:
     """Where the base lies: a path as it is, or seen from the adapter, or beside it under the same name."""
     for place in (Path(name), folder / name, folder.absolute().parent / Path(name).name):
-        if is_folder(place):
+        if is_hf_folder(place):
             return place
     raise UserError(f"the adapter in {folder} was made for {name}, which is no folder here: put it beside the adapter")

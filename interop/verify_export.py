@@ -64,7 +64,7 @@ def adversarial_texts(names: list[str], seed: int = 0) -> Iterator[str]:
 
 
 @torch.no_grad()
-def prove(
+def verify_hf_export(
     model: Thinker,
     tokenizer: Tokenizer | None,
     folder: Path,
@@ -125,7 +125,7 @@ def prove(
 
 
 @torch.no_grad()
-def prove_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_texts: int = 1000) -> str:
+def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_texts: int = 1000) -> str:
     """Compare a GGUF file, opened by llama.cpp, with the model and tokenizer that it was written from; says how.
 
     Args:

@@ -1,6 +1,6 @@
 """What a prediction is made of: of which tokens, which heads, which layers.
 
-A prediction y is a logit at one position, or the difference of two: of token `target`, less that of `against` if given.
+A prediction y is the logit of token `target` at one position, minus that of `contrast_token` if one is given.
 Prompts are (T,) token ids; a position below 0 counts from the end.
 """
 
@@ -18,20 +18,20 @@ from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
 
-def prediction(logits: Tensor, target: int, against: int | None = None, position: int = -1) -> Tensor:
+def prediction(logits: Tensor, target: int, contrast_token: int | None = None, position: int = -1) -> Tensor:
     """y of each text: logits (B, T, V) -> (B,)."""
     at = logits[:, position].float()  # (B, V)
-    return at[:, target] if against is None else at[:, target] - at[:, against]
+    return at[:, target] if contrast_token is None else at[:, target] - at[:, contrast_token]
 
 
-def predict(model: Thinker, target: int, against: int | None, position: int, **given: Tensor) -> Tensor:
+def predict(model: Thinker, target: int, contrast_token: int | None, position: int, **given: Tensor) -> Tensor:
     """y of each text, (B,), with the logits of one position alone: of `tokens` (B, T) or `embeddings` (B, T, C)."""
     with model.patch({"norm": lambda x: x[:, [position]]}):
-        return prediction(model(**given), target, against)
+        return prediction(model(**given), target, contrast_token)
 
 
 def gradient_times_attention(
-    model: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
+    model: Thinker, tokens: Tensor, target: int, contrast_token: int | None = None, position: int = -1
 ) -> Tensor:
     """S = A ⊙ ∂y/∂A, signed: what y gains, to first order, by each query's look at each key; (layers, H, T, T).
 
@@ -40,7 +40,7 @@ def gradient_times_attention(
     names = "blocks.*.attention.weights"
     free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
     with torch.enable_grad(), model.patch({names: lambda x: x, **free}), model.record(names) as seen:
-        y = prediction(model(tokens[None]), target, against, position).sum()
+        y = prediction(model(tokens[None]), target, contrast_token, position).sum()
         weights = list(seen.values())  # (1, H, T, T) each
         gradients = torch.autograd.grad(y, weights)
     each = [(A * g)[0].detach() for A, g in zip(weights, gradients)]
@@ -51,7 +51,7 @@ def integrated_gradients(
     model: Thinker,
     tokens: Tensor,
     target: int,
-    against: int | None = None,
+    contrast_token: int | None = None,
     position: int = -1,
     baseline: int | Tensor | None = None,
     tolerance: float = 1e-3,
@@ -74,7 +74,7 @@ def integrated_gradients(
         if isinstance(baseline, int):
             baseline = model.embedding(torch.tensor(baseline, device=x.device))
         empty = (model.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
-        ends = [predict(model, target, against, position, embeddings=end[None]).item() for end in (x, empty)]
+        ends = [predict(model, target, contrast_token, position, embeddings=end[None]).item() for end in (x, empty)]
     rows, points = max(1, 2**13 // len(tokens)), 32
     while True:
         nodes, shares = (torch.from_numpy(part).to(x.device) for part in np.polynomial.legendre.leggauss(points))
@@ -82,7 +82,7 @@ def integrated_gradients(
         for some, share in zip(((nodes + 1) / 2).split(rows), (shares / 2).split(rows)):
             with torch.enable_grad():
                 inputs = (empty + some[:, None, None].to(x.dtype) * (x - empty)).requires_grad_()  # (rows, T, C)
-                y = predict(model, target, against, position, embeddings=inputs).sum()
+                y = predict(model, target, contrast_token, position, embeddings=inputs).sum()
                 (gradient,) = torch.autograd.grad(y, inputs)
             total += torch.einsum("r,rtc->tc", share, gradient.double())
         given = (total * (x - empty).double()).sum(dim=-1)  # (T,)
@@ -108,9 +108,9 @@ class Parts:
 
 @torch.no_grad()
 def direct_logit_attribution(
-    model: Thinker, tokens: Tensor, target: int, against: int | None = None, position: int = -1
+    model: Thinker, tokens: Tensor, target: int, contrast_token: int | None = None, position: int = -1
 ) -> Parts:
-    """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[against]) for each component c of x_L = Σ c, at one position.
+    """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[contrast_token]) for each component c of x_L = Σ c, at one position.
 
     Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, "A Mathematical Framework for
     Transformer Circuits", without its approximation of the norm).
@@ -118,10 +118,10 @@ def direct_logit_attribution(
     with model.record(
         "embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(model.blocks) - 1}"
     ) as seen:
-        y = prediction(model(tokens[None]), target, against, position).item()
+        y = prediction(model(tokens[None]), target, contrast_token, position).item()
     x = seen[f"blocks.{len(model.blocks) - 1}"][0, position].double()  # (C,)
     unembed = model.lm_head.weight.double()
-    direction = unembed[target] - (unembed[against] if against is not None else 0)  # (C,)
+    direction = unembed[target] - (unembed[contrast_token] if contrast_token is not None else 0)  # (C,)
     norm = model.norm
     direction = direction * norm.weight.double() / (x.square().mean() + norm.eps).sqrt()
     heads, mlps = [], []
@@ -153,7 +153,7 @@ def patch(
     clean: Tensor,
     corrupt: Tensor,
     target: int,
-    against: int | None = None,
+    contrast_token: int | None = None,
     names: Sequence[str] = ("embedding", "blocks.*"),
     position: int = -1,
 ) -> dict[str, Tensor]:
@@ -169,8 +169,8 @@ def patch(
     if clean.shape != corrupt.shape:
         raise UserError(f"the prompts must have as many tokens: {len(clean)} and {len(corrupt)}")
     with model.record(*names) as seen:
-        best = predict(model, target, against, position, tokens=clean[None]).item()
-    worst = predict(model, target, against, position, tokens=corrupt[None]).item()
+        best = predict(model, target, contrast_token, position, tokens=clean[None]).item()
+    worst = predict(model, target, contrast_token, position, tokens=corrupt[None]).item()
     if best == worst:
         raise UserError("the prediction is the same for both prompts: there is nothing to bring back")
     T, found = len(clean), {}
@@ -186,6 +186,6 @@ def patch(
                 return x
 
             with model.patch({name: put}):
-                parts.append(predict(model, target, against, position, tokens=corrupt.expand(len(places), T)))
+                parts.append(predict(model, target, contrast_token, position, tokens=corrupt.expand(len(places), T)))
         found[name] = (torch.cat(parts) - worst) / (best - worst)  # (T,)
     return found

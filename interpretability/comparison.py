@@ -19,7 +19,7 @@ from thinker.interpretability.reports import (
     Prompt,
     Report,
     all_heads,
-    by_layer_and_head,
+    head_labels,
     numbers,
     scores,
 )
@@ -29,12 +29,12 @@ from thinker.runtime.errors import UserError
 Texts = tuple[Tensor, Tensor]  # tokens and targets, (N, T) each
 
 
-def show_training(
+def report_over_training(
     steps: Iterable[tuple[int, Callable[[], Thinker]]], prompt: Prompt | None, random: Tensor, origin: str
 ) -> Report:
     """The scores of all heads at each step of a training: of every measure the highest, and which head has it.
 
-    random, origin: as in reports.measure_heads.
+    random, origin: as in reports.report_heads.
     """
     at, found = [], []
     for step, open_model in tqdm(list(steps), desc="measuring", unit=" checkpoints"):
@@ -96,7 +96,7 @@ def compare(
         + [f"{found[0][name][layer, head]:.3f} → {found[1][name][layer, head]:.3f}" for name in shown]
         for layer, head in all_heads(found[0]["entropy"])
     ]
-    labels = by_layer_and_head(apart)
+    labels = head_labels(apart)
     panels = [Panel("how far apart heads look (Jensen–Shannon, nats)", apart, *labels)]
     panels += [Panel(f"{TITLES[name]}: second minus first", found[1][name] - found[0][name], *labels, signed=True)
                for name in ("previous", "induction", "entropy")]  # fmt: skip
@@ -107,7 +107,7 @@ def compare(
 def _apart(one: Tensor, other: Tensor) -> Tensor:
     """Of two models' heads the Jensen–Shannon divergence, over texts and rows: (B, H, T, T) twice -> (H,)."""
     pairs = torch.stack((one, other), dim=2)  # (B, H, 2, T, T)
-    return heads.redundancy(pairs)[..., 0, 1].mean(dim=0).cpu()
+    return heads.pairwise_js_divergence(pairs)[..., 0, 1].mean(dim=0).cpu()
 
 
 def _importance(model: Thinker, texts: Texts, how: str, by_group: bool) -> Importance:
@@ -124,14 +124,14 @@ UNITS = {
 }
 
 
-def show_importance(model: Thinker, texts: Texts, how: str) -> Report:
+def report_importance(model: Thinker, texts: Texts, how: str) -> Report:
     """What each head is worth, the most important first, with 95 % intervals over texts."""
     found = _importance(model, texts, how, by_group=False)
     order = sorted(all_heads(found.value), key=lambda at: -found.value[at])
     rows = [[str(layer), str(head), *_interval(found, (layer, head))] for layer, head in order]
     data = {"importance": how} | {name: numbers(x) for name, x in vars(found).items()}
     signed = bool((found.value < 0).any())
-    panel = Panel(UNITS[how], found.value, *by_layer_and_head(found.value), signed)
+    panel = Panel(UNITS[how], found.value, *head_labels(found.value), signed)
     about = {"importance": UNITS[how], "texts": f"{len(texts[0])} of {texts[0].shape[1]} tokens"}
     return Report(about, ["layer", "head", "importance", *INTERVAL], rows, data, [panel])
 
@@ -140,7 +140,7 @@ def _interval(found: Importance, at: tuple[int, int]) -> list[str]:
     return [f"{values[at]:+.5f}" for values in (found.value, found.low, found.high)]
 
 
-def show_pruning(
+def report_pruning(
     model: Thinker, texts: Texts, how: str, count: int | None, groups: list[tuple[int, int]] | None
 ) -> tuple[Thinker, Report]:
     """The model without `groups`, or without the `count` least important ones, and its loss before and after.
@@ -180,7 +180,7 @@ def show_pruning(
     data |= {"cost": vars(cost)}
     cells = [[f"{x:.4f}{' out' if (layer, k) in gone else ''}" for k, x in enumerate(row)]
              for layer, row in enumerate(found.value.tolist())]  # fmt: skip
-    layers, columns = by_layer_and_head(found.value)
+    layers, columns = head_labels(found.value)
     columns = [name.replace("head", kind) for name in columns]
     signed = bool((found.value < 0).any())
     panel = Panel(UNITS[how], found.value, layers, columns, signed, style="table", cells=cells)

@@ -52,7 +52,7 @@ def first_token(weights: Tensor) -> Tensor:
     return weights[..., 1:, 0].mean(dim=-1)
 
 
-def repeated_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
+def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
     """Rows of n distinct random tokens, repeated once: (batch, 2n), for induction() and duplicate_token().
 
     ids: those to draw from, or how many there are, from 0. Raises UserError where there are fewer than n.
@@ -66,20 +66,20 @@ def repeated_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) ->
 
 
 def induction(weights: Tensor) -> Tensor:
-    """On repeated_tokens(): mean over i = n..2n−1 of A[i, i − n + 1]; (..., 2n, 2n) -> (...). A perfect head has 1.
+    """On repeated_random_tokens(): mean over i = n..2n−1 of A[i, i − n + 1]; (..., 2n, 2n) -> (...).
 
-    Olsson et al. 2022 (arXiv:2209.11895): it looks at what followed the same token before.
+    Olsson et al. 2022 (arXiv:2209.11895): the head attends to what followed the same token before; a perfect one has 1.
     """
     n = weights.shape[-1] // 2
     return weights.diagonal(1 - n, -2, -1)[..., 1:].mean(dim=-1)
 
 
 def duplicate_token(weights: Tensor) -> Tensor:
-    """On repeated_tokens(): mean over i = n..2n−1 of A[i, i − n], the same token before; (..., 2n, 2n) -> (...)."""
+    """On repeated_random_tokens(): mean over i = n..2n−1 of A[i, i − n]; (..., 2n, 2n) -> (...)."""
     return weights.diagonal(-(weights.shape[-1] // 2), -2, -1).mean(dim=-1)
 
 
-def redundancy(weights: Tensor) -> Tensor:
+def pairwise_js_divergence(weights: Tensor) -> Tensor:
     """How differently two heads look: mean over rows of their Jensen–Shannon divergence; (..., H, T, T) -> (..., H, H).
 
     JS(P, Q) = H((P + Q)/2) − (H(P) + H(Q))/2 in nats, 0 (alike) to ln 2 (Lin 1991, IEEE Trans. Inf. Theory 37:145).

@@ -21,7 +21,15 @@ from tqdm import tqdm
 from thinker.data.tokenizer import Tokenizer
 from thinker.interpretability import attribution
 from thinker.interpretability.plots import draw
-from thinker.interpretability.reports import MEASURES, NO_GRADIENT, Prompt, Report, by_tokens, choose_target, label
+from thinker.interpretability.reports import (
+    MEASURES,
+    NO_GRADIENT,
+    Prompt,
+    Report,
+    by_tokens,
+    label,
+    likeliest_next_token,
+)
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -72,14 +80,14 @@ def gather(
     tokenizer: Tokenizer,
     prompt: Prompt,
     target: int | None = None,
-    against: int | None = None,
+    contrast_token: int | None = None,
     position: int = -1,
     around: tuple[int, int] = (0, 0),
 ) -> Explorer:
     """Run the model over the prompt, once for each layer's weights, so that those of one layer are held at a time.
 
     Args:
-        target, against, position: the prediction that is attributed; the likeliest token after `position` if not given.
+        target, contrast_token, position: the prediction to attribute; by default the likeliest token after `position`.
         around: (layer, head) that can be opened in any case, where not all can.
 
     Raises UserError for a prompt of which not even one head fits on a page, or logits that are not finite.
@@ -107,7 +115,7 @@ def gather(
             f"{T:,} tokens × {layers * H} heads are more than one page holds: {count} heads can be opened, "
             "the others show thumbnails and scores only"
         )
-    facts |= _said(model, prompt.tokens) | _attributed(model, tokenizer, prompt, target, against, position)
+    facts |= _said(model, prompt.tokens) | _attributed(model, tokenizer, prompt, target, contrast_token, position)
     named = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
     facts["names"] = {token: label(tokenizer, token) for token in sorted(named)}
     return Explorer(facts, torch.stack(thumbnails), weights)
@@ -193,14 +201,14 @@ def _said(model: Thinker, tokens: Tensor) -> dict[str, Any]:
 
 
 def _attributed(
-    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, against: int | None, position: int
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, contrast_token: int | None, position: int
 ) -> dict[str, Any]:
     """What the prediction is made of: `given` by tokens (T,), `heads` (layers, H), `mlps`, `embedding`; y."""
     position %= len(prompt.tokens)
-    target = choose_target(model, prompt, position) if target is None else target
-    parts = attribution.direct_logit_attribution(model, prompt.tokens, target, against, position)
+    target = likeliest_next_token(model, prompt, position) if target is None else target
+    parts = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
     what = f"logit of ‘{label(tokenizer, target)}’"
-    what += "" if against is None else f" rather than ‘{label(tokenizer, against)}’"
+    what += "" if contrast_token is None else f" rather than ‘{label(tokenizer, contrast_token)}’"
     found = {
         "what": f"{what} after position {position}",
         "y": parts.y,
@@ -208,7 +216,7 @@ def _attributed(
         "position": position,
     }
     found |= {"heads": [_rounded(row.nan_to_num()) for row in parts.heads], "mlps": _rounded(parts.mlps)}
-    of_tokens = by_tokens(model, tokenizer, prompt, target, against, position)
+    of_tokens = by_tokens(model, tokenizer, prompt, target, contrast_token, position)
     if of_tokens is None:
         found |= {"given": None, "why": NO_GRADIENT}
     else:
@@ -217,7 +225,7 @@ def _attributed(
     return {"attribution": found}
 
 
-def write_page(
+def write_html_report(
     path: Path,
     title: str,
     report: Report | None,

@@ -104,7 +104,7 @@ def label(tokenizer: Tokenizer, token: int) -> str:
     return "".join("·" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text) or f"<{token}>"
 
 
-def map_head(model: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
+def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
     """Whom each token looks at in one head: its three largest weights."""
     name = f"blocks.{layer}.attention.weights"
     with torch.no_grad(), model.record(name) as seen:
@@ -164,7 +164,7 @@ def random_repeats(model: Thinker, ids: Tensor | None = None, n: int = 24, batch
     """
     ids = torch.arange(model.config.vocab_size) if ids is None else ids
     n = min(n, len(ids), model.config.max_seq_len // 2)
-    return heads.repeated_tokens(ids, n, batch).to(model.device)
+    return heads.repeated_random_tokens(ids, n, batch).to(model.device)
 
 
 def scores(model: Thinker, tokens: Tensor, random: Tensor) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ def scores(model: Thinker, tokens: Tensor, random: Tensor) -> dict[str, Tensor]:
     return {name: pad_sequence(x, batch_first=True, padding_value=torch.nan) for name, x in found.items()}
 
 
-def by_layer_and_head(values: Tensor) -> tuple[list[str], list[str]]:
+def head_labels(values: Tensor) -> tuple[list[str], list[str]]:
     """Labels of (layers, H)."""
     return [f"layer {layer}" for layer in range(len(values))], [f"head {head}" for head in range(values.shape[1])]
 
@@ -192,20 +192,20 @@ def numbers(values: Tensor) -> Any:
 
 
 @torch.no_grad()
-def measure_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: str) -> Report:
+def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: str) -> Report:
     """The measures of analysis.heads for every head, on the prompt, or without one on random tokens repeated once.
 
     random: random_repeats(), and of what they were drawn.
     """
     tokens = random if prompt is None else prompt.tokens[None]
     found = scores(model, tokens, random)
-    apart = measured(model, tokens, {"apart": heads.redundancy})["apart"]  # (H, H) each
+    apart = measured(model, tokens, {"apart": heads.pairwise_js_divergence})["apart"]  # (H, H) each
     rows = []
     for layer, head in all_heads(found["entropy"]):
         others = [(x, other) for other, x in enumerate(apart[layer][head].tolist()) if other != head]
         like = "{1} ({0:.3f})".format(*min(others)) if others else ""
         rows.append([str(layer), str(head), *(f"{values[layer, head]:.3f}" for values in found.values()), like])
-    names, sizes = by_layer_and_head(found["entropy"]), ("entropy", "distance")  # the others lie between 0 and 1
+    names, sizes = head_labels(found["entropy"]), ("entropy", "distance")  # the others lie between 0 and 1
     panels = [Panel(TITLES[name], x, *names, top=None if name in sizes else 1.0) for name, x in found.items()]
     panels.insert(0, Panel("whom every head looks at", _tiles(model, tokens[:1]), *names))
     what = f"{random.shape[1] // 2} random tokens of {origin}, repeated once"
@@ -242,7 +242,7 @@ def _tiles(model: Thinker, tokens: Tensor, most: int = 64) -> Tensor:
 
 
 @torch.no_grad()
-def show_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
+def report_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
     """Rollout after each layer, and the maximum flow, from one position down to every token."""
     position %= len(prompt.tokens)
     weights = model.attention_weights(prompt.tokens[None])[:, 0].cpu()  # (layers, H, T, T)
@@ -262,14 +262,14 @@ def show_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
     return Report(about, ["key", "token", *layers, "max flow"], rows, data, [panel], after)
 
 
-def choose_target(model: Thinker, prompt: Prompt, position: int) -> int:
+def likeliest_next_token(model: Thinker, prompt: Prompt, position: int) -> int:
     """The likeliest next token there."""
     with torch.no_grad():
         return int(model(prompt.tokens[None])[0, position].argmax())
 
 
 def by_tokens(
-    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, contrast_token: int | None, position: int
 ) -> tuple[Tensor, float, float] | None:
     """attribution.integrated_gradients() against a text of nothing but the token that begins texts, if there is one.
 
@@ -278,26 +278,32 @@ def by_tokens(
     if any(pattern.by_token for pattern in model.config.patterns):
         return None
     start = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
-    return attribution.integrated_gradients(model, prompt.tokens, target, against, position, start)
+    return attribution.integrated_gradients(model, prompt.tokens, target, contrast_token, position, start)
 
 
 def attribute(
-    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, against: int | None, position: int
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, contrast_token: int | None, position: int
 ) -> Report:
     """Of which tokens (integrated gradients) and of which parts (direct logit attribution) a prediction is made."""
-    of_tokens = by_tokens(model, tokenizer, prompt, target, against, position)
-    parts = attribution.direct_logit_attribution(model, prompt.tokens, target, against, position)
+    of_tokens = by_tokens(model, tokenizer, prompt, target, contrast_token, position)
+    parts = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
     rows, layers = [], range(len(parts.mlps))
     named = [("embedding", parts.embedding)] + [(f"MLP {layer}", parts.mlps[layer].item()) for layer in layers]
     named += [(f"head {layer}.{h}", x) for layer, h in all_heads(parts.heads) for x in [parts.heads[layer, h].item()]]
     rows += [["part", name, f"{value:+.4f}"] for name, value in sorted(named, key=lambda part: -abs(part[1]))]
-    what = label(tokenizer, target) + ("" if against is None else f" rather than {label(tokenizer, against)}")
+    what = label(tokenizer, target) + (
+        "" if contrast_token is None else f" rather than {label(tokenizer, contrast_token)}"
+    )
     about = {"prediction": f"{what}, after position {position % len(prompt.labels)}", "logit": f"{parts.y:.4f}"}
-    data = {"prediction": what, "target": target, "against": against, "y": parts.y, "tokens": prompt.labels}
+    data = {
+        "prediction": what,
+        "target": target,
+        "contrast_token": contrast_token,
+        "y": parts.y,
+        "tokens": prompt.labels,
+    }
     data |= {"embedding": parts.embedding, "heads": numbers(parts.heads), "mlps": parts.mlps.tolist()}
-    panels = [
-        Panel("what the heads give (direct logit attribution)", parts.heads, *by_layer_and_head(parts.heads), True)
-    ]
+    panels = [Panel("what the heads give (direct logit attribution)", parts.heads, *head_labels(parts.heads), True)]
     after = f"parts add up to {parts.sum():.4f}; "
     if of_tokens is None:
         after += f"nothing is said of tokens: {NO_GRADIENT}"
@@ -314,7 +320,7 @@ def attribute(
     return Report(about, ["of", "what", "gives"], rows, data, panels, after)
 
 
-def show_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: int) -> Report:
+def report_logit_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: int) -> Report:
     """What the model would say after each layer, at one position: its three likeliest tokens there."""
     position %= len(prompt.tokens)
     before = slice(max(0, position - LENS_COLUMNS + 1), position + 1)
@@ -339,17 +345,24 @@ def show_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: in
     return Report(about, ["after", "likeliest", "then", "then"][: len(rows[0])], rows, data, [panel])
 
 
-def show_patch(
-    model: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int, against: int | None
+def report_patching(
+    model: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int, contrast_token: int | None
 ) -> Report:
     """How much of a prediction comes back when one place of the stream is as in the clean prompt."""
-    found = attribution.patch(model, clean.tokens, corrupt.tokens, target, against)
+    found = attribution.patch(model, clean.tokens, corrupt.tokens, target, contrast_token)
     values = torch.stack([x.cpu() for x in found.values()])  # (layers + 1, T)
     names = ["embedding", *(f"layer {layer}" for layer in range(len(values) - 1))]
     pairs = [a if a == b else f"{a}/{b}" for a, b in zip(clean.labels, corrupt.labels)]
     rows = [[str(at), text, *(f"{x:.3f}" for x in values[:, at].tolist())] for at, text in enumerate(pairs)]
-    what = label(tokenizer, target) + ("" if against is None else f" rather than {label(tokenizer, against)}")
-    data = {"target": target, "against": against, "tokens": pairs, **{name: x.tolist() for name, x in found.items()}}
+    what = label(tokenizer, target) + (
+        "" if contrast_token is None else f" rather than {label(tokenizer, contrast_token)}"
+    )
+    data = {
+        "target": target,
+        "contrast_token": contrast_token,
+        "tokens": pairs,
+        **{name: x.tolist() for name, x in found.items()},
+    }
     columns = [f"{at} {text}" for at, text in enumerate(pairs)]
     panel = Panel(f"what brings back {what}", values, names, columns, signed=True)
     about = {"prediction": what, "clean": "".join(clean.labels), "corrupt": "".join(corrupt.labels)}

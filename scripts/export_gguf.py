@@ -25,7 +25,7 @@ def main() -> int:
     arguments = parse_arguments()
     from thinker.interop import load
     from thinker.interop.gguf import write_gguf
-    from thinker.interop.verify_export import prove_gguf
+    from thinker.interop.verify_export import verify_gguf
 
     out = arguments.out
     if os.path.lexists(out):
@@ -38,7 +38,7 @@ def main() -> int:
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         write_gguf(model, tokenizer, temporary, arguments.dtype, out.stem)
-        proof = prove_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
+        proof = verify_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
         temporary.rename(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}") from error

@@ -35,7 +35,7 @@ def base_of(run: Path | None) -> Path:
 
     config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     base = Path(str(config.get("run", {}).get("init_from")))
-    if not huggingface.is_folder(base):
+    if not huggingface.is_hf_folder(base):
         raise UserError(
             f"--adapter writes what a run added to a Hugging Face folder; run.init_from is {base}, which is none. "
             "Without --adapter the whole model is written"
@@ -48,16 +48,16 @@ def main() -> int:
     arguments = parse_arguments()
     from thinker.data import tokenizer_conversion
     from thinker.interop import huggingface, load
-    from thinker.interop.load import find_checkpoint, run_of
+    from thinker.interop.load import find_checkpoint, find_run_directory
     from thinker.interop.model_card import model_card
-    from thinker.interop.peft_adapter import write_adapter
-    from thinker.interop.verify_export import prove
+    from thinker.interop.peft_adapter import save_adapter
+    from thinker.interop.verify_export import verify_hf_export
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already; give a folder that is not, or is empty")
     model, tokenizer = load(path, checkpoint=arguments.checkpoint)
-    family = huggingface.hf_architecture(model.config)
+    family = huggingface.hf_model_type(model.config)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -67,16 +67,14 @@ def main() -> int:
             raise UserError(f"{out} cannot be made: {error.strerror}") from error
         base, adapter = None, ""
         if arguments.adapter:
-            base = base_of(run_of(path))
-            adapter = write_adapter(
-                find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary
-            )
+            base = base_of(find_run_directory(path))
+            adapter = save_adapter(find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary)
         else:
-            huggingface.save_folder(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
+            huggingface.save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:
             tokenizer_conversion.write(tokenizer, temporary, model.config.max_seq_len)
-        parity = prove(model, tokenizer, temporary, base=base)
-        card = model_card(model, tokenizer, run_of(path), out.name, str(parity), base, adapter)
+        parity = verify_hf_export(model, tokenizer, temporary, base=base)
+        card = model_card(model, tokenizer, find_run_directory(path), out.name, str(parity), base, adapter)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()

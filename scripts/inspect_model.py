@@ -20,9 +20,9 @@ COMMANDS = {
     "heads": "scores of all heads: entropy, distance, previous token, induction, ...; no prompt needed\n"
     "             --over-training: at every checkpoint of a run; --importance: what each head is worth",
     "flow": "rollout and maximum flow from one position down to the tokens (--position)",
-    "attribute": "which tokens, heads and MLPs a prediction comes from (--target --against --position)",
+    "attribute": "which tokens, heads and MLPs a prediction comes from (--target --contrast-token --position)",
     "lens": "what the model would say after each layer (--position)",
-    "patch": "which place brings a prediction back in another prompt (--corrupt --target --against)",
+    "patch": "which place brings a prediction back in another prompt (--corrupt --target --contrast-token)",
     "compare": "two models, or two steps of a run (--other --other-checkpoint); no prompt needed",
     "prune": "take the least important heads out for good (--count or --groups, --out FOLDER)",
 }
@@ -31,9 +31,9 @@ READ = {  # what each command reads beside the prompt
     "map": ("layer", "head"),
     "heads": ("importance", "text", "texts", "over_training"),
     "flow": ("position",),
-    "attribute": ("target", "against", "position"),
+    "attribute": ("target", "contrast_token", "position"),
     "lens": ("position",),
-    "patch": ("corrupt", "target", "against"),
+    "patch": ("corrupt", "target", "contrast_token"),
     "compare": ("other", "other_checkpoint"),
     "prune": ("importance", "text", "texts", "count", "groups", "out"),
 }
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--query", type=int, metavar="N", help=position)
     parser.add_argument("--position", type=int, metavar="N", help="likewise")
     parser.add_argument("--target", metavar="TOKEN", help="text of one token (default: the likeliest next one)")
-    parser.add_argument("--against", metavar="TOKEN", help="another token, whose logit is taken off")
+    parser.add_argument("--contrast-token", metavar="TOKEN", help="another token, whose logit is taken off")
     parser.add_argument("--corrupt", metavar="TEXT", help="a prompt with as many tokens and another prediction")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
@@ -106,8 +106,8 @@ def check_together(arguments: argparse.Namespace) -> None:
         raise UserError("--over-training takes every checkpoint; leave out --checkpoint")
     if arguments.texts is not None and arguments.texts < 2:
         raise UserError(f"--texts is {arguments.texts}; it must be at least 2")
-    if arguments.target is not None and arguments.target == arguments.against:
-        raise UserError(f"--target and --against are both {arguments.target!r}; give another token to compare with")
+    if arguments.target is not None and arguments.target == arguments.contrast_token:
+        raise UserError(f"--target and --contrast-token are both {arguments.target!r}; give two tokens")
     if command == "patch" and arguments.corrupt is None:
         raise UserError("patch needs a second prompt: --corrupt TEXT")
     if command == "compare" and arguments.other is None and arguments.other_checkpoint is None:
@@ -158,24 +158,32 @@ def of_prompt(arguments: argparse.Namespace, model: Any, tokenizer: Any, prompt:
     head = chosen("head", arguments.head, model.blocks[layer].attention.n_heads, 0)
     name = "query" if command == "explain" else "position"
     position = chosen(name, getattr(arguments, name), len(prompt.tokens), -1)
-    against, target = (one_token(tokenizer, name, getattr(arguments, name)) for name in ("against", "target"))
+    contrast_token, target = (
+        one_token(tokenizer, name, getattr(arguments, name)) for name in ("contrast_token", "target")
+    )
     if target is None and "target" in READ[command]:
-        target = reports.choose_target(model, prompt, position)
+        target = reports.likeliest_next_token(model, prompt, position)
     match command:
         case "explain":
             report = explain(model, prompt, layer, head, position)
         case "map":
-            report = reports.map_head(model, prompt, layer, head)
+            report = reports.report_attention_map(model, prompt, layer, head)
         case "flow":
-            report = reports.show_flow(model, prompt, position)
+            report = reports.report_flow(model, prompt, position)
         case "attribute":
-            report = reports.attribute(model, tokenizer, prompt, target, against, position)
+            report = reports.attribute(model, tokenizer, prompt, target, contrast_token, position)
         case "lens":
-            report = reports.show_lens(model, tokenizer, prompt, position)
+            report = reports.report_logit_lens(model, tokenizer, prompt, position)
         case "patch":
             corrupt = reports.Prompt.read(model, tokenizer, arguments.corrupt)
-            report = reports.show_patch(model, tokenizer, prompt, corrupt, target, against)
-    return report, {"layer": layer, "head": head, "position": position, "target": target, "against": against}
+            report = reports.report_patching(model, tokenizer, prompt, corrupt, target, contrast_token)
+    return report, {
+        "layer": layer,
+        "head": head,
+        "position": position,
+        "target": target,
+        "contrast_token": contrast_token,
+    }
 
 
 def of_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any, device: Any) -> Any:
@@ -197,15 +205,15 @@ def of_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer:
         names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
         return comparison.compare(model, other, *given, names)
     if arguments.over_training:
-        return comparison.show_training(steps_of(Path(arguments.model), device), *given)
+        return comparison.report_over_training(steps_of(Path(arguments.model), device), *given)
     if arguments.command == "heads" and arguments.importance is None:
-        return reports.measure_heads(model, *given)
+        return reports.report_heads(model, *given)
     with tempfile.TemporaryDirectory() as scratch:
         texts = sample_sequences(model, tokenizer, folder, arguments.text, arguments.texts or 32, Path(scratch))
     if arguments.command == "heads":
-        return comparison.show_importance(model, texts, arguments.importance)
+        return comparison.report_importance(model, texts, arguments.importance)
     groups = None if arguments.groups is None else read_groups(arguments.groups)
-    left, report = comparison.show_pruning(model, texts, arguments.importance or "zero", arguments.count, groups)
+    left, report = comparison.report_pruning(model, texts, arguments.importance or "zero", arguments.count, groups)
     if arguments.out is not None:
         from thinker.checkpoint import checkpoint
 
@@ -285,7 +293,7 @@ def main() -> int:
             explorer = html_report.gather(model, tokenizer, prompt, around=tuple(at.values()) or (0, 0), **start)
         at |= {"position": start.get("position", -1), "view": VIEWS.get(arguments.command, "attention")}
         fold = arguments.command in ON_THE_PAGE
-        html_report.write_page(arguments.html, title, report, explorer, **at, fold=fold)
+        html_report.write_html_report(arguments.html, title, report, explorer, **at, fold=fold)
     for file in (arguments.png, arguments.html, arguments.json):
         if file not in (None, "-"):
             print(f"wrote {file}", file=sys.stderr)

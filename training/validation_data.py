@@ -14,7 +14,7 @@ from thinker.data.sources import open_source
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import load_tokenizer
 from thinker.evaluation.perplexity import tokenize
-from thinker.interop.load import run_of
+from thinker.interop.load import find_run_directory
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.training.config import Config, load_config
@@ -23,7 +23,7 @@ from thinker.training.corpus import prepare_training_data
 
 def load_run_config(folder: Path) -> Config | None:
     """Of the run that a model lies in; None where it lies in none."""
-    run = run_of(folder)
+    run = find_run_directory(folder)
     return None if run is None else load_config(run / "config.yaml", [])
 
 
@@ -38,7 +38,7 @@ def load_validation_data(folder: Path, tokenizer: Tokenizer, option: str) -> tup
         raise UserError(f"{folder} lies in no run directory, whose text could be taken; say which with {option}")
     own = config.run.init_from is not None or config.data.chat_template is not None
     corpus = prepare_training_data(config, tokenizer if own else None)
-    if corpus.tokenizer.content_hash != load_tokenizer(run_of(folder)).content_hash:
+    if corpus.tokenizer.content_hash != load_tokenizer(find_run_directory(folder)).content_hash:
         raise UserError(f"the text of data.source={config.data.source} is not that of the training; give {option}")
     return config, corpus.val
 

@@ -100,7 +100,7 @@ def test_losses_of_a_run_and_of_its_export(command, tiny_run, tmp_path, capsys):
     model, tokenizer = interop.load(tiny_run)
     folder = tmp_path / "hf"
     folder.mkdir()
-    huggingface.save_folder(model, tokenizer, folder)
+    huggingface.save_pretrained(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 32)
     given = ["--source", "text", "--path", ROOT / "README.md", "--max-tokens", 700, "--device", "cpu"]
     both = []

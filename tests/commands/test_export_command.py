@@ -177,7 +177,7 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
         command("export_gguf", tiny_run, tmp_path / "b" / "a.gguf")
     model, _ = interop.load(tiny_run)
     (tmp_path / "bare").mkdir()
-    huggingface.save_folder(model, None, tmp_path / "bare")
+    huggingface.save_pretrained(model, None, tmp_path / "bare")
     with pytest.raises(UserError, match="no tokenizer"):
         command("export_gguf", tmp_path / "bare", tmp_path / "c.gguf")
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.gguf"]

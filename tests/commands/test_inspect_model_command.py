@@ -89,7 +89,7 @@ def test_scores_of_all_heads(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
     found = json.loads(command(tiny_run, "heads", "--json", "--png", tmp_path / "heads.png"))
     ids = used_token_ids(tiny_run, tokenizer, tmp_path)
-    weights = model.attention_weights(heads.repeated_tokens(ids, min(24, model.config.max_seq_len // 2)))
+    weights = model.attention_weights(heads.repeated_random_tokens(ids, min(24, model.config.max_seq_len // 2)))
     assert torch.tensor(found["induction"]).shape == (2, 2)
     torch.testing.assert_close(torch.tensor(found["induction"]), heads.induction(weights).mean(dim=1))
     shown = command(tiny_run, "heads", "--prompt", PROMPT)
@@ -112,12 +112,12 @@ def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run,
 def test_what_a_prediction_is_made_of(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
     tokens = torch.tensor([tokenizer.bos_id, *tokenizer.encode(PROMPT)])
-    given = ["--prompt", PROMPT, "--against", "e"]
+    given = ["--prompt", PROMPT, "--contrast-token", "e"]
     found = json.loads(command(tiny_run, "attribute", *given, "--json", "--png", tmp_path / "a.png"))
     logits = model(tokens[None])[0, -1]
-    (against,) = tokenizer.encode("e")
+    (contrast_token,) = tokenizer.encode("e")
     assert found["target"] == logits.argmax().item()
-    assert found["y"] == pytest.approx((logits.max() - logits[against]).item(), abs=1e-4)
+    assert found["y"] == pytest.approx((logits.max() - logits[contrast_token]).item(), abs=1e-4)
     parts = found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"]))
     assert parts == pytest.approx(found["y"], abs=1e-4)
     lens = json.loads(command(tiny_run, "lens", "--prompt", PROMPT, "--json"))
@@ -235,7 +235,7 @@ def test_two_steps_of_a_run(command, four_heads, tmp_path):
     models = [interop.load(four_heads, checkpoint=name) for name in given[3::2]]
     tokens = reports.Prompt.read(*models[0], PROMPT).tokens[None]
     weights = [model.attention_weights(tokens) for model, _ in models]
-    apart = heads.redundancy(torch.stack([w[1, :, 2] for w in weights], dim=1))[0, 0, 1]
+    apart = heads.pairwise_js_divergence(torch.stack([w[1, :, 2] for w in weights], dim=1))[0, 0, 1]
     assert found["apart"][1][2] == pytest.approx(apart.item(), abs=1e-6)
     assert found["distance"][1][0] == pytest.approx(heads.mean_distance(weights[1][0, 0]).tolist(), abs=1e-5)
     logs = [model(tokens).log_softmax(-1) for model, _ in models]
@@ -352,7 +352,7 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
         (["map", "--prompt", ""], "the prompt has 1 token.s. with the one that begins texts; there must be 2 to"),
         (["map", "--prompt", "x" * 999], "the prompt has"),
         (["attribute", "--prompt", "ab", "--target", "xyzw,xyzw"], "tokens of this model, .*; one is wanted"),
-        (["attribute", "--prompt", "ab", "--target", "a", "--against", "a"], "are both 'a'"),
+        (["attribute", "--prompt", "ab", "--target", "a", "--contrast-token", "a"], "are both 'a'"),
         (["patch", "--prompt", "ab"], "--corrupt"),
         (["patch", "--prompt", "ab", "--corrupt", "x7y7z"], "as many tokens"),
         (["lens", "--prompt", "ab", "--count", "1"], "--count does not go with lens"),

@@ -10,7 +10,7 @@ from conftest import random_model
 from thinker.data import tokenizer_conversion
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.interop.huggingface import save_folder
+from thinker.interop.huggingface import save_pretrained
 from thinker.runtime.errors import UserError
 
 pytest.importorskip("lm_eval")
@@ -30,7 +30,7 @@ def models(tmp_path_factory):
     tokenizer = make_tokenizer("bpe:300", [SAMPLE])
     model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=48)
     folder = tmp_path_factory.mktemp("hf")
-    save_folder(model, tokenizer, folder)
+    save_pretrained(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 48)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4, max_length=48, add_bos_token=True)
     return ThinkerLM(model, tokenizer, batch_size=3), theirs

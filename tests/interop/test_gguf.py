@@ -12,7 +12,7 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop.gguf import LLAMA3, write_gguf
-from thinker.interop.verify_export import prove_gguf
+from thinker.interop.verify_export import verify_gguf
 from thinker.runtime.errors import RunError, UserError
 
 gguf = pytest.importorskip("gguf")
@@ -75,7 +75,7 @@ def test_llama_cpp_computes_the_same(tmp_path, form):
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(llama.scores[:100]), model(tokens)[0], rtol=0, atol=1e-4)
     llama.close()
-    assert "64 greedy tokens equal" in prove_gguf(model, BPE, path, exact=True)
+    assert "64 greedy tokens equal" in verify_gguf(model, BPE, path, exact=True)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -84,12 +84,12 @@ def test_llama_cpp_tokenizes_alike(tmp_path, kind):
     tokenizer, path = TOKENIZERS[kind], tmp_path / "model.gguf"
     model = random_model(vocab_size=tokenizer.vocab_size, d_model=64)
     write_gguf(model, tokenizer, path, "f16")
-    assert "texts tokenized equally" in prove_gguf(model, tokenizer, path, exact=False, n_texts=2000)
+    assert "texts tokenized equally" in verify_gguf(model, tokenizer, path, exact=False, n_texts=2000)
     if kind == "bpe":
         with pytest.raises(RunError, match="otherwise"):
-            prove_gguf(model, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
+            verify_gguf(model, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
         with pytest.raises(RunError, match="greedy"):
-            prove_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
+            verify_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
 
 
 @pytest.mark.parametrize("form", [{"attention": "window(8)"}, {"attn_logit_softcap": 3.0},

@@ -16,8 +16,8 @@ from thinker.data.tokenizer_conversion import GPT2
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
-from thinker.interop.huggingface import INDEX, hf_architecture, read_config, save_folder, write_config
-from thinker.interop.verify_export import adversarial_texts, prove
+from thinker.interop.huggingface import INDEX, from_hf_config, hf_model_type, save_pretrained, to_hf_config
+from thinker.interop.verify_export import adversarial_texts, verify_hf_export
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import RunError, UserError
 
@@ -44,9 +44,9 @@ def test_there_and_back(tmp_path, n_kv_heads, tied, qk_norm, kind):
     tokenizer = TOKENIZERS[kind]
     shape = {"n_kv_heads": n_kv_heads, "tie_embeddings": tied, "qk_norm": qk_norm, "head_dim": 10}
     model = random_model(**shape, vocab_size=tokenizer.vocab_size + 3)
-    save_folder(model, tokenizer, tmp_path)
+    save_pretrained(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
-    assert prove(model, tokenizer, tmp_path, n_texts=100).logit_difference < 1e-5
+    assert verify_hf_export(model, tokenizer, tmp_path, n_texts=100).logit_difference < 1e-5
     again, its_tokenizer = load(tmp_path)
     assert again.config == model.config
     ours, back = model.state_dict(), again.state_dict()
@@ -81,9 +81,9 @@ ROPES = {
 @pytest.mark.parametrize("family", FORMS)
 def test_every_form_that_the_format_has(tmp_path, family, rope):
     model = random_model(n_layers=3, rope_scaling=ROPES[rope], max_seq_len=32, **FORMS[family])
-    assert hf_architecture(model.config) == family
-    save_folder(model, None, tmp_path)
-    assert prove(model, None, tmp_path).n_greedy == (28 if rope == "dynamic" else 64)
+    assert hf_model_type(model.config) == family
+    save_pretrained(model, None, tmp_path)
+    assert verify_hf_export(model, None, tmp_path).n_greedy == (28 if rope == "dynamic" else 64)
     again, tokenizer = load(tmp_path)
     assert tokenizer is None
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_every_form_that_the_format_has(tmp_path, family, rope):
                                   {"no_rope_layers": [1]}], ids=str)  # fmt: skip
 def test_what_the_format_cannot_express_is_refused_with_the_reason(tmp_path, form):
     with pytest.raises(UserError, match="no family|smollm3") as caught:
-        save_folder(random_model(**form), None, tmp_path)
+        save_pretrained(random_model(**form), None, tmp_path)
     assert any(key in str(caught.value) for key in ("model.", "QK-norm"))
     assert list(tmp_path.iterdir()) == []
 
@@ -205,9 +205,10 @@ def test_what_is_null_is_not_what_is_left_out(tmp_path):
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
     values = json.loads((tmp_path / "mistral" / "config.json").read_text())
     del values["sliding_window"]
-    assert read_config(values).attention == "window(4096)" == read_config(values | {"sliding_window": 4096}).attention
+    for sliding_window in ({}, {"sliding_window": 4096}):
+        assert from_hf_config(values | sliding_window).attention == "window(4096)"
     values = transformers.Qwen2Config(num_key_value_heads=None).to_dict() | {"num_key_value_heads": None}
-    assert read_config(values).n_kv_heads == transformers.Qwen2Config().num_attention_heads
+    assert from_hf_config(values).n_kv_heads == transformers.Qwen2Config().num_attention_heads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -225,13 +226,13 @@ def test_shards_and_precisions(tmp_path, dtype):
 
 def test_our_shards(tmp_path):
     model = random_model()
-    save_folder(model, None, tmp_path, shard_bytes=10_000)
+    save_pretrained(model, None, tmp_path, shard_bytes=10_000)
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2
     assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == {file.name for file in files}
     with safe_open(files[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    assert prove(model, None, tmp_path).logit_difference < 1e-5
+    assert verify_hf_export(model, None, tmp_path).logit_difference < 1e-5
     again, _ = load(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
@@ -239,21 +240,21 @@ def test_our_shards(tmp_path):
 def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
     tokenizer = TOKENIZERS["bpe:400"]
     model = random_model(vocab_size=tokenizer.vocab_size)
-    save_folder(model, tokenizer, tmp_path)
+    save_pretrained(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
-    prove(model, tokenizer, tmp_path, n_texts=50)
+    verify_hf_export(model, tokenizer, tmp_path, n_texts=50)
     tensors = load_file(tmp_path / "model.safetensors")
     other = tensors | {"model.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"] * 1.001}
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RunError, match="other logits"):
-        prove(model, tokenizer, tmp_path, n_texts=50)
+        verify_hf_export(model, tokenizer, tmp_path, n_texts=50)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][60:]
     content["model"]["ignore_merges"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(RunError, match="otherwise"):
-        prove(model, tokenizer, tmp_path)
+        verify_hf_export(model, tokenizer, tmp_path)
 
 
 # What is refused, by name
@@ -338,15 +339,15 @@ def test_what_versions_compute_differently(tmp_path):
     values = transformers.Qwen3Config(use_sliding_window=True, max_window_layers=0).to_dict()
     known = values["sliding_window"]
     del values["sliding_window"], values["layer_types"]
-    assert read_config(values).attention == f"window({known})"
+    assert from_hf_config(values).attention == f"window({known})"
 
 
 def test_keys_of_full_dumps_are_no_reason_to_refuse(theirs):
     values = json.loads((theirs / "config.json").read_text())
     dumped = {"max_length": 20, "do_sample": False, "top_k": 50, "is_decoder": False, "pruned_heads": {}}
     rope = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    known = read_config(values | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
-    assert read_config(values | dumped | {"rope_parameters": rope}) == known
+    known = from_hf_config(values | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    assert from_hf_config(values | dumped | {"rope_parameters": rope}) == known
 
 
 def test_files_that_are_missing_or_hostile(tmp_path, theirs):
@@ -367,9 +368,9 @@ def test_files_that_are_missing_or_hostile(tmp_path, theirs):
 
 def test_the_numbers_of_special_tokens_are_always_written():
     tokenizer = TOKENIZERS["byte"]
-    values = write_config(ThinkerConfig(vocab_size=257, qk_norm=False), tokenizer)
+    values = to_hf_config(ThinkerConfig(vocab_size=257, qk_norm=False), tokenizer)
     assert values["bos_token_id"] == values["eos_token_id"] == tokenizer.bos_id
-    assert read_config(values) == ThinkerConfig(vocab_size=257, qk_norm=False)
+    assert from_hf_config(values) == ThinkerConfig(vocab_size=257, qk_norm=False)
 
 
 def test_a_model_without_a_boundary_in_front_is_sampled_as_there(tmp_path):

@@ -82,7 +82,7 @@ class Shown:
             self.shares = self.model(self.tokens[None])[0].softmax(dim=-1)  # (T, V)
         self.explorer = html_report.gather(self.model, self.tokenizer, self.prompt)
         self.path = folder / "page.html"
-        html_report.write_page(self.path, "a model", None, self.explorer, layer=1, head=2, position=9)
+        html_report.write_html_report(self.path, "a model", None, self.explorer, layer=1, head=2, position=9)
 
     def byte(self, layer, head, query, key):
         return round(255 * self.weights[layer, head, query, key].clamp(0, 1).sqrt().item())

@@ -18,14 +18,14 @@ def tokens():
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("against", [None, 7])
+@pytest.mark.parametrize("contrast_token", [None, 7])
 @pytest.mark.parametrize("position", [-1, 4])
-def test_direct_logit_attribution_sums_to_the_difference(random_model, tokens, form, against, position):
+def test_direct_logit_attribution_sums_to_the_difference(random_model, tokens, form, contrast_token, position):
     model = random_model(**form)
-    parts = attribution.direct_logit_attribution(model, tokens, 3, against, position)
+    parts = attribution.direct_logit_attribution(model, tokens, 3, contrast_token, position)
     assert (parts.heads.shape, parts.mlps.shape) == ((2, 4), (2,))
     logits = model(tokens[None])[0, position]
-    known = logits[3] - (0 if against is None else logits[against])
+    known = logits[3] - (0 if contrast_token is None else logits[contrast_token])
     assert parts.y == pytest.approx(known.item(), abs=1e-5)
     assert parts.sum() == pytest.approx(known.item(), abs=1e-4)
 
@@ -33,11 +33,11 @@ def test_direct_logit_attribution_sums_to_the_difference(random_model, tokens, f
 def test_what_the_circuit_says_comes_from_its_induction_head():
     model = induction_circuit()
     tokens = torch.tensor([3, 8, 1, 5, 3, 8])
-    parts = attribution.direct_logit_attribution(model, tokens, target=1, against=5)
+    parts = attribution.direct_logit_attribution(model, tokens, target=1, contrast_token=5)
     assert parts.heads[1, 0].item() == pytest.approx(parts.y, abs=1e-4)
     assert parts.heads[0, 0].item() == pytest.approx(0, abs=1e-4)
     clean, corrupt = torch.tensor([3, 8, 1, 5, 3, 8]), torch.tensor([3, 8, 9, 5, 3, 8])
-    found = attribution.patch(model, clean, corrupt, target=1, against=9)
+    found = attribution.patch(model, clean, corrupt, target=1, contrast_token=9)
     assert found["embedding"].tolist() == pytest.approx([0, 0, 1, 0, 0, 0], abs=1e-3)
     assert found["blocks.0"].tolist() == pytest.approx([0, 0, 1, 0, 0, 0], abs=1e-3)
     assert found["blocks.1"].tolist() == pytest.approx([0, 0, 0, 0, 0, 1], abs=1e-3)

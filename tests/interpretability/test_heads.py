@@ -67,7 +67,7 @@ def test_heads_that_look_at_one_token():
 
 def test_a_circuit_built_by_hand_has_the_scores_of_one():
     model = induction_circuit()
-    tokens = heads.repeated_tokens(V, T // 2, batch=3)
+    tokens = heads.repeated_random_tokens(V, T // 2, batch=3)
     assert tokens.shape == (3, T)
     assert (tokens[:, : T // 2] == tokens[:, T // 2 :]).all()
     assert all(len(set(row.tolist())) == T // 2 for row in tokens)
@@ -80,11 +80,11 @@ def test_a_circuit_built_by_hand_has_the_scores_of_one():
     same = torch.eye(T).roll(-T // 2, dims=-1)
     assert heads.duplicate_token(same).item() == 1
     with pytest.raises(UserError, match="13 distinct tokens"):
-        heads.repeated_tokens(V, 13)
+        heads.repeated_random_tokens(V, 13)
 
 
 def test_random_tokens_of_some_ids():
-    found = heads.repeated_tokens(torch.tensor([3, 5, 8]), 2, batch=50)
+    found = heads.repeated_random_tokens(torch.tensor([3, 5, 8]), 2, batch=50)
     assert set(found.flatten().tolist()) == {3, 5, 8}
     assert torch.equal(found[:, :2], found[:, 2:])
     assert (found[:, 0] != found[:, 1]).all()
@@ -95,7 +95,7 @@ def test_random_tokens_of_some_ids():
 def test_redundancy(seed):
     torch.manual_seed(seed)
     weights = causal(4 * torch.randn(2, 3, 7, 7))
-    found = heads.redundancy(weights)
+    found = heads.pairwise_js_divergence(weights)
     assert found.shape == (2, 3, 3)
     torch.testing.assert_close(found, found.mT)
     assert found.diagonal(dim1=-2, dim2=-1).abs().max() < 1e-6
@@ -105,7 +105,7 @@ def test_redundancy(seed):
     assert found[1, 0, 2].item() == pytest.approx(known.item(), abs=1e-6)
     assert found.max() <= math.log(2) + 1e-6
     apart = torch.stack([torch.eye(6)[:, [1, 0, 2, 3, 4, 5]], torch.eye(6)[:, [2, 3, 0, 1, 5, 4]]])
-    assert heads.redundancy(apart)[0, 1].item() == pytest.approx(math.log(2))
+    assert heads.pairwise_js_divergence(apart)[0, 1].item() == pytest.approx(math.log(2))
 
 
 # Importance

@@ -121,7 +121,7 @@ def test_the_heatmap_answers_the_pointer(shown, visit):
 
 def test_a_long_prompt_scrolls_to_the_token(tmp_path, visit):
     shown = Shown(tmp_path, "a long prompt " * 40, max_seq_len=1024, n_layers=1)
-    html_report.write_page(shown.path, "long", None, shown.explorer)
+    html_report.write_html_report(shown.path, "long", None, shown.explorer)
     tab = visit(shown.path)
     inside = """token => {
         const [box, one] = [$("tokens"), $("tokens").children[token]].map(part => part.getBoundingClientRect());

@@ -94,7 +94,7 @@ def test_hostile_text_does_nothing(tmp_path, visit):
     shown.explorer.facts["attribution"]["what"] = HOSTILE
     panel = reports.Panel(HOSTILE, torch.eye(2), [HOSTILE, "b"], ["<i>", HOSTILE])
     report = reports.Report({HOSTILE: HOSTILE}, [HOSTILE, "b"], [[HOSTILE, "2"]], {}, [panel], HOSTILE)
-    html_report.write_page(shown.path, HOSTILE + "\udcff", report, shown.explorer)
+    html_report.write_html_report(shown.path, HOSTILE + "\udcff", report, shown.explorer)
     tab = visit(shown.path)
     for name in ("Attribution", "Lens", "Attention"):
         view(tab, name)
@@ -169,7 +169,7 @@ def test_thumbnails_keep_the_largest(tmp_path):
 )
 def test_every_form_of_model(tmp_path, visit, shape, text):
     shown = Shown(tmp_path, text, **shape)
-    html_report.write_page(shown.path, "a model", None, shown.explorer)
+    html_report.write_html_report(shown.path, "a model", None, shown.explorer)
     tab = visit(shown.path)
     last = shown.T - 1
     assert pixel(tab, last, 1) == pytest.approx(heat(shown.byte(0, 0, last, 1)), abs=2)
@@ -191,7 +191,7 @@ def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
     model, tokenizer = random_model(vocab_size=4), make_tokenizer("byte", [])
     tokenizer.bos_prefix = []  # its own begins texts with an id that the model lacks
     prompt = reports.Prompt(torch.tensor([1, 2, 3, 1]), ["a", "b", "c", "a"])
-    html_report.write_page(
+    html_report.write_html_report(
         tmp_path / "p.html", "small", None, html_report.gather(model, tokenizer, prompt), view="lens"
     )
     tab = visit(tmp_path / "p.html")
@@ -204,10 +204,10 @@ def test_a_pruned_model(tmp_path, visit):
     left = pruning.prune(random_model(vocab_size=tokenizer.vocab_size, n_kv_heads=4), [(0, 1)])
     prompt = reports.Prompt.read(left, tokenizer, "abc abc")
     explorer = html_report.gather(left, tokenizer, prompt)
-    html_report.write_page(
+    html_report.write_html_report(
         tmp_path / "p.html",
         "pruned",
-        reports.measure_heads(left, prompt, reports.random_repeats(left), "all"),
+        reports.report_heads(left, prompt, reports.random_repeats(left), "all"),
         explorer,
     )
     tab = visit(tmp_path / "p.html")
@@ -217,8 +217,8 @@ def test_a_pruned_model(tmp_path, visit):
 
 
 def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
-    report = reports.measure_heads(shown.model, None, reports.random_repeats(shown.model), "all")
-    html_report.write_page(tmp_path / "r.html", "scores", report, None)
+    report = reports.report_heads(shown.model, None, reports.random_repeats(shown.model), "all")
+    html_report.write_html_report(tmp_path / "r.html", "scores", report, None)
     tab = visit(tmp_path / "r.html")
     assert tab.locator("#tokens").count() == 0
     table = tab.get_by_role("table")
@@ -227,8 +227,8 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
     assert table.locator("tbody tr").nth(5).locator("td").all_inner_texts() == report.rows[5]
     drawn = tab.get_by_alt_text("A picture of what the table says")
     assert drawn.evaluate("one => one.complete && one.naturalWidth") > 500
-    html_report.write_page(
-        tmp_path / "b.html", "both", reports.map_head(shown.model, shown.prompt, 0, 0), shown.explorer
+    html_report.write_html_report(
+        tmp_path / "b.html", "both", reports.report_attention_map(shown.model, shown.prompt, 0, 0), shown.explorer
     )
     both = visit(tmp_path / "b.html")
     assert both.get_by_alt_text("A picture of what the table says").count() == 1
@@ -236,8 +236,8 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
 
 
 def test_a_narrow_screen_does_not_scroll_sideways(tmp_path, shown, visit):
-    report = reports.map_head(shown.model, shown.prompt, 0, 0)
-    html_report.write_page(tmp_path / "p.html", "a model with a long name " * 4, report, shown.explorer)
+    report = reports.report_attention_map(shown.model, shown.prompt, 0, 0)
+    html_report.write_html_report(tmp_path / "p.html", "a model with a long name " * 4, report, shown.explorer)
     tab = visit(tmp_path / "p.html", width=360)
     for name in ("Attention", "Attribution", "Lens"):
         view(tab, name)
@@ -248,7 +248,7 @@ def test_a_narrow_screen_does_not_scroll_sideways(tmp_path, shown, visit):
 
 def test_it_cannot_be_written(shown, tmp_path):
     with pytest.raises(UserError, match=r"cannot write .*: No such file"):
-        html_report.write_page(tmp_path / "no" / "x.html", "x", None, shown.explorer)
+        html_report.write_html_report(tmp_path / "no" / "x.html", "x", None, shown.explorer)
 
 
 def test_logits_that_are_not_finite(shown, tmp_path):
@@ -259,7 +259,9 @@ def test_logits_that_are_not_finite(shown, tmp_path):
 
 
 def test_the_prediction_can_be_chosen(shown):
-    found = html_report.gather(shown.model, shown.tokenizer, shown.prompt, target=97, against=98, position=4).facts
+    found = html_report.gather(
+        shown.model, shown.tokenizer, shown.prompt, target=97, contrast_token=98, position=4
+    ).facts
     parts = attribution.direct_logit_attribution(shown.model, shown.tokens, 97, 98, 4)
     assert found["attribution"]["what"] == "logit of ‘a’ rather than ‘b’ after position 4"
     assert found["attribution"]["y"] == pytest.approx(parts.y)

@@ -8,7 +8,7 @@ from thinker.checkpoint import checkpoint
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.gguf import _check
-from thinker.interop.huggingface import hf_architecture
+from thinker.interop.huggingface import hf_model_type
 from thinker.interpretability import heads, pruning
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
@@ -72,7 +72,7 @@ def test_it_is_saved_loaded_and_sampled_from(random_model, tmp_path):
     Generator(left, tokenizer, int8=True).generate(["abc"], params)
 
 
-@pytest.mark.parametrize("write", [hf_architecture, _check])
+@pytest.mark.parametrize("write", [hf_model_type, _check])
 def test_it_has_no_form_elsewhere(random_model, write):
     with pytest.raises(UserError, match="n_kv_heads_per_layer"):
         write(pruning.prune(random_model(n_kv_heads=4), [(0, 2)]).config)

@@ -13,17 +13,17 @@ PROMPT = Prompt(torch.arange(10) * 7 % 61, [f"t{i}" for i in range(10)])
 def test_the_likeliest_token_of_a_position(random_model):
     model = random_model()
     best = model(PROMPT.tokens[None])[0].argmax(dim=-1).tolist()
-    assert [reports.choose_target(model, PROMPT, at) for at in range(10)] == best
+    assert [reports.likeliest_next_token(model, PROMPT, at) for at in range(10)] == best
 
 
 def test_scores_of_repeats_are_not_of_the_prompt(random_model):
-    model, random = random_model(), heads.repeated_tokens(61, 12)
-    found = reports.measure_heads(model, PROMPT, random, "all")
+    model, random = random_model(), heads.repeated_random_tokens(61, 12)
+    found = reports.report_heads(model, PROMPT, random, "all")
     repeated, own = model.attention_weights(random), model.attention_weights(PROMPT.tokens[None])
     assert torch.tensor(found.data["induction"]).allclose(heads.induction(repeated).mean(dim=1), atol=1e-5)
     assert torch.tensor(found.data["duplicate"]).allclose(heads.duplicate_token(repeated).mean(dim=1), atol=1e-5)
     assert torch.tensor(found.data["entropy"]).allclose(heads.entropy(own)[:, 0], atol=1e-5)
-    apart = heads.redundancy(own[:, 0])
+    apart = heads.pairwise_js_divergence(own[:, 0])
     for row in found.rows:
         layer, head = int(row[0]), int(row[1])
         others = {other: apart[layer, head, other].item() for other in range(4) if other != head}
@@ -36,21 +36,22 @@ def test_flow_is_from_the_position(random_model):
     model = random_model()
     weights = model.attention_weights(PROMPT.tokens[None])[:, 0]
     for at in (3, 9):
-        found = reports.show_flow(model, PROMPT, at).data
+        found = reports.report_flow(model, PROMPT, at).data
         assert found["rollout"][-1] == pytest.approx(flow.rollout(weights)[-1, at].tolist(), abs=1e-5)
         assert found["max_flow"] == pytest.approx(flow.max_flow(weights)[at].tolist(), abs=1e-5)
 
 
 def test_a_map_names_only_what_is_looked_at(random_model):
-    rows = reports.map_head(random_model(attention="window(2)"), PROMPT, 0, 1).rows
+    rows = reports.report_attention_map(random_model(attention="window(2)"), PROMPT, 0, 1).rows
     assert [sum(bool(cell) for cell in row[2:]) for row in rows] == [1] + [2] * 9
     for at, row in enumerate(rows):
         assert all(f"({key})" in " ".join(row[2:]) for key in range(max(0, at - 1), at + 1))
 
 
 def test_over_a_training_the_highest_score_and_whose_it_is(random_model):
-    models, random = [random_model(seed) for seed in (0, 1)], heads.repeated_tokens(61, 12)
-    found = comparison.show_training([(step, lambda m=m: m) for step, m in zip((10, 20), models)], None, random, "all")
+    models, random = [random_model(seed) for seed in (0, 1)], heads.repeated_random_tokens(61, 12)
+    steps = [(step, lambda m=m: m) for step, m in zip((10, 20), models)]
+    found = comparison.report_over_training(steps, None, random, "all")
     for row, model in zip(found.rows, models):
         known = heads.induction(model.attention_weights(random)).mean(dim=1)  # (layers, H)
         layer, head = divmod(int(known.argmax()), 4)
@@ -62,7 +63,7 @@ def test_what_is_pruned_is_chosen_by_what_was_asked_for(random_model, how):
     model = random_model(n_kv_heads=4)
     tokens = (torch.arange(96).reshape(8, 12) * 5) % 61
     texts = tokens, tokens.roll(-1, 1)
-    _, found = comparison.show_pruning(model, texts, how, 3, None)
+    _, found = comparison.report_pruning(model, texts, how, 3, None)
     half = tuple(part[:4] for part in texts)
     if how == "gradient":
         known = heads.importance_by_gradient(model, half[0], targets=half[1])

@@ -14,8 +14,8 @@ from thinker.data import tokenizer_conversion
 from thinker.data.prefetch import Batch
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.interop import load
-from thinker.interop.huggingface import save_folder
-from thinker.interop.peft_adapter import load_adapter, write_adapter
+from thinker.interop.huggingface import save_pretrained
+from thinker.interop.peft_adapter import load_adapter, save_adapter
 from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
@@ -96,7 +96,7 @@ def test_the_loss_on_answers_falls_and_the_run_goes_out_again(trainer, base, tmp
         ours = model(tokens)
         torch.testing.assert_close(ours, training.model.eval()(tokens), rtol=0, atol=1e-5)
         (tmp_path / "out").mkdir()
-        save_folder(model, tokenizer, tmp_path / "out")
+        save_pretrained(model, tokenizer, tmp_path / "out")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
 
@@ -192,7 +192,7 @@ def test_peft_loads_our_adapter(trainer, base, tmp_path):
     checkpoint = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     (tmp_path / "adapter").mkdir()
     model, _ = load(tmp_path / "run")
-    write_adapter(checkpoint, model.config, base, tmp_path / "adapter")
+    save_adapter(checkpoint, model.config, base, tmp_path / "adapter")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
     tokens = torch.randint(model.config.vocab_size, (2, 40))
@@ -207,9 +207,9 @@ def test_peft_loads_our_adapter(trainer, base, tmp_path):
     trainer("train.max_steps=1", folder="plain").train()
     plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
     with pytest.raises(UserError, match="has no adapters"):
-        write_adapter(plain, model.config, base, tmp_path / "adapter")
+        save_adapter(plain, model.config, base, tmp_path / "adapter")
     with pytest.raises(UserError, match=r"model.max_seq_len is 999, .* which an adapter cannot change"):
-        write_adapter(checkpoint, dataclasses.replace(model.config, max_seq_len=999), base, tmp_path / "adapter")
+        save_adapter(checkpoint, dataclasses.replace(model.config, max_seq_len=999), base, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("rslora", [False, True])
