@@ -1,4 +1,4 @@
-"""What each form of attention and of positions buys: the same small model and tokens, several seeds, two corpora."""
+"""Loss and speed of each attention variant and position encoding: one small model, several seeds, two corpora."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thinker.benchmarks.environment import finish
-from thinker.benchmarks.training_runs import Training, train_all
+from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
 from thinker.data.prefetch import Batch
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
@@ -22,7 +21,7 @@ from thinker.training.optimizers import resolve_learning_rates
 from thinker.training.step import TrainingStep, build_model
 
 # token(46) is the full stop in both corpora.
-FORMS: dict[str, list[str]] = {
+VARIANTS: dict[str, list[str]] = {
     "full": [],
     **{
         pattern: [f"model.attention={pattern}"]
@@ -35,110 +34,119 @@ FORMS: dict[str, list[str]] = {
     "LLLG, window 32": ["model.attention=LLLG", "model.window=32"],
     **{f"positions: {kind}": [f"model.positions={kind}"] for kind in ("alibi", "learned", "sinusoidal", "none")},
     "no QK-norm": ["model.qk_norm=false"],
-    "soft-cap 20": ["model.attn_logit_softcap=20"],
-    "sink logits": ["model.attention_sinks=true"],
-    "isolated documents": ["data.document_masking=true"],
+    "logit soft-cap 20": ["model.attn_logit_softcap=20"],
+    "attention sinks": ["model.attention_sinks=true"],
+    "document masking": ["data.document_masking=true"],
 }  # fmt: skip
-CONFIGS = {"tales": ("tales-default.yaml", 16, 100), "pysource": ("pysource-default.yaml", 8, 120)}  # sequences, steps
-ALWAYS = ["train.eval_every=null", "train.precision=bf16", "train.compile=false", "train.device=cpu"]
+CORPORA = {"tales": ("tales-default.yaml", 16, 100), "pysource": ("pysource-default.yaml", 8, 120)}  # batch size, steps
+COMMON_OVERRIDES = ["train.eval_every=null", "train.precision=bf16", "train.compile=false", "train.device=cpu"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the flags of this benchmark."""
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="fewer, to try it")
-    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time, the cores shared out")
-    parser.add_argument("--rounds", type=int, default=5, help="of the timing, in which every form makes a step in turn")
-    parser.add_argument("--folder", type=Path, default=Path("runs/ablation"), help="what is there is not repeated")
-    parser.add_argument("--only", nargs="*", metavar="FORM", help="these forms; full is always there")
-    parser.add_argument("--png", type=Path, help="draw the losses against full's, with the speeds")
-    parser.add_argument("--out", type=Path, help="append the line of JSON there")
+    parser.add_argument("--steps", type=int, help="train for fewer steps, to try the benchmark out")
+    parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, which share the cores")
+    parser.add_argument("--rounds", type=int, default=5, help="timing rounds; each variant makes a step in each")
+    parser.add_argument("--folder", type=Path, default=Path("runs/ablation"), help="finished runs here are reused")
+    parser.add_argument("--only", nargs="*", metavar="VARIANT", help="only these variants; full is always included")
+    parser.add_argument("--png", type=Path, help="plot losses and speeds relative to full attention")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Train every form, time a step of each beside the others, print a table a corpus and a line of JSON."""
-    for form in arguments.only or ():
-        if form not in FORMS:
-            raise UserError(f"there is no form {form!r}; there are: {'; '.join(FORMS)}")
-    forms = {name: keys for name, keys in FORMS.items() if not arguments.only or name in ("full", *arguments.only)}
-    trainings, rows = {}, []
-    for corpus, (config, batch_size, steps) in CONFIGS.items():
-        for name, keys in forms.items():
-            for seed in range(1, arguments.seeds + 1):
-                overrides = [*ALWAYS, *keys, f"run.seed={seed}", f"train.max_steps={arguments.steps or steps}"]
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train every variant, time its steps alternately with the others, and print a table for each corpus."""
+    for name in arguments.only or ():
+        if name not in VARIANTS:
+            raise UserError(f"there is no variant {name!r}; choose from: {'; '.join(VARIANTS)}")
+    chosen = ("full", *arguments.only) if arguments.only else tuple(VARIANTS)
+    variants = {name: overrides for name, overrides in VARIANTS.items() if name in chosen}
+    seeds = range(1, arguments.seeds + 1)
+    runs: dict[tuple[str, str, int], TrainingRun] = {}
+    for corpus, (file, batch_size, default_steps) in CORPORA.items():
+        steps = arguments.steps or default_steps
+        for name, variant in variants.items():
+            for seed in seeds:
+                overrides = [*COMMON_OVERRIDES, *variant, f"run.seed={seed}", f"train.max_steps={steps}"]
                 overrides.append(f"train.batch_size={batch_size}")
-                path = Path(__file__).parent / "configs" / config
                 folder = arguments.folder / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
-                load_config(path, overrides)  # a mistake shows before the first hour of training
-                trainings[corpus, name, seed] = Training(f"{corpus}, {name}, {seed}", path, overrides, folder)
-    train_all(list(trainings.values()), arguments.jobs)
-    speeds = {corpus: time_forms(corpus, forms, arguments.rounds) for corpus in CONFIGS}
-    for corpus in CONFIGS:
-        seeds = range(1, arguments.seeds + 1)
-        losses = {name: [trainings[corpus, name, seed].loss for seed in seeds] for name in forms}
-        print(
-            f"{corpus}: nats a token over {len(seeds)} seeds, and against full with the same seed; tokens/s, of full's"
-        )
+                path = ROOT / "benchmarks" / "configs" / file
+                load_config(path, overrides)  # finds mistakes before the first hour of training
+                runs[corpus, name, seed] = TrainingRun(f"{corpus}, {name}, {seed}", path, overrides, folder)
+    train_all(list(runs.values()), arguments.jobs)
+    rows = []
+    for corpus in CORPORA:
+        speeds = time_variants(corpus, variants, arguments.rounds)
+        losses = {name: [runs[corpus, name, seed].loss for seed in seeds] for name in variants}
+        print(f"{corpus}, {len(seeds)} seeds: nats per token, difference from full, tokens/s, and relative to full")
         for name, values in losses.items():
-            against = [mine - full for mine, full in zip(values, losses["full"])]
-            row = {"corpus": corpus, "form": name, "losses": values, "mean": statistics.mean(values)}
-            row |= {"against_full": statistics.mean(against), "tokens": trainings[corpus, name, 1].final["tokens"]}
-            row["spread"] = statistics.stdev(against) if len(values) > 1 else 0.0
-            row |= speeds[corpus][name]
+            differences = [loss - full_loss for loss, full_loss in zip(values, losses["full"])]
+            row = {
+                "corpus": corpus,
+                "variant": name,
+                "losses": values,
+                "mean_loss": statistics.mean(values),
+                "loss_difference": statistics.mean(differences),
+                "loss_difference_std": statistics.stdev(differences) if len(values) > 1 else 0.0,
+                "tokens": runs[corpus, name, 1].final["tokens"],
+                **speeds[name],
+            }
             rows.append(row)
             print(
-                f"{name:<26} {row['mean']:.4f}  {row['against_full']:+.4f} ± {row['spread']:.4f}"
-                f"  {row['tokens_per_second']:>8,.0f}  {row['of_full']:.2f}"
+                f"{name:<26} {row['mean_loss']:.4f}  {row['loss_difference']:+.4f} ± {row['loss_difference_std']:.4f}"
+                f"  {row['tokens_per_second']:>8,.0f}  {row['relative_speed']:.2f}"
             )
     if arguments.png:
-        draw_picture(rows, arguments.png)
-    finish({"benchmark": "ablation", "rows": rows}, arguments.out)
+        plot(rows, arguments.png)
+    return {"rows": rows}
 
 
-def time_forms(corpus: str, forms: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of a training step's tokens a second, and of its ratio to full's in the same round."""
+def time_variants(corpus: str, variants: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
+    """Median training speed of each variant, and its median ratio to full attention in the same round."""
     device, steps = torch.device("cpu"), {}
     configure_backend(device)
-    for name, keys in forms.items():
-        file, batch_size, _ = CONFIGS[corpus]
-        overrides = [*ALWAYS, *keys, f"train.batch_size={batch_size}"]
-        config = load_config(Path(__file__).parent / "configs" / file, overrides)
+    file, batch_size, _ = CORPORA[corpus]
+    for name, variant in variants.items():
+        overrides = [*COMMON_OVERRIDES, *variant, f"train.batch_size={batch_size}"]
+        config = load_config(ROOT / "benchmarks" / "configs" / file, overrides)
         config.train.micro_batch_size = config.train.batch_size
         model_config = config.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
         config.optimizer = resolve_learning_rates(config.optimizer, model_config, config.train.batch_size)
         steps[name] = TrainingStep(build_model(model_config, 1, device), config), config
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for number in tqdm(range(rounds + 1), desc=f"timing on {corpus}"):
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for round_number in tqdm(range(rounds + 1), desc=f"timing on {corpus}"):
         for name, (step, config) in steps.items():
             shape = config.train.batch_size, config.data.seq_len
             tokens = torch.randint(1, step.model.config.vocab_size, shape)
             documents = (torch.rand(shape) < 1 / 200).cumsum(1) if config.data.document_masking else None
             start = time.perf_counter()
             float(step(Batch(tokens, tokens, tokens.numel(), documents), 1e-3)[0])
-            if number:  # the first one warms up
+            if round_number > 0:  # the first round warms up
                 seconds[name].append(time.perf_counter() - start)
     return {
         name: {
-            "tokens_per_second": tokens.numel() / statistics.median(taken),
-            "of_full": statistics.median(full / mine for full, mine in zip(seconds["full"], taken)),
+            "tokens_per_second": tokens.numel() / statistics.median(times),
+            "relative_speed": statistics.median(full / own for full, own in zip(seconds["full"], times)),
         }
-        for name, taken in seconds.items()
+        for name, times in seconds.items()
     }
 
 
-def draw_picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Every form's loss against full's, its spread over the seeds, and its speed: a panel a corpus."""
-    corpora, forms = (list(dict.fromkeys(row[key] for row in rows)) for key in ("corpus", "form"))
-    figure, panels = new_figure(11, 1.2 + 0.27 * len(forms), columns=len(corpora))
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """One panel per corpus: each variant's loss minus that of full attention, its std, and the relative speed."""
+    corpora = list(dict.fromkeys(row["corpus"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    figure, panels = new_figure(11, 1.2 + 0.27 * len(variants), columns=len(corpora))
     for axes, corpus in zip(panels, corpora):
-        for height, row in enumerate(row for row in rows if row["corpus"] == corpus):
-            color = GREY if row["form"].startswith("prefix") else BLUE  # it predicts fewer tokens: no comparison
-            axes.errorbar(row["against_full"], height, xerr=row["spread"], color=color, marker="o", markersize=4)
-            axes.annotate(f"{row['of_full']:.2f}", (1.02, height), xycoords=("axes fraction", "data"), va="center")
+        for y, row in enumerate(row for row in rows if row["corpus"] == corpus):
+            # A prefix has fewer tokens to predict, so its loss cannot be compared.
+            color = GREY if row["variant"].startswith("prefix") else BLUE
+            axes.errorbar(row["loss_difference"], y, xerr=row["loss_difference_std"], color=color, marker="o",
+                          markersize=4)  # fmt: skip
+            axes.annotate(f"{row['relative_speed']:.2f}", (1.02, y), xycoords=("axes fraction", "data"), va="center")
         axes.axvline(0, color=GREY, linewidth=1)
-        axes.set_yticks(range(len(forms)), forms)
-        axes.set_ylim(len(forms) - 0.5, -1)
-        axes.set_xlabel("nats a token above full, and the deviation over seeds")
+        axes.set_yticks(range(len(variants)), variants)
+        axes.set_ylim(len(variants) - 0.5, -1)
+        axes.set_xlabel("loss minus that of full attention (nats per token, ± std over seeds)")
         axes.set_title(corpus, loc="left")
         axes.annotate("tokens/s, full = 1", (1.02, -0.75), xycoords=("axes fraction", "data"), ha="center", fontsize=8)
     figure.savefig(path)

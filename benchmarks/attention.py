@@ -1,4 +1,4 @@
-"""Time and memory of every form of attention against the length: forward, training, decoding, and their exponents."""
+"""Time and memory of each attention pattern by sequence length, with their exponents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.benchmarks.environment import finish
+from thinker.benchmarks.environment import synchronize
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attend import KERNELS, attend, look
 from thinker.model.kernels.linear_attention import linear_attention, random_features
@@ -25,107 +25,101 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import new_figure
 from thinker.training.memory_estimate import LiveTensorMeter
 
-FORMS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
-         "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "linear(64)")  # fmt: skip
-MEASURED = {"forward": "forward_s", "train": "train_s", "memory": "memory_bytes", "decode": "decode_s"}
-TOO_LONG = 20.0  # seconds of a pass beyond which longer ones are left out
-LEAST = 0.1  # seconds that a call is repeated for in each round, however short it is
-TOKENS = 20  # decoded in a round
+PATTERNS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",
+            "longformer(64, 4, 16)", "bigbird(64, 16, 64, 2)", "topk(64)", "linear(64)")  # fmt: skip
+QUANTITIES = {"forward": "forward_s", "train": "train_s", "memory": "memory_bytes", "decode": "decode_s"}
+MAX_SECONDS = 20.0  # lengths whose passes could take longer are left out
+MIN_SECONDS = 0.1  # each call is repeated for at least this long in each round
+N_DECODED = 20  # tokens per timed call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
-    parser.add_argument("--forms", nargs="*", default=list(FORMS), help="patterns as a config spells them")
-    parser.add_argument("--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="auto, and against it")
+    """Add the flags of this benchmark."""
+    parser.add_argument("--patterns", nargs="*", default=list(PATTERNS), help="as in model.attention of a config")
+    parser.add_argument("--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="kernels to compare")
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=5, help="rounds, in which every length has its turn")
-    parser.add_argument("--png", type=Path, help="draw it on log axes")
-    parser.add_argument("--out", type=Path, help="append the line of JSON there")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; each length is timed in each")
+    parser.add_argument("--png", type=Path, help="plot the times on log axes")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measure each form by each kernel at each length, the lengths in turn; print tables and a line of JSON."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure each pattern with each kernel at each length and print a table."""
     lengths = [int(text) for text in arguments.lengths.split(",") if text.isdecimal()]
     if not lengths or sorted(lengths) != lengths:
-        raise UserError(f"--lengths {arguments.lengths} must be whole numbers that grow, such as 512,1024")
-    device, dtype = torch.device(arguments.device), DTYPES[arguments.precision]
-    configure_backend(device)
+        raise UserError(f"--lengths {arguments.lengths} must be increasing whole numbers, such as 512,1024")
+    configure_backend(torch.device(arguments.device))
+    cases = [(pattern, kernel) for pattern in arguments.patterns for kernel in arguments.kernels]
     rows: list[dict[str, Any]] = []
-    cases = [(text, kernel) for text in arguments.forms for kernel in arguments.kernels]
-    for text, kernel in tqdm(cases, desc="forms"):
-        pattern = parse(text)
-        if isinstance(pattern, Linear) and kernel != arguments.kernels[0]:
-            continue
-        subjects = []
-        for length in lengths:
-            try:
-                subjects.append(
-                    Subject(pattern, kernel, (1, arguments.heads, length, arguments.head_dim), device, dtype)
-                )
-            except UserError:
-                break  # this kernel does not compute this form
-            if 4 * in_turn([subjects[-1].train], 1, device)[0] > TOO_LONG:
-                break  # the next length would take that, at worst
-        calls = [call for subject in subjects for call in (subject.forward, subject.train)]
-        taken = in_turn(calls, arguments.repeats, device, LEAST)
-        mine = [
-            {"form": text, "kernel": kernel, **subject.facts, "forward_s": forward_s, "train_s": train_s}
-            for subject, forward_s, train_s in zip(subjects, taken[::2], taken[1::2])
-        ]
-        if kernel == arguments.kernels[0]:
-            decoding = decode_seconds(text, [row["length"] for row in mine], arguments, dtype, device)
-            mine = [{**row, "decode_s": seconds} for row, seconds in zip(mine, decoding)]
-        rows += mine
-    fits = [summarise(rows, text, kernel) for text, kernel in cases]
-    fits = [fit for fit in fits if fit]
-    print(f"{'':<33} exponents of T in {'at the longest:':>38} {'GFLOP':>7} {'ms':>9} {'ms':>9} {'MB':>8} {'µs':>9}")
-    print(
-        f"{'form':<26} {'kernel':<6} {'forward':>9} {'training':>9} {'memory':>9} {'decoding':>9} {'T':>6} "
-        f"{'forward':>9} {'forward':>9} {'training':>9} {'memory':>8} {'a token':>9}"
-    )
-    for fit in fits:
-        shown = " ".join(
-            f"{fit[name + '_exponent']:9.2f}" if name + "_exponent" in fit else " " * 9 for name in MEASURED
-        )
-        last = [row for row in rows if (row["form"], row["kernel"]) == (fit["form"], fit["kernel"])][-1]
-        took = f"{1e3 * last['forward_s']:9.1f} {1e3 * last['train_s']:9.1f} {last['memory_bytes'] / 1e6:8.1f}"
-        took += f" {1e6 * last['decode_s']:9.0f}" if "decode_s" in last else ""
-        flops = last["forward_flops"] / 1e9
-        print(f"{fit['form']:<26} {fit['kernel']:<6} {shown} {last['length']:>6} {flops:9.2f} {took}")
+    for pattern, kernel in tqdm(cases, desc="patterns"):
+        rows += measure(pattern, kernel, lengths, arguments)
+    fits = []
+    for pattern, kernel in cases:
+        case_rows = select(rows, pattern, kernel)
+        if len(case_rows) >= 2:
+            fits.append({"pattern": pattern, "kernel": kernel, **fit_exponents(case_rows)})
+    print_table(rows, fits)
     if arguments.png:
-        draw(rows, fits, arguments.png)
-    finish({"benchmark": "attention", "rows": rows, "fits": fits}, arguments.out)
+        plot(rows, fits, arguments.png)
+    return {"rows": rows, "fits": fits}
 
 
-class Subject:
-    """One form by one kernel at one length; `facts`: bytes of its tensors at most, FLOPs that are needed.
+def measure(text: str, kernel: str, lengths: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row of measurements per length, for a pattern and a kernel; no rows if the kernel does not support it."""
+    device, dtype, pattern = torch.device(arguments.device), DTYPES[arguments.precision], parse(text)
+    if isinstance(pattern, Linear) and kernel != arguments.kernels[0]:
+        return []
+    passes = []
+    for length in lengths:
+        shape = (1, arguments.heads, length, arguments.head_dim)
+        try:
+            passes.append(AttentionPass(pattern, kernel, shape, device, dtype))
+        except UserError:
+            break  # the kernel does not support the pattern
+        if 4 * time_alternately([passes[-1].train], 1, device)[0] > MAX_SECONDS:
+            break  # at twice the length a pass takes up to four times as long
+    calls = [call for one_pass in passes for call in (one_pass.forward, one_pass.train)]
+    seconds = time_alternately(calls, arguments.repeats, device, MIN_SECONDS)
+    rows = [
+        {"pattern": text, "kernel": kernel, **one_pass.facts, "forward_s": forward_s, "train_s": train_s}
+        for one_pass, forward_s, train_s in zip(passes, seconds[::2], seconds[1::2])
+    ]
+    if rows and kernel == arguments.kernels[0]:
+        for row, decode_s in zip(rows, time_decoding(text, [row["length"] for row in rows], arguments)):
+            row["decode_s"] = decode_s
+    return rows
 
-    Raises UserError where the kernel does not compute it.
+
+class AttentionPass:
+    """One pattern computed by one kernel at one length.
+
+    `facts` holds the length, the peak memory of its tensors in bytes and the FLOPs of a forward pass.
+    Raises UserError if the kernel does not support the pattern.
     """
 
     def __init__(
         self, pattern: Pattern | Linear, kernel: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
     ) -> None:
-        (B, H, T, D), self.pattern = shape, pattern
+        B, H, T, D = shape
+        self.pattern = pattern
         self.qkv = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
         self.grad = torch.randn(shape, device=device, dtype=dtype)
         if isinstance(pattern, Linear):
             self.features = random_features(pattern.features, D, 0).to(device)
-            seen = 2.0 * pattern.features  # a key adds to the sums, a query reads them: what 2m keys would cost
+            n_keys = 2.0 * pattern.features  # adding a key and reading the sums costs as much as this many keys
         else:
-            places = TokenInfo(torch.arange(T, device=device))
-            self.sight = look(pattern, places, places, H, dtype, aligned=True, kernel=kernel)
-            seen = mean_keys(CAUSAL if pattern.by_score else pattern, T)  # all scores are needed to choose
-        with LiveTensorMeter(device) as alive:
+            tokens = TokenInfo(torch.arange(T, device=device))
+            self.sight = look(pattern, tokens, tokens, H, dtype, aligned=True, kernel=kernel)
+            n_keys = mean_visible_keys(CAUSAL if pattern.by_score else pattern, T)  # choosing needs all scores
+        with LiveTensorMeter(device) as meter:
             self.train()
-        self.facts = {"length": T, "memory_bytes": alive.peak, "forward_flops": 4 * B * H * D * T * seen}
+        self.facts = {"length": T, "memory_bytes": meter.peak, "forward_flops": 4 * B * H * D * T * n_keys}
 
     def attend(self) -> Tensor:
-        """The output (B, H, T, D)."""
+        """The output, (B, H, T, D)."""
         q, k, v = self.qkv
         if isinstance(self.pattern, Linear):
             return linear_attention(q * 0.3, k * 0.3, v, self.features)[0]
@@ -137,38 +131,32 @@ class Subject:
         self.attend()
 
     def train(self) -> None:
-        """Forward and backward."""
+        """The forward and the backward pass."""
         torch.autograd.grad(self.attend(), self.qkv, self.grad)
 
 
-def mean_keys(pattern: Pattern, length: int) -> float:
-    """How many keys a query sees, on the mean over all queries (and heads, of the first two)."""
-    at, count = torch.arange(length), 0.0
-    for rows in at.split(512):
+def mean_visible_keys(pattern: Pattern, length: int) -> float:
+    """How many keys a query attends to, averaged over all queries of the first two heads."""
+    positions, n_visible = torch.arange(length), 0.0
+    for rows in positions.split(512):
         for head in range(2):
-            seen = pattern(torch.tensor(head), TokenInfo(rows[:, None], token=rows[:, None]), TokenInfo(at, token=at))
-            count += float(seen.sum())
-    return count / 2 / length
+            queries, keys = TokenInfo(rows[:, None], token=rows[:, None]), TokenInfo(positions, token=positions)
+            n_visible += float(pattern(torch.tensor(head), queries, keys).sum())
+    return n_visible / 2 / length
 
 
-def decode_seconds(
-    text: str, lengths: list[int], arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device
-) -> list[float]:
-    """Median seconds of one more token after each length, through one layer of that form, the lengths in turn."""
-    width = arguments.heads * arguments.head_dim
+def time_decoding(pattern: str, lengths: list[int], arguments: argparse.Namespace) -> list[float]:
+    """Median seconds per decoded token after each length, through a model of one layer."""
+    device, longest = torch.device(arguments.device), max(lengths)
     config = ThinkerConfig(
-        vocab_size=64,
-        d_model=width,
-        n_layers=1,
-        n_heads=arguments.heads,
-        attention=text,
-        max_seq_len=max(lengths) + 256,
-    )
-    model = Thinker(config).to(device, dtype).eval()
+        vocab_size=64, d_model=arguments.heads * arguments.head_dim, n_layers=1, n_heads=arguments.heads,
+        attention=pattern, max_seq_len=longest + 256,
+    )  # fmt: skip
+    model = Thinker(config).to(device, DTYPES[arguments.precision]).eval()
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
 
     def decode(cache: KVCache) -> None:
-        for _ in range(TOKENS):
+        for _ in range(N_DECODED):
             model(token, cache=cache)
 
     with torch.no_grad():
@@ -176,76 +164,96 @@ def decode_seconds(
         for cache, length in zip(caches, lengths):
             for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
                 model(chunk, cache=cache, last_logits_only=True)
-        return [seconds / TOKENS for seconds in in_turn([partial(decode, cache) for cache in caches], 10, device)]
+        calls = [partial(decode, cache) for cache in caches]
+        return [seconds / N_DECODED for seconds in time_alternately(calls, 10, device)]
 
 
-def in_turn(calls: list[Callable[[], Any]], rounds: int, device: torch.device, least: float = 0.0) -> list[float]:
-    """Seconds of each call: medians over rounds, in which each has its turn for `least` seconds, after one more round.
+def time_alternately(
+    calls: list[Callable[[], Any]], rounds: int, device: torch.device, min_seconds: float = 0.0
+) -> list[float]:
+    """Seconds of each call: medians over rounds in which every call runs for `min_seconds`, after a warm-up round.
 
-    So a slow moment of the machine strikes all lengths, and does not bend the exponent.
+    A slow moment of the machine then affects all lengths alike and does not distort the exponent.
     """
-    taken: list[list[float]] = [[] for _ in calls]
-    for number in range(rounds + 1):
-        for call, mine in zip(calls, taken):
-            once: list[float] = []
-            while not once or sum(once) < least:
+    medians: list[list[float]] = [[] for _ in calls]
+    for round_number in range(rounds + 1):
+        for call, call_medians in zip(calls, medians):
+            seconds: list[float] = []
+            while not seconds or sum(seconds) < min_seconds:
                 start = time.perf_counter()
                 call()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                once.append(time.perf_counter() - start)
-            if number:  # the first round warms up
-                mine.append(statistics.median(once))
-    return [statistics.median(mine) for mine in taken]
+                synchronize(device)
+                seconds.append(time.perf_counter() - start)
+            if round_number > 0:
+                call_medians.append(statistics.median(seconds))
+    return [statistics.median(call_medians) for call_medians in medians]
 
 
-def summarise(rows: list[dict[str, Any]], form: str, kernel: str) -> dict[str, Any] | None:
+def select(rows: list[dict[str, Any]], pattern: str, kernel: str) -> list[dict[str, Any]]:
+    """The rows of one pattern and kernel, by increasing length."""
+    return [row for row in rows if (row["pattern"], row["kernel"]) == (pattern, kernel)]
+
+
+def fit_exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The exponent of T in each quantity, by least squares on log axes."""
-    mine = [row for row in rows if (row["form"], row["kernel"]) == (form, kernel)]
-    if len(mine) < 2:
-        return None
-    fit: dict[str, Any] = {"form": form, "kernel": kernel}
-    for name, key in (
-        ("forward", "forward_s"),
-        ("train", "train_s"),
-        ("memory", "memory_bytes"),
-        ("decode", "decode_s"),
-    ):
-        points = [(math.log(row["length"]), math.log(row[key])) for row in mine if key in row]
+    exponents = {}
+    for name, key in QUANTITIES.items():
+        points = [(math.log(row["length"]), math.log(row[key])) for row in rows if key in row]
         if points:
-            fit[f"{name}_exponent"] = statistics.linear_regression(*zip(*points)).slope
-    return fit
+            exponents[f"{name}_exponent"] = statistics.linear_regression(*zip(*points)).slope
+    return exponents
 
 
-def draw(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> None:
-    """Training and decoding time against the length: a color for each form, dashed where a kernel was forced."""
+def print_table(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> None:
+    """Print the exponents of each pattern and kernel, and the measurements at the greatest length."""
+    print(f"{'':<33} exponents of T in {'at the longest:':>38} {'GFLOP':>7} {'ms':>9} {'ms':>9} {'MB':>8} {'µs':>9}")
+    print(
+        f"{'pattern':<26} {'kernel':<6} {'forward':>9} {'training':>9} {'memory':>9} {'decoding':>9} {'T':>6} "
+        f"{'forward':>9} {'forward':>9} {'training':>9} {'memory':>8} {'per token':>9}"
+    )
+    for fit in fits:
+        cells = [f"{fit[key]:9.2f}" if (key := f"{name}_exponent") in fit else " " * 9 for name in QUANTITIES]
+        longest = select(rows, fit["pattern"], fit["kernel"])[-1]
+        cells += [
+            f"{longest['length']:>6}",
+            f"{longest['forward_flops'] / 1e9:9.2f}",
+            f"{1e3 * longest['forward_s']:9.1f}",
+            f"{1e3 * longest['train_s']:9.1f}",
+            f"{longest['memory_bytes'] / 1e6:8.1f}",
+        ]
+        if "decode_s" in longest:
+            cells.append(f"{1e6 * longest['decode_s']:9.0f}")
+        print(f"{fit['pattern']:<26} {fit['kernel']:<6} {' '.join(cells)}")
+
+
+def plot(rows: list[dict[str, Any]], fits: list[dict[str, Any]], path: Path) -> None:
+    """Training and decoding time by length: one color per pattern, dashed for a kernel other than auto."""
     figure, panels = new_figure(13, 6, columns=2, share=False)
-    forms = list(dict.fromkeys(fit["form"] for fit in fits))
+    patterns = list(dict.fromkeys(fit["pattern"] for fit in fits))
     lengths = sorted({row["length"] for row in rows})
-    for axes, name, scale, unit in zip(
-        panels, ("train", "decode"), (1e3, 1e6), ("ms forward and backward", "µs a token")
-    ):
+    units = [("train", 1e3, "ms forward and backward"), ("decode", 1e6, "µs per token")]
+    for axes, (name, scale, unit) in zip(panels, units):
         lines = []
         for fit in fits:
-            mine = [row for row in rows if (row["form"], row["kernel"]) == (fit["form"], fit["kernel"])]
-            points = [(row["length"], scale * row[MEASURED[name]]) for row in mine if MEASURED[name] in row]
-            if not points:
+            case_rows = [row for row in select(rows, fit["pattern"], fit["kernel"]) if QUANTITIES[name] in row]
+            if not case_rows:
                 continue
-            forced = fit["kernel"] != "auto"
-            (line,) = axes.plot(*zip(*points), marker="o", markersize=3, color=f"C{forms.index(fit['form'])}",
-                                linestyle="--" if forced else "-", alpha=0.5 if forced else 1)  # fmt: skip
-            if not forced:
-                lines.append((points[-1][1], line, f"{fit['form']}: T^{fit[f'{name}_exponent']:.2f}"))
-        lines.sort(key=lambda one: -one[0])  # as they lie above each other at the right
+            points = [(row["length"], scale * row[QUANTITIES[name]]) for row in case_rows]
+            is_auto = fit["kernel"] == "auto"
+            (line,) = axes.plot(*zip(*points), marker="o", markersize=3, color=f"C{patterns.index(fit['pattern'])}",
+                                linestyle="-" if is_auto else "--", alpha=1 if is_auto else 0.5)  # fmt: skip
+            if is_auto:
+                lines.append((points[-1][1], line, f"{fit['pattern']}: T^{fit[f'{name}_exponent']:.2f}"))
+        lines.sort(key=lambda entry: -entry[0])  # from top to bottom, as at the right edge
         axes.set(xscale="log", yscale="log", xlabel="T, tokens", ylabel=unit)
         axes.set_xticks(lengths, [str(length) for length in lengths])
         lowest, highest = axes.get_ylim()
-        ticks = [one * 10**power for power in range(-3, 7) for one in (1, 2, 5)]
+        ticks = [digit * 10**power for power in range(-3, 7) for digit in (1, 2, 5)]
         axes.set_yticks([tick for tick in ticks if lowest < tick < highest])
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.legend([line for _, line, _ in lines], [label for _, _, label in lines], frameon=False, fontsize=8)
-    others = sorted({fit["kernel"] for fit in fits} - {"auto"})
-    panels[0].set_title(f"training{': dashed by ' + ', '.join(others) if others else ''}", loc="left")
+    others = ", ".join(sorted({fit["kernel"] for fit in fits} - {"auto"}))
+    panels[0].set_title(f"training (dashed: {others})" if others else "training", loc="left")
     panels[1].set_title("decoding, one layer", loc="left")
     figure.savefig(path)

@@ -1,20 +1,18 @@
-"""Does a minute of training on `pysource` beat a bigram model of the same tokens?
+"""One minute of training on `pysource` compared with a bigram model of the same tokens.
 
-    python benchmarks/bigram.py [--minutes 1]
-
-Trains configs/pysource.yaml for that long on the CPU, counts bigrams in the same training tokens, and measures both on
-the same validation windows. The bigram model is interpolated with the unigram one (Witten-Bell: the more kinds of
-tokens have followed a token, the more weight the unigram model gets after it). One line of JSON at the end.
+Trains configs/pysource.yaml on the CPU, counts bigrams in the same training tokens and evaluates both on the same
+validation windows. The bigram model is interpolated with the unigram model by Witten and Bell's rule: the more distinct
+tokens have followed a token, the more weight the unigram model has after it.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from thinker.benchmarks.environment import finish
 from thinker.data.batches import PackedDataset, sequential_batches
 from thinker.data.shards import TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
@@ -22,32 +20,14 @@ from thinker.training.config import load_config
 from thinker.training.trainer import Trainer
 
 
-def bigram_loss(train: TokenShards, windows: PackedDataset, vocab_size: int, limit: int | None) -> float:
-    """Nats a token of a Witten-Bell bigram model of `train` on the targets of `windows`."""
-    pairs = np.zeros((vocab_size, vocab_size), dtype=np.int32)
-    for shard in train.shards:
-        tokens = np.asarray(shard.tokens, dtype=np.int64)
-        np.add.at(pairs, (tokens[:-1], tokens[1:]), 1)
-    following = pairs.sum(1)  # (V,) how often each token was followed
-    kinds = (pairs > 0).sum(1)  # (V,) by how many different ones
-    unigram = (pairs.sum(0) + 1) / (pairs.sum() + vocab_size)  # (V,)
-    nats, count = 0.0, 0
-    for inputs, targets in sequential_batches(windows, 64, limit):
-        counted = targets != IGNORE_INDEX
-        before, after = inputs[counted].numpy(), targets[counted].numpy()
-        total = np.maximum(following[before] + kinds[before], 1)
-        backoff = np.where(following[before] > 0, kinds[before] / total, 1.0)
-        nats -= np.log(pairs[before, after] / total + backoff * unigram[after]).sum()
-        count += len(after)
-    return nats / count
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument("--minutes", type=float, default=1.0, help="training time")
+    parser.add_argument("--run", default="runs/bigram-baseline", help="run directory; trained unless it is finished")
 
 
-def main() -> None:
-    """Train, count, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--run", default="runs/bigram-peer", help="the run directory, to be trained if it is not there")
-    arguments = parser.parse_args()
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train, count bigrams and compare the two losses."""
     config = load_config(
         Path(__file__).resolve().parents[1] / "configs" / "pysource.yaml",
         [f"run.dir={arguments.run}", f"train.max_minutes={arguments.minutes}", "train.device=cpu",
@@ -55,18 +35,31 @@ def main() -> None:
     )  # fmt: skip
     trainer = Trainer(config)
     trainer.train()
-    state = trainer.state
-    ours = trainer.evaluator(trainer.model).loss
-    peer = bigram_loss(
-        trainer.corpus.train,
-        trainer.evaluator.windows,
-        trainer.corpus.tokenizer.vocab_size,
-        config.train.eval_sequences,
+    loss = trainer.evaluator(trainer.model).loss
+    corpus, state = trainer.corpus, trainer.state
+    baseline = bigram_loss(
+        corpus.train, trainer.evaluator.windows, corpus.tokenizer.vocab_size, config.train.eval_sequences
     )
-    print(f"thinker {ours:.4f}, bigram {peer:.4f} nats a token, after {state.elapsed_s:.0f} s, {state.tokens:,} tokens")
-    result = {"benchmark": "bigram", "seconds": state.elapsed_s, "tokens": state.tokens, "loss": ours}
-    finish(result | {"bigram_loss": peer})
+    print(f"after {state.elapsed_s:.0f} s and {state.tokens:,} tokens, in nats per token:")
+    print(f"thinker {loss:.4f}, bigram {baseline:.4f}")
+    return {"seconds": state.elapsed_s, "tokens": state.tokens, "loss": loss, "bigram_loss": baseline}
 
 
-if __name__ == "__main__":
-    main()
+def bigram_loss(train: TokenShards, windows: PackedDataset, vocab_size: int, limit: int | None) -> float:
+    """Nats per token of a bigram model of `train`, on the targets of the first `limit` windows."""
+    pair_counts = np.zeros((vocab_size, vocab_size), dtype=np.int32)
+    for shard in train.shards:
+        tokens = np.asarray(shard.tokens, dtype=np.int64)
+        np.add.at(pair_counts, (tokens[:-1], tokens[1:]), 1)
+    n_followed = pair_counts.sum(1)  # (V,) how often each token was followed by another
+    n_distinct = (pair_counts > 0).sum(1)  # (V,) by how many distinct ones
+    unigram = (pair_counts.sum(0) + 1) / (pair_counts.sum() + vocab_size)  # (V,)
+    nats, n_targets = 0.0, 0
+    for inputs, targets in sequential_batches(windows, 64, limit):
+        mask = targets != IGNORE_INDEX
+        previous, current = inputs[mask].numpy(), targets[mask].numpy()
+        total = np.maximum(n_followed[previous] + n_distinct[previous], 1)
+        backoff = np.where(n_followed[previous] > 0, n_distinct[previous] / total, 1.0)
+        nats -= np.log(pair_counts[previous, current] / total + backoff * unigram[current]).sum()
+        n_targets += len(current)
+    return nats / n_targets

@@ -1,4 +1,4 @@
-"""The page of scripts/inspect_model.py in a real Chromium: how fast it opens, and how it answers."""
+"""How fast the HTML report of scripts/inspect_model.py opens and responds in Chromium."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from typing import Any
 
 import torch
 
-from thinker.benchmarks.environment import finish
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import html_report, reports
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 
-DRAWN = """async () => {
+WAIT_UNTIL_SHOWN = """async () => {
     while (typeof state !== "object" || !state.map?.shape) await new Promise(requestAnimationFrame);
-    return performance.now(); // milliseconds since the navigation
+    return performance.now(); // milliseconds since navigation
 }"""
-CLICK = """async () => {
+CLICK_HEAD = """async () => {
     const begin = performance.now(), cells = document.querySelectorAll("[role=gridcell]");
     cells[Math.floor(cells.length / 2) + 1].click();
     while (state.wanted !== `${state.layer}-${state.head}` || waiting) await new Promise(requestAnimationFrame);
     return performance.now() - begin;
 }"""
-FRAMES = """async (what) => {
+TIME_FRAMES = """async (action) => {
     const buttons = document.querySelectorAll("#tokens button"), slider = document.getElementById("layer");
-    const found = [];
+    const times = [];
     for (let step = 0; step < 120; step++) {
-        if (what === "slide") {
+        if (action === "slide") {
             slider.value = step % facts.layers;
             slider.dispatchEvent(new Event("input"));
         } else {
@@ -45,51 +44,50 @@ FRAMES = """async (what) => {
         const begin = performance.now();
         await new Promise(requestAnimationFrame);
         await new Promise(requestAnimationFrame);
-        found.push((performance.now() - begin) / 2);
+        times.push((performance.now() - begin) / 2);
     }
-    return found;
+    return times;
 }"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the flags of this benchmark."""
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=5, help="how often it is opened")
-    parser.add_argument("--out", type=Path, help="a file that the result is appended to")
+    parser.add_argument("--repeats", type=int, default=5, help="how often each page is opened")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """A random model's page, and the same with weights that cannot be compressed; print medians and a line of JSON."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure the page of a random model, and one whose weights cannot be compressed; print medians."""
     from playwright.sync_api import sync_playwright
 
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
         raise UserError("this needs Chromium: apt-get install chromium")
     explorer = random_explorer(arguments.tokens, arguments.layers, arguments.heads)
     noise = {head: zlib.compress(os.urandom(len(zlib.decompress(data)))) for head, data in explorer.weights.items()}
-    shape = {name: getattr(arguments, name) for name in ("tokens", "layers", "heads")}
-    result = {"benchmark": "page", **shape, "repeats": arguments.repeats, "pages": []}
+    rows = []
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        result["browser"] = browser.version
-        for name, shown in (("random model", explorer), ("noise", replace(explorer, weights=noise))):
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        for name, page in (("random model", explorer), ("noise", replace(explorer, weights=noise))):
             path = Path(folder) / "page.html"
-            html_report.write_html_report(path, name, None, shown)
+            html_report.write_html_report(path, name, None, page)
             row = {"weights": name, "megabytes": path.stat().st_size / 1e6, **measure(browser, path, arguments.repeats)}
-            result["pages"].append(row)
+            rows.append(row)
             print(
-                f"{name}: {row['megabytes']:.1f} MB, opens in {row['open_s']:.2f} s, a head in {row['click_s']:.3f} s; "
-                f"frames take {row['slide_ms']:.0f} ms sliding (95%: {row['slide_95_ms']:.0f}), "
-                f"{row['hover_ms']:.0f} ms hovering (95%: {row['hover_95_ms']:.0f})"
+                f"{name}: {row['megabytes']:.1f} MB, opens in {row['open_s']:.2f} s, shows a head in "
+                f"{row['click_s']:.3f} s; a frame takes {row['slide_ms']:.0f} ms sliding (95%: "
+                f"{row['slide_95_ms']:.0f}), {row['hover_ms']:.0f} ms hovering (95%: {row['hover_95_ms']:.0f})"
             )
+        version = browser.version
         browser.close()
-    finish(result, arguments.out)
+    settings = {name: getattr(arguments, name) for name in ("tokens", "layers", "heads", "repeats")}
+    return {**settings, "pages": rows, "browser": version}
 
 
 def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explorer:
-    """Of a model whose heads look sharply at tokens, all differently."""
+    """The page of a random model whose heads attend sharply to different tokens."""
     torch.manual_seed(1)
     shape = {"vocab_size": 257, "d_model": 8 * heads, "n_layers": layers, "n_heads": heads, "max_seq_len": tokens}
     model = Thinker(ThinkerConfig(**shape, qk_norm=False)).eval()
@@ -106,17 +104,21 @@ def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explore
 
 
 def measure(browser: Any, path: Path, repeats: int) -> dict[str, float]:
-    """Medians: seconds until the first head is drawn and after a click on another, milliseconds of frames."""
-    opened, clicked, slid, hovered = [], [], [], []
+    """Medians: seconds until the first head is shown and after a click on another, and milliseconds per frame."""
+    opened, clicked, slide_frames, hover_frames = [], [], [], []
     for _ in range(repeats):
         tab = browser.new_page(viewport={"width": 1440, "height": 900})
         tab.goto(path.as_uri(), wait_until="commit")
-        opened.append(tab.evaluate(DRAWN) / 1000)
-        clicked.append(tab.evaluate(CLICK) / 1000)
-        slid += tab.evaluate(FRAMES, "slide")
-        hovered += tab.evaluate(FRAMES, "hover")
+        opened.append(tab.evaluate(WAIT_UNTIL_SHOWN) / 1000)
+        clicked.append(tab.evaluate(CLICK_HEAD) / 1000)
+        slide_frames += tab.evaluate(TIME_FRAMES, "slide")
+        hover_frames += tab.evaluate(TIME_FRAMES, "hover")
         tab.close()
-    late = {"slide_95_ms": slid, "hover_95_ms": hovered}
-    every = {"open_s": opened, "click_s": clicked, "slide_ms": slid, "hover_ms": hovered}
-    found = {name: statistics.median(values) for name, values in every.items()}
-    return found | {name: statistics.quantiles(values, n=20)[-1] for name, values in late.items()}
+    return {
+        "open_s": statistics.median(opened),
+        "click_s": statistics.median(clicked),
+        "slide_ms": statistics.median(slide_frames),
+        "slide_95_ms": statistics.quantiles(slide_frames, n=20)[-1],
+        "hover_ms": statistics.median(hover_frames),
+        "hover_95_ms": statistics.quantiles(hover_frames, n=20)[-1],
+    }

@@ -1,124 +1,109 @@
-"""How much of `tales` can be learned from the last 16 tokens alone?
+"""How much of `tales` a model can learn from the last 16 tokens alone.
 
-    python benchmarks/short_context.py [--tokens 16] [--minutes 3 6 12]
-
-Trains the quickstart's model on windows of that many tokens, for longer and longer, and measures the loss of whole
-validation stories where each token is predicted from the tokens in such a window before it, no more. Beside it stands
-a bound that no training can beat: a fact whose last mention lies outside the window is, for who sees the window alone,
-as uncertain as when it was drawn. One line of JSON at the end.
+Trains the quickstart's model on windows of that length, for longer and longer, and measures the loss of whole
+validation stories in which each token is predicted from such a window. A lower bound that no training can beat is
+printed next to it: a fact whose last mention is outside the window is as uncertain as when it was first sampled.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from thinker.benchmarks.environment import describe
+from thinker.benchmarks.training_runs import ROOT
 from thinker.data import tales
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.training.config import load_config
 from thinker.training.trainer import Trainer
 
-QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
+LN_2 = 0.6932
 
 
-@torch.no_grad()
-def sliding_loss(model: Thinker, tokenizer: Tokenizer, stories: list[str], width: int) -> float:
-    """Nats a token over whole stories, each token predicted from at most `width` tokens before it."""
-    model.eval()
-    nats, count = 0.0, 0
-    for story in stories:
-        ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode(story), tokenizer.eos_id])
-        inputs, targets = ids[:-1], ids[1:]
-        log_probs = model(inputs[None, :width])[0].float().log_softmax(-1)  # the first positions see all there is
-        nats -= log_probs.gather(1, targets[:width, None]).sum().item()
-        if len(inputs) > width:
-            windows = inputs.unfold(0, width, 1)[1:]  # (n, width)
-            log_probs = model(windows, last_logits_only=True)[:, 0].float().log_softmax(-1)  # (n, V)
-            nats -= log_probs.gather(1, targets[width:, None]).sum().item()
-        count += len(targets)
-    return nats / count
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument("--tokens", type=int, default=16, help="length of the window")
+    parser.add_argument("--minutes", type=float, nargs="+", default=[3.0, 6.0, 12.0], help="training times")
+    parser.add_argument("--stories", type=int, default=300, help="validation stories")
 
 
-def bound(tokenizer: Tokenizer, stories: list[str], width: int) -> tuple[float, float]:
-    """(entropy, entropy plus what is n_evicted outside the window) in nats a token.
-
-    Counted is each mention of a fact whose word stands nowhere in the `width` tokens before it: facts are drawn
-    independently and uniformly, so that it costs as much as when it was drawn. Of a name only what its gender, which
-    a pronoun may give away, leaves open is counted, and of a word in two mentions within the window the first.
-    """
-    entropy = n_evicted = count = 0.0
-    for text in stories:
-        story = tales.parse(text)
-        ids = tokenizer.encode(text)
-        ends, at = [], 0
-        for token in ids:
-            at += len(tokenizer.token_bytes(token))
-            ends.append(at)
-        entropy -= story.log_prob
-        count += len(ids) + 1
-        for choice in story.choices:
-            if choice.kind != "fact":
-                continue
-            nats = -choice.log_prob - (0.6932 if choice.name in ("hero", "friend") else 0.0)
-            last = None
-            for match in re.finditer(rf"\b{re.escape(choice.value)}\b", text, re.IGNORECASE):
-                token = sum(end <= match.start() for end in ends)  # the token in which the word begins
-                if last is not None and token - last > width:
-                    n_evicted += max(nats, 0.0)
-                last = sum(end <= match.end() - 1 for end in ends)
-    return entropy / count, (entropy + n_evicted) / count
-
-
-def main() -> None:
-    """Train, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--minutes", type=float, nargs="+", default=[3.0, 6.0, 12.0])
-    parser.add_argument("--stories", type=int, default=300)
-    arguments = parser.parse_args()
-    width = arguments.tokens
-    result = {"benchmark": "short_context", "tokens": width, "machine": describe(), "runs": []}
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train for each number of minutes and print loss and lower bound."""
+    width, path = arguments.tokens, ROOT / "configs" / "quickstart.yaml"
+    base = load_config(path, [])
+    rows = []
     for minutes in arguments.minutes:
-        base = load_config(QUICKSTART, [])
-        batch = base.train.batch_size * base.data.seq_len // width
         config = load_config(
-            QUICKSTART,
-            [f"run.dir=runs/short-context-{width}-{minutes:g}", f"data.seq_len={width}", f"train.batch_size={batch}",
+            path,
+            [f"run.dir=runs/short-context-{width}-{minutes:g}", f"data.seq_len={width}",
+             f"train.batch_size={base.train.batch_size * base.data.seq_len // width}",
              f"model.max_seq_len={base.data.seq_len}", f"train.max_minutes={minutes}", "train.max_steps=null",
              "train.eval_every=null", "train.sample_every=null", "data.packing=contiguous",
              f"data.max_documents={max(base.data.max_documents, int(15000 * minutes))}"],
         )  # fmt: skip
         trainer = Trainer(config)
         trainer.train()
-        state = trainer.state
-        tokenizer = trainer.corpus.tokenizer
-        stories = []
-        for shard in trainer.corpus.val.shards:
-            for start, end in zip(shard.offsets[:-1], shard.offsets[1:]):
-                stories.append(tokenizer.decode(shard.tokens[start:end].tolist()))
-        stories = stories[: arguments.stories]
-        entropy, least = bound(tokenizer, stories, width)
-        loss = sliding_loss(trainer.model, tokenizer, stories, width)
-        run = {
-            "minutes": minutes,
-            "tokens_seen": state.tokens,
-            "loss": loss,
-            "entropy": entropy,
-            "bound": least,
-        }
-        result["runs"].append(run)
+        tokenizer, tokens = trainer.corpus.tokenizer, trainer.state.tokens
+        stories = [
+            tokenizer.decode(shard.tokens[start:end].tolist())
+            for shard in trainer.corpus.val.shards
+            for start, end in zip(shard.offsets[:-1], shard.offsets[1:])
+        ][: arguments.stories]
+        entropy, lower_bound = compute_bounds(tokenizer, stories, width)
+        loss = sliding_window_loss(trainer.model, tokenizer, stories, width)
+        rows.append({"minutes": minutes, "tokens": tokens, "loss": loss, "entropy": entropy, "bound": lower_bound})
         print(
-            f"{minutes:g} minutes, {state.tokens:,} tokens: {loss:.4f} nats a token, {loss / entropy:.3f} times the "
-            f"entropy {entropy:.4f}; no training on {width} tokens can come below {least / entropy:.3f}"
+            f"{minutes:g} minutes, {tokens:,} tokens: {loss:.4f} nats per token, {loss / entropy:.3f} times the "
+            f"entropy {entropy:.4f}; the lower bound with {width} tokens is {lower_bound / entropy:.3f} times"
         )
-    print(json.dumps(result))
+    return {"tokens": width, "runs": rows}
 
 
-if __name__ == "__main__":
-    main()
+@torch.no_grad()
+def sliding_window_loss(model: Thinker, tokenizer: Tokenizer, stories: list[str], width: int) -> float:
+    """Nats per token over whole stories, with each token predicted from at most `width` tokens before it."""
+    model.eval()
+    nats, n_targets = 0.0, 0
+    for story in stories:
+        ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode(story), tokenizer.eos_id])
+        inputs, targets = ids[:-1], ids[1:]
+        log_probs = model(inputs[None, :width])[0].float().log_softmax(-1)  # (width, V): their whole context fits
+        nats -= log_probs.gather(1, targets[:width, None]).sum().item()
+        if len(inputs) > width:
+            windows = inputs.unfold(0, width, 1)[1:]  # (n, width)
+            log_probs = model(windows, last_logits_only=True)[:, 0].float().log_softmax(-1)  # (n, V)
+            nats -= log_probs.gather(1, targets[width:, None]).sum().item()
+        n_targets += len(targets)
+    return nats / n_targets
+
+
+def compute_bounds(tokenizer: Tokenizer, stories: list[str], width: int) -> tuple[float, float]:
+    """The entropy, and the lower bound of the loss with windows of `width` tokens, both in nats per token.
+
+    The bound adds the cost of each mention of a fact whose word does not occur in the window before it. Facts are
+    sampled independently and uniformly, so such a mention costs as much as the first one. Of a name only what its
+    gender leaves open is added, because a pronoun may give the gender away.
+    """
+    entropy = lost = n_tokens = 0.0
+    for text in stories:
+        story = tales.parse(text)
+        token_ends, end = [], 0  # in bytes
+        for token in tokenizer.encode(text):
+            end += len(tokenizer.token_bytes(token))
+            token_ends.append(end)
+        entropy -= story.log_prob
+        n_tokens += len(token_ends) + 1
+        for choice in story.choices:
+            if choice.kind != "fact":
+                continue
+            nats = -choice.log_prob - (LN_2 if choice.name in ("hero", "friend") else 0.0)
+            previous = None  # the last token of the previous mention
+            for match in re.finditer(rf"\b{re.escape(choice.value)}\b", text, re.IGNORECASE):
+                first_token = sum(end <= match.start() for end in token_ends)
+                if previous is not None and first_token - previous > width:
+                    lost += max(nats, 0.0)
+                previous = sum(end <= match.end() - 1 for end in token_ends)
+    return entropy / n_tokens, (entropy + lost) / n_tokens

@@ -1,4 +1,4 @@
-"""Is a config near the best of its surroundings? One key at a time, at several sizes."""
+"""Whether a config is near the best of its neighbourhood: one key at a time, at several model sizes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from thinker.benchmarks.environment import finish
-from thinker.benchmarks.training_runs import Training, read_shapes, train_all
+from thinker.benchmarks.training_runs import TrainingRun, parse_assignments, parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import GREY, new_figure
 from thinker.training.config import Config, load_config
@@ -15,58 +14,60 @@ from thinker.training.optimizers import resolve_learning_rates
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be chosen."""
+    """Add the flags of this benchmark."""
     parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", help="section.key=value, for all")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for all runs")
     parser.add_argument("--vary", action="append", required=True, metavar="KEY=V1,V2,...",
-                        help="x0.5: half of what the config comes to; may come repeatedly")  # fmt: skip
-    parser.add_argument("--shapes", metavar="WIDTHxLAYERSxHEADS,...", help="the config at each of these sizes")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, the cores shared out")
-    parser.add_argument("--folder", type=Path, default=Path("runs/sweep"), help="what is trained there is not repeated")
-    parser.add_argument("--png", type=Path, help="draw it")
-    parser.add_argument("--out", type=Path, help="append the line of JSON there")
+                        help="values of one key, x0.5 for half of the config's value; may be repeated")  # fmt: skip
+    parser.add_argument("--shapes", metavar="WIDTHxLAYERSxHEADS,...", help="model sizes (default: the config's)")
+    parser.add_argument("--jobs", type=int, default=1, help="training runs at a time, which share the cores")
+    parser.add_argument("--folder", type=Path, default=Path("runs/sweep"), help="finished runs here are reused")
+    parser.add_argument("--png", type=Path, help="plot the losses")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Train the config and its neighbours; print a table a size and a line of JSON."""
-    neighbours = [("", "")]
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train the config and its neighbours at each size and print a table."""
+    variations = [("", "")]  # the config as it is
     for text in arguments.vary:
-        key, _, values = text.partition("=")
-        if not values:
-            raise UserError(f"--vary {text} names no values; write it as optimizer.lr=0.01,0.04")
-        neighbours += [(key, value) for value in values.split(",")]
-    shapes = read_shapes(arguments.shapes) if arguments.shapes else {"": []}
-    trainings = []
+        variations += parse_assignments("--vary", text, "0.01,0.04")
+    shapes = parse_shapes(arguments.shapes) if arguments.shapes else {"": []}
+    runs: dict[str, list[TrainingRun]] = {}
     for shape, sizes in shapes.items():
-        for key, value in neighbours:
-            name = "-".join(part for part in (shape, key.split(".")[-1], value) if part) or "config"
+        runs[shape] = []
+        for key, setting in variations:
+            name = "-".join(part for part in (shape, key.split(".")[-1], setting) if part) or "config"
             overrides = [*arguments.overrides, *sizes]
             if key:
-                overrides.append(f"{key}={_resolve(load_config(arguments.config, overrides), key, value)}")
-            load_config(arguments.config, overrides)  # a mistake shows before the first hour of training
-            trainings.append(Training(name, arguments.config, overrides, arguments.folder / name))
-    train_all(trainings, arguments.jobs)
+                overrides.append(f"{key}={scale_setting(load_config(arguments.config, overrides), key, setting)}")
+            load_config(arguments.config, overrides)  # finds mistakes before the first hour of training
+            runs[shape].append(TrainingRun(name, arguments.config, overrides, arguments.folder / name))
+    train_all([run for shape_runs in runs.values() for run in shape_runs], arguments.jobs)
     rows = []
-    for shape, first in zip(shapes, range(0, len(trainings), len(neighbours))):
-        here = trainings[first : first + len(neighbours)]
-        best = min(training.loss for training in here)
-        for (key, value), training in zip(neighbours, here):
-            row = {"shape": shape, "key": key, "value": value, "loss": training.loss, "above": training.loss / best - 1}
-            row["tokens"] = training.final["tokens"]
+    for shape, shape_runs in runs.items():
+        best_loss = min(run.loss for run in shape_runs)
+        for (key, setting), run in zip(variations, shape_runs):
+            row = {"shape": shape, "key": key, "setting": setting, "loss": run.loss}
+            row |= {"relative_excess": run.loss / best_loss - 1, "tokens": run.final["tokens"]}
             if key:
-                section, name = key.split(".")
-                row |= {"at": training.config[section][name], "config_at": here[0].config[section][name]}
+                row |= {"value": lookup(run, key), "config_value": lookup(shape_runs[0], key)}
             rows.append(row)
-            print(f"{shape:<12} {key + '=' + value if key else 'the config':<32} {row['loss']:.4f} {row['above']:+.2%}")
+            label = f"{key}={setting}" if key else "the config"
+            print(f"{shape:<12} {label:<32} {row['loss']:.4f} {row['relative_excess']:+.2%}")
     if arguments.png:
-        draw_sweep(rows, arguments.png)
-    finish({"benchmark": "sweep", "config": arguments.config.name, "rows": rows}, arguments.out)
+        plot(rows, arguments.png)
+    return {"config": arguments.config.name, "rows": rows}
 
 
-def _resolve(config: Config, key: str, value: str) -> str:
-    """ "x0.5" as half of what the config comes to, anything else as it is."""
-    if not value.startswith("x"):
-        return value
+def lookup(run: TrainingRun, key: str) -> Any:
+    """The value of section.key that the run was trained with."""
+    section, name = key.split(".")
+    return run.resolved[section][name]
+
+
+def scale_setting(config: Config, key: str, setting: str) -> str:
+    """Replace "x0.5" by half of the config's value, defaults included; any other setting stays as it is."""
+    if not setting.startswith("x"):
+        return setting
     config.optimizer = resolve_learning_rates(
         config.optimizer, config.thinker_config(vocab_size=1), config.train.batch_size
     )
@@ -74,30 +75,28 @@ def _resolve(config: Config, key: str, value: str) -> str:
     for part in key.split("."):
         base = getattr(base, part, None)
     if not isinstance(base, (int, float)):
-        raise UserError(f"{key} is {base!r} in the config; {value} can only multiply a number")
+        raise UserError(f"{key} is {base!r} in the config; {setting} can only multiply a number")
     try:
-        return f"{float(value[1:]) * base:.6g}"
+        return f"{float(setting[1:]) * base:.6g}"
     except ValueError as error:
-        raise UserError(f"{value} is no multiple; write it as x0.5") from error
+        raise UserError(f"{setting} is not a multiple; write it as x0.5") from error
 
 
-def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
-    """A panel for each key, a line for each size: how far above the best of its size every value ends."""
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """One panel per key, one line per size: the loss of each value relative to the best of its size."""
     keys = list(dict.fromkeys(row["key"] for row in rows if row["key"]))
     figure, panels = new_figure(4 * len(keys) + 0.5, 4, columns=len(keys))
     for axes, key in zip(panels, keys):
         for shape in dict.fromkeys(row["shape"] for row in rows):
-            here = [row for row in rows if row["shape"] == shape]
-            base = next(row for row in here if not row["key"])
-            varied = [row for row in here if row["key"] == key]
-            points = [(row["at"], row["above"]) for row in varied] + [(varied[0]["config_at"], base["above"])]
-            at, above = zip(*sorted(points))
-            (drawn,) = axes.plot(at, [100 * a for a in above], marker="o", markersize=4, label=shape or None)
-            axes.plot(points[-1][0], 100 * points[-1][1], marker="o", markersize=11, fillstyle="none",
-                      color=drawn.get_color())  # fmt: skip
+            varied = [row for row in rows if row["shape"] == shape and row["key"] == key]
+            unchanged = next(row for row in rows if row["shape"] == shape and not row["key"])
+            x, y = varied[0]["config_value"], 100 * unchanged["relative_excess"]
+            points = sorted([(x, y), *((row["value"], 100 * row["relative_excess"]) for row in varied)])
+            (line,) = axes.plot(*zip(*points), marker="o", markersize=4, label=shape or None)
+            axes.plot(x, y, marker="o", markersize=11, fillstyle="none", color=line.get_color())
         axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
         axes.set(xscale="log", xlabel=key)
-    panels[0].set_ylabel("% above the best of its size (ringed: the config)")
+    panels[0].set_ylabel("% above the best loss of its size (circled: the config)")
     if rows[0]["shape"]:
         panels[0].legend(frameon=False)
     figure.savefig(path)

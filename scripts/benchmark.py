@@ -1,49 +1,35 @@
-"""Measure beside peers: python scripts/benchmark.py decode."""
+"""Run one benchmark: python scripts/benchmark.py decode."""
 
 from __future__ import annotations
 
 import argparse
+from importlib import import_module
+from pathlib import Path
 
 from thinker.runtime.errors import run_command
 
+BENCHMARKS = (
+    "ablation", "attention", "bigram", "checkpoint_overhead", "comm_volume", "decode", "decode_lengths",
+    "extrapolation", "html_report", "linear_cross_entropy", "short_context", "speculative", "sweep", "time_to_loss",
+    "train",
+)  # fmt: skip
+
 
 def main() -> int:
-    """Choose a benchmark and run it. Returns the exit status."""
-    from thinker.benchmarks import (
-        ablation,
-        attention,
-        checkpoint_overhead,
-        comm_volume,
-        decode,
-        extrapolation,
-        html_report,
-        linear_cross_entropy,
-        speculative,
-        sweep,
-        train,
-    )
+    """Run the chosen benchmark and record its result. Returns the exit status."""
+    from thinker.benchmarks.environment import record_result
 
-    parser = argparse.ArgumentParser(description="Measures beside peers in one run; ends with one line of JSON.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for module in (
-        ablation,
-        attention,
-        checkpoint_overhead,
-        comm_volume,
-        decode,
-        extrapolation,
-        html_report,
-        linear_cross_entropy,
-        speculative,
-        sweep,
-        train,
-    ):
-        name = module.__name__.split(".")[-1]
-        command = commands.add_parser(name, help=(module.__doc__ or "").strip().split("\n")[0])
-        command.set_defaults(run_benchmark=module.run)
+    parser = argparse.ArgumentParser(description="Runs one benchmark. The last line of its output is JSON.")
+    commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
+    for name in BENCHMARKS:
+        module = import_module(f"thinker.benchmarks.{name}")
+        summary = module.__doc__.strip().splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
+        command.add_argument("--out", type=Path, metavar="FILE", help="append the line of JSON to this file")
+        command.set_defaults(run_benchmark=module.run)
     arguments = parser.parse_args()
-    arguments.run_benchmark(arguments)
+    record_result(arguments.benchmark, arguments.run_benchmark(arguments), arguments.out)
     return 0
 
 
