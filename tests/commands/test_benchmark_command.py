@@ -103,7 +103,7 @@ def test_linear_cross_entropy_compared_with_the_plain_loss(tmp_path):
 
 
 def write_config(train_args, folder, name, *overrides):
-    """The train_args run's config as a file of its own."""
+    """The config of the tiny run, with overrides, as a file of its own."""
     config = load_config(str(train_args[1]), [*train_args[2:], *overrides])
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
