@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from thinker.benchmarks.environment import time_alternately
 from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
 from thinker.data.prefetch import Batch
 from thinker.runtime.device import configure_backend
@@ -102,33 +102,26 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def time_variants(corpus: str, variants: dict[str, list[str]], rounds: int) -> dict[str, dict[str, float]]:
     """Median training speed of each variant, and its median ratio to full attention in the same round."""
-    device, steps = torch.device("cpu"), {}
+    device, steps = torch.device("cpu"), []
     configure_backend(device)
     file, batch_size, _ = CORPORA[corpus]
-    for name, variant in variants.items():
+    for variant in variants.values():
         overrides = [*COMMON_OVERRIDES, *variant, f"train.batch_size={batch_size}"]
         config = load_config(ROOT / "benchmarks" / "configs" / file, overrides)
         config.train.micro_batch_size = config.train.batch_size
         model_config = config.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
         config.optimizer = resolve_learning_rates(config.optimizer, model_config, config.train.batch_size)
-        steps[name] = TrainingStep(build_model(model_config, 1, device), config), config
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for round_number in tqdm(range(rounds + 1), desc=f"timing on {corpus}"):
-        for name, (step, config) in steps.items():
-            shape = config.train.batch_size, config.data.seq_len
-            tokens = torch.randint(1, step.model.config.vocab_size, shape)
-            documents = (torch.rand(shape) < 1 / 200).cumsum(1) if config.data.document_masking else None
-            start = time.perf_counter()
-            float(step(Batch(tokens, tokens, tokens.numel(), documents), 1e-3)[0])
-            if round_number > 0:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    return {
-        name: {
-            "tokens_per_second": tokens.numel() / statistics.median(times),
-            "relative_speed": statistics.median(full / own for full, own in zip(seconds["full"], times)),
-        }
-        for name, times in seconds.items()
-    }
+        step = TrainingStep(build_model(model_config, 1, device), config)
+        tokens = torch.randint(1, model_config.vocab_size, (batch_size, config.data.seq_len))
+        documents = (torch.rand(tokens.shape) < 1 / 200).cumsum(1) if config.data.document_masking else None
+        steps.append(partial(step, Batch(tokens, tokens, tokens.numel(), documents), 1e-3))
+    speeds = {}
+    seconds = dict(zip(variants, time_alternately(steps, rounds, device)))
+    for name, times in seconds.items():
+        relative_speeds = [full / own for full, own in zip(seconds["full"], times)]
+        speeds[name] = {"tokens_per_second": tokens.numel() / statistics.median(times),
+                        "relative_speed": statistics.median(relative_speeds)}  # fmt: skip
+    return speeds
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.benchmarks.environment import synchronize
+from thinker.benchmarks.environment import measure_seconds, time_alternately
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attend import KERNELS, attend, look
 from thinker.model.kernels.linear_attention import linear_attention, random_features
@@ -79,10 +77,10 @@ def measure(text: str, kernel: str, lengths: list[int], arguments: argparse.Name
             passes.append(AttentionPass(pattern, kernel, shape, device, dtype))
         except UserError:
             break  # the kernel does not support the pattern
-        if 4 * time_alternately([passes[-1].train], 1, device)[0] > MAX_SECONDS:
+        if 4 * measure_seconds(passes[-1].train, device) > MAX_SECONDS:
             break  # at twice the length a pass takes up to four times as long
     calls = [call for one_pass in passes for call in (one_pass.forward, one_pass.train)]
-    seconds = time_alternately(calls, arguments.repeats, device, MIN_SECONDS)
+    seconds = [statistics.median(s) for s in time_alternately(calls, arguments.repeats, device, MIN_SECONDS)]
     rows = [
         {"pattern": text, "kernel": kernel, **one_pass.facts, "forward_s": forward_s, "train_s": train_s}
         for one_pass, forward_s, train_s in zip(passes, seconds[::2], seconds[1::2])
@@ -165,28 +163,7 @@ def time_decoding(pattern: str, lengths: list[int], arguments: argparse.Namespac
             for chunk in torch.zeros(1, length, dtype=torch.long, device=device).split(512, dim=1):
                 model(chunk, cache=cache, last_logits_only=True)
         calls = [partial(decode, cache) for cache in caches]
-        return [seconds / N_DECODED for seconds in time_alternately(calls, 10, device)]
-
-
-def time_alternately(
-    calls: list[Callable[[], Any]], rounds: int, device: torch.device, min_seconds: float = 0.0
-) -> list[float]:
-    """Seconds of each call: medians over rounds in which every call runs for `min_seconds`, after a warm-up round.
-
-    A slow moment of the machine then affects all lengths alike and does not distort the exponent.
-    """
-    medians: list[list[float]] = [[] for _ in calls]
-    for round_number in range(rounds + 1):
-        for call, call_medians in zip(calls, medians):
-            seconds: list[float] = []
-            while not seconds or sum(seconds) < min_seconds:
-                start = time.perf_counter()
-                call()
-                synchronize(device)
-                seconds.append(time.perf_counter() - start)
-            if round_number > 0:
-                call_medians.append(statistics.median(seconds))
-    return [statistics.median(call_medians) for call_medians in medians]
+        return [statistics.median(seconds) / N_DECODED for seconds in time_alternately(calls, 10, device)]
 
 
 def select(rows: list[dict[str, Any]], pattern: str, kernel: str) -> list[dict[str, Any]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm, trange
 
-from thinker.benchmarks.environment import synchronize
+from thinker.benchmarks.environment import measure_seconds
 from thinker.checkpoint import checkpoint
 from thinker.checkpoint.manager import CheckpointManager
 from thinker.training.config import load_config
@@ -66,12 +65,13 @@ def bare_step(trainer: Trainer) -> None:
 
 def measure_steps(trainer: Trainer, rounds: int) -> dict[str, float]:
     """Seconds of a resumable step, and its median ratio to a bare step of the same round."""
+    steps = {"bare": partial(bare_step, trainer), "resumable": trainer.advance}
     step_seconds, ratios = [], []
     for number in trange(rounds, desc="steps"):
-        order = (bare_step, Trainer.advance) if number % 2 else (Trainer.advance, bare_step)
-        seconds = {step: measure_seconds(trainer, step) for step in order}
-        step_seconds.append(seconds[Trainer.advance])
-        ratios.append(seconds[Trainer.advance] / seconds[bare_step])
+        order = ("bare", "resumable") if number % 2 else ("resumable", "bare")
+        seconds = {name: measure_seconds(steps[name], trainer.device) for name in order}
+        step_seconds.append(seconds["resumable"])
+        ratios.append(seconds["resumable"] / seconds["bare"])
     return {"step_s": statistics.median(step_seconds), "step_ratio": statistics.median(ratios)}
 
 
@@ -88,24 +88,24 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
         state = trainer.state.model_dump(mode="json")
         manager.save("step", trainer.state.step, checkpoint.contents(trainer.model, state, tensors))
 
-    def save_and_step(trainer: Trainer) -> None:
+    def save_and_step() -> None:
         save(background)
         trainer.advance()
 
-    def copy(trainer: Trainer) -> None:
+    def copy() -> None:
         checkpoint.copied(checkpoint.contents(trainer.model, {}, trainer.train_step.optimizers.tensors()))
 
     delays, next_delays, copies, saves = [], [], [], []
     for _ in trange(n_saves, desc="saves"):
-        before = measure_seconds(trainer, Trainer.advance)
-        with_save = measure_seconds(trainer, save_and_step)
-        following = measure_seconds(trainer, Trainer.advance)
+        before = measure_seconds(trainer.advance, trainer.device)
+        with_save = measure_seconds(save_and_step, trainer.device)
+        following = measure_seconds(trainer.advance, trainer.device)
         background.wait()
-        undisturbed = (before + measure_seconds(trainer, Trainer.advance)) / 2
+        undisturbed = (before + measure_seconds(trainer.advance, trainer.device)) / 2
         delays.append(with_save - undisturbed)
         next_delays.append(following - undisturbed)
-        copies.append(measure_seconds(trainer, copy))
-        saves.append(measure_seconds(trainer, lambda trainer: save(foreground)))
+        copies.append(measure_seconds(copy, trainer.device))
+        saves.append(measure_seconds(partial(save, foreground), trainer.device))
     background.close()
     return {
         "copy_s": statistics.median(copies),
@@ -114,11 +114,3 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
         "delay_error_s": 1.25 * statistics.stdev(delays) / len(delays) ** 0.5,  # standard error of a median
         "next_delay_s": statistics.median(next_delays),
     }
-
-
-def measure_seconds(trainer: Trainer, action: Callable[[Trainer], None]) -> float:
-    """Seconds until the device has finished."""
-    start = time.perf_counter()
-    action(trainer)
-    synchronize(trainer.device)
-    return time.perf_counter() - start

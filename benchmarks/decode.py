@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from thinker.benchmarks.baselines import to_transformers
-from thinker.benchmarks.environment import measure_bandwidth, synchronize
+from thinker.benchmarks.environment import measure_bandwidth, measure_seconds
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.inference_model import matrix_bytes
@@ -164,21 +164,13 @@ def transformers_generate(
 
 def measure(variants: list[Variant], n_new: int, repeats: int, device: torch.device) -> float:
     """Time all variants alternately, so that noise affects them alike. Returns the median memory bandwidth."""
-
-    def time_generate(variant: Variant, count: int) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        variant.generate(count)
-        synchronize(device)
-        return time.perf_counter() - start
-
     for variant in tqdm(variants, desc="warming up", leave=False):
         variant.generate(min(8, n_new))
     bandwidths = []
     for _ in tqdm(range(repeats), desc="measuring", leave=False):
         bandwidths.append(measure_bandwidth(device))
         for variant in variants:
-            prefill = time_generate(variant, 1)
+            prefill = measure_seconds(partial(variant.generate, 1), device)
             variant.prefill_seconds.append(prefill)
-            variant.decode_seconds.append(time_generate(variant, n_new) - prefill)
+            variant.decode_seconds.append(measure_seconds(partial(variant.generate, n_new), device) - prefill)
     return statistics.median(bandwidths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from thinker.benchmarks.decode import SHAPES, make_random_model
-from thinker.benchmarks.environment import measure_bandwidth, synchronize
+from thinker.benchmarks.environment import measure_bandwidth, measure_seconds
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sink_cache import SinkCache
 from thinker.model import Thinker
@@ -67,12 +67,9 @@ def measure(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
         for (length, kind), cache in caches.items():
             for step in range(4):  # consecutive steps on one cache, as in decoding
                 cache.lengths = [length - 1]
-                synchronize(model.device)
-                start = time.perf_counter()
-                inference_model(token, cache=cache)
-                synchronize(model.device)
+                duration = measure_seconds(partial(inference_model, token, cache=cache), model.device)
                 if step > 0:  # the first step finds the processor's caches cold
-                    seconds[length, kind].append(time.perf_counter() - start)
+                    seconds[length, kind].append(duration)
     bandwidth = statistics.median(bandwidths)
     bytes_per_token = caches[64, "full"].nbytes / MAX_LEN
     rows = []

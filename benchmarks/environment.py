@@ -8,10 +8,12 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from thinker.runtime.device import processor_name
 
@@ -39,18 +41,38 @@ def record_result(benchmark: str, result: dict[str, Any], out: Path | None = Non
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its work, so that a clock can be read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    """Wait until an accelerator has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def measure_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call, until the device has finished."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def time_alternately(
+    calls: list[Callable[[], Any]], rounds: int, device: torch.device, min_seconds: float = 0.0
+) -> list[list[float]]:
+    """Seconds of each call in each round, after a warm-up round; the median where it is repeated for `min_seconds`.
+
+    In a round all calls take turns, so that a slow moment of the machine affects all of them alike.
+    """
+    results: list[list[float]] = [[] for _ in calls]
+    for _ in tqdm(range(rounds + 1), desc="rounds", leave=False):
+        for call, result in zip(calls, results):
+            seconds = [measure_seconds(call, device)]
+            while sum(seconds) < min_seconds:
+                seconds.append(measure_seconds(call, device))
+            result.append(statistics.median(seconds))
+    return [result[1:] for result in results]
 
 
 def measure_bandwidth(device: torch.device, n_bytes: int = 1 << 28) -> float:
     """Bytes per second that the device reads from memory: the median over nine sums of `n_bytes` of fp32."""
     data = torch.ones(n_bytes // 4, device=device)
-    rates = []
-    for _ in range(9):
-        synchronize(device)
-        start = time.perf_counter()
-        data.sum().item()
-        rates.append(n_bytes / (time.perf_counter() - start))
-    return statistics.median(rates)
+    return statistics.median(n_bytes / measure_seconds(data.sum, device) for _ in range(9))

@@ -105,20 +105,17 @@ def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explore
 
 def measure(browser: Any, path: Path, repeats: int) -> dict[str, float]:
     """Medians: seconds until the first head is shown and after a click on another, and milliseconds per frame."""
-    opened, clicked, slide_frames, hover_frames = [], [], [], []
+    opened, clicked = [], []
+    frames: dict[str, list[float]] = {"slide": [], "hover": []}
     for _ in range(repeats):
         tab = browser.new_page(viewport={"width": 1440, "height": 900})
         tab.goto(path.as_uri(), wait_until="commit")
         opened.append(tab.evaluate(WAIT_UNTIL_SHOWN) / 1000)
         clicked.append(tab.evaluate(CLICK_HEAD) / 1000)
-        slide_frames += tab.evaluate(TIME_FRAMES, "slide")
-        hover_frames += tab.evaluate(TIME_FRAMES, "hover")
+        for action, times in frames.items():
+            times += tab.evaluate(TIME_FRAMES, action)
         tab.close()
-    return {
-        "open_s": statistics.median(opened),
-        "click_s": statistics.median(clicked),
-        "slide_ms": statistics.median(slide_frames),
-        "slide_95_ms": statistics.quantiles(slide_frames, n=20)[-1],
-        "hover_ms": statistics.median(hover_frames),
-        "hover_95_ms": statistics.quantiles(hover_frames, n=20)[-1],
-    }
+    result = {"open_s": statistics.median(opened), "click_s": statistics.median(clicked)}
+    for action, times in frames.items():
+        result |= {f"{action}_ms": statistics.median(times), f"{action}_95_ms": statistics.quantiles(times, n=20)[-1]}
+    return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.benchmarks.baselines import to_transformers
+from thinker.benchmarks.environment import measure_seconds, time_alternately
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device, choose_precision, configure_backend
@@ -77,14 +77,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             memory[name] = pool.apply(measure_memory, (name, shape, str(device), precision))
     configure_backend(device)
     steps = {name: make_step(name, shape, device, precision) for name in names}
-    first_seconds = {name: time_step(step) for name, step in tqdm(steps.items(), desc="first steps")}
-    for step in steps.values():
-        step()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in tqdm(range(arguments.repeats), desc="rounds"):
-        for name, step in steps.items():
-            seconds[name].append(time_step(step))
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    first_seconds = {name: measure_seconds(step, device) for name, step in tqdm(steps.items(), desc="first steps")}
+    seconds = time_alternately(list(steps.values()), arguments.repeats, device)
+    medians = {name: statistics.median(values) for name, values in zip(names, seconds)}
     rates = {name: shape.batch_size * shape.seq_len / median for name, median in medians.items()}
     with torch.device("meta"):
         flops = flops_per_token(Thinker(shape.model_config()), shape.seq_len)
@@ -162,13 +157,6 @@ def measure_memory(name: str, shape: Shape, device_name: str, precision: str) ->
     for _ in range(2):
         step().item()
     return meter.peak()
-
-
-def time_step(step: Callable[[], Tensor]) -> float:
-    """Seconds until the loss of a step is known."""
-    start = time.perf_counter()
-    step().item()
-    return time.perf_counter() - start
 
 
 def plot(rates: dict[str, float], memory: dict[str, int], title: str, path: Path) -> None:
