@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from thinker.interop.huggingface import to_hf_config, to_hf_name
+from thinker.interop.hf_config import to_hf_config
+from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker
 
 

@@ -15,7 +15,8 @@ from thinker.data.hf_tokenizer import TO_CHAR, HFTokenizer
 from thinker.data.tokenizer import ONE_CHARACTER, Tokenizer
 from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import WORDS
-from thinker.interop.huggingface import hf_model_type, to_hf_name
+from thinker.interop.hf_config import hf_model_type
+from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.rope import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError

@@ -1,4 +1,4 @@
-"""A model card: what a model is, what it read, and how well, for people who find its folder."""
+"""A model card: what a model is, what it was trained on and how well, for people who find its folder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def model_card(
     tokenizer: Tokenizer | None,
     run: Path | None,
     name: str,
-    proof: str,
+    verification: str,
     base: Path | None = None,
     adapter: str = "",
 ) -> str:
     """README.md of an exported model, in Markdown under the keys that the hub reads.
 
     Args:
-        run: its run directory, whose config and losses are told, if it has one.
-        proof: what was compared with transformers.
+        run: its run directory, whose config and losses the card shows, if it has one.
+        verification: what was compared with transformers.
         base: the model that it is an adapter for, if it is one; `adapter`: its rank and size.
     """
     config = model.config
@@ -46,7 +46,7 @@ def model_card(
     ]
     if config_file is not None and config_file.is_file():
         lines += _training(RunDirectory(run), config_file.read_text(encoding="utf-8"))
-    lines += ["## Checked", "", f"Against transformers, when this folder was written: {proof}.", ""]
+    lines += ["## Checked", "", f"Against transformers, when this folder was written: {verification}.", ""]
     return "\n".join(lines)
 
 

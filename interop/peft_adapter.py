@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from thinker.checkpoint.checkpoint import MODEL, CorruptCheckpoint, header, opened, read, read_json
-from thinker.interop.huggingface import dump, from_hf_config, is_hf_folder, load_pretrained, to_hf_name
+from thinker.interop.hf_config import from_hf_config
+from thinker.interop.huggingface import is_hf_folder, load_pretrained, to_hf_name, write_json
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF
 from thinker.runtime.errors import UserError
@@ -53,7 +54,7 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
     }
     values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
     values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
-    dump(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})
+    write_json(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     return f"rank {rank}, {sum(tensor.numel() for tensor in tensors.values()):,} parameters"
 

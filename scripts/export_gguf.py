@@ -21,7 +21,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Load, write, prove, and only then let the file appear. Returns the exit status."""
+    """Load, write, verify, and only then move the file into place. Returns the exit status."""
     arguments = parse_arguments()
     from thinker.interop import load
     from thinker.interop.gguf import write_gguf
@@ -29,16 +29,16 @@ def main() -> int:
 
     out = arguments.out
     if os.path.lexists(out):
-        raise UserError(f"{out} is there already; give a file that is not")
+        raise UserError(f"{out} exists already; give a new file")
     if not out.resolve().parent.is_dir():
-        raise UserError(f"{out.resolve().parent} is no folder; make it first")
+        raise UserError(f"{out.resolve().parent} is not a folder; make it first")
     model, tokenizer = load(arguments.path, checkpoint=arguments.checkpoint)
     if tokenizer is None:
-        raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file must hold")
+        raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file needs")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         write_gguf(model, tokenizer, temporary, arguments.dtype, out.stem)
-        proof = verify_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
+        verification = verify_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
         temporary.rename(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}") from error
@@ -46,7 +46,7 @@ def main() -> int:
         if os.path.lexists(temporary):
             temporary.unlink()
     print(f"{out}: {out.stat().st_size:,} bytes, read back as it was written")
-    print(proof)
+    print(verification)
     return 0
 
 

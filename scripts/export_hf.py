@@ -13,7 +13,7 @@ from thinker.runtime.errors import UserError, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description="Write a folder that transformers loads, and prove that it computes the same.")
+    parser = Parser(description="Write a folder that transformers loads, and check that it computes the same.")
     parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/quickstart, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to be made")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
@@ -27,8 +27,8 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def base_of(run: Path | None) -> Path:
-    """The Hugging Face folder that a run began with. Raises UserError where it began otherwise."""
+def base_folder(run: Path | None) -> Path:
+    """The Hugging Face folder in run.init_from. Raises UserError where that is something else."""
     import yaml
 
     from thinker.interop import huggingface
@@ -44,10 +44,11 @@ def base_of(run: Path | None) -> Path:
 
 
 def main() -> int:
-    """Load, write, prove, and only then let the folder appear. Returns the exit status."""
+    """Load, write, verify, and only then move the folder into place. Returns the exit status."""
     arguments = parse_arguments()
     from thinker.data import tokenizer_conversion
     from thinker.interop import huggingface, load
+    from thinker.interop.hf_config import hf_model_type
     from thinker.interop.load import find_checkpoint, find_run_directory
     from thinker.interop.model_card import model_card
     from thinker.interop.peft_adapter import save_adapter
@@ -55,9 +56,9 @@ def main() -> int:
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already; give a folder that is not, or is empty")
+        raise UserError(f"{out} exists already; give a new or an empty folder")
     model, tokenizer = load(path, checkpoint=arguments.checkpoint)
-    family = huggingface.hf_model_type(model.config)
+    model_type = hf_model_type(model.config)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -67,7 +68,7 @@ def main() -> int:
             raise UserError(f"{out} cannot be made: {error.strerror}") from error
         base, adapter = None, ""
         if arguments.adapter:
-            base = base_of(find_run_directory(path))
+            base = base_folder(find_run_directory(path))
             adapter = save_adapter(find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary)
         else:
             huggingface.save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
@@ -82,8 +83,8 @@ def main() -> int:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     size = f"an adapter ({adapter}) for" if adapter else "a"
-    print(f"{arguments.out}: {size} {family} of {sum(p.numel() for p in model.parameters()):,} parameters")
-    print(f"proved with transformers: {parity}")
+    print(f"{arguments.out}: {size} {model_type} of {sum(p.numel() for p in model.parameters()):,} parameters")
+    print(f"verified with transformers: {parity}")
     return 0
 
 

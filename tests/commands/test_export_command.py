@@ -56,7 +56,7 @@ def test_a_run_as_a_folder_that_opens_there_and_here(run_script, tiny_run, tmp_p
     assert texts[0].stdout == texts[1].stdout != ""
     done = run_script(EXPORT, tiny_run, out)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "is there already" in done.stderr
+    assert "exists already" in done.stderr
 
 
 def follow(folder):
@@ -113,7 +113,7 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, 
     with pytest.raises(UserError, match="cannot be made: Not a directory"):
         command("export_hf", tiny_run, tmp_path / "file" / "model")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         command("export_hf", tiny_run, ".")
     tokenizer = interop.load(tiny_run)[1]
     biased = random_model(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
@@ -126,7 +126,7 @@ def test_the_best_weights_in_shards_into_an_empty_folder(command, tiny_run, tmp_
     out = tmp_path / "model"
     out.mkdir()
     assert command("export_hf", tiny_run, out, "--checkpoint", "best", "--shard-gigabytes", 5e-5) == 0
-    assert "proved with transformers" in capsys.readouterr().out
+    assert "verified with transformers" in capsys.readouterr().out
     assert len(list(out.glob("*.safetensors"))) > 1
     best, again = interop.load(tiny_run, checkpoint="best")[0], interop.load(out)[0]
     assert torch.equal(best.lm_head.weight, again.lm_head.weight)
@@ -159,7 +159,7 @@ def test_nothing_stays_of_an_export_that_is_refused_or_proved_wrong(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         command("export_hf", tiny_run, tmp_path / "full")
     with pytest.raises(UserError, match="positive"):
         command("export_hf", tiny_run, tmp_path / "model", "--shard-gigabytes", 0)
@@ -171,7 +171,7 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "read back as it was written" in shown
     assert "llama.cpp" in shown
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         command("export_gguf", tiny_run, tmp_path / "a.gguf")
     with pytest.raises(UserError, match="is no folder"):
         command("export_gguf", tiny_run, tmp_path / "b" / "a.gguf")

@@ -16,7 +16,8 @@ from thinker.data.tokenizer_conversion import GPT2
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
-from thinker.interop.huggingface import INDEX, from_hf_config, hf_model_type, save_pretrained, to_hf_config
+from thinker.interop.hf_config import from_hf_config, hf_model_type, to_hf_config
+from thinker.interop.huggingface import INDEX, save_pretrained
 from thinker.interop.verify_export import adversarial_texts, verify_hf_export
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import RunError, UserError
@@ -226,7 +227,7 @@ def test_shards_and_precisions(tmp_path, dtype):
 
 def test_our_shards(tmp_path):
     model = random_model()
-    save_pretrained(model, None, tmp_path, shard_bytes=10_000)
+    save_pretrained(model, None, tmp_path, max_shard_bytes=10_000)
     files = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(files) > 2
     assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == {file.name for file in files}
@@ -275,7 +276,7 @@ def theirs(tmp_path_factory):
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"attn_logit_softcapping": 30.0}, "a key attn_logit_softcapping"),
+        ({"attn_logit_softcapping": 30.0}, "an unknown key attn_logit_softcapping"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),

@@ -8,7 +8,7 @@ from thinker.checkpoint import checkpoint
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.gguf import _check
-from thinker.interop.huggingface import hf_model_type
+from thinker.interop.hf_config import hf_model_type
 from thinker.interpretability import heads, pruning
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError

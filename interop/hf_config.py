@@ -1,0 +1,248 @@
+"""config.json of transformers, both ways: which of its models computes what ours does, and the reverse."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from thinker.data.tokenizer import Tokenizer
+from thinker.model import ThinkerConfig
+from thinker.model.rope import RopeScaling
+from thinker.runtime.errors import UserError, did_you_mean
+
+ARCHITECTURES = {  # by model_type
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+SIZES = {  # key of config.json -> field of ThinkerConfig
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "intermediate_size": "d_ff",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "max_position_embeddings": "max_seq_len",
+}
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+ROPE_SCALING = {  # key of rope_scaling -> field of RopeScaling
+    **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast")},
+    **{name: name for name in ("beta_slow", "mscale", "mscale_all_dim", "truncate")},
+    ORIGINAL_LENGTH: "original_max_seq_len",
+}
+# Keys that from_hf_config() reads.
+READ = {
+    "model_type", "architectures", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers",
+    "layer_types", "no_rope_layers", "no_rope_layer_interval", "original_max_position_embeddings", *SIZES,
+}  # fmt: skip
+# Keys that change the result, with the only value that Thinker computes.
+REQUIRED_VALUES = {
+    "hidden_act": "silu",
+    **dict.fromkeys(("mlp_bias", "attention_bias", "is_encoder_decoder", "rope_interleaved", "use_mrope"), False),
+    **dict.fromkeys(("is_decoder", "add_cross_attention"), False),
+    **dict.fromkeys(("quantization_config", "per_layer_config", "auto_map", "neftune_noise_alpha"), None),
+    "partial_rotary_factor": 1.0,
+    "pruned_heads": {},
+}
+# Keys that do not change what the model computes.
+IGNORED = {
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "pretraining_tp", "tokenizer_class",
+    "_name_or_path", "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p",
+    "repetition_penalty", "num_beams", "output_scores", "use_bfloat16", "gradient_checkpointing",
+    "_flash_attn_2_enabled", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id",
+    "problem_type", "chunk_size_feed_forward", "torchscript", "model_name", "is_llama_config",
+    "transformers.js_config", "unsloth_version", "unsloth_fixed", "_attn_implementation_autoset",
+    "_attn_implementation",
+}  # fmt: skip
+TYPES = {  # of the keys whose type ThinkerConfig does not check
+    **dict.fromkeys(("architectures", "layer_types", "no_rope_layers"), list),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
+    **dict.fromkeys(("sliding_window", "max_window_layers", "no_rope_layer_interval", ORIGINAL_LENGTH, *SIZES), int),
+    "use_sliding_window": bool,
+}
+TYPE_NAMES = {list: "a list", dict: "a mapping", bool: "true or false", int: "a whole number above 0"}
+
+
+def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
+    """The ThinkerConfig of what a config.json describes. Raises UserError naming the key that is not supported."""
+    # A null is not a missing key for these two: Mistral has a window by default, Qwen fewer KV heads than query heads.
+    window_is_null = "sliding_window" in values and values["sliding_window"] is None
+    kv_heads_is_null = "num_key_value_heads" in values and values["num_key_value_heads"] is None
+    model_type = values.get("model_type")
+    values = {name: value for name, value in values.items() if value is not None}
+    _check_values(values, model_type)
+    if model_type != "llama" and "num_key_value_heads" not in values and not kv_heads_is_null:
+        raise UserError("config.json lacks num_key_value_heads")
+    theta, scaling = _read_rope(values, 2e6 if model_type == "smollm3" else 1e4)
+    fields = {ours: values[theirs] for theirs, ours in SIZES.items()} | {
+        "n_kv_heads": values.get("num_key_value_heads"),
+        "head_dim": values.get("head_dim", 128 if model_type == "qwen3" else None),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "norm_eps": values.get("rms_norm_eps", 1e-6),
+        "qk_norm": model_type == "qwen3",
+        "attention_bias": model_type == "qwen2",
+        "tie_embeddings": values.get("tie_word_embeddings", model_type == "smollm3"),
+        "init": "fan_in",
+    }
+    fields = {name: value for name, value in fields.items() if value is not None}
+    n_layers = ThinkerConfig.from_dict(fields).n_layers  # refuses wrong numbers before lists are built from them
+    if model_type == "smollm3":
+        every = values.get("no_rope_layer_interval", 4)
+        uses_rope = values.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(n_layers)])
+        if len(uses_rope) != n_layers or any(flag not in (0, 1) for flag in uses_rope):
+            raise UserError(f"config.json: no_rope_layers is {uses_rope}; a 0 or a 1 for each layer is wanted")
+        fields["no_rope_layers"] = [layer for layer in range(n_layers) if not uses_rope[layer]] or None
+    if window_is_null:
+        values["sliding_window"] = None
+    fields["attention"] = _read_windows(values, model_type, n_layers, fields.get("no_rope_layers") or [])
+    return ThinkerConfig.from_dict(fields)
+
+
+def _check_values(values: dict[str, Any], model_type: Any) -> None:
+    """Raise UserError for a model type, key, type or value that is not supported, and for a missing size."""
+    if model_type not in ARCHITECTURES:
+        known = f"known are {', '.join(ARCHITECTURES)}{did_you_mean(str(model_type), ARCHITECTURES)}"
+        raise UserError(f"config.json: model_type is {model_type!r}; {known}")
+    for name, kind in TYPES.items():
+        value = values.get(name)
+        smallest = 0 if name == "max_window_layers" else 1
+        if value is not None and (type(value) is not kind or (kind is int and value < smallest)):
+            raise UserError(f"config.json: {name} is {value!r}; {TYPE_NAMES[kind]} is wanted")
+    for name, value in values.items():
+        has_bias = name == "attention_bias" and model_type == "qwen2"
+        if name in REQUIRED_VALUES and value != REQUIRED_VALUES[name] and not has_bias:
+            raise UserError(f"config.json: {name} is {value!r}; Thinker computes with {REQUIRED_VALUES[name]!r}")
+        if name not in READ | REQUIRED_VALUES.keys() | IGNORED:
+            raise UserError(f"config.json has an unknown key {name}, which may change what a {model_type} computes")
+    if not any(str(name).endswith("ForCausalLM") for name in values.get("architectures", ["ForCausalLM"])):
+        raise UserError(f"config.json: architectures is {values['architectures']}; a language model is wanted")
+    if missing := [name for name in SIZES if name not in values]:
+        raise UserError(f"config.json lacks {missing[0]}")
+
+
+def _read_windows(values: dict[str, Any], model_type: str, n_layers: int, no_rope_layers: list[int]) -> str | list[str]:
+    """The attention pattern of the layers. A sliding_window counts the query itself, as our window(n) does."""
+    window = values.get("sliding_window", None if model_type == "smollm3" else 4096)
+    if model_type == "llama" or (model_type != "mistral" and not values.get("use_sliding_window", False)):
+        window = None
+    default = ["sliding_attention" if window else "full_attention"] * n_layers
+    if window and model_type == "smollm3":
+        default = ["sliding_attention" if i in no_rope_layers else "full_attention" for i in range(n_layers)]
+    elif window and model_type != "mistral":
+        first = values.get("max_window_layers", 28)
+        default = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
+    layer_types = values.get("layer_types", default)
+    patterns = {"full_attention": "full"}
+    if window:
+        patterns["sliding_attention"] = f"window({window})"
+    if len(layer_types) != n_layers or any(kind not in [*patterns] for kind in layer_types):
+        wanted = f"for each layer one of {', '.join(patterns)} is wanted"
+        raise UserError(f"config.json: layer_types is {layer_types}; {wanted}")
+    if layer_types != default and model_type in ("llama", "mistral"):  # versions of transformers disagree here
+        raise UserError(
+            f"config.json: layer_types is {layer_types}, but all layers of this {model_type} are {default[0]}"
+        )
+    layers = [patterns[kind] for kind in layer_types]
+    return layers[0] if len(set(layers)) == 1 else layers
+
+
+def _read_rope(values: dict[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
+    """The base and our scaling, from rope_scaling, which takes precedence, or rope_parameters."""
+    rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", None) or values.get("rope_theta", default_theta)
+    kind = rope.pop("rope_type", None) or rope.get("type", "default")
+    rope = {name: value for name, value in rope.items() if value is not None and name != "type"}
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError("config.json: partial_rotary_factor must be 1: Thinker rotates all of a head's width")
+    if kind == "default" and not rope.keys() - {ORIGINAL_LENGTH}:
+        return theta, None
+    if kind not in ("linear", "dynamic", "yarn", "llama3"):
+        raise UserError(f"config.json: rope_type is {kind!r}; known are default, linear, dynamic, yarn, llama3")
+    max_length = values["max_position_embeddings"]
+    if kind == "dynamic":
+        rope[ORIGINAL_LENGTH] = max_length  # transformers ignores any other value
+    elif kind != "linear":
+        rope[ORIGINAL_LENGTH] = values.get(ORIGINAL_LENGTH) or rope.get(ORIGINAL_LENGTH, max_length)
+    if kind != "linear" and (type(rope[ORIGINAL_LENGTH]) is not int or rope[ORIGINAL_LENGTH] < 1):
+        raise UserError(f"config.json: {ORIGINAL_LENGTH} is {rope[ORIGINAL_LENGTH]!r}; {TYPE_NAMES[int]} is wanted")
+    if kind == "yarn":
+        rope.setdefault("factor", max_length / rope[ORIGINAL_LENGTH])
+        if "attention_factor" in rope or not (rope.get("mscale") and rope.get("mscale_all_dim")):
+            rope = {name: value for name, value in rope.items() if not name.startswith("mscale")}
+    if unknown := [name for name in rope if name not in ROPE_SCALING]:
+        raise UserError(f"config.json: rope_scaling has a key {unknown[0]}, which is unknown")
+    return theta, {"type": kind} | {ROPE_SCALING[name]: value for name, value in rope.items()}
+
+
+def hf_model_type(config: ThinkerConfig) -> str:
+    """The model_type that computes what this model does. Raises UserError with the reason where there is none."""
+    layers = [pattern.text for pattern in config.patterns]
+    windows = {text for text in layers if text != "full"}
+    is_one_window = len(windows) <= 1 and all(re.fullmatch(r"window\(\d+\)", text) for text in windows)
+    obstacles = {
+        f"model.positions={config.positions}": config.positions != "rope",
+        "model.attn_logit_softcap": config.attn_logit_softcap is not None,
+        "model.attention_sinks": config.attention_sinks,
+        "model.n_kv_heads_per_layer": config.n_kv_heads_per_layer is not None,
+        "model.attention_bias beside model.qk_norm": config.attention_bias and config.qk_norm,
+        f"model.attention={config.attention}": not is_one_window,
+    }
+    for obstacle, applies in obstacles.items():
+        if applies:
+            raise UserError(f"no family of transformers computes a model with {obstacle}; it cannot be exported")
+    if config.no_rope_layers:
+        if config.qk_norm or config.attention_bias or windows:
+            raise UserError("only smollm3 has model.no_rope_layers, and neither QK-norm, biases nor windows with it")
+        return "smollm3"
+    if config.qk_norm or config.attention_bias:
+        return "qwen3" if config.qk_norm else "qwen2"
+    if windows and "full" in layers:
+        raise UserError("without QK-norm or biases, no family of transformers has windows in some layers only")
+    return "mistral" if windows else "llama"
+
+
+def to_hf_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A config.json of this model, in keys that older versions read as well. Raises UserError as hf_model_type()."""
+    model_type = hf_model_type(config)
+    values = {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type}
+    values |= {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
+    values |= {"num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim, "hidden_act": "silu"}
+    values |= {"rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "rope_scaling": None}
+    values |= {"tie_word_embeddings": config.tie_embeddings, "attention_dropout": 0.0, "use_cache": True}
+    values |= {"initializer_range": 0.02, "torch_dtype": "float32", **special_token_ids(tokenizer)}
+    if model_type in ("llama", "qwen3", "smollm3"):
+        values["attention_bias"] = False
+    if model_type in ("llama", "smollm3"):
+        values["mlp_bias"] = False
+    if config.rope_scaling is not None:
+        scaling = vars(RopeScaling.from_dict(config.rope_scaling))
+        scaling = {name: value for name, value in scaling.items() if value is not None}
+        kind = scaling.pop("type")
+        if kind == "dynamic":  # transformers takes the length of the pretraining from here
+            values["max_position_embeddings"] = scaling.pop("original_max_seq_len")
+        hf_keys = {ours: theirs for theirs, ours in ROPE_SCALING.items()}
+        values["rope_scaling"] = {"rope_type": kind} | {hf_keys[name]: value for name, value in scaling.items()}
+    layers = [pattern.text for pattern in config.patterns]
+    window = next((int(text[7:-1]) for text in layers if text != "full"), None)
+    if model_type == "mistral":
+        values["sliding_window"] = window
+    elif model_type in ("qwen2", "qwen3"):
+        layer_types = ["full_attention" if text == "full" else "sliding_attention" for text in layers]
+        first = layer_types.index("sliding_attention") if window else config.n_layers
+        values |= {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": first}
+        values["layer_types"] = layer_types
+    elif model_type == "smollm3":
+        values["no_rope_layers"] = [int(layer not in config.no_rope_layers) for layer in range(config.n_layers)]
+    return values
+
+
+def special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """bos, eos and pad, always written: the default ids of transformers belong to other vocabularies."""
+    if tokenizer is None:
+        return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    eos = tokenizer.eos_ids if len(tokenizer.eos_ids) > 1 else tokenizer.eos_id
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": tokenizer.eos_id}
