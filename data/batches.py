@@ -1,14 +1,15 @@
-"""Windows of tokens: how a stream is cut, and their order in training, as a function of (seed, step)."""
+"""Windows of tokens: how a stream is packed into them, and their order, a pure function of (seed, step)."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from thinker.data.shards import Shard, TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
@@ -19,11 +20,11 @@ ROUNDS = 8
 
 
 def permute(index: int | np.ndarray, size: int, key: tuple[int, ...]) -> int | np.ndarray:
-    """Where a permutation of range(size), chosen by key, sends an index (or each index of an array).
+    """Apply the pseudorandom permutation of range(size) that `key` selects to an index, or to an array of them.
 
-    A Feistel network over the smallest even number of bits that holds size - 1; what falls outside range(size) is sent
-    on until it falls inside (cycle walking, less than 4 times on average). No table: any size costs the same.
-    Raises IndexError for an index outside range(size), from which no walk would come back.
+    A Feistel network over the smallest even number of bits that holds size - 1. A value outside range(size) is permuted
+    again until it falls inside (cycle walking, fewer than 4 rounds on average). There is no table, so memory does not
+    depend on size. Raises IndexError for an index outside range(size).
     """
     indices = np.atleast_1d(np.asarray(index, np.int64))
     if ((indices < 0) | (indices >= size)).any():
@@ -43,28 +44,30 @@ def permute(index: int | np.ndarray, size: int, key: tuple[int, ...]) -> int | n
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser: every bit of x reaches every bit of the result (products wrap at 64 bits)."""
+    """SplitMix64's finalizer: every bit of x affects every bit of the result (products wrap at 64 bits)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class PackedDataset:
-    """One way of cutting a TokenShards into windows of seq_len inputs and as many targets, the tokens one further.
+    """Token shards cut into windows: seq_len inputs and their targets, which are the tokens one position later.
 
-    Every token but the first boundary of each shard is a target exactly once; nothing is dropped.
+    Every token except the first BOS token of each shard is a target exactly once; nothing is dropped.
 
-    "contiguous": windows follow each other through the stream; the last of a shard is padded.
-    "documents": a window starts at a document's BOS token and holds as many whole documents as fit, in order; the
-    rest is padding. A document longer than seq_len is cut into consecutive windows of its own.
+    "contiguous": windows follow each other through the stream; the last window of a shard is padded.
+    "documents": a window starts at a document's BOS token and holds as many complete documents as fit, in order,
+    followed by padding. A document longer than seq_len is cut into consecutive windows of its own.
 
-    Padding: the input is the BOS token, the target IGNORE_INDEX (-1). Raises UserError for an unknown packing.
+    Padding has BOS as input and IGNORE_INDEX as target.
 
     Args:
-        stride: "contiguous" windows begin so many tokens after each other and overlap: each counts its last `stride`
-            targets, and the first of a shard all. seq_len unless given.
-        isolate: the model shall see the documents of a window apart: see documents().
-        given: the first so many tokens of a window are given; what they predict of each other is not counted.
+        stride: contiguous windows start this many tokens apart (default seq_len). If they overlap, only the last
+            `stride` targets of a window are counted, except in the first window of a shard.
+        document_masking: number the documents of a window, so that the model can mask across them (document_ids).
+        prefix_len: the first tokens of each window are context only: what they predict of each other is not counted.
+
+    Raises UserError for an unknown packing, and for options that do not go together.
     """
 
     def __init__(
@@ -84,38 +87,40 @@ class PackedDataset:
         self.tokens = tokens
         self.seq_len = seq_len
         self.packing = packing
-        self.document_masking, self.prefix_len = document_masking, prefix_len
+        self.document_masking = document_masking
+        self.prefix_len = prefix_len
         self.stride = seq_len if stride is None else stride
-        if not 1 <= self.stride <= seq_len or (self.stride < seq_len and (packing == "documents" or prefix_len > 1)):
+        can_overlap = packing == "contiguous" and prefix_len <= 1
+        if not 1 <= self.stride <= seq_len or (self.stride < seq_len and not can_overlap):
             raise UserError(
-                f"a stride of {stride} tokens: it must lie between 1 and the context's length, {seq_len}, and goes "
-                "with contiguous windows, of a model without a prefix"
+                f"a stride of {stride} tokens: it must be between 1 and the context length, {seq_len}, and needs "
+                "contiguous windows and a model without a prefix"
             )
-        if document_masking and any(shard.loss_mask is not None and _has_inner_bos(shard) for shard in tokens.shards):
+        if document_masking and any(s.loss_mask is not None and _has_inner_bos(s) for s in tokens.shards):
             raise UserError(
                 "data.document_masking: the chat template writes the BOS token within conversations too, so that "
-                "it does not tell where one begins; set it to false"
+                "conversations cannot be told apart; set it to false"
             )
         self.starts: list[np.ndarray] = []  # "documents" only: see _packed_starts
         if packing == "documents":
             self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
             counts = [len(starts) - 1 for starts in self.starts]
         else:
-            rest = [max(0, shard.n_tokens - 1 - seq_len) for shard in tokens.shards]  # targets after a first window
-            counts = [1 + -(-more // self.stride) for more in rest]
-        self._first = np.cumsum([0, *counts])  # number of the first window of each shard, and of all windows
+            rest = [max(0, shard.n_tokens - 1 - seq_len) for shard in tokens.shards]  # targets after the first window
+            counts = [1 + -(-n_targets // self.stride) for n_targets in rest]
+        self._first_window = np.cumsum([0, *counts])  # (n_shards + 1,): index of each shard's first window, and the end
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return int(self._first_window[-1])
 
     def span(self, index: int) -> tuple[Shard, int, int]:
-        """The shard that window `index` lies in, and the positions of its first input and of its last target."""
+        """The shard that holds window `index`, and the positions of its first input and of its last target."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        number = int(np.searchsorted(self._first, index, side="right")) - 1
-        shard, local = self.tokens.shards[number], index - int(self._first[number])
+        shard_index = int(np.searchsorted(self._first_window, index, side="right")) - 1
+        shard, local = self.tokens.shards[shard_index], index - int(self._first_window[shard_index])
         if self.packing == "documents":
-            return shard, int(self.starts[number][local]), int(self.starts[number][local + 1])
+            return shard, int(self.starts[shard_index][local]), int(self.starts[shard_index][local + 1])
         start = local * self.stride
         return shard, start, min(start + self.seq_len, shard.n_tokens - 1)
 
@@ -135,35 +140,24 @@ class PackedDataset:
             targets[: self.seq_len - self.stride] = IGNORE_INDEX
         return inputs, targets
 
-    def batch(self, indices: list[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets), each (B, T) int64, of the windows asked for."""
+    def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of these windows, each (B, T) int64."""
         inputs, targets = zip(*(self[int(index)] for index in indices))
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
-    def document_ids(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Number the documents of each window where they are isolated, (B, T) -> (B, T). Padding is many short ones."""
-        return (inputs == int(self.tokens.shards[0].tokens[0])).cumsum(dim=1) if self.document_masking else None
+    def document_ids(self, inputs: Tensor) -> Tensor | None:
+        """(B, T) -> (B, T): the number of each token's document in its window; None without document_masking.
 
-    @property
-    def n_targets(self) -> int:
-        """Targets counted in one pass over all windows."""
-        return sum(
-            shard.n_tokens - 1 - shard.has_eos * shard.n_documents
-            if shard.loss_mask is None
-            else int(shard.loss_mask[1:].sum())
-            for shard in self.tokens.shards
-        )
-
-    @property
-    def longest_document(self) -> int:
-        """Positions that the longest document takes: its BOS token and its tokens."""
-        return max(int(np.diff(shard.offsets).max()) for shard in self.tokens.shards)
+        Every padding token counts as a document of its own.
+        """
+        bos_id = int(self.tokens.shards[0].tokens[0])
+        return (inputs == bos_id).cumsum(dim=1) if self.document_masking else None
 
 
 class BatchLoader:
-    """Batches for training, each a pure function of (seed, step): each window once an epoch, in a new order each time.
+    """Training batches, each a pure function of (seed, step): every window once per epoch, in a new order each epoch.
 
-    Raises UserError where the corpus is shorter than one window.
+    Raises UserError if the corpus is shorter than one window.
     """
 
     def __init__(self, dataset: PackedDataset, batch_size: int, seed: int) -> None:
@@ -177,7 +171,7 @@ class BatchLoader:
         self.seed = seed
 
     def sample_ids(self, step: int) -> list[int]:
-        """The numbers of the batch_size windows of a step (from 0)."""
+        """The indices of the windows in the batch of a step (from 0)."""
         size = len(self.dataset)
         epochs, indices = np.divmod(step * self.batch_size + np.arange(self.batch_size), size)
         ids = np.empty(self.batch_size, np.int64)
@@ -185,40 +179,41 @@ class BatchLoader:
             ids[epochs == epoch] = permute(indices[epochs == epoch], size, (self.seed, int(epoch)))
         return ids.tolist()
 
-    def batch(self, step: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets) of a step, each (batch_size, T) int64; rows: only these, for a rank or micro-batch."""
+    def batch(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of a step, each (batch_size, T) int64; `rows` selects those of one rank."""
         return self.dataset.batch(self.sample_ids(step)[rows])
 
 
 def sequential_batches(
     dataset: PackedDataset, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first `limit` windows (all, where None) in order, in batches of (inputs, targets); the last may be short.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `limit` windows (all if None) in order, as batches of (inputs, targets); the last may be smaller.
 
-    Of several ranks each takes every so many-th batch, all equally many: one that would have none left gets a window
-    in which no target is counted.
+    Several ranks take turns and get equally many batches: a rank without a batch in the last round gets a window whose
+    targets are all IGNORE_INDEX.
     """
-    count = _count(dataset, limit)
-    for start in range(0, count, batch_size * ranks):
-        own = start + rank * batch_size
-        inputs, targets = dataset.batch(np.arange(own, min(own + batch_size, count)) if own < count else [0])
-        yield inputs, targets if own < count else torch.full_like(targets, IGNORE_INDEX)
+    count = len(dataset) if limit is None else min(limit, len(dataset))
+    for round_start in range(0, count, batch_size * ranks):
+        start = round_start + rank * batch_size
+        if start < count:
+            yield dataset.batch(range(start, min(start + batch_size, count)))
+        else:
+            inputs, targets = dataset.batch([0])
+            yield inputs, torch.full_like(targets, IGNORE_INDEX)
 
 
 def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | None:
-    """-sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats a target.
+    """-sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats per target.
 
-    It is the least that the loss over exactly these windows can be on average, each document seen from its beginning.
-    None where the corpus does not know ln P, where a document was cut or begins given, and for contiguous packing,
-    which cuts them.
+    No model can have a lower expected loss on exactly these windows, if it sees each document from its beginning. None
+    if the corpus does not know ln P, if a document is cut, if a prefix is not counted, and for contiguous packing,
+    which cuts documents.
     """
-    if (
-        dataset.packing != "documents"
-        or dataset.prefix_len > 1
-        or any(shard.log_probs is None for shard in dataset.tokens.shards)
-    ):
+    knows_log_probs = all(shard.log_probs is not None for shard in dataset.tokens.shards)
+    if dataset.packing != "documents" or dataset.prefix_len > 1 or not knows_log_probs:
         return None
-    nats, targets, count = 0.0, 0, _count(dataset, limit)
+    nats, targets = 0.0, 0
+    count = len(dataset) if limit is None else min(limit, len(dataset))
     for shard, starts in zip(dataset.tokens.shards, dataset.starts):
         end = starts[min(count, len(starts) - 1)]
         n_documents = int(np.searchsorted(shard.offsets, end))
@@ -226,19 +221,20 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
         if (lengths > dataset.seq_len).any():
             return None
         nats -= float(shard.log_probs[:n_documents].sum())
-        targets += int(end) - shard.has_eos * n_documents  # the boundary behind such an end is none
+        targets += int(end) - shard.has_eos * n_documents  # the BOS token after an EOS token is no target
         count -= min(count, len(starts) - 1)
     return nats / targets
 
 
 def _has_inner_bos(shard: Shard) -> bool:
+    """Whether documents contain the BOS token beyond the one at their start."""
     return int((shard.tokens == shard.tokens[0]).sum()) > len(shard.offsets)
 
 
 def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
-    """(n_windows + 1,) int64: where each window of "documents" packing starts, which is where the one before ends.
+    """(n_windows + 1,) int64: where each window of "documents" packing starts, and where the last one ends.
 
-    It lies beside the shard as a memory-mapped file, made at first use: memory does not grow with the corpus.
+    Kept beside the shard in a memory-mapped file, written at first use, so that memory does not grow with the corpus.
     """
     path = shard.path.with_suffix(f".windows-{seq_len}.npy")
     try:
@@ -246,18 +242,19 @@ def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
         if starts.dtype == np.int64 and starts.ndim == 1 and starts[0] == 0 and starts[-1] == shard.n_tokens - 1:
             return starts
     except (OSError, ValueError, EOFError, IndexError):
-        pass  # not made yet, or damaged: it takes a moment to make
+        pass  # missing or damaged: written below
     offsets = shard.offsets
+    # If a window starts at document i, the next one starts at next_document[i]: after all that fit, but at least one.
     fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
-    following = np.maximum(fitting, np.arange(1, len(offsets)))  # a document too long for a window goes alone
-    firsts, document, jumps = [], 0, following.tolist()
+    next_document = np.maximum(fitting, np.arange(1, len(offsets)))
+    firsts, document, steps = [], 0, next_document.tolist()
     while document < shard.n_documents:
         firsts.append(document)
-        document = jumps[document]
-    begin, end = offsets[firsts], offsets[following[firsts]]
-    pieces = -(-(end - begin) // seq_len)
-    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of a window among its pieces
-    starts = np.append(np.repeat(begin, pieces) + number * seq_len, offsets[-1])
+        document = steps[document]
+    begin, end = offsets[firsts], offsets[next_document[firsts]]
+    n_pieces = -(-(end - begin) // seq_len)  # more than 1 only for a document longer than a window
+    piece = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # index within its document
+    starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1])
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         np.save(file, starts, allow_pickle=False)
@@ -265,7 +262,3 @@ def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     return np.load(path, mmap_mode="r", allow_pickle=False)
-
-
-def _count(dataset: PackedDataset, limit: int | None) -> int:
-    return len(dataset) if limit is None else min(limit, len(dataset))

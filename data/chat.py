@@ -68,7 +68,7 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
 def _end(tokenizer: Tokenizer, answer: str) -> int:
     """Where an answer ends: with the token that ends it, not with the line break that a template writes behind."""
     names = [name for name, number in tokenizer.special_tokens.items() if number in tokenizer.eos_ids]
-    names += [tokenizer.named[name] for name in ("eos_token",) if name in tokenizer.named]
+    names += [tokenizer.special_tokens_map[name] for name in ("eos_token",) if name in tokenizer.special_tokens_map]
     stripped = answer.rstrip()
     return len(stripped) if stripped.endswith(tuple(names)) else len(answer)
 
@@ -107,7 +107,7 @@ def _render(tokenizer: Tokenizer, messages: list[Message], ask: bool, mark: bool
     try:
         texts, spans = render_jinja_template(
             [messages], chat_template=tokenizer.chat_template, add_generation_prompt=ask,
-            return_assistant_tokens_mask=mark, **tokenizer.named,
+            return_assistant_tokens_mask=mark, **tokenizer.special_tokens_map,
         )  # fmt: skip
     except Exception as error:  # a template is a program, which can fail in any way
         raise UserError(f"the chat template refuses a conversation: {error or type(error).__name__}") from error

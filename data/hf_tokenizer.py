@@ -1,4 +1,4 @@
-"""Tokenizers that are run through the library `tokenizers`: those that tiktoken cannot follow."""
+"""Imported tokenizers that tiktoken cannot reproduce, run by the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,14 @@ from thinker.data.tokenizer import MAX_VOCAB, Tokenizer
 from thinker.runtime.errors import UserError
 
 FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-# In a tokenizer_config.json of ours: what ends a text, in a run, where no model's file says so; and whether prompts
-# begin with the boundary.
+# Our own keys in tokenizer_config.json: what no other key states, and model files may state otherwise.
 EOS_KEY, ADD_BOS_KEY, BOS_KEY = "thinker_eos_ids", "thinker_add_bos", "thinker_bos_id"
-SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]  # those with a name
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token, what decides where it is found
+SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token: they decide where it is recognized
 
 
 def _printable() -> dict[int, str]:
-    """byte -> the character that stands for it in a byte-level vocabulary (GPT-2's encoder)."""
+    """byte -> the character that stands for it in a byte-level vocabulary (GPT-2's bytes_to_unicode)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -33,8 +33,8 @@ TO_CHAR = _printable()
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
 
-class Files:
-    """What tokenizer.json, tokenizer_config.json, chat_template.jinja and the model's own files say of a tokenizer."""
+class TokenizerFiles:
+    """The content of a Hugging Face tokenizer's files, checked."""
 
     def __init__(
         self,
@@ -43,61 +43,74 @@ class Files:
         chat_template: str | None,
         eos_ids: list[int],
         bos_id: int | None = None,
-        elsewhere: list[Any] = (),
+        tokens_elsewhere: list[Any] = (),
     ) -> None:
-        """`eos_ids`, `bos_id`: as generation_config.json or config.json has them, if they do. `elsewhere`: tokens,
-        names or dictionaries, that other files than tokenizer.json tell of. Raises ValueError."""
+        """
+        Args:
+            tokenizer, config: the content of tokenizer.json and tokenizer_config.json.
+            eos_ids, bos_id: from generation_config.json or config.json, if they state them.
+            tokens_elsewhere: added tokens, as names or dictionaries, that files other than tokenizer.json declare.
+
+        Raises ValueError for what cannot be reproduced.
+        """
         self.tokenizer, self.config, self.chat_template = tokenizer, config, chat_template
         added = tokenizer.get("added_tokens") or []
         self.added = {str(token["content"]): token["id"] for token in added}
         self.non_special_added_tokens = [token["content"] for token in added if not token.get("special")]
-        self.bendable = any(token.get(name) for token in added for name in FLAGS[:3])
+        self.matches_flexibly = any(token.get(flag) for token in added for flag in FLAGS[:3])
         self.normalized = {bool(token.get("normalized")) for token in added}
-        self._check(added, elsewhere)
-        names = [(name, self.config.get(name)) for name in SPECIAL]
-        self.named = {name: x.get("content") if isinstance(x, dict) else x for name, x in names if x is not None}
-        self.eos_ids = eos_ids or [self.added[name] for name in [self.named.get("eos_token")] if name in self.added]
+        self._check(added, tokens_elsewhere)
+        named = {name: config[name] for name in SPECIAL if config.get(name) is not None}
+        self.special_tokens_map = {name: x.get("content") if isinstance(x, dict) else x for name, x in named.items()}
+        eos_token = self.special_tokens_map.get("eos_token")
+        self.eos_ids = eos_ids or [self.added[name] for name in [eos_token] if name in self.added]
         if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in [*self.eos_ids, *self.added.values()]):
-            raise ValueError("the number of a token that ends a text, or of an added one, is none")
-        by_number = {number: name for name, number in self.added.items()}
-        self.bos_token = self.named.get("bos_token") or by_number.get(bos_id)
-        self.bos_token = self.bos_token or next((n for n, i in self.added.items() if i in self.eos_ids), None)
+            raise ValueError("the id of an EOS token or of an added token is not valid")
+        bos_names = [self.special_tokens_map.get("bos_token")]
+        bos_names += [name for name, number in reversed(self.added.items()) if number == bos_id]
+        bos_names += [name for name, number in self.added.items() if number in self.eos_ids]
+        self.bos_token = next((name for name in bos_names if name), None)
         if self.bos_token not in self.added or not self.eos_ids:
-            raise ValueError("it names no token that begins or ends a text")
+            raise ValueError("it names no BOS or EOS token")
         self.bos_id = self.added[self.bos_token]
-        before = _template(tokenizer.get("post_processor"), self.added)
-        self.bos_prefix = before or ([self.bos_id] if config.get(ADD_BOS_KEY) is True else [])
+        prefix = _template_prefix(tokenizer.get("post_processor"), self.added)
+        self.bos_prefix = prefix or ([self.bos_id] if config.get(ADD_BOS_KEY) is True else [])
         if self.bos_prefix not in ([], [self.bos_id]):
             raise ValueError("texts begin with more than one special token")
 
-    def _check(self, added: list[dict], elsewhere: list[Any]) -> None:
-        """Raise ValueError where the library, or transformers, would make other tokens than tokenizer.json says."""
+    def _check(self, added: list[dict], tokens_elsewhere: list[Any]) -> None:
+        """Raise ValueError where the library or transformers would not do what tokenizer.json states."""
         if len(self.added) < len(added):
             raise ValueError("it adds a token twice")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
-            raise ValueError("its chat template is no text")
+            raise ValueError("its chat template is not text")
         model = self.tokenizer["model"]
         for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(name) and model.get("type") == "BPE":
-                raise ValueError(f"its {name} is {model[name]!r}, which is not known here")
+                raise ValueError(f"its {name} is {model[name]!r}, which is not supported")
         if self.config.get("split_special_tokens"):
-            raise ValueError("split_special_tokens is not known here")
+            raise ValueError("split_special_tokens is not supported")
         flags = {token["content"]: [bool(token.get(name)) for name in FLAGS] for token in added}
-        for token in elsewhere:
+        for token in tokens_elsewhere:
             name = token.get("content") if isinstance(token, dict) else token
             if name not in self.added:
-                raise ValueError(f"it does not add the token {name!r}, of which other files tell")
+                raise ValueError(f"it does not add the token {name!r}, which other files declare")
             if isinstance(token, dict) and [bool(token.get(flag)) for flag in FLAGS] != flags[name]:
-                raise ValueError(f"other files tell otherwise where its token {name!r} is found")
+                raise ValueError(f"other files declare its token {name!r} with other flags")
 
     def content(self) -> dict:
-        """What decides how text is encoded, and what ends it."""
-        names = {"bos_token": self.bos_token, "eos": self.eos_ids, "add_bos": bool(self.bos_prefix)}
-        names |= {"named": self.named}
-        return {"tokenizer": self.tokenizer, "chat_template": self.chat_template} | names
+        """Everything that decides how text is encoded and where it ends."""
+        return {
+            "tokenizer": self.tokenizer,
+            "chat_template": self.chat_template,
+            "bos_token": self.bos_token,
+            "eos_ids": self.eos_ids,
+            "add_bos": bool(self.bos_prefix),
+            "special_tokens_map": self.special_tokens_map,
+        }
 
     def write(self, folder: Path) -> Path:
-        """Into an existing folder, each whole or not at all. Returns the path of tokenizer.json."""
+        """Write the files into an existing folder. Returns the path of tokenizer.json."""
         write_json(folder / CONFIG_NAME, self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id})
         if self.chat_template is not None:
             replace_text(folder / TEMPLATE_NAME, self.chat_template)
@@ -105,80 +118,84 @@ class Files:
 
 
 class HFTokenizer(Tokenizer):
-    """One that is run through the library `tokenizers`, behind the same methods."""
+    """A tokenizer run by the library `tokenizers`, with the interface of Tokenizer."""
 
-    def __init__(self, files: Files) -> None:  # not tiktoken's: nothing of the base's __init__ is wanted
+    def __init__(self, files: TokenizerFiles) -> None:  # the base class would build a tiktoken encoding
         self._files, content = files, files.tokenizer
-        self._whole = _library(content)
-        hidden = {name: number for name, number in files.added.items() if name not in files.non_special_added_tokens}
-        self._plain = _library(_without(content, hidden))
+        self._with_special = _library(content)
         self.kind, self.normalizer, self.chat_template = "hf", None, files.chat_template
-        self.special_tokens, self.bos_token, self.named = files.added, files.bos_token, files.named
-        self.vocab_size = 1 + max([*self._whole.get_vocab().values()])
-        self.bos_id, self.eos_ids, self.bos_prefix = files.bos_id, files.eos_ids, files.bos_prefix
-        self.eos_id, self.non_special_added_tokens = self.eos_ids[0], files.non_special_added_tokens
-        self._names = {files.added[name]: name.encode() for name in self.non_special_added_tokens}
-        special = set(files.added.values())
-        if moved := [name for name, number in files.added.items() if self._whole.token_to_id(name) != number]:
-            raise ValueError(f"its token {moved[0]!r} has another number in its vocabulary")
+        self.special_tokens, self.non_special_added_tokens = files.added, files.non_special_added_tokens
+        self.special_tokens_map = files.special_tokens_map
+        self.bos_token, self.bos_id, self.bos_prefix = files.bos_token, files.bos_id, files.bos_prefix
+        self.eos_ids, self.eos_id = files.eos_ids, files.eos_ids[0]
+        self._added_bytes = {files.added[name]: name.encode() for name in self.non_special_added_tokens}
+        special = {name: number for name, number in files.added.items() if name not in self.non_special_added_tokens}
+        self._plain = _library(_without_names(content, special))
+        vocab = self._with_special.get_vocab()
+        self.vocab_size = 1 + max(vocab.values())
+        if moved := [name for name, number in files.added.items() if vocab.get(name) != number]:
+            raise ValueError(f"its token {moved[0]!r} has another id in its vocabulary")
         if self.vocab_size > MAX_VOCAB:
             raise ValueError(f"it has ids up to {self.vocab_size}")
         if max(files.eos_ids) >= self.vocab_size:
-            raise ValueError(f"what ends a text, {max(files.eos_ids)}, is outside its vocabulary of {self.vocab_size}")
+            raise ValueError(f"the EOS token {max(files.eos_ids)} is outside its vocabulary of {self.vocab_size}")
         self._tokens = [None] * self.vocab_size
-        to_bytes = _piece_bytes(content)
-        for piece, number in self._whole.get_vocab().items():
-            if number not in special:
+        to_bytes, added_ids = _piece_to_bytes(content), set(files.added.values())
+        for piece, number in vocab.items():
+            if number not in added_ids:
                 self._tokens[number] = to_bytes(piece)
-        puts, says = self.decode_bytes(self.encode("a")).startswith(b" "), files.config.get("add_prefix_space")
-        if says is not None and says != puts:
-            raise ValueError(f"add_prefix_space is {says}, and tokenizer.json has it otherwise")
+        adds_space = self.decode_bytes(self.encode("a")).startswith(b" ")
+        stated = files.config.get("add_prefix_space")
+        if stated is not None and stated != adds_space:
+            raise ValueError(f"add_prefix_space is {stated}, but tokenizer.json does otherwise")
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """As Tokenizer.encode."""
-        return self._run(self._whole, text).tolist() if allow_special else self._encode(text).tolist()
+        return self._run(self._with_special, text).tolist() if allow_special else self._encode(text).tolist()
 
     def _encode(self, text: str) -> np.ndarray:
         return self._run(self._plain, text)
 
-    def _cut(self, text: str, names: list[str]) -> np.ndarray:
-        return self._encode(text)  # the library finds the non_special_added_tokens ones itself
+    def _encode_with_names(self, text: str, names: list[str]) -> np.ndarray:
+        return self._encode(text)  # the library recognizes the non-special added tokens itself
 
     def _run(self, library: Any, text: str) -> np.ndarray:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a pair is no text
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is not text
         try:
             return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         except Exception as error:
-            if type(error) is not Exception:  # the library's own are plain ones
+            if type(error) is not Exception:  # the library raises plain ones
                 raise
             raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
 
     def decode(self, ids: Any) -> str:
-        """As Tokenizer.decode; a space that the encoding puts before a text is taken away again."""
+        """As Tokenizer.decode, without the space that encoding adds before a text."""
         ids = list(ids)
-        self.decode_bytes(ids)  # refuses ids out of range
-        return self._whole.decode(ids, skip_special_tokens=True)
+        self.decode_bytes(ids)  # raises for ids out of range
+        return self._with_special.decode(ids, skip_special_tokens=True)
 
     def _content(self) -> dict:
         return self._files.content()
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """As Tokenizer.with_chat_template."""
-        return HFTokenizer(Files(self._files.tokenizer, self._files.config, template, self.eos_ids, self.bos_id))
+        return HFTokenizer(
+            TokenizerFiles(self._files.tokenizer, self._files.config, template, self.eos_ids, self.bos_id)
+        )
 
     def save(self, folder: str | Path) -> Path:
-        """Write the files that it came from into an existing folder."""
+        """Write its Hugging Face files into an existing folder."""
         return self._files.write(Path(folder))
 
 
-def _without(content: dict, hidden: dict[str, int]) -> dict:
-    """The same with these tokens under names that no text can know: numbers stay, and plain text cannot spell them."""
+def _without_names(content: dict, special: dict[str, int]) -> dict:
+    """tokenizer.json with these tokens renamed, so that no text can spell them; all ids stay."""
     secret, model = secrets.token_hex(16), content["model"]
-    new = {name: f"{secret} {number}" for name, number in hidden.items()}
+    new = {name: f"{secret} {number}" for name, number in special.items()}
     changed = {"unk_token": new.get(model.get("unk_token"), model.get("unk_token"))}
     if isinstance(model.get("vocab"), dict):
         changed["vocab"] = {new.get(piece, piece): number for piece, number in model["vocab"].items()}
-    else:  # Unigram's, by number
+    else:  # a Unigram model lists its pieces by id
         changed["vocab"] = [[new.get(piece, piece), score] for piece, score in model["vocab"]]
     if "merges" in model:
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
@@ -187,25 +204,25 @@ def _without(content: dict, hidden: dict[str, int]) -> dict:
     return content | {"model": model | changed, "added_tokens": added, "post_processor": None}
 
 
-def _template(post_processor: dict | None, added: dict[str, int]) -> list[int]:
-    """The special tokens that a post-processor puts before a text. Raises ValueError for one that adds some after."""
+def _template_prefix(post_processor: dict | None, added: dict[str, int]) -> list[int]:
+    """The special tokens that a post-processor adds before a text. Raises ValueError if it adds some after the text."""
     steps = post_processor or {}
     steps = steps["processors"] if steps.get("type") == "Sequence" else [steps]
-    before: list[int] = []
+    prefix: list[int] = []
     for step in steps:
         if step.get("type") == "TemplateProcessing":
-            whole = [next(iter(part)) for part in step["single"]]
-            text = whole.index("Sequence")
-            if text < len(whole) - 1:
+            kinds = [next(iter(part)) for part in step["single"]]
+            text = kinds.index("Sequence")
+            if text < len(kinds) - 1:
                 raise ValueError("its post-processor ends every text with a special token")
-            before += [added[part["SpecialToken"]["id"]] for part in step["single"][:text]]
+            prefix += [added[part["SpecialToken"]["id"]] for part in step["single"][:text]]
         elif step.get("type") not in (None, "ByteLevel"):
             raise ValueError(f"its post-processor is a {step.get('type')}")
-    return before
+    return prefix
 
 
-def _piece_bytes(content: dict) -> Any:
-    """What turns a piece of the vocabulary into its bytes. Raises ValueError for decoders that are not known."""
+def _piece_to_bytes(content: dict) -> Callable[[str], bytes]:
+    """The function from a piece of the vocabulary to its bytes. Raises ValueError for an unknown decoder."""
     kinds = re.findall(r'"type": ?"(\w+)"', json.dumps(content.get("decoder") or {}))
     if "ByteLevel" in kinds:
         return lambda piece: bytes(TO_BYTE[char] for char in piece) if set(piece) <= TO_BYTE.keys() else piece.encode()
@@ -216,18 +233,20 @@ def _piece_bytes(content: dict) -> Any:
             return bytes([int(number[1], 16)]) if number else piece.replace("▁", " ").encode()
 
         return from_sentencepiece
-    raise ValueError(f"its decoder is {' of '.join(kinds) or 'missing'}; ByteLevel and Metaspace are known")
+    raise ValueError(f"its decoder is {' of '.join(kinds) or 'missing'}; only ByteLevel and Metaspace are supported")
 
 
 def _library(content: dict) -> Any:
-    """The library's own object. Raises ValueError where it refuses the content."""
+    """The library's tokenizer. Raises ValueError if the library refuses the content."""
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError("tokenizers of Hugging Face folders need the library: pip install tokenizers") from error
+        raise UserError(
+            "a Hugging Face folder's tokenizer needs the library tokenizers: pip install tokenizers"
+        ) from error
     try:
         library = tokenizers.Tokenizer.from_str(json.dumps(content))
-    except BaseException as error:  # the library raises plain Exceptions, and panics, which are none
+    except BaseException as error:  # a plain Exception, or a Rust panic, which is not an Exception
         if not (type(error) is Exception or type(error).__name__ == "PanicException"):
             raise
         raise ValueError(f"the library tokenizers refuses it: {error}") from error

@@ -1,18 +1,17 @@
-"""Small children's stories from a probabilistic grammar, each with its exact probability.
+"""Short children's stories from a probabilistic grammar, each with its exact probability.
 
-`tales.grammar` is text that people can read and edit. A rule is a list of weighted alternatives; an alternative is made
-of four constructs, and of nothing else:
+`tales.grammar` is text that people can read and edit. A rule is a list of weighted alternatives; an alternative
+consists of four constructs:
 
     plain text      stands for itself; `//` begins a new paragraph
     <rule>          one of that rule's alternatives
-    {name:list}     draws a word of the list, all equally likely, and binds it to the name; `{:list}` binds nothing
+    {name:list}     a word sampled uniformly from the list and bound to the name; `{:list}` binds nothing
     {name}          the word that is bound to the name
 
 `{a name:list}` and `{a name}` put "a" or "an" in front, `{A name}` does so at the start of a sentence, and a capital in
-`{Name}` or `{:List}` capitalises the word. `{name.he}` is the form `he` that the word's list declares, a pronoun.
+`{Name}` or `{:List}` capitalizes the word. `{name.he}` is the form `he` that the word's list declares, a pronoun.
 
-No choice depends on what was chosen before it, so probabilities multiply, and the entropy of the whole language is a
-short sum. Telling a story and parsing one are two walks through the same grammar.
+No choice depends on earlier choices, so probabilities multiply, and the entropy of the whole language is a short sum.
 """
 
 from __future__ import annotations
@@ -24,24 +23,22 @@ import re
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 SLOT = re.compile(r"\{(?:([aA]) )?([A-Za-z]*)(?:\.([A-Za-z]+))?(?::([A-Za-z]+))?\}|<([a-z0-9_]+)>")
 WORD_WITH_ARTICLE = re.compile(r"(?:[Aa]n? )?[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*")
-WORD = re.compile(r"[a-z0-9_]+(?:['-][a-z0-9_]+)*")  # an underscore stands for a slot, see _skeleton
 
-Item = dict[str, str]  # a word in all its forms: "" as it is, "^" capitalised, "a" and "A" with article, ".he" pronouns
+Item = dict[str, str]  # a word in all its forms: "" as it is, "^" capitalized, "a" and "A" with article, ".he" pronouns
 
 
 class Choice(NamedTuple):
     """One random choice of a story."""
 
-    kind: str  # "fact": a slot whose word is said again later, "filler": any other slot, "plot": an alternative
-    name: str  # of the slot (of its list where it binds nothing) or of the rule
-    value: str  # the drawn word, or the number of the alternative
+    kind: str  # "fact": a slot whose word is mentioned again, "filler": any other slot, "plot": an alternative
+    name: str  # of the slot (of its list if it binds nothing) or of the rule
+    value: str  # the sampled word, or the number of the alternative
     log_prob: float  # nats
 
 
@@ -55,15 +52,15 @@ class Story:
 
 
 class Text(NamedTuple):
-    """Words as they stand."""
+    """Plain text."""
 
     text: str
 
 
 class SampleWord(NamedTuple):
-    """A word drawn from a list, kept under a name."""
+    """A word sampled from a list and bound to a name."""
 
-    name: str  # "" where nothing is bound
+    name: str  # "" if nothing is bound
     source: str
     form: str
     items: tuple[Item, ...]
@@ -72,14 +69,14 @@ class SampleWord(NamedTuple):
 
 
 class RecallWord(NamedTuple):
-    """A word that was drawn before."""
+    """A word that was bound before."""
 
     name: str
     form: str
 
 
 class Call(NamedTuple):
-    """What a rule comes to."""
+    """One alternative of a rule."""
 
     rule: Rule
 
@@ -94,19 +91,19 @@ class Rule:
         self.name = name
         self.alternatives: list[tuple[Op, ...]] = []
         total = sum(weights)
-        self.cumulative = [weight / total for weight in accumulate(weights)][:-1]  # empty: there is nothing to choose
+        self.cumulative = [weight / total for weight in accumulate(weights)][:-1]  # empty if there is one alternative
         self.choices = [Choice("plot", name, str(n), math.log(weight / total)) for n, weight in enumerate(weights)]
 
 
 class Grammar:
-    """The grammar file, read and checked; a mistake in it is ours, and an AssertionError says where it is."""
+    """The grammar file, parsed and checked. An AssertionError names the line of a mistake."""
 
     def __init__(self, source: str) -> None:
         self.lists: dict[str, tuple[Item, ...]] = {}
         self.rules: dict[str, Rule] = {}
         self.articles: dict[str, str] = {}
-        self.reached: set[str] = set()  # the rules and lists that some story can use
-        unread: list[tuple[Rule, int, str]] = []  # alternatives, which may name rules that come later in the file
+        self.used: set[str] = set()  # the rules and lists that a story can use
+        unread: list[tuple[Rule, int, str]] = []  # alternatives, which may name later rules
         line = 0
         for block in re.split(r"\n(?=\S)", "\n" + re.sub(r"(?m)^#.*|[ \t]+$", "", source)):
             head, _, body = block.partition("\n")
@@ -116,7 +113,7 @@ class Grammar:
             elif kind == "list":
                 self._read_list(name, body, line)
             elif kind == "rule":
-                assert name not in self.rules, f"line {line}: rule {name} is there twice"
+                assert name not in self.rules, f"line {line}: rule {name} is defined twice"
                 before, *parts = re.split(r"(?m)^ +(\d+)\|", body)
                 assert not before.strip(), f"line {line}: rule {name} needs `weight| text`"
                 self.rules[name] = Rule(name, [int(weight) for weight in parts[::2]])
@@ -129,15 +126,15 @@ class Grammar:
             rule.alternatives.append(tuple(self.read_text(text, line)))
         self.story = self.rules["story"]
         self._check(self.story, frozenset(), ())
-        unused = (self.rules.keys() | self.lists.keys()) - self.reached
+        unused = (self.rules.keys() | self.lists.keys()) - self.used
         assert not unused, f"never used: {sorted(unused)}"
 
     def _read_list(self, head: str, body: str, line: int) -> None:
         name, *options = head.split()
-        assert name not in self.lists, f"line {line}: list {name} is there twice"
+        assert name not in self.lists, f"line {line}: list {name} is defined twice"
         if options[:1] == ["="]:  # a union of earlier lists
             self.lists[name] = tuple(item for part in options[1:] for item in self.lists[part])
-            self.reached.update(options[1:])
+            self.used.update(options[1:])
         else:
             pronouns = [option.split("=") for option in options]
             self.lists[name] = tuple(self._item(word, pronouns, line) for word in body.split())
@@ -178,9 +175,9 @@ class Grammar:
             yield Text(text[end:])
 
     def _check(self, rule: Rule, bound: frozenset[str], callers: tuple[str, ...]) -> frozenset[str]:
-        """The names that are bound after the rule whatever its alternative, given those bound before it."""
+        """The names bound after the rule in all its alternatives, given those bound before it."""
         assert rule.name not in callers, f"rule {rule.name} calls itself"
-        self.reached.add(rule.name)
+        self.used.add(rule.name)
         after = []
         for ops in rule.alternatives:
             names = bound
@@ -189,7 +186,7 @@ class Grammar:
                     names = self._check(op.rule, names, (*callers, rule.name))
                 elif isinstance(op, SampleWord):
                     assert op.name not in names, f"rule {rule.name}: {op.name} is bound already"
-                    self.reached.add(op.source)
+                    self.used.add(op.source)
                     names = names | {op.name} if op.name else names
                 elif isinstance(op, RecallWord):
                     assert op.name in names, f"rule {rule.name}: nothing is bound to {op.name}"
@@ -205,11 +202,11 @@ _SOURCE = (Path(__file__).parent / "tales.grammar").read_bytes()
 GRAMMAR = Grammar(_SOURCE.decode("ascii"))
 GRAMMAR_HASH = hashlib.sha256(_SOURCE).hexdigest()
 
-_RECALL = "recall"  # the kind of an event that is no choice: a bound word is said again
+RECALL = "recall"  # the kind of an event that is not a choice: a bound word is mentioned again
 
 
 def generate_story(seed: int, index: int) -> Story:
-    """The index-th story of the seed's stream: always the same one, independent of all others."""
+    """The story number `index` of a seed: always the same, and independent of all others."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     uniform = random.Random(int.from_bytes(digest, "big")).random
     pieces: list[str] = []
@@ -227,7 +224,7 @@ def generate_story(seed: int, index: int) -> Story:
                 pieces.append(op.text)
             elif kind is RecallWord:
                 pieces.append(bound[op.name][op.form])
-                events.append(Choice(_RECALL, op.name, op.form, 0.0))
+                events.append(Choice(RECALL, op.name, op.form, 0.0))
             elif kind is SampleWord:
                 item = op.items[int(uniform() * len(op.items))]
                 pieces.append(item[op.form])
@@ -237,96 +234,16 @@ def generate_story(seed: int, index: int) -> Story:
                 walk(op.rule)
 
     walk(GRAMMAR.story)
-    return _story("".join(pieces), events)
+    return make_story("".join(pieces), events)
 
 
-def derivations(text: str) -> Iterator[Story]:
-    """Every way in which the grammar can tell exactly this text, by depth-first search with an explicit stack."""
-    # A state: position in the text, operations, the next of them, the caller's (operations, next, caller), bindings,
-    # events. Bindings are copied when they change and events are linked backwards, so states can share them.
-    stack: list[tuple] = [(0, (Call(GRAMMAR.story),), 0, None, {}, None)]
-    while stack:
-        position, ops, step, caller, bound, events = stack.pop()
-        while True:
-            if step == len(ops):
-                if caller is None:
-                    if position == len(text):
-                        yield _story(text, _unlink(events))
-                    break
-                ops, step, caller = caller
-                continue
-            op = ops[step]
-            step += 1
-            kind = type(op)
-            if kind is Text:
-                if not text.startswith(op.text, position):
-                    break
-                position += len(op.text)
-            elif kind is RecallWord:
-                surface = bound[op.name][op.form]
-                if not text.startswith(surface, position):
-                    break
-                position += len(surface)
-                events = (Choice(_RECALL, op.name, op.form, 0.0), events)
-            elif kind is SampleWord:
-                match = WORD_WITH_ARTICLE.match(text, position)
-                item = op.by_surface.get(match.group()) if match else None
-                if item is None:
-                    break
-                position = match.end()
-                if op.name:
-                    bound = {**bound, op.name: item}
-                events = (Choice("filler", op.name or op.source, item[""], op.log_prob), events)
-            else:
-                rule, caller = op.rule, (ops, step, caller)
-                if rule.cumulative:
-                    for alternative, choice in zip(rule.alternatives, rule.choices):
-                        first = alternative[0]
-                        if type(first) is not Text or text.startswith(first.text, position):
-                            stack.append((position, alternative, 0, caller, bound, (choice, events)))
-                    break
-                ops, step = rule.alternatives[0], 0
-
-
-def parse(text: str) -> Story:
-    """The story that has this text, with its choices; ValueError where the grammar cannot tell such a story."""
-    found = list(derivations(text))
-    if not found:
-        raise ValueError("this text is no story of the grammar")
-    assert len(found) == 1, f"the grammar is ambiguous: {len(found)} derivations of {text!r}"
-    return found[0]
-
-
-def _unlink(events: tuple | None) -> list[Choice]:
-    choices = []
-    while events is not None:
-        choice, events = events
-        choices.append(choice)
-    return choices[::-1]
-
-
-def _story(text: str, events: list[Choice]) -> Story:
-    # A pronoun recalls nothing that has to be remembered word for word.
-    recalled = {event.name for event in events if event.kind == _RECALL and not event.value.startswith(".")}
+def make_story(text: str, events: list[Choice]) -> Story:
+    """A story from the events in the order of its text: its choices, and the recalls that make a slot a fact."""
+    # A pronoun does not count as a recall: the word itself need not be remembered.
+    recalled = {event.name for event in events if event.kind == RECALL and not event.value.startswith(".")}
     choices = tuple(
         event._replace(kind="fact") if event.kind == "filler" and event.name in recalled else event
         for event in events
-        if event.kind != _RECALL
+        if event.kind != RECALL
     )
     return Story(text, choices, sum(choice.log_prob for choice in choices))
-
-
-@cache
-def entropy() -> float:
-    """The exact entropy of the grammar in nats a story: the mean of the negative log-probability over all stories."""
-
-    def of_op(op: Op) -> float:
-        return of(op.rule) if isinstance(op, Call) else -op.log_prob if isinstance(op, SampleWord) else 0.0
-
-    def of(rule: Rule) -> float:
-        return sum(
-            math.exp(choice.log_prob) * (sum(map(of_op, ops)) - choice.log_prob)
-            for choice, ops in zip(rule.choices, rule.alternatives)
-        )
-
-    return of(GRAMMAR.story)

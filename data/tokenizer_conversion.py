@@ -1,14 +1,15 @@
-"""A tokenizer as Hugging Face's files, tokenizer.json and tokenizer_config.json, both ways.
+"""Conversion between our tokenizers and Hugging Face's tokenizer.json and tokenizer_config.json, both ways.
 
-Byte-level BPE becomes a tiktoken encoding where that gives the same ids for every text, which is shown in two steps:
+A byte-level BPE becomes a tiktoken encoding, which is five times as fast (docs/experiments.md), if that gives the same
+ids for every text. This is verified in two steps:
 
-1. The merges. tiktoken merges whatever pair makes the token of the lowest id; Hugging Face follows a list. Both agree
-   if the list makes tokens in the order of their ids, and each token's bytes, merged by lower ids alone, come down to
-   two parts that the list has as a pair. (Until a token is made, merges inside its bytes happen as they would alone, so
-   no other two parts of it can ever lie side by side.)
-2. What cuts the text, a regular expression read by another library: compared on texts that are hard to cut.
+1. The merges. tiktoken merges the pair whose token has the lowest id; Hugging Face follows a list. The two agree if the
+   list makes tokens in the order of their ids, and if each token's bytes, merged by lower ids alone, end as two parts
+   that are a pair of the list. (Until a token is made, merges inside its bytes happen as they would alone, so no other
+   two parts of it can ever be adjacent.)
+2. The regular expression that splits text, read by another library: compared on texts that are hard to split.
 
-Anything else is run through the library `tokenizers` itself.
+Every other tokenizer is run by the library `tokenizers` itself.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from thinker.data.hf_tokenizer import (
     TEMPLATE_NAME,
     TO_BYTE,
     TO_CHAR,
-    Files,
     HFTokenizer,
+    TokenizerFiles,
     replace_text,
     write_json,
 )  # fmt: skip
 from thinker.data.tokenizer import MAX_FILE_BYTES, ONE_CHARACTER, PROBE, Tokenizer
 from thinker.runtime.errors import UserError
 
-POSSESSIVE = r"(\{\d*,?\d*\})\+"  # tiktoken's library takes such a count and gives nothing back, theirs repeats it
-# What ByteLevel cuts by, unless it is told not to; and after Digits has cut off every digit.
+POSSESSIVE = r"(\{\d*,?\d*\})\+"  # possessive for tiktoken, a repeated group for `tokenizers`
+# How ByteLevel splits text by default; and how it does after Digits has split off every digit.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT2_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-HARD = [  # texts
+HARD_TEXTS = [
     PROBE,
     "I'll  we'Ve '\u017f\u00a0 it's12345678 90,5\t\r\n\r\n   x \n  \u3000y\u0085z...\n\n\n!?  \n",
     "\ufb01 \u0130 \u2177\u00b2 \u0663\u0664 \u0531\u0552 \u0e52\u0e53 \u01c5 \u0301a\u0301 \u00bd 1\u00bd",
@@ -49,13 +50,13 @@ HARD = [  # texts
 ]
 
 
-def read_files(folder: Path) -> Files:
-    """The files of a folder. Raises UserError where they are missing, broken, or say too little.
+def read_files(folder: Path) -> TokenizerFiles:
+    """Read the files of a folder. Raises UserError where they are missing, broken or incomplete.
 
-    What ends a text is what generation_config.json says, or else config.json, or else the tokenizer's own file.
+    The EOS tokens are those of generation_config.json, else of config.json, else of tokenizer_config.json.
     """
     tokenizer = _read_json(folder / FILE_NAME)
-    config, *of_model = (
+    config, *model_configs = (
         _read_json(folder / name, missing={}) for name in (CONFIG_NAME, "generation_config.json", "config.json")
     )
     template = config.get("chat_template")
@@ -65,60 +66,66 @@ def read_files(folder: Path) -> Files:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{folder / TEMPLATE_NAME} cannot be read: {error}") from error
     eos, bos_id = config.pop(EOS_KEY, None), config.pop(BOS_KEY, None)
-    for said in of_model:
-        eos = said.get("eos_token_id") if eos is None else eos
-        bos_id = said.get("bos_token_id") if bos_id is None else bos_id
+    for model_config in model_configs:
+        eos = model_config.get("eos_token_id") if eos is None else eos
+        bos_id = model_config.get("bos_token_id") if bos_id is None else bos_id
     try:
-        if isinstance(template, list):  # several, by name
-            template = next((each.get("template") for each in template if each.get("name") == "default"), None)
-        ends = [eos] if isinstance(eos, int) else list(eos or [])
-        return Files(tokenizer, config, template, ends, bos_id, _told(folder, config))
+        if isinstance(template, list):  # named templates
+            template = next((x.get("template") for x in template if x.get("name") == "default"), None)
+        eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
+        return TokenizerFiles(tokenizer, config, template, eos_ids, bos_id, _tokens_elsewhere(folder, config))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error if isinstance(error, ValueError) else f"it has no {error}"
         raise UserError(f"{folder / FILE_NAME} cannot be used: {reason}") from error
 
 
-def _told(folder: Path, config: dict) -> list[Any]:
-    """The tokens, names or dictionaries, that transformers adds to those of tokenizer.json where it lacks them."""
-    listed: list[Any] = []
+def _tokens_elsewhere(folder: Path, config: dict) -> list[Any]:
+    """The tokens, as names or dictionaries, that transformers adds to those of tokenizer.json."""
     if "added_tokens_decoder" in config:
-        listed += config["added_tokens_decoder"].values()
-    else:  # older files, which it reads then
+        declared = [*config["added_tokens_decoder"].values()]
+    else:  # the format before that key
         config = config | _read_json(folder / "special_tokens_map.json", missing={})
-        listed += _read_json(folder / "added_tokens.json", missing={})
+        declared = [*_read_json(folder / "added_tokens.json", missing={})]
     names = [config.get(name) for name in SPECIAL]
     for name in ("extra_special_tokens", "additional_special_tokens"):
-        several = config.get(name) or []
-        names += several.values() if isinstance(several, dict) else several
-    return listed + [each["content"] if isinstance(each, dict) else each for each in names if each is not None]
+        extra = config.get(name) or []
+        names += extra.values() if isinstance(extra, dict) else extra
+    return declared + [name["content"] if isinstance(name, dict) else name for name in names if name is not None]
 
 
 def read(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder: by tiktoken where that is proved equal, through `tokenizers` elsewhere.
+    """Read the tokenizer of a Hugging Face folder: as a tiktoken encoding if that is equal, else as an HFTokenizer.
 
-    Raises UserError where the files are missing or broken, or hold something that cannot be run.
+    Raises UserError if the files are missing, broken, or ask for something that is not supported.
     """
     files = read_files(folder)
     try:
-        foreign = HFTokenizer(files)
-        ours = as_tiktoken(files)
+        hf_tokenizer = HFTokenizer(files)
+        by_tiktoken = as_tiktoken(files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / FILE_NAME} cannot be used: {error}") from error
+    if by_tiktoken is None:
+        return hf_tokenizer
     try:
-        alike = ours is not None and all(ours.encode(t, s) == foreign.encode(t, s) for t in HARD for s in (False, True))
-    except UserError:  # a pattern that tiktoken's library cannot run
-        alike = False
-    return ours if alike else foreign
+        for text in HARD_TEXTS:
+            for allow_special in (False, True):
+                if by_tiktoken.encode(text, allow_special) != hf_tokenizer.encode(text, allow_special):
+                    return hf_tokenizer
+    except UserError:  # tiktoken cannot run the pattern
+        return hf_tokenizer
+    return by_tiktoken
 
 
-def as_tiktoken(files: Files) -> Tokenizer | None:
-    """The same as a tiktoken encoding, None where step 1 above fails, or something has no counterpart there."""
+def as_tiktoken(files: TokenizerFiles) -> Tokenizer | None:
+    """The tokenizer as a tiktoken encoding; None if step 1 above fails, or if a setting has no equivalent there."""
     content = files.tokenizer
     model, normalizer = content["model"], (content.get("normalizer") or {}).get("type")
     pattern = _pattern(content.get("pre_tokenizer"))
-    odd = [model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")]
-    plain = model.get("type") == "BPE" and not any(odd) and (content.get("decoder") or {}).get("type") == "ByteLevel"
-    if not plain or pattern is None or files.bendable or normalizer not in (None, "NFC"):
+    unsupported = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
+    if model.get("type") != "BPE" or any(model.get(name) for name in unsupported) or not is_byte_level:
+        return None
+    if pattern is None or files.matches_flexibly or normalizer not in (None, "NFC"):
         return None
     if files.normalized == {True, False} or (normalizer and files.normalized == {True}):
         return None
@@ -135,19 +142,21 @@ def as_tiktoken(files: Files) -> Tokenizer | None:
     for token, number in ranks.items():
         tokens[number] = token
     options = {
-        "eos": files.eos_ids,
+        "eos_ids": files.eos_ids,
         "add_bos": bool(files.bos_prefix),
         "non_special_added_tokens": files.non_special_added_tokens,
+        "normalizer": normalizer,
+        "chat_template": files.chat_template,
+        "special_tokens_map": files.special_tokens_map,
     }
-    options |= {"normalizer": normalizer, "chat_template": files.chat_template, "named": files.named}
     try:
         return Tokenizer("hf", tokens, files.added, files.bos_token, pattern, **options)
-    except ValueError:  # a pattern that tiktoken's library does not read, or two names for one token
+    except ValueError:  # tiktoken cannot read the pattern, or two names share a token
         return None
 
 
 def _same_merges(model: dict, ranks: dict[bytes, int]) -> bool:
-    """Step 1."""
+    """Whether tiktoken merges as the list of merges says: step 1 above."""
     pairs: dict[int, set[tuple[bytes, bytes]]] = {}
     newest = -1
     for merge in model["merges"]:
@@ -171,48 +180,47 @@ def _same_merges(model: dict, ranks: dict[bytes, int]) -> bool:
 
 
 def split(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
-    """What the bytes of a token come down to when pairs are merged whose token has a rank below `below`."""
+    """The parts that remain when the bytes of a token are merged into tokens of a rank lower than `below`."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 1:
-        found = [ranks.get(parts[i] + parts[i + 1], below) for i in range(len(parts) - 1)]
-        best = min(found)
+        pair_ranks = [ranks.get(parts[i] + parts[i + 1], below) for i in range(len(parts) - 1)]
+        best = min(pair_ranks)
         if best >= below:
             break
-        at = found.index(best)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        i = pair_ranks.index(best)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 
 
 def _pattern(pre_tokenizer: dict | None) -> str | None:
-    """The one regular expression that cuts as a pre-tokenizer does, if it is of a known form."""
+    """The regular expression that splits text as a pre-tokenizer does, or None if its form is not known."""
     steps = pre_tokenizer or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     kinds = [step.get("type") for step in steps]
     if kinds[-1:] != ["ByteLevel"] or steps[-1].get("add_prefix_space"):
         return None
-    cuts = steps[-1].get("use_regex", True)
+    uses_regex = steps[-1].get("use_regex", True)
     if kinds == ["ByteLevel"]:
-        return GPT2 if cuts else None
-    if kinds == ["Digits", "ByteLevel"] and cuts and steps[0].get("individual_digits"):
+        return GPT2 if uses_regex else None
+    if kinds == ["Digits", "ByteLevel"] and uses_regex and steps[0].get("individual_digits"):
         return GPT2_DIGITS
-    if kinds == ["Split", "ByteLevel"] and not cuts and not steps[0].get("invert"):
+    if kinds == ["Split", "ByteLevel"] and not uses_regex and not steps[0].get("invert"):
         regex = steps[0]["pattern"].get("Regex") if steps[0].get("behavior") == "Isolated" else None
         return None if regex is None or re.search(POSSESSIVE, regex) else regex
     return None
 
 
 def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json (and a chat template) that AutoTokenizer reads, into a folder.
+    """Write tokenizer.json, tokenizer_config.json and the chat template into a folder, as AutoTokenizer reads them.
 
     `AutoTokenizer(text)` gives tokenizer.encode(text, allow_special=True), without a BOS token in front. Possessive
-    counts, `{1,3}+`, mean something else to the library that cuts there, and are written without the +.
+    counts, `{1,3}+`, are written without the +: the library `tokenizers` would read them as repeated groups.
     """
     folder = Path(folder)
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
         return
-    pieces = enumerate(tokenizer._tokens)
-    vocab = {_printed(token): number for number, token in pieces if token is not None}
+    vocab = {_printed(token): number for number, token in enumerate(tokenizer._tokens) if token is not None}
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
@@ -222,7 +230,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     pattern = r"[\s\S]" if tokenizer.pattern == ONE_CHARACTER else tokenizer.pattern
     pattern = {"Regex": re.sub(POSSESSIVE, r"\1", pattern)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    cut = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    split_step = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
     content = {
@@ -231,17 +239,17 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         "padding": None,
         "added_tokens": added,
         "normalizer": tokenizer.normalizer and {"type": tokenizer.normalizer},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, byte_level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split_step, byte_level]},
         "post_processor": None,
         "decoder": byte_level | {"use_regex": True},
         "model": model | {"vocab": vocab | dict(special), "merges": merges_of(tokenizer)},
     }
-    eos = tokenizer.named.get("eos_token")
+    eos = tokenizer.special_tokens_map.get("eos_token")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.named.get("bos_token"),
+        "bos_token": tokenizer.special_tokens_map.get("bos_token"),
         "eos_token": eos,
-        "pad_token": tokenizer.named.get("pad_token", eos),
+        "pad_token": tokenizer.special_tokens_map.get("pad_token", eos),
         ADD_BOS_KEY: bool(tokenizer.bos_prefix),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
@@ -253,7 +261,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
 
 
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
-    """The pairs that make the tokens, in order, in printable characters."""
+    """The pairs of parts that make the tokens, in order, in printable characters."""
     ranks = {token: number for number, token in enumerate(tokenizer._tokens) if token is not None}
     pairs = (split(token, ranks, number) for token, number in sorted(ranks.items(), key=lambda item: item[1]))
     return [[_printed(part) for part in parts] for parts in pairs if len(parts) == 2]
@@ -264,7 +272,7 @@ def _printed(token: bytes) -> str:
 
 
 def _read_json(path: Path, missing: dict | None = None) -> dict:
-    """What a file holds, or `missing` where there is none. Raises UserError."""
+    """The content of a JSON file, or `missing` if the file does not exist. Raises UserError."""
     if missing is not None and not path.exists():
         return missing
     try:

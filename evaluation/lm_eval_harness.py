@@ -33,12 +33,14 @@ class ThinkerLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """What ends a text, by the tokenizer's own file."""
-        return self.tokenizer.special_tokens.get(self.tokenizer.named.get("eos_token"), self.tokenizer.eos_id)
+        return self.tokenizer.special_tokens.get(
+            self.tokenizer.special_tokens_map.get("eos_token"), self.tokenizer.eos_id
+        )
 
     @property
     def prefix_token_id(self) -> int:
         """What a continuation without a context is seen after: what begins a text, or else what ends one."""
-        return self.tokenizer.special_tokens.get(self.tokenizer.named.get("bos_token"), self.eot_token_id)
+        return self.tokenizer.special_tokens.get(self.tokenizer.special_tokens_map.get("bos_token"), self.eot_token_id)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The ids of a text, special tokens by their names; in front what prompts of the model begin with."""

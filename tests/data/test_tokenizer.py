@@ -197,7 +197,7 @@ def test_a_file_that_is_no_tokenizer_is_refused_even_with_a_right_hash(change, t
     change(content)
     _seal(content)
     path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="not a whole thinker-tokenizer.json"):
+    with pytest.raises(UserError, match="not a valid thinker-tokenizer.json"):
         Tokenizer.load(path)
 
 
@@ -207,10 +207,10 @@ def test_damaged_files(tmp_path):
     assert Tokenizer.load(path).vocab_size == 257
     for damaged in (whole[:-10], whole.replace('"byte"', '"bite"'), "", "[" * 100_000, "[1]", "\0"):
         path.write_text(damaged)
-        with pytest.raises(UserError, match="not a whole"):
+        with pytest.raises(UserError, match="not a valid"):
             Tokenizer.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="not a whole"):
+    with pytest.raises(UserError, match="not a valid"):
         Tokenizer.load(path)
     os.truncate(path, 1 << 27)
     with pytest.raises(UserError, match="larger than any tokenizer"):
@@ -274,8 +274,8 @@ def test_a_named_encoding_that_cannot_be_downloaded_is_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("pattern", "says"),
-    [("a*", "cannot cut every text"), ("x", "loses text"), ("", "cannot cut every text"), ("(", "not a whole"),
-     ("(?=(a+)+$)b|[\\s\\S]", None), ("\ud800", "not a whole")],
+    [("a*", "cannot split every text"), ("x", "loses text"), ("", "cannot split every text"), ("(", "not a valid"),
+     ("(?=(a+)+$)b|[\\s\\S]", None), ("\ud800", "not a valid")],
 )  # fmt: skip
 def test_a_strangers_pattern_is_tried_before_it_is_believed(tmp_path, pattern, says):
     """It runs in a library that panics where it matches nothing, and silently leaves out what it does not match."""

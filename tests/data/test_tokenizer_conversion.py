@@ -332,19 +332,19 @@ def test_split_merges_the_lowest_pair_first(token):
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "lstrip": true}}}',
-            "tell otherwise where its token '<|endoftext|>'",
+            "its token '<|endoftext|>' with other flags",
         ),
         ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": ["a"]}', "cannot be used"),
-        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": {"a": 1}}', "template is no text"),
+        ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": {"a": 1}}', "template is not text"),
         (
             "tokenizer_config.json",
             '{"eos_token": "<|endoftext|>", "add_prefix_space": true}',
             "add_prefix_space is True",
         ),
         ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "split_special_tokens": true}', "split_special"),
-        ("generation_config.json", '{"eos_token_id": -1}', "is none"),
+        ("generation_config.json", '{"eos_token_id": -1}', "is not valid"),
         ("generation_config.json", '{"eos_token_id": 5000}', "cannot be used"),
-        ("config.json", '{"eos_token_id": "x"}', "is none"),
+        ("config.json", '{"eos_token_id": "x"}', "is not valid"),
         ("added_tokens.json", '{"<new>": 900}', "not add the token '<new>'"),
         ("special_tokens_map.json", '{"unk_token": {"content": "<unk>"}}', "not add the token '<unk>'"),
         (
@@ -352,7 +352,7 @@ def test_split_merges_the_lowest_pair_first(token):
             '{"model": {"type": "New"}, "added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}',
             "refuses",
         ),
-        ("tokenizer_config.json", "{}", "no token that begins or ends"),
+        ("tokenizer_config.json", "{}", "no BOS or EOS token"),
     ],
 )
 def test_files_that_are_none_are_refused_by_name(tmp_path, name, content, message):
@@ -368,7 +368,7 @@ def test_files_that_are_none_are_refused_by_name(tmp_path, name, content, messag
     [
         (lambda content: content["model"].update(dropout=0.1), "dropout"),
         (lambda content: content["model"].update(continuing_subword_prefix="##"), "continuing_subword_prefix is '##'"),
-        (lambda content: content["added_tokens"][0].update(id=float("inf")), "is none"),
+        (lambda content: content["added_tokens"][0].update(id=float("inf")), "is not valid"),
         (lambda content: content["added_tokens"].append(content["added_tokens"][0]), "a token twice"),
         (
             lambda content: content["added_tokens"].append(content["added_tokens"][0] | {"id": 9, "content": "e"}),

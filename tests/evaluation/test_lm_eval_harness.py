@@ -149,6 +149,6 @@ def test_what_a_continuation_without_a_context_is_seen_after():
     tokens = [base.token_bytes(i) for i in range(256)] + [None, None]
     model = random_model(vocab_size=258)
     for named, known in [({"bos_token": "<s>", "eos_token": "</s>"}, (256, 257)), ({"eos_token": "</s>"}, (257, 257))]:
-        tokenizer = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos=[256], named=named)
+        tokenizer = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos_ids=[256], special_tokens_map=named)
         adapter = ThinkerLM(model, tokenizer)
         assert (adapter.prefix_token_id, adapter.eot_token_id) == known
