@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from thinker.benchmarks.story_parser import parse
 from thinker.benchmarks.training_runs import ROOT
+from thinker.data import tales
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.training.config import load_config
@@ -89,7 +89,7 @@ def compute_bounds(tokenizer: Tokenizer, stories: list[str], width: int) -> tupl
     """
     entropy = lost = n_tokens = 0.0
     for text in stories:
-        story = parse(text)
+        story = tales.parse(text)
         token_ends, end = [], 0  # in bytes
         for token in tokenizer.encode(text):
             end += len(tokenizer.token_bytes(token))

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.benchmarks.story_parser import derivations, parse
 from thinker.data import tales
 
 SEED = 11
@@ -119,7 +118,7 @@ def far_recalls(story: tales.Story) -> list[float]:
 def test_a_story_is_a_pure_function_of_seed_and_index(seed, index):
     story = tales.generate_story(seed, index)
     assert story == tales.generate_story(seed, index)
-    assert parse(story.text) == story
+    assert tales.parse(story.text) == story
 
 
 def test_stories_of_another_seed_or_index_differ(stories):
@@ -138,7 +137,7 @@ def test_a_known_story_stays_the_same():
 
 def test_every_story_has_exactly_one_derivation(stories):
     for story in stories:
-        assert list(derivations(story.text)) == [story]
+        assert tales.derivations(story.text) == [story]
 
 
 def test_a_story_with_another_fact_does_not_parse(stories):
@@ -150,7 +149,7 @@ def test_a_story_with_another_fact_does_not_parse(stories):
             head, _, tail = story.text.rpartition(fact.value)
             for text in (first_mention, head + wrong + tail):
                 with pytest.raises(ValueError, match="not a story"):
-                    parse(text)
+                    tales.parse(text)
 
 
 def test_a_recall_of_a_different_word_of_the_same_list_does_not_parse(stories):
@@ -160,19 +159,19 @@ def test_a_recall_of_a_different_word_of_the_same_list_does_not_parse(stories):
         head, _, tail = story.text.rpartition(town)
         other = next(name for name in names if name != town)
         with pytest.raises(ValueError, match="not a story"):
-            parse(head + other + tail)
+            tales.parse(head + other + tail)
 
 
 @pytest.mark.parametrize("change", [lambda t: t[:-1], lambda t: t + " ", lambda t: t[: len(t) // 2], lambda t: t[1:]])
 def test_a_chopped_or_padded_story_does_not_parse(stories, change):
     for story in stories[:50]:
         with pytest.raises(ValueError, match="not a story"):
-            parse(change(story.text))
+            tales.parse(change(story.text))
 
 
 def test_the_empty_text_is_no_story():
     with pytest.raises(ValueError, match="not a story"):
-        parse("")
+        tales.parse("")
 
 
 def test_lengths_are_bounded_by_the_grammar(stories):

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from thinker.benchmarks.story_parser import parse
 from thinker.data import tales
 from thinker.data.corpus import prepare_corpus
 from thinker.evaluation import needle
@@ -73,7 +72,7 @@ def test_a_needle_is_what_it_says(request, monkeypatch, spec, distance):
 
         opening = text.split("\n\n")[0]
         story = told[opening]
-        assert parse(story.text) == story
+        assert tales.parse(story.text) == story
         assert ("fact", name, value) in [choice[:3] for choice in story.choices]
         at, encounters = len(opening), 0
         while not story.text[len(opening) :].startswith(text[at:]):
