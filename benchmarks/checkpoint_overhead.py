@@ -11,9 +11,10 @@ from typing import Any
 
 from tqdm import tqdm, trange
 
+from thinker import checkpoint
 from thinker.benchmarks.environment import measure_seconds
-from thinker.checkpoint import checkpoint
-from thinker.checkpoint.manager import CheckpointManager
+from thinker.checkpoint import CheckpointManager
+from thinker.checkpoint.weights import to_cpu
 from thinker.training.config import load_config
 from thinker.training.trainer import Trainer
 
@@ -81,19 +82,19 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
     foreground_folder.mkdir()
     background_folder.mkdir()
     foreground = CheckpointManager(foreground_folder, 1)
-    background = CheckpointManager(background_folder, 1, background=True, share=trainer.saver.share)
+    background = CheckpointManager(background_folder, 1, background=True, cpu_share=trainer.saver.cpu_share)
 
     def save(manager: CheckpointManager) -> None:
         tensors = trainer.train_step.optimizers.tensors()
         state = trainer.state.model_dump(mode="json")
-        manager.save("step", trainer.state.step, checkpoint.contents(trainer.model, state, tensors))
+        manager.save("step", trainer.state.step, checkpoint.checkpoint_files(trainer.model, state, tensors))
 
     def save_and_step() -> None:
         save(background)
         trainer.advance()
 
     def copy() -> None:
-        checkpoint.copied(checkpoint.contents(trainer.model, {}, trainer.train_step.optimizers.tensors()))
+        to_cpu(checkpoint.checkpoint_files(trainer.model, {}, trainer.train_step.optimizers.tensors()))
 
     delays, next_delays, copies, saves = [], [], [], []
     for _ in trange(n_saves, desc="saves"):

@@ -104,7 +104,7 @@ def run_rank(
     os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // n_ranks))
     torch.set_flush_denormal(True)
-    dist, rows = DistContext(), arguments.batch_size // n_ranks
+    dist, rows = DistContext.from_environment(), arguments.batch_size // n_ranks
     dist.init_process_group("cpu", 600)
     train = {"max_steps": 1, "batch_size": arguments.batch_size, "micro_batch_size": rows, "compile": False}
     train |= {"precision": arguments.precision, "parallel": parallel}

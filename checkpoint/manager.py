@@ -1,25 +1,29 @@
-"""The checkpoints of one run as they are made: one after the other, perhaps in the background, and which are kept."""
+"""The checkpoints of one run: listed, written one after the other, perhaps in the background, and removed."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from thinker.checkpoint import checkpoint
-from thinker.checkpoint.checkpoint import Files
+from thinker.checkpoint import format as checkpoint_format
+from thinker.checkpoint.format import Files
+from thinker.checkpoint.weights import to_cpu
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
 
 class CheckpointManager:
-    """Writes checkpoints into a folder and then removes those that are kept no longer, never before.
+    """Writes checkpoints into a folder, and removes older ones only after that.
 
     Args:
-        keep_last: how many step-N are kept; of another kind only the one that was written last is.
-        keep_every: step-N whose N is a multiple of it are kept for ever.
+        keep_last: how many step-N are kept; of "best" and "nonfinite" only the one written last is.
+        keep_every: step-N whose N is a multiple of this are never removed.
         background: save() copies the tensors and returns; a thread writes one checkpoint at a time.
-        share: of its time, what that thread may work while nobody waits for it. 1 where training leaves cores free.
-        dist: that train together, and all save at once. Rank 0 writes.
+        cpu_share: the share of its time in which that thread may work while nobody waits for it. 1: no limit.
+        dist: the ranks that train together and all call save(). Rank 0 writes.
         sharded: each rank writes its own part, in the foreground.
     """
 
@@ -29,53 +33,88 @@ class CheckpointManager:
         keep_last: int,
         keep_every: int | None = None,
         background: bool = False,
-        share: float = 1.0,
+        cpu_share: float = 1.0,
         dist: DistContext = SINGLE_PROCESS,
         sharded: bool = False,
     ) -> None:
-        self.folder, self.keep_last, self.keep_every, self.share = folder, keep_last, keep_every, share
-        self.dist, self.sharded = dist, sharded
-        self._pool = ThreadPoolExecutor(1, "saver") if background else None
+        self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
+        self.cpu_share, self.dist, self.sharded = cpu_share, dist, sharded
+        self._executor = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._writing: Future[None] | None = None
-        self._awaited = threading.Event()
+        self._is_awaited = threading.Event()
 
     def save(self, kind: str, step: int, files: Files) -> None:
-        """Write KIND-STEP. Raises OSError where that fails, or the checkpoint before it has failed meanwhile."""
+        """Write KIND-STEP. Raises OSError where that, or the background save before it, fails."""
         self.wait()
         name = f"{kind}-{step:08d}"
-        if not self.sharded and (self._pool is not None or self.dist.world_size > 1):
-            files = checkpoint.copied(files, self.dist, always=self._pool is not None)
+        if not self.sharded and (self._executor is not None or self.dist.world_size > 1):
+            files = to_cpu(files, self.dist, always=self._executor is not None)
             if not self.dist.is_main:
                 return
-        if self._pool is None:
+        if self._executor is None:
             self._write(name, kind, files)
         else:
-            self._awaited.clear()
-            self._writing = self._pool.submit(self._write, name, kind, files)
+            self._is_awaited.clear()
+            self._writing = self._executor.submit(self._write, name, kind, files)
 
     def wait(self) -> None:
-        """Until what was begun is on the disk. Raises OSError where it failed."""
-        self._awaited.set()
+        """Wait until the last save is on the disk. Raises OSError where it failed."""
+        self._is_awaited.set()
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """End the thread, when it has finished its work."""
-        self._awaited.set()
-        if self._pool is not None:
-            self._pool.shutdown()
+        """End the thread after it has finished its work."""
+        self._is_awaited.set()
+        if self._executor is not None:
+            self._executor.shutdown()
 
     def _write(self, name: str, kind: str, files: Files) -> None:
-        shared_by = self.dist if self.sharded else None
-        checkpoint.write(self.folder / name, files, self._rest if self._pool else lambda seconds: None, shared_by)
+        throttle = self._throttle if self._executor is not None and self.cpu_share < 1 else None
+        dist = self.dist if self.sharded else None
+        checkpoint_format.write_checkpoint(self.folder / name, files, throttle, dist)
         if not self.dist.is_main:
             return
-        for folder in checkpoint.list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:
-            kept = kind == "step" and self.keep_every and int(folder.name.split("-")[1]) % self.keep_every == 0
-            if folder.name != name and not kept:
-                checkpoint.remove(folder)
+        for folder in list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:
+            is_milestone = kind == "step" and self.keep_every and int(folder.name.split("-")[1]) % self.keep_every == 0
+            if folder.name != name and not is_milestone:
+                _remove(folder)
 
-    def _rest(self, worked: float) -> None:
-        if self.share < 1:
-            self._awaited.wait(worked * (1 / self.share - 1))
+    def _throttle(self, seconds_worked: float) -> None:
+        self._is_awaited.wait(seconds_worked * (1 / self.cpu_share - 1))
+
+
+def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
+    """The checkpoints KIND-N in a folder, oldest first, whether complete or damaged."""
+    matching = list(folder.glob(f"{kind}-*"))
+    folders = [path for path in matching if path.is_dir() and not path.is_symlink()]
+    if not all(map(os.path.lexists, matching)):  # a running training has just removed one, and written another
+        return list_checkpoints(folder, kind)
+    numbered = [path for path in folders if re.fullmatch(rf"{kind}-\d+", path.name)]
+    return sorted(numbered, key=lambda path: int(path.name.split("-")[1]))
+
+
+def quarantine(folder: Path, prefix: str) -> None:
+    """Rename a checkpoint to PREFIX-NAME, so that it no longer counts as one of the run; nothing of it is deleted."""
+    target = folder.with_name(f"{prefix}-{folder.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    folder.rename(target)
+
+
+def recover(folder: Path) -> None:
+    """Clean up after a process that was killed while writing or removing checkpoints; nobody else may be writing."""
+    for path in folder.glob(".*"):
+        hidden = re.fullmatch(r"\.((?:step|best|nonfinite)-\d+)\.(?:\d+\.)?(tmp|removed|replaced)", path.name)
+        if hidden and hidden[2] == "replaced" and not (folder / hidden[1]).exists():
+            path.rename(folder / hidden[1])
+        elif hidden:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint, renaming it first, so that a crash in between leaves no half of one under its name."""
+    hidden = folder.with_name(f".{folder.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -14,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
-from thinker.checkpoint.checkpoint import CorruptCheckpoint, flush, list_checkpoints, verify
+from thinker.checkpoint.format import CorruptCheckpoint, verify
+from thinker.checkpoint.manager import list_checkpoints
 from thinker.runtime.errors import FULL_DISK, RunError, UserError
+from thinker.runtime.files import atomic_write, sync_to_disk
 
 
 class RunDirectory:
     """The files of one run. Nothing is created before create().
 
-    Args: writes: false on all ranks but the first, where nothing is written, and nothing locked.
+    Args: writes: true on rank 0; the other ranks write nothing and lock nothing.
     """
 
     def __init__(self, path: str | Path, writes: bool = True) -> None:
@@ -30,7 +32,8 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
-        self._lock: int | None = None
+        self._lock = FileLock(self.path / ".lock", timeout=0)
+        self._locked_file: os.stat_result | None = None
 
     def create(self) -> None:
         """Make the folders. Raises UserError where that is not allowed or a file is in the way."""
@@ -44,118 +47,112 @@ class RunDirectory:
             raise UserError(f"run.dir {self.path} cannot be made a folder: {error.strerror}") from error
 
     def lock(self) -> None:
-        """Keep other trainings out for as long as this process lives, if the folder is there yet.
+        """Keep other trainings out for as long as this process lives, if the folder exists yet.
 
-        The lock is the system's, so that one of a dead process does not outlive it; the file only tells whose it is.
-        Raises UserError where a training is at work here, or the folder cannot be written to.
+        The operating system holds the lock on .lock, and releases it when the process ends, however that happens.
+        Where the system has no such locks, filelock goes by the process number in that file. .owner names the process
+        for messages. Raises UserError where another training has the lock, or the folder cannot be written to.
         """
-        if self._lock is not None or not self.writes or not self.path.is_dir():
+        if self._locked_file is not None or not self.writes or not self.path.is_dir():
             return
-        path = self.path / ".lock"
+        path, owner = self.path / ".lock", self.path / ".owner"
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            self._lock.acquire()
+        except Timeout as error:
+            name = owner.read_text(encoding="utf-8", errors="replace")[:200].strip() if owner.is_file() else "unknown"
+            raise UserError(
+                f"another training is at work in {self.path} ({name}); wait for it, or choose another run.dir"
+            ) from error
         except OSError as error:
             if error.errno in FULL_DISK:
                 raise
-            raise UserError(f"run.dir {self.path} cannot be written to: {error.strerror}") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.read(lock, 200).decode(errors="replace").strip()
-            os.close(lock)
-            raise UserError(
-                f"another training is at work in {self.path} ({owner}); wait for it, or choose another run.dir"
-            ) from error
-        except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise
+                raise UserError(f"run.dir {self.path} cannot be written to: {error.strerror}") from error
             print(f"{self.path} lies where files cannot be locked: start no second training there", file=sys.stderr)
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._lock = lock
+            path.touch()
+        self._locked_file = path.stat()
+        atomic_write(owner, f"process {os.getpid()} on {socket.gethostname()}\n")
 
     def unlock(self) -> None:
-        """Let others in."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Let other trainings in."""
+        self._lock.release()
+        self._locked_file = None
 
     def check(self) -> None:
-        """Raise RunError where the folder that this process has locked is gone, or another is in its place."""
-        if self._lock is None:
+        """Raise RunError where the folder that this process has locked is gone, or was replaced by another."""
+        if self._locked_file is None:
             return
         try:
-            there = os.stat(self.path / ".lock")
+            current = os.stat(self.path / ".lock")
         except OSError as error:
             raise RunError(f"{self.path} was removed or moved away while the training was at work in it") from error
-        if not os.path.samestat(there, os.fstat(self._lock)):
+        if not os.path.samestat(current, self._locked_file):
             raise RunError(f"{self.path} was replaced by another folder while the training was at work in it")
 
     def write_config(self, tree: dict[str, Any]) -> None:
-        """Write the resolved config, whole or not at all."""
-        if not self.writes:
-            return
-        replace_file(self.config, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+        """Write the resolved config, completely or not at all."""
+        if self.writes:
+            atomic_write(self.config, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl. Raises RunError where the folder is gone."""
         self.check()
-        if not self.writes:
-            return
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        if self.writes:
+            with self.metrics.open("a", encoding="utf-8", newline="\n") as file:
+                file.write(json.dumps(line) + "\n")
 
     def flush_metrics(self) -> None:
-        """Have the disk hold every line, before it holds a checkpoint of the same step."""
+        """Sync metrics.jsonl to the disk: its lines must be there before a checkpoint of the same step is."""
         if self.writes and self.metrics.exists():
-            flush(self.metrics)
+            sync_to_disk(self.metrics)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl; one that was cut off or spoilt by a crash is left out."""
+        """Read the lines of metrics.jsonl; a line that a crash cut off or damaged is left out."""
         if not self.metrics.exists():
             return
         with self.metrics.open(encoding="utf-8", errors="replace") as file:
             for text in file:
                 with contextlib.suppress(ValueError, RecursionError):
                     line = json.loads(text) if text.endswith("\n") else None
-                    numbers = isinstance(line, dict) and all(isinstance(value, int | float) for value in line.values())
-                    if numbers and isinstance(line.get("step"), int):
+                    is_numeric = isinstance(line, dict) and all(isinstance(n, int | float) for n in line.values())
+                    if is_numeric and isinstance(line.get("step"), int):
                         yield line
 
     def truncate_metrics(self, step: int, evaluated_at: int | None) -> None:
-        """Keep what was logged up to `step`, and of evaluations up to `evaluated_at`: the run goes on from there."""
+        """Keep what was logged up to `step`, and evaluations up to `evaluated_at`: the run resumes from there."""
         if not self.writes:
             return
         if self.metrics.is_symlink():
             self.metrics.unlink()  # it could lead anywhere
         if not self.metrics.exists():
             return
-        last = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
-        kept = [
-            line for line in self.read_metrics() if all(line["step"] <= end for key, end in last.items() if key in line)
+        last_step = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
+        lines = [
+            json.dumps(line) + "\n"
+            for line in self.read_metrics()
+            if all(line["step"] <= last for key, last in last_step.items() if key in line)
         ]
-        replace_file(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        atomic_write(self.metrics, "".join(lines))
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, None if there is none yet. One that is damaged is passed over, and said so.
+        """The newest complete checkpoint, None if there is no checkpoint. Damaged ones are passed over with a message.
 
-        Raises UserError where there are checkpoints and none of them is whole.
+        Raises UserError where every checkpoint is damaged, UnsupportedFormat where the newest is of another version.
         """
-        found = list_checkpoints(self.checkpoints)
-        damaged = False
-        for folder in reversed(found):
+        has_damaged = False
+        for folder in reversed(list_checkpoints(self.checkpoints)):
             try:
                 verify(folder)
             except CorruptCheckpoint as error:
                 if not folder.exists():
-                    return self.latest()  # a training at work has just removed it, and made another
+                    return self.latest()  # a running training has just removed it, and written another
                 print(f"passing over a checkpoint: {error}", file=sys.stderr)
-                damaged = True
+                has_damaged = True
                 continue
-            if damaged:
+            if has_damaged:
                 print(f"using {folder} instead", file=sys.stderr)
             return folder
-        if damaged:
+        if has_damaged:
             best = ", ".join(path.name for path in list_checkpoints(self.checkpoints, "best"))
             hint = f"; there is {best} to sample from (--checkpoint best)" if best else ""
             raise UserError(
@@ -163,13 +160,3 @@ class RunDirectory:
                 "that folder away"
             )
         return None
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a link in its place is replaced, not followed."""
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    with temporary.open("x", encoding="utf-8") as file:
-        file.write(text)
-    flush(temporary)
-    temporary.replace(path)

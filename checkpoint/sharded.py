@@ -1,7 +1,7 @@
-"""A checkpoint's tensors in one safetensors file a rank: torch's distributed checkpoint, with its safetensors storage.
+"""A checkpoint's tensors in one safetensors file per rank: torch's distributed checkpoint, with safetensors storage.
 
-Each rank writes the rows that it has. They can be read by any number of ranks, each its own rows again, or by one
-process whole; and so can the files of a checkpoint that was saved whole. A file says in its header which rows it holds.
+Each rank writes the rows that it has. Any number of ranks can read them, each its own rows, and so can one process
+alone; several ranks can also read a checkpoint that was saved unsharded. Each file's header says which rows it holds.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from thinker.runtime.process_group import DistContext
 
 PATTERN = "shard-*.safetensors"
 
-Header = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and whole shape by name
+Header = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and unsharded shape by name
 
 
 class IncompleteShards(Exception):
-    """Files that do not hold every row of every tensor once; the message says where."""
+    """Files that do not hold every row of every tensor exactly once; the message says where."""
 
 
 def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[Path]:
-    """Write this rank's rows of `tensors` into a folder that is there; all ranks do at once. Returns its own files.
+    """Write this rank's rows of `tensors` into an existing folder; all ranks call this. Returns the files it wrote.
 
     Raises OSError where a disk is full.
     """
@@ -34,58 +34,56 @@ def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[P
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may write so, too
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a single process
             values = {name: tensor.detach() for name, tensor in tensors.items()}
             save(values, storage_writer=writer, no_dist=dist.world_size == 1)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
-    return [path for path in folder.glob(PATTERN) if int(path.name.split("-")[1]) == dist.rank + 1]  # from 1
+    return [path for path in folder.glob(PATTERN) if int(path.name.split("-")[1]) == dist.rank + 1]  # counts from 1
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether a checkpoint's tensors lie in a file a rank."""
+    """Whether a checkpoint's tensors are in one file per rank."""
     return next(folder.glob(PATTERN), None) is not None
 
 
-def header(folder: Path) -> Header:
-    """What the safetensors files of a folder hold together. Raises IncompleteShards if a row is missing or doubled."""
+def read_header(folder: Path) -> Header:
+    """Read what the shards of a folder hold together. Raises IncompleteShards where a row is missing or duplicated."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     try:
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise IncompleteShards(f"{folder} holds a file that is no whole safetensors file") from error
-    shapes: Header = {}
-    for name, tensor in found.items():
-        shape, end = tuple(tensor.size), 0
-        for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets):
+        raise IncompleteShards(f"{folder} holds a file that is not a complete safetensors file") from error
+    header: Header = {}
+    for name, tensor in metadata.items():
+        shape, n_rows = tuple(tensor.size), 0
+        for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets) if shape else ():
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            if not shape:
-                continue
-            if offsets != (end,) + (0,) * (len(shape) - 1) or sizes[1:] != shape[1:]:
+            if offsets != (n_rows,) + (0,) * (len(shape) - 1) or sizes[1:] != shape[1:]:
                 raise IncompleteShards(f"{folder} does not hold every row of {name} once")
-            end += sizes[0]
-        if shape and end != shape[0]:
+            n_rows += sizes[0]
+        if shape and n_rows != shape[0]:
             raise IncompleteShards(f"{folder} does not hold every row of {name} once")
-        shapes[name] = tensor.properties.dtype, shape
-    return shapes
+        header[name] = tensor.properties.dtype, shape
+    return header
 
 
-def read(folder: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of these names, whose shapes must have been compared with header().
+def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Read the tensors of these names, after their shapes have been compared with read_header().
 
-    One that the ranks share is filled, each rank reading its own rows; of others the values are read into new ones, in
-    the host's memory. Raises IncompleteShards where a file is another than header() saw.
+    A tensor that the ranks share is filled in place, each rank reading its own rows; others are read into new tensors
+    in the host's memory. Raises IncompleteShards where a file has changed since read_header().
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
     tensors = {
         name: tensor.detach() if hasattr(tensor, "to_local") else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for name, tensor in like.items()
+        for name, tensor in expected.items()
     }
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as each rank reads for itself
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads for itself
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
         raise IncompleteShards(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error

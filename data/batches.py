@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import io
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from thinker.data.shards import Shard, TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.files import atomic_write
 
 Packing = Literal["contiguous", "documents"]
 ROUNDS = 8
@@ -255,10 +256,7 @@ def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
     n_pieces = -(-(end - begin) // seq_len)  # more than 1 only for a document longer than a window
     piece = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # index within its document
     starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1])
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        np.save(file, starts, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    content = io.BytesIO()
+    np.save(content, starts, allow_pickle=False)
+    atomic_write(path, content.getvalue())
     return np.load(path, mmap_mode="r", allow_pickle=False)

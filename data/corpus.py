@@ -24,6 +24,7 @@ from thinker.data.sources import Document, Source, open_source
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import FULL_DISK, UserError
+from thinker.runtime.files import atomic_write
 
 INDEX_FORMAT = 3  # of corpus.json
 BATCH_CHARS = 4 << 20  # text that is tokenized at once, in threads
@@ -186,11 +187,8 @@ def _build(
         if not writer.started:
             raise _nothing_in(name, source, val_fraction)
         writer.close()
-    with open(folder / "corpus.json", "w", encoding="utf-8") as file:
-        digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
-        json.dump({"train": train.files, "val": val.files, "sha256": digest}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
+    atomic_write(folder / "corpus.json", json.dumps({"train": train.files, "val": val.files, "sha256": digest}))
 
 
 def _split(source: Source, val_fraction: float) -> Iterator[Labelled]:

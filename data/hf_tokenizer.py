@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import numpy as np
 
 from thinker.data.tokenizer import MAX_VOCAB, Tokenizer
 from thinker.runtime.errors import UserError
+from thinker.runtime.files import atomic_write
 
 FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # Our own keys in tokenizer_config.json: what no other key states, and model files may state otherwise.
@@ -113,7 +113,7 @@ class TokenizerFiles:
         """Write the files into an existing folder. Returns the path of tokenizer.json."""
         write_json(folder / CONFIG_NAME, self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id})
         if self.chat_template is not None:
-            replace_text(folder / TEMPLATE_NAME, self.chat_template)
+            atomic_write(folder / TEMPLATE_NAME, self.chat_template)
         return write_json(folder / FILE_NAME, self.tokenizer)
 
 
@@ -257,15 +257,5 @@ def _library(content: dict) -> Any:
 
 def write_json(path: Path, content: dict) -> Path:
     """A JSON file, whole or not at all. Returns its path."""
-    return replace_text(path, json.dumps(content, ensure_ascii=False, indent=1))
-
-
-def replace_text(path: Path, text: str) -> Path:
-    """A file of text, whole or not at all. Returns its path."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    atomic_write(path, json.dumps(content, ensure_ascii=False, indent=1))
     return path

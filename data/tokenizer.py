@@ -17,6 +17,7 @@ import numpy as np
 import tiktoken
 
 from thinker.runtime.errors import UserError
+from thinker.runtime.files import atomic_write
 
 FILE_NAME = "thinker-tokenizer.json"
 FILE_FORMAT = 2
@@ -192,12 +193,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> Path:
         """Write `thinker-tokenizer.json` into an existing folder (to a temporary name, then renamed)."""
         path = Path(folder) / FILE_NAME
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump({**self._content(), "sha256": self.content_hash}, file, indent=0)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        atomic_write(path, json.dumps({**self._content(), "sha256": self.content_hash}, indent=0))
         return path
 
     @classmethod

@@ -31,11 +31,11 @@ from thinker.data.hf_tokenizer import (
     TO_CHAR,
     HFTokenizer,
     TokenizerFiles,
-    replace_text,
     write_json,
 )  # fmt: skip
 from thinker.data.tokenizer import MAX_FILE_BYTES, ONE_CHARACTER, PROBE, Tokenizer
 from thinker.runtime.errors import UserError
+from thinker.runtime.files import atomic_write
 
 POSSESSIVE = r"(\{\d*,?\d*\})\+"  # possessive for tiktoken, a repeated group for `tokenizers`
 # How ByteLevel splits text by default; and how it does after Digits has split off every digit.
@@ -257,7 +257,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     write_json(folder / FILE_NAME, content)
     write_json(folder / CONFIG_NAME, config)
     if tokenizer.chat_template is not None:
-        replace_text(folder / TEMPLATE_NAME, tokenizer.chat_template)
+        atomic_write(folder / TEMPLATE_NAME, tokenizer.chat_template)
 
 
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinker.checkpoint.checkpoint import model_tensors
+from thinker.checkpoint import model_tensors
 from thinker.data.hf_tokenizer import TO_CHAR, HFTokenizer
 from thinker.data.tokenizer import ONE_CHARACTER, Tokenizer
 from thinker.data.tokenizer_conversion import GPT2, merges_of

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from thinker.checkpoint.checkpoint import CorruptCheckpoint, model_tensors, opened, read_json
+from thinker.checkpoint import CorruptCheckpoint, model_tensors, open_safetensors, read_json
 from thinker.data.tokenizer import Tokenizer
 from thinker.interop.hf_config import from_hf_config, special_token_ids, to_hf_config
 from thinker.model import Thinker
@@ -64,7 +64,7 @@ def load_pretrained(folder: Path, device: torch.device | str = "cpu") -> Thinker
         raise UserError(f"{folder} has a tensor {unknown[0]}, which a {values['model_type']} does not have")
     tensors, parameters = {}, model.state_dict()
     for path in sorted(set(files.values())):
-        with opened(path) as file:
+        with open_safetensors(path) as file:
             for name in (name for name in expected if files[name] == path):
                 stored, wanted = file.get_slice(name), list(parameters[expected[name]].shape)
                 if stored.get_dtype() not in ("F32", "BF16", "F16") or stored.get_shape() != wanted:
@@ -72,7 +72,7 @@ def load_pretrained(folder: Path, device: torch.device | str = "cpu") -> Thinker
                     raise CorruptCheckpoint(f"{path}: {name} is {found}; its configuration asks for {wanted}")
                 tensors[expected[name]] = file.get_tensor(name).float()
     if config.tie_embeddings and LM_HEAD in files:  # versions of transformers differ in whether they use it
-        with opened(files[LM_HEAD]) as file:
+        with open_safetensors(files[LM_HEAD]) as file:
             if not torch.equal(file.get_tensor(LM_HEAD).float(), tensors["embedding.weight"]):
                 raise UserError(f"{folder}: {LM_HEAD} differs from the embedding, but config.json ties them")
     model.load_state_dict(tensors, strict=not config.tie_embeddings, assign=True)
@@ -84,7 +84,7 @@ def load_pretrained(folder: Path, device: torch.device | str = "cpu") -> Thinker
 def _find_tensors(folder: Path) -> dict[str, Path]:
     """The name of each tensor -> its file. As in transformers, a single file takes precedence over an index."""
     if (folder / SINGLE_FILE).is_file():
-        with opened(folder / SINGLE_FILE) as file:
+        with open_safetensors(folder / SINGLE_FILE) as file:
             return dict.fromkeys(file.keys(), folder / SINGLE_FILE)
     if not (folder / INDEX).is_file():
         pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]), None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from thinker.checkpoint.checkpoint import CorruptCheckpoint, list_checkpoints, load_thinker, verify
+from thinker.checkpoint import CorruptCheckpoint, list_checkpoints, load_model, verify
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.checkpoint.sharded import is_sharded
 from thinker.data.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ def load(
         if huggingface.is_hf_folder(folder):
             return _with_tokenizer(huggingface.load_pretrained(folder, device), folder)
         try:
-            model = load_thinker(folder, device)
+            model = load_model(folder, device)
             break
         except CorruptCheckpoint:
             if folder.exists():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from thinker.checkpoint.checkpoint import MODEL, CorruptCheckpoint, header, opened, read, read_json
+from thinker.checkpoint import MODEL, CorruptCheckpoint, load_tensors, open_safetensors, read_header, read_json
 from thinker.interop.hf_config import from_hf_config
 from thinker.interop.huggingface import is_hf_folder, load_pretrained, to_hf_name, write_json
 from thinker.model import Thinker, ThinkerConfig
@@ -41,11 +41,11 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
                 f"model.{name} is {ours[name]}, in {base} it is {theirs[name]}, which an adapter cannot change; "
                 "without --adapter the whole model is written"
             )
-    shapes = {name: shape for name, (_, *shape) in header(checkpoint).items()}
+    shapes = {name: shape for name, (_, *shape) in read_header(checkpoint).items()}
     if RANK_OF not in shapes:
         raise UserError(f"{checkpoint} has no adapters: it was not trained with train.lora_rank")
     like = {name: torch.empty(shape, device="meta") if ".lora_" in name else None for name, shape in shapes.items()}
-    adapters = read(checkpoint, MODEL, like)
+    adapters = load_tensors(checkpoint, MODEL, like)
     rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
     tensors = {
         f"{PREFIX}{to_hf_name(name)}.weight": tensor
@@ -76,7 +76,7 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     model, scale = load_pretrained(base), _scale(config, folder)
     weights = dict(model.named_parameters())
     ours = {to_hf_name(name): name for name in weights}
-    with opened(folder / WEIGHTS) as file, torch.no_grad():
+    with open_safetensors(folder / WEIGHTS) as file, torch.no_grad():
         names = set(file.keys())
         for name in sorted(name for name in names if name.startswith(PREFIX) and name.endswith("lora_A.weight")):
             matrix = re.sub(r"\.lora_A\.weight$", ".weight", name.removeprefix(PREFIX))

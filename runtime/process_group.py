@@ -1,13 +1,12 @@
-"""The processes of one training (ranks): how they meet, agree on what each alone would decide, and end together.
+"""The processes of one training (ranks): how they find each other, agree on decisions, and end together.
 
-torchrun starts them and tells each its place in the environment. Tensors go through torch's process group. All else
-goes as JSON through the key-value store that they share, or as a few numbers a step.
+torchrun starts them and numbers them in the environment. Tensors and objects go through torch's process group; who is
+alive, and who failed first, goes through the key-value store that the ranks share.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -19,71 +18,86 @@ from thinker.runtime.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import Store
 
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-CONNECTING = 60.0  # seconds in which the store must be there
-ROLL_CALL = 5.0  # seconds in which all that live answer, after one was not heard of
-
-
-class RankTimeout(Exception):
-    """Another rank has not answered in time."""
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+CONNECT_SECONDS = 60.0  # until the store must answer
+ROLL_CALL_SECONDS = 5.0  # in which all living ranks answer after one went silent
 
 
 class DistContext:
-    """This process among those that train together, or on its own.
+    """This process among the ranks that train together, or alone.
 
     Attributes:
-        rank, size: its number, from 0, and how many there are.
-        local_rank, local_size: the same on its machine.
-        first: whether this is the one that writes, logs and talks.
+        rank, world_size: its number, from 0, and the number of ranks.
+        local_rank, local_world_size: the same on its machine.
+        is_main: whether this is rank 0, which writes, logs and prints.
+        under_torchrun: whether torchrun holds the store, which then outlives rank 0.
     """
 
-    def __init__(self) -> None:
-        """Raises UserError where the environment names a place in part only or wrongly, RunError without a store."""
-        self.rank, self.world_size, self.local_rank, self.local_world_size, port = 0, 1, 0, 1, 0
-        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-            if missing := [name for name in PLACE if name not in os.environ]:
-                raise UserError(
-                    f"the environment says RANK or WORLD_SIZE, but not {', '.join(missing)}; start several ranks by "
-                    "torchrun, or take those out of the environment"
-                )
-            texts = [os.environ[name] for name in PLACE if name != "MASTER_ADDR"]
-            if all(text.isdigit() for text in texts):
-                self.rank, self.world_size, self.local_rank, self.local_world_size, port = map(int, texts)
-            if not all(text.isdigit() for text in texts) or self.rank >= self.world_size:
-                said = ", ".join(f"{name}={os.environ[name]}" for name in PLACE)
-                raise UserError(f"the environment's {said} is no place among ranks; start them by torchrun")
-        self.is_main = self.rank == 0
-        self._n_objects = 0
-        if self.world_size == 1:
-            return
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        local_world_size: int = 1,
+        store: Store | None = None,
+        under_torchrun: bool = False,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.local_rank, self.local_world_size = local_rank, local_world_size
+        self.is_main = rank == 0
+        self.store: Any = store
+        self.under_torchrun = under_torchrun
+
+    @classmethod
+    def from_environment(cls) -> DistContext:
+        """The rank that torchrun's variables describe; without them a single process.
+
+        Raises UserError where only some of the variables are set, or they contradict each other, and RunError where the
+        store does not answer.
+        """
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return cls()
+        if missing := [name for name in VARIABLES if name not in os.environ]:
+            raise UserError(
+                f"the environment sets RANK or WORLD_SIZE, but not {', '.join(missing)}; start several ranks with "
+                "torchrun, or take those out of the environment"
+            )
+        host, numbers = os.environ["MASTER_ADDR"], [os.environ[name] for name in VARIABLES if name != "MASTER_ADDR"]
+        if not all(number.isdigit() for number in numbers) or int(numbers[0]) >= int(numbers[1]):
+            values = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
+            raise UserError(f"the environment's {values} does not describe a rank; start the ranks with torchrun")
+        rank, world_size, local_rank, local_world_size, port = map(int, numbers)
+        if world_size == 1:
+            return cls()
         from torch.distributed import DistError, PrefixStore, TCPStore
 
-        host, self.under_torchrun = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         try:
             store = TCPStore(
-                host, port, is_master=self.is_main and not self.under_torchrun, wait_for_workers=False,
-                timeout=timedelta(seconds=CONNECTING),
+                host, port, is_master=rank == 0 and not under_torchrun, wait_for_workers=False,
+                timeout=timedelta(seconds=CONNECT_SECONDS),
             )  # fmt: skip
         except DistError as error:
             raise RunError(
-                f"rank {self.rank} of {self.world_size} found nobody at {host}:{port} within {CONNECTING:.0f} s"
+                f"rank {rank} of {world_size} found nobody at {host}:{port} within {CONNECT_SECONDS:.0f} s"
             ) from error
-        # What ranks said before torchrun started them anew stays in its store: after a failure, or because one came in.
+        # torchrun's store outlives a restart of the ranks, after a failure or when one joins: old keys must not count.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.store = PrefixStore(f"thinker/{attempt}/{self.world_size}", store)
+        store = PrefixStore(f"thinker/{attempt}/{world_size}", store)
+        return cls(rank, world_size, local_rank, local_world_size, store, under_torchrun)
 
     def init_process_group(self, device_type: str, timeout: float) -> None:
-        """Make torch's process group, on gloo, and NCCL for GPUs.
+        """Make torch's process group: gloo, and NCCL for GPUs.
 
         Args: timeout: seconds that one rank waits for another, now and later.
 
-        Raises RunError, naming them, where ranks did not come.
+        Raises RunError, naming them, where ranks did not start.
         """
         self.device_type, self.timeout = device_type, timeout
         if self.world_size == 1:
             return
-        import torch
         import torch.distributed
 
         if missing := self._wait_for_ranks("here", timeout):
@@ -96,158 +110,151 @@ class DistContext:
         )  # fmt: skip
 
     def all_gather_scalars(self, *values: float) -> list[list[float]]:
-        """What each rank has to say, in their order. All say so many numbers, at the same places.
+        """The values of every rank, in rank order. All ranks call this with equally many numbers.
 
-        From host to host: no device is waited for.
+        They go from host to host: no device is waited for.
         """
         if self.world_size == 1:
             return [list(values)]
-        import torch
         import torch.distributed
 
-        said = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.world_size)]
-        torch.distributed.all_gather(said, torch.tensor(values, dtype=torch.float64))
-        return [row.tolist() for row in said]
+        gathered = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.world_size)]
+        torch.distributed.all_gather(gathered, torch.tensor(values, dtype=torch.float64))
+        return [row.tolist() for row in gathered]
 
     def broadcast_object(self, value: Any = None) -> Any:
-        """What rank 0 gives, for all: anything that JSON can hold."""
+        """Rank 0's value, on every rank."""
         if self.world_size == 1:
             return value
-        self._n_objects += 1
-        key = f"said/{self._n_objects}"
-        if self.is_main:
-            self.store.set(key, json.dumps(value))
-        self._await(key, seconds=self.timeout)
-        return json.loads(self.store.get(key))
+        import torch.distributed
+
+        objects = [value]
+        torch.distributed.broadcast_object_list(objects, src=0, device=torch.device("cpu"))
+        return objects[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """What each rank gives, anything that JSON can hold, in their order; for the others but rank 0 their own."""
+        """The values of every rank, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
-        self._n_objects += 1
-        keys = [f"said/{self._n_objects}/{rank}" for rank in range(self.world_size)]
-        self.store.set(keys[self.rank], json.dumps(value))
-        if not self.is_main:
-            return [value]
-        self._await(*keys, seconds=self.timeout)
-        return [json.loads(self.store.get(key)) for key in keys]
+        import torch.distributed
+
+        objects = [None] * self.world_size
+        torch.distributed.all_gather_object(objects, value)
+        return objects
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Within it rank 0 goes first, then the first of each other machine, then all others. Once a training."""
+        """Run the body on rank 0 first, then on local rank 0 of each other machine, then on all others.
+
+        Once per training. It may take hours, so the ranks wait without a limit, but not for ranks that have failed.
+        """
         if self.world_size == 1:
             yield
             return
-        machine = f"done on/{socket.gethostname()}"
+        done_here = f"done on/{socket.gethostname()}"
         if not self.is_main:
-            self._await("done" if self.local_rank == 0 else machine)
+            self._wait_for_keys("done" if self.local_rank == 0 else done_here)
         yield
-        for key in ["done"] * self.is_main + [machine] * (self.local_rank == 0) + [f"done/{self.rank}"]:
-            self.store.set(key, "")
-        self._await(*(f"done/{rank}" for rank in range(self.world_size)))
+        if self.is_main:
+            self.store.set("done", "")
+        if self.local_rank == 0:
+            self.store.set(done_here, "")
+        self.store.set(f"done/{self.rank}", "")
+        self._wait_for_keys(*(f"done/{rank}" for rank in range(self.world_size)))
 
     def shutdown(self) -> None:
-        """Wait until rank 0 has finished: whoever starts the ranks ends the others when one has gone."""
+        """Wait until rank 0 has finished: whoever started the ranks ends the others once one has ended."""
         if self.world_size > 1:
             import torch.distributed
 
             if self.is_main:
                 self.store.set("done all", "")
-            self._await("done all")
+            self._wait_for_keys("done all")
             self.all_gather_scalars(0)
             torch.distributed.destroy_process_group()
 
     def resolve_failure(self, error: BaseException) -> BaseException:
-        """What a rank shall end with: the error itself where it is the first, otherwise quiet."""
+        """What this rank ends with: `error` if it was the first rank to fail, otherwise a quiet SystemExit.
+
+        A collective that failed because another rank is missing becomes a RunError that names that rank.
+        """
         import torch.distributed
 
-        gloos = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-        of_others = gloos or isinstance(error, torch.distributed.DistError | RankTimeout)
-        end = time.monotonic() + ROLL_CALL
+        is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        lost_contact = is_gloo or isinstance(error, torch.distributed.DistError)
+        end = time.monotonic() + ROLL_CALL_SECONDS
         try:
-            if of_others and (missing := self._wait_for_ranks("alive", ROLL_CALL)):
-                hangs = f"gave no answer for {self.timeout:g} s (train.dist_timeout_s)"
-                what = hangs if "timed out" in str(error).lower() else "has gone"
-                error = RunError(f"{missing} {what}; the same command goes on from the last checkpoint")
+            if lost_contact and (missing := self._wait_for_ranks("alive", ROLL_CALL_SECONDS)):
+                reason = "has gone"
+                if "timed out" in str(error).lower():
+                    reason = f"gave no answer for {self.timeout:g} s (train.dist_timeout_s)"
+                error = RunError(f"{missing} {reason}; the same command resumes from the last checkpoint")
             while not self.is_main and time.monotonic() < end and not self.store.check(["failed"]):
-                time.sleep(0.02)  # rank 0 may have failed alike, and still have files to close
-            claimed = self.store.compare_set("failed", "", str(self.rank)).decode()
+                time.sleep(0.02)  # rank 0 may have failed in the same way, and still be closing files
+            first_to_fail = self.store.compare_set("failed", "", str(self.rank)).decode()
             self.store.set(f"left/{self.rank}", "")
-            if self.is_main and not self.under_torchrun:  # the store goes with this process
-                self._wait_for_ranks("left", ROLL_CALL, to_the_end=True)
-        except torch.distributed.DistError:  # the store went with torchrun, or with the rank that held it
-            return (
-                SystemExit(1)
-                if self.under_torchrun
-                else RunError(f"rank 0 of {self.world_size}, which keeps the store, has gone")
-            )
-        if claimed == str(self.rank):
+            if self.is_main and not self.under_torchrun:  # the store ends with this process
+                self._wait_for_ranks("left", ROLL_CALL_SECONDS, ignore_failure=True)
+        except torch.distributed.DistError:  # the store ended with torchrun, or with rank 0
+            if self.under_torchrun:
+                return SystemExit(1)
+            return RunError(f"rank 0 of {self.world_size}, which keeps the store, has gone")
+        if first_to_fail == str(self.rank):
             return error
         return SystemExit(2 if isinstance(error, UserError) else 1)
 
-    def _await(self, *keys: str, seconds: float = float("inf")) -> None:
-        """Wait for these keys, but not for ranks of which one has failed. Raises RankTimeout after `seconds`."""
-        end = time.monotonic() + seconds
+    def _wait_for_keys(self, *keys: str) -> None:
+        """Wait until the store has these keys. Raises SystemExit where a rank has failed, which prints why itself."""
         while not self.store.check(list(keys)):
             if self.store.check(["failed"]):
-                raise SystemExit(1)  # the one that failed says why
-            if time.monotonic() > end:
-                raise RankTimeout(f"timed out: no answer for {seconds:g} s")
+                raise SystemExit(1)
             time.sleep(0.02)
 
-    def _wait_for_ranks(self, key: str, seconds: float, to_the_end: bool = False) -> str:
-        """Answer, and wait for the answers of all. Returns those that are missing, in words, "" where all are there.
+    def _wait_for_ranks(self, key: str, seconds: float, ignore_failure: bool = False) -> str:
+        """Answer under `key`, and wait for the answers of all. Returns the ranks that did not, in words, or "".
 
-        Where one has failed nobody waits, unless `to_the_end`.
+        Once a rank has failed nobody waits any longer, except with `ignore_failure`.
         """
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         missing, end = list(range(self.world_size)), time.monotonic() + seconds
-        while missing and time.monotonic() < end and (to_the_end or not self.store.check(["failed"])):
+        while missing and time.monotonic() < end and (ignore_failure or not self.store.check(["failed"])):
             missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
             time.sleep(0.02)
-        here = {rank: f"here/{rank}" for rank in missing if self.store.check([f"here/{rank}"])}
-        who = [f"{rank} ({self.store.get(here[rank]).decode()})" if rank in here else str(rank) for rank in missing]
-        return f"rank {', '.join(who[:4])}{' and more' * (len(who) > 4)} of {self.world_size}" if missing else ""
+        if not missing:
+            return ""
+        names = [str(rank) for rank in missing[:4]]
+        for i, rank in enumerate(missing[:4]):
+            if self.store.check([f"here/{rank}"]):  # it had started: name its process
+                names[i] += f" ({self.store.get(f'here/{rank}').decode()})"
+        more = " and more" if len(missing) > 4 else ""
+        return f"rank {', '.join(names)}{more} of {self.world_size}"
 
 
-SINGLE_PROCESS = DistContext.__new__(DistContext)  # one process, whatever the environment says
-(
-    SINGLE_PROCESS.rank,
-    SINGLE_PROCESS.world_size,
-    SINGLE_PROCESS.local_rank,
-    SINGLE_PROCESS.local_world_size,
-    SINGLE_PROCESS.is_main,
-) = (
-    0,
-    1,
-    0,
-    1,
-    True,
-)
+SINGLE_PROCESS = DistContext()  # whatever the environment says
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All rows of a tensor that the ranks share, on each of them, which must all ask. Another one as it is."""
+    """All rows of a tensor that the ranks share, on each of them; all ranks call this. Other tensors as they are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The rows that this rank has of a tensor that the ranks share. Another one as it is."""
+    """This rank's rows of a tensor that the ranks share. Other tensors as they are."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextlib.contextmanager
 def distributed_session() -> Iterator[DistContext]:
-    """This process's place among those that were started together. Only rank 0 is heard.
+    """This process as a rank, from the environment. Only rank 0's standard output and error are shown.
 
-    An error on any rank ends all of them, and is raised, and so shown, on the one that was first to fail.
+    An error on any rank ends all of them, and is raised, and so shown, on the one that failed first.
     """
-    dist = DistContext()
+    dist = DistContext.from_environment()
     with contextlib.ExitStack() as stack:
         if not dist.is_main:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
+            devnull = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(devnull))
+            stack.enter_context(contextlib.redirect_stderr(devnull))
         try:
             yield dist
             dist.shutdown()
@@ -258,7 +265,7 @@ def distributed_session() -> Iterator[DistContext]:
         except Exception as error:
             if dist.world_size == 1:
                 raise
-            verdict = dist.resolve_failure(error)
-            if verdict is error:
+            resolved = dist.resolve_failure(error)
+            if resolved is error:
                 raise
-            raise verdict from error
+            raise resolved from error

@@ -215,7 +215,7 @@ def of_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer:
     groups = None if arguments.groups is None else read_groups(arguments.groups)
     left, report = comparison.report_pruning(model, texts, arguments.importance or "zero", arguments.count, groups)
     if arguments.out is not None:
-        from thinker.checkpoint import checkpoint
+        from thinker import checkpoint
 
         try:
             checkpoint.save(arguments.out, left, {"step": 0})
@@ -230,7 +230,7 @@ def of_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer:
 
 def steps_of(run: Path, device: Any) -> list[tuple[int, Any]]:
     """The steps of a run's checkpoints, and what opens each. Raises UserError where there are fewer than two."""
-    from thinker.checkpoint.checkpoint import list_checkpoints
+    from thinker.checkpoint import list_checkpoints
     from thinker.interop import load
 
     if not (run / "checkpoints").is_dir():

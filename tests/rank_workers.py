@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from thinker.checkpoint import checkpoint
-from thinker.checkpoint.manager import CheckpointManager
+from thinker import checkpoint
+from thinker.checkpoint import CheckpointManager
 from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
@@ -132,7 +132,7 @@ def save(dist, folder, parallel):
             dist.broadcast_object()
             saver = CheckpointManager(place, 1, dist=dist, sharded=sharded)
             state = RunState(step=2).model_dump(mode="json")
-            saver.save("step", 2, checkpoint.contents(step.model, state, step.optimizers.tensors()))
+            saver.save("step", 2, checkpoint.checkpoint_files(step.model, state, step.optimizers.tensors()))
             dist.broadcast_object()  # rank 0 has written
 
 

@@ -7,7 +7,7 @@ import time
 
 from conftest import ROOT
 
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint
 
 
 def start(*command, stderr=subprocess.PIPE):

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinker.checkpoint.run_directory import RunDirectory, replace_file
+from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches import BatchLoader
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.model.lora import RANK_OF, add_lora
+from thinker.runtime.files import atomic_write
 from thinker.runtime.process_group import full_tensor
 
 TEXT_CHARS = 200  # of each sample, in a report
@@ -60,7 +61,7 @@ def write_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
     """Keep a report in the run directory, under the step's number (from 1). Returns its path."""
     path = run.path / f"nonfinite-step-{step:08d}.json"
     if run.writes:
-        replace_file(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        atomic_write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return str(path)
 
 

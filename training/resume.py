@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
 
-from thinker.checkpoint import checkpoint
-from thinker.checkpoint.checkpoint import CorruptCheckpoint
+from thinker import checkpoint
+from thinker.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus import Corpus
 from thinker.data.tokenizer import FILE_NAME
@@ -46,7 +45,6 @@ class RunState(BaseModel):
     pending_steps: Count = 0  # steps that are in no line of metrics.jsonl yet,
     pending_losses: float = 0.0  # the sum of their losses,
     pending_norm: float | None = None  # and the last one's gradient norm
-    wandb_id: str | None = None
     scaler: dict[str, float | int] = {}
     tokenizer: str = ""  # content hash
     corpus: str = ""  # sha256 of its tokens
@@ -143,12 +141,11 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
 
     Raises CorruptCheckpoint where a file holds something else.
     """
-    names = checkpoint.header(folder, checkpoint.TRAINING)
-    expected: dict[str, Tensor | None] = {name: None for name in names if name.startswith("random.")}  # of old ones
-    begun = len(names) > len(expected)  # there is nothing before the first step
-    tensors = checkpoint.read(folder, checkpoint.TRAINING, expected | (step.optimizers.expected() if begun else {}))
+    has_stepped = bool(checkpoint.read_header(folder, checkpoint.TRAINING))  # before the first step it is empty
+    expected = step.optimizers.expected() if has_stepped else {}
+    tensors = checkpoint.load_tensors(folder, checkpoint.TRAINING, expected)
     checkpoint.load_weights(step.model, folder)
-    if begun:
+    if has_stepped:
         step.optimizers.load_tensors(tensors)
     if state.scaler:
         try:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.checkpoint import checkpoint
-from thinker.checkpoint.manager import CheckpointManager
+from thinker import checkpoint
+from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.prefetch import Prefetcher
@@ -59,7 +59,7 @@ class Trainer:
         self.run.lock()
         folder = None
         if dist.is_main:
-            checkpoint.clear(self.run.checkpoints)
+            checkpoint.recover(self.run.checkpoints)
             folder = self.run.latest()
         else:
             config.tracking.wandb = "disabled"  # rank 0 sends for all
@@ -118,7 +118,7 @@ class Trainer:
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # when the last line was: seconds, tokens, waited
         self.saver = CheckpointManager(
             self.run.checkpoints, train.keep_last, train.keep_every, train.async_save,
-            share=CPU_SHARE if self.device.type == "cpu" else 1.0, dist=dist, sharded=train.save_sharded,
+            cpu_share=CPU_SHARE if self.device.type == "cpu" else 1.0, dist=dist, sharded=train.save_sharded,
         )  # fmt: skip
         self.interrupt = SignalHandler(together=dist.world_size > 1)
         self.agree()
@@ -151,8 +151,7 @@ class Trainer:
             )
         state = before or RunState()
         self.run.truncate_metrics(state.step, state.evaluated_at)
-        self.tracker = Tracker(config, self.run, state.wandb_id)
-        state.wandb_id = self.tracker.run_id or state.wandb_id
+        self.tracker = Tracker(config, self.run)
         state.tokenizer, state.corpus = self.corpus.tokenizer.content_hash, self.corpus.sha256
         state.machine, state.chosen = (
             machine,
@@ -185,7 +184,7 @@ class Trainer:
                 self.bar.close()
                 self.batches.close()
                 self.saver.close()
-                self.tracker.finish(whole=not self.evaluation_was_left())
+                self.tracker.finish(is_complete=not self.evaluation_was_left())
                 self.run.unlock()
             if self.stopping:
                 print(f"saved step {self.state.step} in {self.run.path}; the same command goes on from there",
@@ -283,7 +282,7 @@ class Trainer:
             return
         notes |= diagnose(self.model, self.loader, self.corpus.tokenizer, step)
         path = write_report(self.run, number, notes)
-        self.saver.save("nonfinite", number, checkpoint.contents(self.model, {"step": number}))
+        self.saver.save("nonfinite", number, checkpoint.checkpoint_files(self.model, {"step": number}))
         self.dist.all_gather_scalars(number)  # who leaves first ends the others
         name, size = notes["largest_weight"]
         largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
@@ -381,7 +380,7 @@ class Trainer:
         self.log(line)
         if state.best_val_loss is None or found.loss < state.best_val_loss:
             state.best_val_loss = found.loss
-            best = checkpoint.contents(self.model, {"step": state.step, "val_loss": found.loss})
+            best = checkpoint.checkpoint_files(self.model, {"step": state.step, "val_loss": found.loss})
             self.saver.save("best", state.step, best)
 
     def save(self) -> None:
@@ -390,7 +389,7 @@ class Trainer:
         self.state.scaler = self.train_step.scaler.state_dict()
         if self.state != self.saved:
             tensors = self.train_step.optimizers.tensors()
-            files = checkpoint.contents(self.model, self.state.model_dump(mode="json"), tensors)
+            files = checkpoint.checkpoint_files(self.model, self.state.model_dump(mode="json"), tensors)
             self.run.check()
             self.run.flush_metrics()
             self.saver.save("step", self.state.step, files)

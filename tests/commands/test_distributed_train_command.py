@@ -16,7 +16,7 @@ from conftest import ROOT
 from safetensors.torch import load_file
 from training_runs import debris, last_step, numbers, steps
 
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint
 
 CONFIG = """
 model: {d_model: 32, n_layers: 2, n_heads: 2, n_kv_heads: 1}
@@ -153,7 +153,7 @@ def test_a_rank_that_never_comes_is_named(config, tmp_path, rank, monkeypatch):
     """Nobody else is started; without rank 0, which keeps the store, nobody can be asked."""
     environment = os.environ | fork_server.place(rank, 2, fork_server.free_port())
     code = (
-        "import runpy, sys; from thinker.runtime import process_group; process_group.CONNECTING = 2; "
+        "import runpy, sys; from thinker.runtime import process_group; process_group.CONNECT_SECONDS = 2; "
         "del sys.argv[0]; runpy.run_path('train.py', None, '__main__')"
     )
     found = subprocess.run(
@@ -192,4 +192,4 @@ def test_how_one_rank_of_four_fails_is_said_once(tmp_path, what, codes, said):
     else:  # whoever misses it first says so, in one line
         lines = [line for text in texts for line in text.splitlines()]
         assert len(lines) == 1, texts
-        assert re.match(f"error: {said[0]}.*; the same command goes on", lines[0])
+        assert re.match(f"error: {said[0]}.*; the same command resumes", lines[0])

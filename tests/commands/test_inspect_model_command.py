@@ -14,8 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 
-from thinker import interop
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint, interop
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import attribution, heads, reports
 from thinker.runtime.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import ROOT, TINY_OVERRIDES, run_script
 
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint
 from thinker.interop import load
 
 
@@ -266,7 +266,7 @@ def test_links_in_a_run_directory_lead_nowhere(train_args, tiny_run, tmp_path):
     run, mine = tmp_path / "run", tmp_path / "mine"
     shutil.copytree(tiny_run, run)
     mine.write_text("precious")
-    for name in ("config.tmp", "metrics.tmp", "loss.png"):
+    for name in ("config.yaml", "tracking.json", ".owner", "loss.png"):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(mine)
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=42")
@@ -321,8 +321,9 @@ def test_a_key_that_is_newer_than_a_run_is_no_change(train_args, tiny_run, tmp_p
     state = checkpoint.read_json(folder / "state.json")
     del state["config"]["model"]["head_init_std"], state["config"]["data"]["streaming"]
     files = {name: checkpoint.read_tensors(folder / f"{name}.safetensors") for name in ("model", "training")}
-    checkpoint.write(folder, {"config.json": checkpoint.read_json(folder / "config.json"), "state.json": state,
-                              **{f"{name}.safetensors": tensors for name, tensors in files.items()}})  # fmt: skip
+    files = {f"{name}.safetensors": tensors for name, tensors in files.items()}
+    files |= {"config.json": checkpoint.read_json(folder / "config.json"), "state.json": state}
+    checkpoint.write_checkpoint(folder, files)
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=41")
     assert done.returncode == 0, done.stderr
     refused = run_script(*train_args, f"run.dir={run}", "train.max_steps=42", "model.head_init_std=0.1")

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from thinker import interop
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint, interop
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop.gguf import _check

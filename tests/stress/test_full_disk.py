@@ -12,7 +12,7 @@ from training_runs import assert_same
 INSIDE = """
 import os, subprocess, sys
 from pathlib import Path
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint
 mount, size, reference, command = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", mount], check=True)
 full = subprocess.run(command, capture_output=True, text=True)

@@ -11,7 +11,7 @@ import pytest
 from conftest import run_script
 from training_runs import debris, last_step, start, steps, wait_for
 
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint
 
 STEPS, EVERY = 30, 2
 OPTIONS = [f"train.max_steps={STEPS}", f"train.save_every={EVERY}", "train.eval_every=5", "model.dropout=0.1"]

@@ -11,7 +11,7 @@ from conftest import ROOT, random_model
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus import prepare_corpus
 from thinker.data.shards import DamagedShard, Shard
@@ -122,9 +122,9 @@ def stage(tmp_path_factory, text_file):
     random_state = torch.get_rng_state()
     yield {
         "manifest": (folder / "manifest.json", distorted_json, lambda: load(run.path)),
-        "model_config": (folder / "config.json", distorted_json, lambda: checkpoint.load_thinker(folder)),
+        "model_config": (folder / "config.json", distorted_json, lambda: checkpoint.load_model(folder)),
         "state": (folder / "state.json", distorted_json, lambda: restore(folder, step, read_state(folder))),
-        "model": (folder / "model.safetensors", distorted_tensors, lambda: checkpoint.load_thinker(folder)),
+        "model": (folder / "model.safetensors", distorted_tensors, lambda: checkpoint.load_model(folder)),
         "training": (folder / "training.safetensors", distorted_tensors, lambda: restore(folder, step, RunState())),
         "config": (run.path / "config.yaml", distorted_yaml, lambda: load_config(run.path / "config.yaml", [])),
         "tokenizer": (run.path / FILE_NAME, distorted_tokenizer, lambda: Tokenizer.load(run.path).encode("a é")),

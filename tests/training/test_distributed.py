@@ -12,7 +12,7 @@ from fork_server import together as run
 from safetensors.torch import load_file
 from training_runs import metrics
 
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint
 
 FORMS = [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
 ALL_FORMS = [(1, "ddp"), *FORMS]
@@ -188,8 +188,8 @@ def test_a_model_is_read_from_files_of_many_ranks(saved):
         _, size, _, form = place.name.split("-")
         assert len(list(folder.glob("*.safetensors"))) == (int(size) if form == "sharded" else 2)
         listed = checkpoint.read_json(folder / "manifest.json")
-        assert {path.name for path in folder.iterdir()} == {*listed, "manifest.json"}
-        model = checkpoint.load_thinker(folder)
+        assert {path.name for path in folder.iterdir()} == {*listed["files"], "manifest.json"}
+        model = checkpoint.load_model(folder)
         assert all(torch.equal(value, was[name]) for name, value in model.named_parameters())
 
 
@@ -216,10 +216,10 @@ def test_files_of_ranks_that_lost_or_doubled_rows_are_damaged(saved, tmp_path):
     ):
         spoil()
         with pytest.raises(checkpoint.CorruptCheckpoint, match="does not hold every row of"):
-            checkpoint.load_thinker(folder)
+            checkpoint.load_model(folder)
         mend()
     parts[0].write_bytes(b"{}")
     with pytest.raises(checkpoint.CorruptCheckpoint, match="not as it was written"):
         checkpoint.verify(folder)
     with pytest.raises(checkpoint.CorruptCheckpoint, match="is no whole safetensors file"):
-        checkpoint.load_thinker(folder)
+        checkpoint.load_model(folder)

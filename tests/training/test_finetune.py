@@ -9,7 +9,7 @@ import torch
 from conftest import random_model
 from tqdm import tqdm
 
-from thinker.checkpoint.checkpoint import read_tensors
+from thinker.checkpoint import read_tensors
 from thinker.data import tokenizer_conversion
 from thinker.data.prefetch import Batch
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer

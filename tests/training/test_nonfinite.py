@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_step import CONFIG, CPU, a_batch
 from training_runs import metrics
 
-from thinker.checkpoint import checkpoint
+from thinker import checkpoint
 from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.training.config import load_config, validate_config

@@ -1,0 +1,292 @@
+"""The files of one checkpoint: written so that the folder is complete or absent, verified, and read.
+
+A checkpoint is written under a temporary name, flushed to the disk, listed with sizes and sha256 sums in a manifest,
+and only then renamed. Nothing is ever unpickled.
+
+    step-00000500/                       best-00000400/, nonfinite-00000512/
+        config.json           model config        config.json
+        model.safetensors     weights             model.safetensors
+        training.safetensors  optimizer state
+        state.json            everything else     state.json
+        manifest.json         format version,     manifest.json
+                              {file: [bytes, sha256]}
+
+Where many ranks train a large model, one file per rank replaces both files of tensors: see sharded.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from thinker.checkpoint import sharded
+from thinker.runtime.errors import UserError
+from thinker.runtime.files import sync_to_disk
+from thinker.runtime.process_group import DistContext
+
+FORMAT_VERSION = 2  # raised when an older reader would misread a checkpoint, or this one an older checkpoint
+MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
+MODEL, TRAINING = "model.safetensors", "training.safetensors"
+MAX_JSON_BYTES = 1 << 24  # ours are smaller; a stranger's file must not fill the memory
+DTYPES = {torch.float32: "F32"}  # as safetensors calls them
+CHUNK_BYTES = 1 << 18  # written and hashed at once
+
+Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or a JSON object
+Expected = Mapping[str, Tensor | None]  # tensors with the dtypes and shapes to expect
+
+
+class CorruptCheckpoint(UserError):
+    """A checkpoint that is incomplete or damaged; the message names the file."""
+
+
+class UnsupportedFormat(UserError):
+    """A checkpoint of another format version; the message names both."""
+
+
+def write_checkpoint(
+    folder: Path,
+    files: Files,
+    throttle: Callable[[float], None] | None = None,
+    dist: DistContext | None = None,
+) -> None:
+    """Write files so that `folder` appears complete or not at all; a folder of that name is replaced.
+
+    Args:
+        throttle: called after every chunk with the seconds it took; it may wait, to leave the processor to others.
+        dist: the ranks that all call this, each to write its part of the tensors into a file of its own.
+
+    Raises OSError, such as for a full disk, and then leaves nothing of the attempt.
+    """
+    temporary, manifest = folder.with_name(f".{folder.name}.tmp"), {}
+    is_main = dist is None or dist.is_main
+    try:
+        if is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+        if dist is not None:
+            dist.broadcast_object()  # the folder exists
+            tensors = {key: part for name, file in files.items() if is_tensor_file(name) for key, part in file.items()}
+            shards = sharded.write(temporary, tensors, dist)
+            entries = dist.gather_objects({path.name: [path.stat().st_size, _sha256(path)] for path in shards})
+            manifest = {name: entry for by_name in entries for name, entry in by_name.items()}
+            files = {name: file for name, file in files.items() if not is_tensor_file(name)}
+        if not is_main:
+            return
+        manifest |= {name: _write_file(temporary / name, files[name], throttle) for name in sorted(files)}
+        listing = {"format_version": FORMAT_VERSION, "files": dict(sorted(manifest.items()))}
+        _write_file(temporary / MANIFEST, listing, throttle)
+        sync_to_disk(temporary)
+        replaced = folder.with_name(f".{folder.name}.replaced")
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)  # recover() puts it back if this process ends before the next line
+        temporary.rename(folder)
+        sync_to_disk(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        if is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def verify(folder: Path) -> None:
+    """Compare every file with the manifest.
+
+    Raises CorruptCheckpoint, naming the first file that has changed since it was written, and UnsupportedFormat for a
+    checkpoint of another version.
+    """
+    path = folder / MANIFEST
+    manifest = read_json(path)
+    version = manifest.get("format_version", 1)  # the first format had none
+    if version != FORMAT_VERSION:
+        raise UnsupportedFormat(
+            f"{folder} has checkpoint format {version}, but this version of Thinker reads format {FORMAT_VERSION}; "
+            "train anew in another run.dir, or use the version that wrote it"
+        )
+    entries = manifest.get("files")
+    changed = CorruptCheckpoint(f"{path} is not as it was written")
+    if set(manifest) != {"format_version", "files"} or not isinstance(entries, dict):
+        raise changed
+    for name, entry in entries.items():
+        types = [type(value) for value in entry] if isinstance(entry, list) else None
+        if not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) or types != [int, str]:
+            raise changed
+    try:
+        if path.read_bytes() != _to_json(manifest):
+            raise changed
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    required = [CONFIG, STATE]
+    if not any(name.startswith("shard-") for name in entries):
+        required += [MODEL, TRAINING] if folder.name.startswith("step-") else [MODEL]
+    if missing := [name for name in required if name not in entries]:
+        raise CorruptCheckpoint(f"{path} does not list {missing[0]}")
+    for name, entry in entries.items():
+        _verify_file(folder / name, entry)
+    number = re.fullmatch(r"(?:step|best|nonfinite)-(\d+)", folder.name)
+    if number and read_json(folder / STATE).get("step") != int(number[1]):
+        raise CorruptCheckpoint(f"{folder / STATE} belongs to another step")
+
+
+def _verify_file(path: Path, entry: list[int | str]) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise CorruptCheckpoint(f"{path} is missing, or not a regular file")
+    try:
+        matches = [path.stat().st_size, _sha256(path)] == entry
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    if not matches:
+        raise CorruptCheckpoint(f"{path} is not as it was written: its size or sha256 differs")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Raises CorruptCheckpoint where the file is missing or holds anything else."""
+    try:
+        if not path.is_file():
+            raise CorruptCheckpoint(f"{path} is missing")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CorruptCheckpoint(f"{path} is larger than any file of its kind")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read as JSON") from error
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{path} is not a JSON object")
+    return value
+
+
+def read_tensors(path: Path, expected: Expected | None = None) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file.
+
+    Names, shapes and dtypes in its header must be those of `expected`, if given; this is checked before any tensor is
+    loaded. A tensor that is expected as None may have any shape, and is not loaded. Raises CorruptCheckpoint where they
+    differ, or the file is missing or broken.
+    """
+    with open_safetensors(path) as file:
+        if expected is None:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        _compare(path, _read_shapes(file), expected)
+        return {name: file.get_tensor(name) for name, tensor in expected.items() if tensor is not None}
+
+
+def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tensor]:
+    """As read_tensors(), for a checkpoint's file of this name or the shards that its ranks wrote instead.
+
+    Where `expected` holds tensors that the ranks share, each rank reads its own rows into them.
+    """
+    if not sharded.is_sharded(folder) and not any(hasattr(tensor, "to_local") for tensor in expected.values()):
+        return read_tensors(folder / name, expected)
+    _compare(folder, read_header(folder, name), expected)
+    try:
+        return sharded.read(folder, {key: tensor for key, tensor in expected.items() if tensor is not None})
+    except sharded.IncompleteShards as error:
+        raise CorruptCheckpoint(str(error)) from error
+
+
+def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
+    """Read (dtype, *shape) of each tensor in a checkpoint's file of this name, or the shards written instead.
+
+    Raises CorruptCheckpoint where that is missing or broken.
+    """
+    if not sharded.is_sharded(folder):
+        with open_safetensors(folder / name) as file:
+            return _read_shapes(file)
+    try:
+        header = sharded.read_header(folder)
+    except sharded.IncompleteShards as error:
+        raise CorruptCheckpoint(str(error)) from error
+    return {
+        key: (DTYPES.get(dtype, str(dtype)), *shape)
+        for key, (dtype, shape) in header.items()
+        if key.startswith("optimizer.") == (name == TRAINING)
+    }
+
+
+@contextlib.contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises CorruptCheckpoint where it is missing or broken."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(f"{path} is missing") from error
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: removed while it was being mapped
+        raise CorruptCheckpoint(f"{path} is not a complete safetensors file") from error
+
+
+def is_tensor_file(name: str) -> bool:
+    """Whether a file of a checkpoint holds tensors; the others hold JSON."""
+    return name.endswith(".safetensors")
+
+
+def _read_shapes(file: Any) -> dict[str, tuple]:
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    return {name: (part.get_dtype(), *part.get_shape()) for name, part in slices.items()}
+
+
+def _compare(path: Path, header: dict[str, tuple], expected: Expected) -> None:
+    for name in sorted(header.keys() | expected.keys()):
+        if name in header and name in expected and expected[name] is None:
+            continue
+        tensor = expected.get(name)
+        needs = None if tensor is None else (DTYPES[tensor.dtype], *tensor.shape)
+        if header.get(name) != needs:
+            has_text, needs_text = (" ".join(map(str, shape or ["nothing"])) for shape in (header.get(name), needs))
+            raise CorruptCheckpoint(f"{path} has {name} as {has_text} where {needs_text} belongs")
+
+
+def _to_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def _write_file(path: Path, file: dict[str, Any], throttle: Callable[[float], None] | None) -> list[int | str]:
+    """Write one file through to the disk. Returns its size and sha256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as out:
+        for chunk in _to_safetensors(file) if is_tensor_file(path.name) else (_to_json(file),):
+            start = time.perf_counter()
+            out.write(chunk)
+            digest.update(chunk)
+            if throttle is not None:
+                throttle(time.perf_counter() - start)
+        out.flush()
+        os.fsync(out.fileno())
+        return [out.tell(), digest.hexdigest()]
+
+
+def _to_safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file in chunks: the header (names, dtypes, shapes, offsets), then one tensor after another.
+
+    The library would write the file in one call, which cannot be throttled, and hashing would have to read it again.
+    """
+    header, end = {}, 0
+    tensors = dict(sorted(tensors.items()))  # the same bytes, whatever the order of insertion
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for start in range(0, len(data), CHUNK_BYTES):
+            yield data[start : start + CHUNK_BYTES]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()

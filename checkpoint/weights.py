@@ -1,0 +1,108 @@
+"""A model's weights: collected for a checkpoint, and loaded from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinker.checkpoint.format import (
+    CONFIG,
+    MODEL,
+    STATE,
+    TRAINING,
+    CorruptCheckpoint,
+    Files,
+    is_tensor_file,
+    load_tensors,
+    read_header,
+    read_json,
+    write_checkpoint,
+)
+from thinker.model import Thinker, ThinkerConfig
+from thinker.model.lora import RANK_OF, add_lora, merge_lora
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
+
+
+def save(folder: Path, model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> None:
+    """Write a checkpoint; see checkpoint_files() and write_checkpoint()."""
+    write_checkpoint(folder, checkpoint_files(model, state, training))
+
+
+def checkpoint_files(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
+    """Collect the files of a checkpoint; their tensors are the live ones.
+
+    Args:
+        state: a JSON object: step, tokens, losses.
+        training: the tensors that resuming needs; a checkpoint without them is for sampling only.
+    """
+    files = {CONFIG: model.config.to_dict(), MODEL: model_tensors(model), STATE: state}
+    return files if training is None else files | {TRAINING: training}
+
+
+def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
+    """Copy all tensors, unsharded, to the host's memory, so that training can continue while they are written.
+
+    Args:
+        dist: ranks that share tensors and all call this; only rank 0 gets tensors.
+        always: copy tensors that are in the host's memory already, too.
+    """
+    result: Files = {}
+    for name, file in files.items():
+        if not is_tensor_file(name):
+            result[name] = file
+            continue
+        result[name] = {}
+        for key, tensor in file.items():
+            full = full_tensor(tensor.detach())  # one at a time: there may be no room for all
+            if dist.is_main:
+                result[name][key] = full.to("cpu", copy=always and not hasattr(tensor, "to_local"))
+    return result
+
+
+def model_tensors(model: Thinker) -> dict[str, Tensor]:
+    """The parameters by name; a tied head is left out, being the embedding."""
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def read_lora_rank(folder: Path) -> int | None:
+    """The rank of a checkpoint's LoRA adapters, None where it has none. Raises CorruptCheckpoint as read_header()."""
+    shape = read_header(folder).get(RANK_OF)
+    return None if shape is None else max(1, *shape[1:2])
+
+
+def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
+    """The model of a checkpoint, adapters merged, in eval mode.
+
+    Raises CorruptCheckpoint or UserError where its files and its configuration disagree.
+    """
+    config = ThinkerConfig.from_dict(read_json(folder / CONFIG))
+    if config.n_layers > len(read_header(folder)):  # building that many blocks could take forever
+        raise CorruptCheckpoint(
+            f"{folder / MODEL} has fewer tensors than its configuration has layers ({config.n_layers})"
+        )
+    with torch.device("meta"):
+        model = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
+    lora_rank = read_lora_rank(folder)
+    if lora_rank:
+        add_lora(model, lora_rank)
+    load_weights(model, folder, assign=True)
+    if lora_rank:
+        merge_lora(model)
+    return model.to(device).eval()
+
+
+def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
+    """Load a checkpoint's weights into the model after checking all names and shapes; raises CorruptCheckpoint.
+
+    They are copied into the parameters, or with `assign` become the parameters.
+    """
+    tensors = load_tensors(folder, MODEL, model_tensors(model))
+    model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
+    if model.config.tie_embeddings:
+        model.lm_head.weight = model.embedding.weight
