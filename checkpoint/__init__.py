@@ -1,5 +1,6 @@
 """Checkpoints of a run, and the directory that holds them."""
 
+# ruff: noqa: F401 - these are the public names of the package
 from thinker.checkpoint.format import (
     MODEL,
     TRAINING,
@@ -16,28 +17,3 @@ from thinker.checkpoint.format import (
 )
 from thinker.checkpoint.manager import CheckpointManager, list_checkpoints, quarantine, recover
 from thinker.checkpoint.weights import checkpoint_files, load_model, load_weights, model_tensors, read_lora_rank, save
-
-__all__ = [
-    "MODEL",
-    "TRAINING",
-    "CheckpointManager",
-    "CorruptCheckpoint",
-    "Files",
-    "UnsupportedFormat",
-    "checkpoint_files",
-    "list_checkpoints",
-    "load_model",
-    "load_tensors",
-    "load_weights",
-    "model_tensors",
-    "open_safetensors",
-    "quarantine",
-    "read_header",
-    "read_json",
-    "read_lora_rank",
-    "read_tensors",
-    "recover",
-    "save",
-    "verify",
-    "write_checkpoint",
-]

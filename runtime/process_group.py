@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,37 +19,34 @@ from thinker.runtime.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CONNECT_SECONDS = 60.0  # until the store must answer
 ROLL_CALL_SECONDS = 5.0  # in which all living ranks answer after one went silent
 
 
+@dataclass
 class DistContext:
     """This process among the ranks that train together, or alone.
 
     Attributes:
         rank, world_size: its number, from 0, and the number of ranks.
         local_rank, local_world_size: the same on its machine.
-        is_main: whether this is rank 0, which writes, logs and prints.
+        store: the key-value store of torch.distributed that all ranks share.
         under_torchrun: whether torchrun holds the store, which then outlives rank 0.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        local_rank: int = 0,
-        local_world_size: int = 1,
-        store: Store | None = None,
-        under_torchrun: bool = False,
-    ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.local_rank, self.local_world_size = local_rank, local_world_size
-        self.is_main = rank == 0
-        self.store: Any = store
-        self.under_torchrun = under_torchrun
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    store: Any = None
+    under_torchrun: bool = False
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes, logs and prints."""
+        return self.rank == 0
 
     @classmethod
     def from_environment(cls) -> DistContext:
