@@ -28,10 +28,10 @@ def main() -> int:
 
         config = load_config(arguments.config, arguments.overrides)
 
-        from thinker.training.signals import lasting_output
+        from thinker.training.signals import resilient_output
         from thinker.training.trainer import Trainer
 
-        with lasting_output():
+        with resilient_output():
             return Trainer(config, dist).train()
 
 

@@ -1,4 +1,4 @@
-"""The ground floor: the one class of what a user can get wrong, and how a command ends."""
+"""Errors that a user may see, and how a command ends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
-    """A mistake of the user: its message is one line that says what is wrong and what would be right."""
+    """A mistake of the user: the message is one line that says what is wrong and what would be right."""
 
 
 class RunError(Exception):
-    """A run that cannot go on for a reason found on the way, nobody's typing: one line, exit status 1."""
+    """A run that cannot continue, through no mistake of the user: one line, exit status 1."""
 
 
 def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
@@ -26,7 +26,7 @@ def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
     return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
-LONGEST = 1000  # characters of an error's line: a file from a stranger may hold a value without end
+MAX_MESSAGE_CHARS = 1000  # a value in a stranger's file may be of any length
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -36,16 +36,17 @@ def run_command(main: Callable[[], int]) -> None:
     UserError becomes one line on standard error and status 2; RunError and a full disk one line and status 1; a reader
     that closed our pipe ends us quietly, as it does `cat`. Anything else is our own fault and keeps its stack trace.
     """
-    # Before torch is imported: its OpenMP threads spin while they wait for each other, and with another program on one
-    # of two cores a step took 5.8 times as long as alone. Spinning for less, it took 2.3 times as long, and alone no
-    # longer than before.
+    # Before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one of
+    # two cores a step took 5.8 times as long as alone; with less spinning 2.3 times, and alone no longer than before.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:
         line = " ".join(str(error).split())
-        print(f"error: {line if len(line) <= LONGEST else line[:LONGEST] + ' ...'}", file=sys.stderr)
+        print(
+            f"error: {line if len(line) <= MAX_MESSAGE_CHARS else line[:MAX_MESSAGE_CHARS] + ' ...'}", file=sys.stderr
+        )
         status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from thinker.model import Thinker
 
 # Dense peaks in FLOP/s for bf16 (fp16 alike) with fp32 accumulation, from the makers' data sheets, by a part of the
-# name that torch reports. A device that is not listed gets no MFU.
+# name that torch reports. For other devices no MFU is reported.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -31,9 +30,9 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(model: Thinker, seq_len: int) -> int:
-    """FLOPs of a training step a token by the convention of PaLM's appendix B (arXiv:2204.02311).
+    """FLOPs of a training step per token, by the convention of PaLM's appendix B (arXiv:2204.02311).
 
-    6 a parameter (head counted, embedding look-up not) plus 12 · n_layers · d_model · T for attention, where d_model
+    6 per parameter (the head counts, the embedding look-up does not) plus 12 · n_layers · d_model · T for attention, where d_model
     stands for the width of all heads together.
     """
     config = model.config
@@ -54,27 +53,31 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class MemoryMeter:
-    """Peak memory since its making: allocated on a GPU, elsewhere the growth of the process's resident set."""
+    """Peak memory since this was made: allocated on a GPU, elsewhere the growth of the process's resident set."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.before = device, 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        with contextlib.suppress(OSError):  # where the kernel allows it: what came before was perhaps larger
+        with contextlib.suppress(OSError):  # Linux may allow it: the peak so far was perhaps larger
             Path("/proc/self/clear_refs").write_text("5")
-        self.before = self._resident_peak()
+        self.before = _peak_resident_bytes()
 
     def peak(self) -> int:
-        """Bytes."""
+        """Bytes; 0 on a system that does not report them (Windows)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return self._resident_peak() - self.before
+        return _peak_resident_bytes() - self.before
 
-    @staticmethod
-    def _resident_peak() -> int:
-        status = Path("/proc/self/status")
-        if status.exists():  # getrusage would also count the process that this one was forked from
-            return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
-        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts in bytes there, elsewhere in KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would also count the process that this one was forked from
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, other systems KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -19,90 +19,90 @@ class SignalHandler:
 
     A signal that was ignored when the process began (nohup, a shell's background job) stays ignored.
 
-    Args: together: this is one of several ranks, and whoever started them passes on a signal that they may have got
-        themselves; what comes within ECHO seconds after the first is taken for the same one.
+    Args: together: this is one of several ranks, whose launcher passes on a signal that they may have received
+        themselves; what comes within ECHO_SECONDS after the first is taken for the same one.
     """
 
-    ECHO = 5.0
-
-    NUMBERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    ECHO_SECONDS = 5.0
+    NUMBERS = [getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name)]
 
     def __init__(self, together: bool = False) -> None:
         self.number = 0
         self.together = together
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> SignalHandler:
-        ours = [number for number in self.NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._on_signal) for number in ours}
+        handled = [number for number in self.NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def __bool__(self) -> bool:
         return self.number != 0
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self.number and time.monotonic() < self._first_at + self.ECHO:
+        if self.number and time.monotonic() < self._first_at + self.ECHO_SECONDS:
             return
-        for each in self._before if self.number or not self.together else ():
-            signal.signal(each, signal.SIG_DFL)  # the system's own: it does not wait for Python's turn
+        if self.number or not self.together:
+            for handled in self._previous:
+                signal.signal(handled, signal.SIG_DFL)  # the system's own, which does not wait for Python
         if self.number:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
         self.number, self._first_at = number, time.monotonic()
-        with contextlib.suppress(OSError):  # past Python's stream, in whose midst the signal may have come
+        with contextlib.suppress(OSError):  # not through Python's stream, which the signal may have interrupted
             os.write(sys.stderr.fileno(), b"\nfinishing this step and saving; once more leaves at once\n")
 
 
 def is_compile_error(error: RuntimeError) -> bool:
-    """Whether it says that compiling failed: Ctrl-C in a terminal reaches the compiler, too."""
+    """Whether the error says that compiling failed: Ctrl-C in a terminal reaches the compiler, too."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     return isinstance(error, BackendCompilerFailed)
 
 
-class Lasting:
-    """A text stream whose reader may go away: a closed terminal, or a `tee` that Ctrl-C ended with us.
+class ResilientStream:
+    """A text stream whose reader may go away: a closed terminal, or a `tee` that Ctrl-C ended too.
 
-    From then on what is written is lost, and nothing else is. Likewise where it is a file on a full disk.
+    From then on, or where it is a file on a full disk, what is written is lost, and the training continues.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As of any stream."""
-        with self._whatever_happens():
+        """Write as any stream does."""
+        with self._survive_lost_reader():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """As of any stream."""
-        with self._whatever_happens():
+        """Flush as any stream does."""
+        with self._survive_lost_reader():
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
-    def _whatever_happens(self) -> Iterator[None]:
+    def _survive_lost_reader(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO, *FULL_DISK):
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._stream.fileno())
+            os.close(devnull)
 
 
 @contextlib.contextmanager
-def lasting_output() -> Iterator[None]:
-    """Standard output and standard error that cannot end a training."""
+def resilient_output() -> Iterator[None]:
+    """Make standard output and standard error streams that cannot end a training."""
     with contextlib.ExitStack() as stack:
         streams = [stream or stack.enter_context(open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr)]
-        stack.enter_context(contextlib.redirect_stdout(Lasting(streams[0])))
-        stack.enter_context(contextlib.redirect_stderr(Lasting(streams[1])))
+        stack.enter_context(contextlib.redirect_stdout(ResilientStream(streams[0])))
+        stack.enter_context(contextlib.redirect_stderr(ResilientStream(streams[1])))
         yield
