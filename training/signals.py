@@ -24,7 +24,7 @@ class SignalHandler:
     """
 
     ECHO_SECONDS = 5.0
-    NUMBERS = [getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name)]
+    NUMBERS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name))
 
     def __init__(self, together: bool = False) -> None:
         self.number = 0
