@@ -18,7 +18,7 @@ def check_messages(value: Any, where: str) -> list[Message]:
     """The messages of one row of a table. Raises UserError, naming the row, where these are none."""
     good = isinstance(value, list) and all(isinstance(message, dict) for message in value)
     if not good or not all(isinstance(message.get("role"), str) for message in value):
-        raise UserError(f'{where} is no conversation: a list of {{"role": ..., "content": ...}} is wanted')
+        raise UserError(f'{where} is not a conversation: it must be a list of {{"role": ..., "content": ...}}')
     if odd := next((part for message in value for part in message.values() if not isinstance(part, JSON)), None):
         raise UserError(
             f"{where}: {odd!r} was read as a {type(odd).__name__}; write all messages so that they are text"
@@ -28,12 +28,12 @@ def check_messages(value: Any, where: str) -> list[Message]:
     return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
-def render(tokenizer: Tokenizer, messages: list[Message], ask: bool = False) -> str:
-    """The conversation as text; with `ask`, up to where the next answer begins.
+def render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False) -> str:
+    """The conversation as text; with add_generation_prompt, up to where the next answer begins.
 
     Raises UserError where there is no template, or it fails on these messages.
     """
-    return _render(tokenizer, messages, ask, mark=False)[0]
+    return _render(tokenizer, messages, add_generation_prompt, mark_answers=False)[0]
 
 
 def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, bool]]:
@@ -45,17 +45,20 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
     """
     said = re.sub(r"\{#.*?#\}", "", tokenizer.chat_template or "", flags=re.DOTALL)  # without its comments
     if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", said):
-        text, spans = _render(tokenizer, messages, ask=False, mark=True)
+        text, spans = _render(tokenizer, messages, add_generation_prompt=False, mark_answers=True)
     else:
         text, spans = render(tokenizer, messages), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = render(tokenizer, messages[:number], ask=True), render(tokenizer, messages[: number + 1])
+            before, after = (
+                render(tokenizer, messages[:number], add_generation_prompt=True),
+                render(tokenizer, messages[: number + 1]),
+            )
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
-                    "the chat template tells a turn otherwise when others follow, so that nothing says what is an "
-                    "answer; mark it by {% generation %} and {% endgeneration %} in your own (data.chat_template)"
+                    "the chat template renders a turn differently when others follow, so that answers cannot be "
+                    "located; mark them by {% generation %} and {% endgeneration %} in your own (data.chat_template)"
                 )
             spans.append((len(before), len(before) + _end(tokenizer, after[len(before) :])))
     parts, at = [], 0
@@ -74,7 +77,7 @@ def _end(tokenizer: Tokenizer, answer: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (n,) uint32, and which of them belong to answers, (n,) bool. A boundary in front is left out.
+    """Ids (n,) uint32, and which of them belong to answers, (n,) bool. A BOS token in front is left out.
 
     Answers are tokenized apart from what is before them, as when the model is asked.
     """
@@ -89,12 +92,14 @@ def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, n
 
 
 def encode_prompt(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-    """The tokens after which the model answers, begun as all its texts."""
-    ids = tokenizer.encode(render(tokenizer, messages, ask=True), allow_special=True)
+    """The ids of a conversation up to where the model answers, with the BOS prefix of every text."""
+    ids = tokenizer.encode(render(tokenizer, messages, add_generation_prompt=True), allow_special=True)
     return ids if ids[:1] == [tokenizer.bos_id] else [*tokenizer.bos_prefix, *ids]
 
 
-def _render(tokenizer: Tokenizer, messages: list[Message], ask: bool, mark: bool) -> tuple[str, list[tuple[int, int]]]:
+def _render(
+    tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool, mark_answers: bool
+) -> tuple[str, list[tuple[int, int]]]:
     if tokenizer.chat_template is None:
         raise UserError(
             "conversations need a chat template, and the tokenizer has none; to train with a plain one, give "
@@ -106,9 +111,9 @@ def _render(tokenizer: Tokenizer, messages: list[Message], ask: bool, mark: bool
         raise UserError("conversations need the library transformers: pip install transformers jinja2") from error
     try:
         texts, spans = render_jinja_template(
-            [messages], chat_template=tokenizer.chat_template, add_generation_prompt=ask,
-            return_assistant_tokens_mask=mark, **tokenizer.special_tokens_map,
+            [messages], chat_template=tokenizer.chat_template, add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=mark_answers, **tokenizer.special_tokens_map,
         )  # fmt: skip
     except Exception as error:  # a template is a program, which can fail in any way
         raise UserError(f"the chat template refuses a conversation: {error or type(error).__name__}") from error
-    return texts[0], spans[0] if mark else []
+    return texts[0], spans[0] if mark_answers else []

@@ -46,12 +46,12 @@ class Shard:
     """One open shard. Arrays are read from the disk as they are used.
 
     Attributes:
-        tokens: (n_tokens,) uint16 or uint32, boundaries included.
-        offsets: (n_documents + 1,) int64, where in tokens each document's boundary lies; the last is the closing one.
+        tokens: (n_tokens,) uint16 or uint32, BOS tokens included.
+        offsets: (n_documents + 1,) int64, the position of each document's BOS token, and of the closing one.
         document_bytes: (n_documents,) int64, bytes of UTF-8 text.
         log_probs: (n_documents,) float64, ln P of each document, or None.
-        loss_mask: (n_tokens,) uint8, 1 for tokens that are to be learned, or None: all are.
-        has_eos: texts end with a token of their own, so that nobody has to predict the boundary.
+        loss_mask: (n_tokens,) uint8, 1 for tokens that are targets, or None if all are.
+        has_eos: texts end with an EOS token, so that the BOS token after it is no target.
     """
 
     path: Path
@@ -104,7 +104,7 @@ class Shard:
 class ShardWriter:
     """Writes the documents of one split into `NAME-00000.tokens`, `NAME-00001.tokens`, ... in a folder.
 
-    Memory: a few numbers for each document of the shard being written, never its tokens; a byte a token of chats.
+    Memory: a few numbers per document of the shard being written, and a byte per token of conversations.
     """
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
@@ -115,14 +115,14 @@ class ShardWriter:
         self.files: list[str] = []
         self.digest = hashlib.sha256()  # of all tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
-        self._boundary = np.array([tokenizer.bos_id], self._dtype).tobytes()
+        self._bos = np.array([tokenizer.bos_id], self._dtype).tobytes()
         has_eos = tokenizer.bos_id not in tokenizer.eos_ids
-        self._end = np.array([tokenizer.eos_id], self._dtype).tobytes() if has_eos else b""
+        self._eos = np.array([tokenizer.eos_id], self._dtype).tobytes() if has_eos else b""
         self._file = None
 
     @property
     def started(self) -> bool:
-        """Whether there is a document yet."""
+        """Whether a document has been added."""
         return bool(self.files) or self._file is not None
 
     def add(
@@ -135,19 +135,19 @@ class ShardWriter:
     ) -> None:
         """Append a document, or with continues=True more of the last one: its ids and its bytes of text.
 
-        `loss_mask`: which ids are to be learned, for all documents or for none. Such texts hold their own ends.
+        `loss_mask`: which ids are targets; for all documents or for none. Conversations contain their own EOS tokens.
         """
         if self.started and (loss_mask is None) != (not self._loss_mask):
             raise UserError("some rows are conversations and others are text; give them in files of their own")
         if not continues:
-            self._end_document()
+            self._finish_document()
             if self._file is not None and self._n_tokens >= self.shard_tokens:
                 self.close()
             if self._file is None:
                 self._open()
             self._offsets.append(self._n_tokens)
-            self._write_tokens(self._boundary)
-            self._loss_mask += b"" if loss_mask is None else bytes([self._boundary_counts])
+            self._write_tokens(self._bos)
+            self._loss_mask += b"" if loss_mask is None else bytes([self._bos_is_target])
             self._document_bytes.append(0)
             self._log_probs.append(float("nan") if log_prob is None else log_prob)
         self._write_tokens(ids.astype(self._dtype).tobytes())
@@ -155,18 +155,18 @@ class ShardWriter:
         if loss_mask is not None:
             self._loss_mask += loss_mask.astype(np.uint8).tobytes()
             self.digest.update(loss_mask.tobytes())
-            # An answer that the template leaves open is ended here, which then is to be learned as well.
-            self._boundary_counts = bool(len(ids) and loss_mask[-1]) and self._last not in self.tokenizer.eos_ids
+            # If the template leaves an answer open, the token that ends it here is a target as well.
+            self._bos_is_target = bool(len(ids) and loss_mask[-1]) and self._last not in self.tokenizer.eos_ids
         self._document_bytes[-1] += n_bytes
 
-    def _end_document(self) -> None:
-        if self._file is None or not self._end or self._last in self.tokenizer.eos_ids:
+    def _finish_document(self) -> None:
+        if self._file is None or not self._eos or self._last in self.tokenizer.eos_ids:
             return
-        if self._loss_mask and not self._boundary_counts:
+        if self._loss_mask and not self._bos_is_target:
             return  # a conversation that does not end with an answer
         self._loss_mask += b"\1" if self._loss_mask else b""
-        self._write_tokens(self._end)
-        self._last, self._boundary_counts = self.tokenizer.eos_id, False
+        self._write_tokens(self._eos)
+        self._last, self._bos_is_target = self.tokenizer.eos_id, False
 
     def _open(self) -> None:
         self._path = self.folder / f"{self.name}-{len(self.files):05d}.tokens"
@@ -174,7 +174,7 @@ class ShardWriter:
         self._file.write(bytes(HEADER_BYTES))
         self._n_tokens = 0
         self._offsets, self._document_bytes, self._log_probs = array("q"), array("q"), array("d")
-        self._loss_mask, self._boundary_counts = bytearray(), False
+        self._loss_mask, self._bos_is_target = bytearray(), False
 
     def _write_tokens(self, data: bytes) -> None:
         self._file.write(data)
@@ -182,17 +182,17 @@ class ShardWriter:
         self._n_tokens += len(data) // self._dtype.itemsize
 
     def close(self) -> None:
-        """Finish the shard being written, if there is one: to disk whole, then renamed."""
+        """Finish the shard being written, if there is one: sync it to disk, then rename it."""
         if self._file is None:
             return
-        self._end_document()
+        self._finish_document()
         self._offsets.append(self._n_tokens)
-        self._write_tokens(self._boundary)
-        self._loss_mask += bytes([self._boundary_counts]) if self._loss_mask else b""
+        self._write_tokens(self._bos)
+        self._loss_mask += bytes([self._bos_is_target]) if self._loss_mask else b""
         self._file.write(bytes(_aligned(self._file.tell()) - self._file.tell()))
-        known = not np.isnan(self._log_probs).any()
+        has_log_probs = not np.isnan(self._log_probs).any()
         self._file.write(np.asarray(self._offsets, "<i8").tobytes() + np.asarray(self._document_bytes, "<i8").tobytes())
-        self._file.write(np.asarray(self._log_probs, "<f8").tobytes() if known else b"")
+        self._file.write(np.asarray(self._log_probs, "<f8").tobytes() if has_log_probs else b"")
         self._file.write(self._loss_mask.ljust(_aligned(len(self._loss_mask)), b"\0"))
         head = HEADER.pack(
             MAGIC,
@@ -202,7 +202,7 @@ class ShardWriter:
             self._n_tokens,
             len(self._document_bytes),
             sum(self._document_bytes),
-            known + 2 * bool(self._loss_mask),
+            has_log_probs + 2 * bool(self._loss_mask),
             bytes.fromhex(self.tokenizer.content_hash),
         )
         self._file.seek(0)
@@ -228,12 +228,12 @@ class TokenShards:
 
     @cached_property
     def n_tokens(self) -> int:
-        """Tokens, boundaries included."""
+        """Tokens, BOS tokens included."""
         return sum(shard.n_tokens for shard in self.shards)
 
     @property
     def has_conversations(self) -> bool:
-        """Whether documents are conversations, some of whose tokens are to be learned."""
+        """Whether documents are conversations with a loss mask."""
         return any(shard.loss_mask is not None for shard in self.shards)
 
     @cached_property

@@ -126,9 +126,9 @@ def test_marks_of_answers_are_found_however_they_are_written(tokenizer):
         assert answers == ["Under the dog 🐕.<|im_end|>", "On the mat, don't you see?<|im_end|>"]
 
 
-def test_a_template_that_tells_turns_otherwise_later_is_refused_unless_it_marks_answers(tokenizer):
+def test_a_template_that_renders_turns_differently_later_is_refused_unless_it_marks_answers(tokenizer):
     forgetful = tokenizer.with_chat_template(FORGETFUL)
-    with pytest.raises(UserError, match=r"mark it by \{% generation %\}"):
+    with pytest.raises(UserError, match=r"mark them by \{% generation %\}"):
         chat.encode(forgetful, TALK)
     ids, answers = chat.encode(forgetful, TALK[:3])  # one turn can be told
     assert text_of(tokenizer, ids[answers].tolist()) == "Under the dog 🐕.<|im_end|>"
@@ -230,9 +230,9 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
     ("lines", "message"),
     [
         ([{"messages": [{"role": "user", "content": "x"}]}] * 3, "no message whose role is assistant"),
-        ([{"messages": [{"content": "x"}]}] * 3, "is no conversation"),
+        ([{"messages": [{"content": "x"}]}] * 3, "is not a conversation"),
         ([{"messages": [{"role": "assistant", "content": "2024-01-01"}]}] * 3, "was read as a"),
-        ([{"messages": ["x"]}] * 3, "is no conversation"),
+        ([{"messages": ["x"]}] * 3, "is not a conversation"),
         ([{"text": "x"}, {"text": "y"}], "needs conversations"),
     ],
 )
