@@ -1,7 +1,7 @@
 """Sampling: text in, text out."""
 
-from thinker.generation.engine import Generator, Score
+from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion
+from thinker.generation.sequence import Completion, Score
 
 __all__ = ["Completion", "Generator", "SamplingParams", "Score"]

@@ -1,4 +1,4 @@
-"""One text that a person and the model write in turns, on a cache that is kept between them."""
+"""A text that the user and the model write in turns; its KV cache is kept from turn to turn."""
 
 from __future__ import annotations
 
@@ -12,71 +12,69 @@ from thinker.generation.sequence import Completion
 
 
 class Conversation:
-    """The text so far, as tokens; what the cache knows of it is never computed again.
+    """The text so far as token ids, and a cache that is never recomputed as long as it can be truncated.
 
-    An interrupted turn keeps what was said until then. Where the cache cannot go back (a rolling one that has
-    n_evicted), it is read anew.
+    An interrupted turn keeps the tokens sampled until then. If the cache cannot go back (a sink cache that has evicted
+    positions), the whole text is prefilled again.
     """
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.tokens = list(generator.tokenizer.bos_prefix)
-        self.turns: list[int] = []  # the number of tokens before each turn
+        self.turn_starts: list[int] = []  # the number of tokens before each turn
         self._cache = None
-        self._known = 0  # tokens of the text that the cache holds for certain
+        self._n_cached = 0  # tokens of the text that the cache certainly holds
 
     @property
     def text(self) -> str:
-        """All of it, without special tokens."""
+        """The whole text, without special tokens."""
         return self.generator.tokenizer.decode(self.tokens)
 
-    def say(self, text: str, params: SamplingParams, completion: Completion | None = None) -> Iterator[str]:
-        """Add `text`, then what the model continues it with, given out as it comes.
+    def reply(self, text: str, params: SamplingParams, completion: Completion | None = None) -> Iterator[str]:
+        """Append `text`, then yield the model's continuation as it is sampled.
 
-        Raises UserError, with nothing changed, where the text does not fit the context.
+        Raises UserError, with nothing changed, if the text does not fit into the context.
         """
         generator = self.generator
-        added = generator.tokenizer.encode(text)
-        tokens = self.tokens + added or [generator.tokenizer.bos_id]
+        tokens = self.tokens + generator.tokenizer.encode(text) or [generator.tokenizer.bos_id]
         generator.check_length(tokens)
-        completion = completion or Completion(text)
-        row = generator.new_row(0, completion, params, list(tokens))
-        self.turns.append(len(self.tokens))
-        self.tokens = row.tokens  # grows with what is drawn, so that an interruption keeps it
+        sequence = generator.new_sequence(0, completion or Completion(text), params, list(tokens))
+        self.turn_starts.append(len(self.tokens))
+        self.tokens = sequence.tokens  # grows with every sampled token, so an interruption keeps them
         try:
-            self._known, known = 0, self._known
-            logits = self._catch_up(tokens, known)
-            for _, piece in generator.decode([row], self._cache, logits):
+            n_cached, self._n_cached = self._n_cached, 0
+            logits = self._prefill(tokens, n_cached)
+            for _, piece in generator.decode([sequence], self._cache, logits):
                 yield piece
         finally:
-            if len(row.tokens) > len(tokens):
-                self._known = len(row.tokens) - 1  # the last one drawn was not fed, or not for certain
-            if row.tokens[-1] in generator.tokenizer.eos_ids and len(row.tokens) > len(tokens):
-                row.tokens.pop()  # the person goes on with the same text
+            if len(sequence.tokens) > len(tokens):
+                self._n_cached = len(sequence.tokens) - 1  # the model may not have read the last token yet
+                if sequence.tokens[-1] in generator.tokenizer.eos_ids:
+                    sequence.tokens.pop()  # the user continues the same text
 
     def undo(self) -> bool:
-        """Take back the last turn, the person's text and the model's. Returns whether there was one."""
-        if not self.turns:
+        """Remove the last turn, the user's text and the model's. Returns whether there was one."""
+        if not self.turn_starts:
             return False
-        del self.tokens[self.turns.pop() :]
-        self._known = min(self._known, len(self.tokens))
+        del self.tokens[self.turn_starts.pop() :]
+        self._n_cached = min(self._n_cached, len(self.tokens))
         return True
 
     def reset(self) -> None:
-        """Begin a new text."""
-        self.tokens, self.turns, self._known = list(self.generator.tokenizer.bos_prefix), [], 0
+        """Start a new text."""
+        self.tokens, self.turn_starts, self._n_cached = list(self.generator.tokenizer.bos_prefix), [], 0
 
-    def _catch_up(self, tokens: list[int], known: int) -> Tensor:
-        """Feed what the cache does not hold yet; returns the logits after the last token, (1, 1, V)."""
+    def _prefill(self, tokens: list[int], n_cached: int) -> Tensor:
+        """Read the tokens that the cache does not hold; returns the logits after the last one, (1, 1, V)."""
         generator, cache = self.generator, self._cache
-        known = min(known, len(tokens) - 1)  # one at least is fed, for its logits
-        if known < generator.config.prefix:
-            known = 0  # what is read both ways is read at once
-        if cache is not None and not cache.can_truncate([known]):
+        n_cached = min(n_cached, len(tokens) - 1)  # reads at least one token, for its logits
+        if n_cached < generator.config.prefix:
+            n_cached = 0  # tokens that attend to each other in both directions are read in one pass
+        if cache is not None and not cache.can_truncate([n_cached]):
             cache = None
         if cache is None:
-            capacity = generator.config.max_seq_len + generator.speculate + 1  # a ring is smaller than that
-            cache, known = generator.new_cache(generator.model, 1, capacity), 0
-        cache.truncate([known])
+            max_len = generator.config.max_seq_len + generator.speculate + 1  # a ring buffer is smaller than that
+            cache, n_cached = generator.new_cache(generator.model, 1, max_len), 0
+        cache.truncate([n_cached])
         self._cache = cache
-        return generator.feed(generator.model, [tokens[known:]], cache)[:, None]
+        return generator.prefill(generator.model, [tokens[n_cached:]], cache)[:, None]

@@ -1,11 +1,11 @@
-"""Prefill, then one token after the other, for any number of prompts of unequal length."""
+"""Prefill, then decoding token by token, for a batch of prompts of different lengths."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,50 +14,44 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion, Row, SampledToken, choose, top_logprobs
+from thinker.generation.sequence import Completion, Score, Sequence, sample_next, top_logprobs
 from thinker.generation.sink_cache import SinkCache
-from thinker.generation.speculation import DraftModel, PromptLookup, check_draft_model, room
+from thinker.generation.speculation import DraftModel, PromptLookup, check_draft_model, max_draft_len
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.patterns import Linear
 from thinker.runtime.errors import UserError
 
-PREFILL_CHUNK = 512  # positions a pass: what a long prompt needs in memory does not grow with it
-
-
-@dataclass(frozen=True)
-class Score:
-    """How likely a text is under the model, from the BOS token that begins it."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # of each token, given all before it, in nats
-    top_logprobs: list[dict[int, float]]  # at each place, of the likeliest tokens
-    n_bytes: int
-
-    @property
-    def nats(self) -> float:
-        """The whole text's."""
-        return math.fsum(-logprob for logprob in self.logprobs)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Per byte of UTF-8; 0 for an empty text."""
-        return self.nats / math.log(2) / max(self.n_bytes, 1)
+PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
 
 
 class Generator:
-    """Samples from a Thinker, by a snapshot of its weights laid out for decoding.
+    """Generates text with a Thinker: batches, streaming, scores, speculative decoding.
+
+    It works on a copy of the weights, laid out for inference; the model you pass stays as it is, and training it
+    further does not change the Generator.
+
+        model, tokenizer = load("runs/quickstart")
+        generator = Generator(model, tokenizer)
+        for completion in generator.generate(["Once upon a time"] * 3, SamplingParams(max_new_tokens=64, seed=1)):
+            print(completion.text, completion.finish_reason)
+        for piece in generator.stream("Once upon a time"):
+            print(piece, end="", flush=True)
+        print(generator.score("Once upon a time there was a cat.").bits_per_byte)
 
     Args:
-        thinker: stays as it is; what it learns later is not seen.
+        model: the model to sample from.
+        tokenizer: the tokenizer that the model was trained with.
         use_cache: False recomputes every position at every step, to compare.
-        dtype: of weights, activations and cache; the model's own unless given.
-        int8: weights in int8 (generation.int8.Int8Linear).
-        compile: the one-token step through torch.compile; on a GPU as a CUDA graph.
-        window, sinks: remember the newest `window` positions and the first `sinks` ones alone, for texts of any length.
-        speculate: draft so many tokens a step, by prompt lookup or by `draft`, a smaller Thinker with the same
-            tokens. The text stays the same.
+        dtype: of weights, activations and cache; by default that of the model.
+        int8: store the weights in int8 (generation.int8.Int8Linear).
+        compile: run the one-token step through torch.compile, on a GPU as a CUDA graph.
+        window: remember only the newest `window` positions, for texts of any length.
+        sinks: with `window`, also remember the first `sinks` positions.
+        speculate: draft this many tokens per step, by prompt lookup or by the draft model. The text stays the same.
+        draft: a smaller Thinker with the same tokenizer, for `speculate`.
 
-    Raises UserError where these do not go together.
+    Raises:
+        UserError: if the options contradict each other, or the model does not support one of them.
     """
 
     def __init__(
@@ -74,77 +68,91 @@ class Generator:
         speculate: int = 0,
         draft: Thinker | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.use_cache = model.config, tokenizer, use_cache
+        config = model.config
+        self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
         self.window, self.sinks, self.speculate = window, sinks, speculate
-        longest = model.config.max_seq_len
-        self.longest = model.config.max_cached_len if use_cache else longest  # positions of a text, if not endless
-        self.can_roll = use_cache and model.config.is_plain
-        self.endless = window is not None or (model.config.is_unbounded and use_cache)
+        self.supports_window = use_cache and config.is_plain
+        self.is_unbounded = window is not None or (config.is_unbounded and use_cache)
+        self.context_len = (
+            config.max_cached_len if use_cache else config.max_seq_len
+        )  # of a text, unless it is unbounded
+        self._check_options(compile, draft is not None)
+        dtype = dtype or model.dtype
+        self.model = prepare_for_inference(model, dtype, int8)
+        self.decode_model = CompiledThinker(self.model) if compile else self.model
+        self.draft = None
+        if draft is not None:
+            check_draft_model(model, draft, self.is_unbounded)
+            self.draft = prepare_for_inference(draft, dtype, int8)
+
+    def _check_options(self, compile: bool, has_draft: bool) -> None:
+        config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
-        if window is not None and not 1 <= window <= longest - sinks:
+        if window is not None and not 1 <= window <= config.max_seq_len - sinks:
             raise UserError(
                 f"a window of {window} and {sinks} sinks; the window must be at least 1, and both together at most "
-                f"the model's context, {longest}: it has never seen tokens further apart"
+                f"the model's context, {config.max_seq_len}: it was not trained on tokens further apart"
             )
         if not 0 <= speculate <= 64:
-            raise UserError(f"speculate is {speculate}; it must lie between 0 (none) and 64 drafted tokens a step")
-        if draft is not None and not speculate:
-            raise UserError("a draft model needs speculate, the number of tokens it drafts a step")
-        for name, given in {"window": window, "speculate": speculate, "compile": compile}.items():
-            if given and not use_cache:
-                raise UserError(f"{name} works on the cache; it does not go without one")
-        if compile and not model.config.is_plain:
-            raise UserError("compile serves models with full attention, RoPE and plain scores; leave it out")
-        if speculate and any(isinstance(layer, Linear) for layer in model.config.patterns):
-            raise UserError("speculate takes back drafts that fail, and the sums of a linear layer forget nothing")
-        if window is not None and not model.config.is_plain:
+            raise UserError(f"speculate is {speculate}; it must lie between 0 (none) and 64 drafted tokens per step")
+        if has_draft and not speculate:
+            raise UserError("a draft model needs speculate, the number of tokens to draft per step")
+        for name, value in {"window": window, "speculate": speculate, "compile": compile}.items():
+            if value and not self.use_cache:
+                raise UserError(f"{name} needs the cache; it does not go with use_cache=False")
+        if compile and not config.is_plain:
+            raise UserError("compile supports models with full attention, RoPE and plain scores; leave it out")
+        if speculate and any(isinstance(layer, Linear) for layer in config.patterns):
+            raise UserError("speculate must drop rejected drafts, and a linear layer's state cannot be rolled back")
+        if window is not None and not config.is_plain:
             raise UserError(
-                "a window that is chosen when sampling goes with full attention and RoPE; leave it out: this model has "
-                f"its own, model.attention={model.config.attention}, model.positions={model.config.positions}"
+                "window needs a model with full attention and RoPE; leave it out: this model has "
+                f"model.attention={config.attention}, model.positions={config.positions}"
             )
         if window is not None and (speculate or compile):
             raise UserError(f"a window does not go with {'speculate' if speculate else 'compile'}")
-        self.model = prepare_for_inference(model, dtype or model.dtype, int8)
-        self.step = CompiledThinker(self.model) if compile else self.model
-        self.draft = None
-        if draft is not None:
-            check_draft_model(model, draft, self.endless)
-            self.draft = prepare_for_inference(draft, dtype or model.dtype, int8)
 
     def generate(
-        self, prompts: Sequence[str], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: list[str], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Continue every prompt; the same prompt given several times is read once.
+        """Continue all prompts in one batch; a prompt that occurs several times is read once.
 
         Args:
-            params: one for all, where row i draws by seed + i; or one for each prompt.
+            prompts: texts of any length up to the context.
+            params: one for all prompts, where prompt i is sampled with seed + i; or one per prompt.
 
-        Raises UserError where a prompt leaves no room in the context.
+        Returns:
+            One Completion per prompt: text, token_ids, logprobs, finish_reason, ...
+
+        Raises:
+            UserError: if a prompt does not fit into the context, or the parameters do not fit the prompts.
         """
         completions = [Completion(prompt) for prompt in prompts]
-        for _ in self.stream_all(completions, params):
+        for _ in self.stream_batch(completions, params):
             pass
         return completions
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
-        """Continue one prompt, giving out text as it comes; joined, the pieces equal generate()'s text."""
-        return self.stream_into(Completion(prompt), params)
-
-    def stream_into(self, completion: Completion, params: SamplingParams | None = None) -> Iterator[str]:
-        """stream() that fills in a Completion as it goes."""
-        for _, piece in self.stream_all([completion], params):
+        """Continue one prompt, yielding text as it is generated; joined, the pieces are generate()'s text."""
+        for _, piece in self.stream_batch([Completion(prompt)], params):
             yield piece
 
-    def stream_all(
+    def stream_batch(
         self,
         completions: list[Completion],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        prompts: list[list[int]] | None = None,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        prompt_tokens: list[list[int]] | None = None,
     ) -> Iterator[tuple[int, str]]:
-        """Continue many at once, giving out pairs (which one, text that became certain); fills in the completions.
+        """Continue several prompts at once, filling in their Completions.
 
-        `prompts`: their tokens; those of encode() unless given.
+        Args:
+            completions: a Completion(prompt) per prompt.
+            params: as for generate().
+            prompt_tokens: the prompts' token ids; by default those of encode().
+
+        Yields:
+            (index of the completion, the text that has become certain).
         """
         if params is None or isinstance(params, SamplingParams):
             base = params or SamplingParams()
@@ -153,192 +161,200 @@ class Generator:
             raise UserError(
                 f"{len(completions)} prompts and {len(params)} sampling parameters: give one for each, or one"
             )
-        rows = []
-        for index, (completion, own) in enumerate(zip(completions, params)):
-            tokens = self.encode(completion.prompt) if prompts is None else list(prompts[index])
-            rows.append(self.new_row(index, completion, own, tokens))
-        if rows:
-            yield from self.decode(rows, *self._prefill(rows))
+        if prompt_tokens is None:
+            prompt_tokens = [self.encode(completion.prompt) for completion in completions]
+        sequences = [
+            self.new_sequence(index, completion, params[index], list(prompt_tokens[index]))
+            for index, completion in enumerate(completions)
+        ]
+        if sequences:
+            if self.use_cache:
+                cache, logits = self._prefill_unique(self.model, sequences, self.speculate)
+            else:
+                cache, logits = None, self._uncached_logits(sequences)
+            yield from self.decode(sequences, cache, logits)
 
     def encode(self, prompt: str) -> list[int]:
-        """A prompt as the model saw texts begin: mostly the BOS token, then its tokens. Raises UserError if too
-        long."""
+        """The tokens of a prompt, after the BOS token if the model was trained with one.
+
+        Raises UserError if they do not fit into the context.
+        """
         tokens = [*self.tokenizer.bos_prefix, *self.tokenizer.encode(prompt)] or [self.tokenizer.bos_id]
         self.check_length(tokens)
         return tokens
 
     def check_length(self, tokens: list[int]) -> None:
-        """Raises UserError where a text is longer than the context, and nothing says what to keep of it."""
-        hint = ", or say with --window how many of the newest tokens to remember" if self.can_roll else ""
-        check_length(tokens, self.config, math.inf if self.endless else self.longest, hint)
+        """Raise UserError if a prompt is longer than the context and there is no window."""
+        hint = ", or set with --window how many of the newest tokens to remember" if self.supports_window else ""
+        check_prompt_length(tokens, self.config, math.inf if self.is_unbounded else self.context_len, hint)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises UserError where the logit bias names a token that is none."""
+        """Raise UserError if the logit bias names a token outside the vocabulary."""
         for token, _ in params.logit_bias:
             if token >= self.tokenizer.vocab_size:
                 raise UserError(
                     f"logit_bias names the token {token}; the vocabulary ends at {self.tokenizer.vocab_size - 1}"
                 )
 
-    def new_row(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Row:
-        """A sequence that begins with `tokens`, with as many to draw as are asked for and fit."""
+    def new_sequence(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Sequence:
+        """A sequence that starts with `tokens` and may grow by max_new_tokens, or as far as the context allows."""
         self.check_params(params)
         completion.prompt_tokens = len(tokens)
-        # The last token drawn is never fed, so a context of n positions leads to n + 1 tokens.
-        fit = params.max_new_tokens if self.endless else self.longest + 1 - len(tokens)
-        return Row(index, completion, params, tokens, min(params.max_new_tokens, fit), self.tokenizer)
+        n_new = params.max_new_tokens
+        if not self.is_unbounded:  # the model never reads the last token, so n positions allow n + 1 tokens
+            n_new = min(n_new, self.context_len + 1 - len(tokens))
+        return Sequence(index, completion, params, tokens, n_new, self.tokenizer)
+
+    def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
+        """An empty cache; a sink cache if there is a window."""
+        if self.window is not None:
+            return SinkCache(model, batch_size, self.window, self.sinks)
+        return model.new_cache(batch_size, max_len, slack=self.speculate)
 
     @property
-    def chunk(self) -> int:
-        """Positions of a pass over a prompt; a prefix comes in one."""
+    def chunk_len(self) -> int:
+        """Positions per prefill pass; a bidirectional prefix is always read in one pass."""
         return max(PREFILL_CHUNK, self.config.prefix)
 
     @torch.no_grad()
-    def feed(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
-        """Add tokens, equally many for each row, to a cache; returns the logits after the last, (B, V)."""
-        for begin in range(0, len(tokens[0]), self.chunk):
-            chunk = torch.tensor([row[begin : begin + self.chunk] for row in tokens], device=model.device)
+    def prefill(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
+        """Read tokens (B, T) into a cache; returns the logits after the last ones, (B, V)."""
+        for start in range(0, len(tokens[0]), self.chunk_len):
+            chunk = torch.tensor([row[start : start + self.chunk_len] for row in tokens], device=model.device)
             logits = model(chunk, cache=cache, last_logits_only=True)[:, 0]  # (B, V)
         return logits
 
-    def decode(self, rows: list[Row], cache: KVCache | None, logits: Tensor) -> Iterator[tuple[int, str]]:
-        """Draw until every row has ended, from logits (B, 1, V) on. Yields pairs (index of the row, certain text)."""
-        drafter = DraftModel(self.draft, self.speculate, self._new_cache_of) if self.draft else None
-        if self.speculate and drafter is None:
+    def decode(self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor) -> Iterator[tuple[int, str]]:
+        """Sample from logits (B, 1, V) on until every sequence has ended. Yields (sequence.index, certain text)."""
+        drafter = None
+        if self.draft is not None:
+            drafter = DraftModel(self.draft, self.speculate, self._prefill_unique)
+        elif self.speculate:
             drafter = PromptLookup(self.speculate)
-        drafts: list[list[int]] = [[] for _ in rows]
-        while rows:
-            kept = []
-            for place, (row, drawn) in enumerate(zip(rows, self._choose(rows, drafts, logits))):
-                row.completion.drafted += len(drafts[place])
-                for number, one in enumerate(drawn):
-                    piece, ended = row.take(one)
-                    row.completion.accepted += drafts[place][number : number + 1] == [one.token]
-                    if piece:
-                        row.completion.text += piece
-                        yield row.index, piece
+        drafts: list[list[int]] = [[] for _ in sequences]
+        while sequences:
+            unfinished = []
+            for row, (sequence, sampled) in enumerate(zip(sequences, sample_next(sequences, drafts, logits))):
+                completion = sequence.completion
+                completion.drafted += len(drafts[row])
+                for offset, one in enumerate(sampled):
+                    text, ended = sequence.append(one)
+                    completion.accepted += drafts[row][offset : offset + 1] == [one.token]
+                    if text:
+                        completion.text += text
+                        yield sequence.index, text
                     if ended:
                         if self.window is not None:
-                            row.completion.n_evicted = max(0, len(row.tokens) - 1 - self.sinks - self.window)
+                            completion.n_evicted = max(0, len(sequence.tokens) - 1 - self.sinks - self.window)
                         break
                 else:
-                    kept.append(place)
-            if len(kept) < len(rows):
-                rows = [rows[place] for place in kept]
-                if cache is not None and kept:
-                    cache.select(kept)
-                if drafter is not None and kept:
-                    drafter.select(kept)
-            if rows:
-                drafts, logits = self._advance(rows, cache, drafter)
+                    unfinished.append(row)
+            if not unfinished:
+                return
+            if len(unfinished) < len(sequences):
+                sequences = [sequences[row] for row in unfinished]
+                for batch in (cache, drafter):
+                    if batch is not None:
+                        batch.select(unfinished)
+            drafts, logits = self._decode_step(sequences, cache, drafter)
 
     @torch.no_grad()
-    def score(self, text: str, top: int = 0) -> Score:
-        """The log-probability of every token of a text, by the passes that generation makes.
+    def score(self, text: str, n_top: int = 0) -> Score:
+        """The log-probability of every token of a text, computed by the same passes as generation.
 
-        A text longer than the context is read in windows that overlap by half, and each token counted once: it sees
-        half a context at least. A rolling cache needs no windows. What a model reads both ways it does not predict:
-        no token inside its prefix is counted. Raises UserError where there is no other.
+        A text longer than the context is read in windows that overlap by half, and every token is counted once, after
+        at least half a context. With a window of its own, the model reads the text in one go. Tokens inside a
+        bidirectional prefix are not predicted and not counted.
+
+        Args:
+            text: any text, without the BOS token.
+            n_top: also return the log-probabilities of this many likeliest tokens per position.
+
+        Raises:
+            UserError: if the whole text lies inside the model's bidirectional prefix.
         """
         ids = self.tokenizer.encode(text)
         tokens = [self.tokenizer.bos_id, *ids]
-        size, given = self.longest, max(0, self.config.prefix - 1)  # of ids, not predicted
-        if given and len(ids) <= given:
+        n_skipped = max(0, self.config.prefix - 1)  # ids inside the prefix
+        if n_skipped and len(ids) <= n_skipped:
             raise UserError(
-                f"the text has {len(tokens)} tokens; the model reads the first {given + 1} of any both ways"
+                f"the text has {len(tokens)} tokens, all inside the model's bidirectional prefix of {n_skipped + 1}"
             )
         logprobs: list[float] = []
         likeliest: list[dict[int, float]] = []
-        begin = 0
-        while given + len(logprobs) < len(ids):
-            end = len(ids) if self.endless else min(begin + size, len(ids))
-            cache = self.new_cache(self.model, 1, end - begin)
-            for at in range(begin, end, self.chunk):  # tokens[begin:end] predict up to ids[end - 1]
-                chunk = tokens[at : min(at + self.chunk, end)]
+        start = 0
+        while n_skipped + len(logprobs) < len(ids):
+            end = len(ids) if self.is_unbounded else min(start + self.context_len, len(ids))
+            cache = self.new_cache(self.model, 1, end - start)
+            for chunk_start in range(start, end, self.chunk_len):  # tokens[start:end] predict ids[start:end]
+                chunk = tokens[chunk_start : min(chunk_start + self.chunk_len, end)]
                 logits = self.model(torch.tensor([chunk], device=self.model.device), cache=cache)[0]
-                logits = logits[:, : self.tokenizer.vocab_size].float()  # the ids above stand for nothing
-                counted = given + len(logprobs)
-                known = logits.log_softmax(dim=-1)[max(0, counted - at) :]  # (T, V), those not yet counted
-                targets = torch.tensor(ids[counted : at + len(chunk)], device=known.device)
+                logits = logits[:, : self.tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
+                n_counted = n_skipped + len(logprobs)
+                new = logits.log_softmax(dim=-1)[max(0, n_counted - chunk_start) :]  # (T, V), those not yet counted
+                targets = torch.tensor(ids[n_counted : chunk_start + len(chunk)], device=new.device)
                 if len(targets):
-                    logprobs += known.gather(1, targets[:, None])[:, 0].tolist()
-                    likeliest += [top_logprobs(row, top) for row in known] if top else []
-            begin = max(0, end - max(size // 2, given))
-        return Score(ids[given:], logprobs, likeliest, len(self.tokenizer.decode_bytes(ids[given:])))
+                    logprobs += new.gather(1, targets[:, None])[:, 0].tolist()
+                    likeliest += [top_logprobs(row, n_top) for row in new] if n_top else []
+            start = max(0, end - max(self.context_len // 2, n_skipped))
+        return Score(ids[n_skipped:], logprobs, likeliest, len(self.tokenizer.decode_bytes(ids[n_skipped:])))
 
-    @torch.no_grad()
-    def _choose(self, rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
-        return choose(rows, drafts, logits)
-
-    def _prefill(self, rows: list[Row]) -> tuple[KVCache | None, Tensor]:
-        """Every prompt once, those of equal length together. Returns the cache and the logits (B, 1, V)."""
-        if not self.use_cache:
-            return None, self._uncached(rows)
-        cache, logits, order = self._read(self.model, rows, self.speculate)
-        if order != list(range(len(cache.lengths))):
-            cache.select(order)
-            logits = logits[order]
-        return cache, logits[:, None]
-
-    def _new_cache_of(self, model: Thinker, rows: list[Row], slack: int) -> KVCache:
-        cache, _, order = self._read(model, rows, slack)
-        cache.select(order)
-        return cache
-
-    def _read(self, model: Thinker, rows: list[Row], slack: int) -> tuple[KVCache, Tensor, list[int]]:
-        """A cache and logits of the different prompts among the rows', and which of these each row has."""
-        capacity = max(len(row.tokens) + row.limit for row in rows) + slack
-        prompts = sorted(dict.fromkeys(tuple(row.tokens) for row in rows), key=len)
+    def _prefill_unique(self, model: Thinker, sequences: list[Sequence], slack: int) -> tuple[KVCache, Tensor]:
+        """Read each distinct prompt once, those of equal length together. Returns a cache and logits, (B, 1, V)."""
+        max_len = max(len(sequence.tokens) + sequence.n_remaining for sequence in sequences) + slack
+        prompts = sorted(dict.fromkeys(tuple(sequence.tokens) for sequence in sequences), key=len)
         cache, logits = None, []
-        for length in sorted({len(prompt) for prompt in prompts}):
-            group = [list(prompt) for prompt in prompts if len(prompt) == length]
-            part = self.new_cache(model, len(group), capacity)
-            logits.append(self.feed(model, group, part))
+        for _, group in itertools.groupby(prompts, key=len):
+            group = [list(prompt) for prompt in group]
+            group_cache = self.new_cache(model, len(group), max_len)
+            logits.append(self.prefill(model, group, group_cache))
             if cache is None:
-                cache = part
+                cache = group_cache
             else:
-                cache.concat_rows(part)
-        return cache, torch.cat(logits), [prompts.index(tuple(row.tokens)) for row in rows]
-
-    def new_cache(self, model: Thinker, rows: int, capacity: int) -> KVCache:
-        """An empty cache, rolling where there is a window."""
-        if self.window is not None:
-            return SinkCache(model, rows, self.window, self.sinks)
-        return model.new_cache(rows, capacity, slack=self.speculate)
+                cache.concat_rows(group_cache)
+        logits = torch.cat(logits)[:, None]
+        rows = [prompts.index(tuple(sequence.tokens)) for sequence in sequences]
+        if rows != list(range(len(prompts))):
+            cache.select(rows)
+            logits = logits[rows]
+        return cache, logits
 
     @torch.no_grad()
-    def _advance(
-        self, rows: list[Row], cache: KVCache | None, drafter: PromptLookup | DraftModel | None
+    def _decode_step(
+        self, sequences: list[Sequence], cache: KVCache | None, drafter: PromptLookup | DraftModel | None
     ) -> tuple[list[list[int]], Tensor]:
-        """Feed each row's newest token and its drafts. Returns the drafts and the logits after each, (B, T, V)."""
+        """Read each sequence's newest token and its drafts. Returns the drafts and the logits after each, (B, T, V)."""
         if cache is None:
-            return [[] for _ in rows], self._uncached(rows)
-        cache.truncate([len(row.tokens) - 1 for row in rows])  # drafts that were not drawn
-        drafts = [[] for _ in rows] if drafter is None else drafter.propose(rows)
-        most = room(self.config, rows)
-        drafts = [draft[: max(0, min(most, len(draft)))] for draft in drafts]
-        width = max(map(len, drafts))
-        batch = [[row.tokens[-1], *draft] + [0] * (width - len(draft)) for row, draft in zip(rows, drafts)]
-        step = self.model if width else self.step
-        return drafts, step(torch.tensor(batch, device=self.model.device), cache=cache)
+            return [[] for _ in sequences], self._uncached_logits(sequences)
+        cache.truncate([len(sequence.tokens) - 1 for sequence in sequences])  # drops rejected drafts
+        drafts = [[] for _ in sequences] if drafter is None else drafter.propose(sequences)
+        max_len = max(0, max_draft_len(self.config, sequences))
+        drafts = [draft[: min(max_len, len(draft))] for draft in drafts]
+        longest = max(map(len, drafts))
+        batch = [
+            [sequence.tokens[-1], *draft] + [0] * (longest - len(draft)) for sequence, draft in zip(sequences, drafts)
+        ]
+        model = self.model if longest else self.decode_model
+        return drafts, model(torch.tensor(batch, device=self.model.device), cache=cache)
 
     @torch.no_grad()
-    def _uncached(self, rows: list[Row]) -> Tensor:
-        passes = [
-            self.model(torch.tensor([row.tokens], device=self.model.device), last_logits_only=True)[:, 0]
-            for row in rows
+    def _uncached_logits(self, sequences: list[Sequence]) -> Tensor:
+        """The logits after each sequence, (B, 1, V), by one pass over all of its tokens."""
+        logits = [
+            self.model(torch.tensor([sequence.tokens], device=self.model.device), last_logits_only=True)
+            for sequence in sequences
         ]
-        return torch.cat(passes)[:, None]  # (B, 1, V)
+        return torch.cat(logits)
 
 
-def check_length(tokens: list[int], config: ThinkerConfig, longest: float, hint: str = "") -> None:
-    """Raises UserError where a prompt has more tokens than `longest`, or fewer than the model reads both ways."""
+def check_prompt_length(tokens: list[int], config: ThinkerConfig, max_len: float, hint: str = "") -> None:
+    """Raise UserError if a prompt is longer than `max_len` or shorter than the model's bidirectional prefix."""
     if len(tokens) < config.prefix:
         raise UserError(
-            f"the prompt has {len(tokens)} tokens; the model reads its first {config.prefix} both ways, so give as many"
+            f"the prompt has {len(tokens)} tokens; the model's bidirectional prefix needs at least {config.prefix}"
         )
-    if len(tokens) > longest:
+    if len(tokens) > max_len:
         raise UserError(
-            f"the prompt has {len(tokens)} tokens and the model's context is {longest}; "
-            f"shorten it to at most {longest} tokens{hint}"
+            f"the prompt has {len(tokens)} tokens and the model's context is {max_len}; "
+            f"shorten it to at most {max_len} tokens{hint}"
         )

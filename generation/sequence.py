@@ -1,7 +1,8 @@
-"""One sequence on its way, and the drawing of its next tokens."""
+"""One sequence during generation, and the sampling of the next tokens of a batch of them."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 
@@ -15,31 +16,51 @@ from thinker.generation.streaming import TextStreamer
 
 @dataclass
 class Completion:
-    """What one prompt grew into."""
+    """A prompt and what was generated from it."""
 
     prompt: str
     text: str = ""  # without the prompt and without the stop string
-    token_ids: list[int] = field(default_factory=list)  # all that were drawn, an end-of-text token too
-    logprobs: list[float] = field(default_factory=list)  # of each under the model itself, in nats
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)  # at each, of the likeliest (params.logprobs)
+    token_ids: list[int] = field(default_factory=list)  # all that were sampled, including an end-of-text token
+    logprobs: list[float] = field(default_factory=list)  # of each token under the unmodified model, in nats
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)  # per token, of the likeliest (params.logprobs)
     finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
-    prompt_tokens: int = 0  # with the BOS token that begins it
-    n_evicted: int = 0  # positions that a rolling cache no longer held at the end
-    drafted: int = 0  # tokens that speculation proposed, and how many of them were drawn
-    accepted: int = 0
+    prompt_tokens: int = 0  # including the BOS token
+    n_evicted: int = 0  # positions that a sink cache no longer held at the end
+    drafted: int = 0  # tokens that speculation proposed
+    accepted: int = 0  # of these, tokens that were sampled
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token, its log-probability under the model, and the likeliest tokens' at that place."""
+    """A token, its log-probability under the model, and those of the likeliest tokens at its position."""
 
     token: int
     logprob: float
-    top: dict[int, float]
+    top_logprobs: dict[int, float]
 
 
-class Row:
-    """Prompt, tokens drawn so far, and what decides the next one and the end."""
+@dataclass(frozen=True)
+class Score:
+    """How likely a text is under the model, after the BOS token."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each token given all before it, in nats
+    top_logprobs: list[dict[int, float]]  # per position, of the likeliest tokens
+    n_bytes: int
+
+    @property
+    def nats(self) -> float:
+        """The negative log-likelihood of the whole text."""
+        return math.fsum(-logprob for logprob in self.logprobs)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Per byte of UTF-8; 0 for an empty text."""
+        return self.nats / math.log(2) / max(self.n_bytes, 1)
+
+
+class Sequence:
+    """Prompt and sampled tokens of one completion, its random numbers, and when it ends."""
 
     def __init__(
         self,
@@ -47,110 +68,110 @@ class Row:
         completion: Completion,
         params: SamplingParams,
         tokens: list[int],
-        limit: int,
+        n_remaining: int,
         tokenizer: Tokenizer,
     ) -> None:
         self.index, self.completion, self.params = index, completion, params
-        self.tokens, self.limit = tokens, limit  # limit: tokens that may still be drawn
+        self.tokens, self.n_remaining = tokens, n_remaining  # n_remaining: tokens that may still be sampled
         self.eos_ids, self.vocab_size = tokenizer.eos_ids, tokenizer.vocab_size
-        self.stream = TextStreamer(tokenizer, params.stop)
-        self.counts = torch.zeros(tokenizer.vocab_size) if _penalised(params) else None  # of each token drawn
-        # What shapes the distribution: rows that agree in it draw together.
+        self.streamer = TextStreamer(tokenizer, params.stop)
+        self.counts = torch.zeros(tokenizer.vocab_size) if _has_penalties(params) else None  # of each sampled token
+        # The parameters that shape the distribution: sequences with the same key are sampled in one batch.
         self.sampling_key = replace(params, seed=0, max_new_tokens=1, stop=(), logprobs=0)
         self._random, self._uniforms = random.Random(params.seed), []
 
-    def uniform(self, ahead: int) -> float:
-        """The number in [0, 1) that draws the token `ahead` places on, the same for whoever asks, and when."""
-        place = len(self.completion.token_ids) + ahead
-        while len(self._uniforms) <= place:
+    def uniform(self, offset: int) -> float:
+        """The random number in [0, 1) that samples the token `offset` positions ahead, however often it is asked."""
+        index = len(self.completion.token_ids) + offset
+        while len(self._uniforms) <= index:
             self._uniforms.append(self._random.random())
-        return self._uniforms[place]
+        return self._uniforms[index]
 
-    def take(self, drawn: SampledToken) -> tuple[str, bool]:
-        """Add a token. Returns the text that became certain, and whether the row has ended."""
+    def append(self, sampled: SampledToken) -> tuple[str, bool]:
+        """Add a token. Returns the text that became certain, and whether the sequence has ended."""
         completion = self.completion
-        self.tokens.append(drawn.token)
-        completion.token_ids.append(drawn.token)
-        completion.logprobs.append(drawn.logprob)
+        self.tokens.append(sampled.token)
+        completion.token_ids.append(sampled.token)
+        completion.logprobs.append(sampled.logprob)
         if self.params.logprobs:
-            completion.top_logprobs.append(drawn.top)
+            completion.top_logprobs.append(sampled.top_logprobs)
         if self.counts is not None:
-            self.counts[drawn.token] += 1
-        self.limit -= 1
-        piece, ended = self.stream.feed(drawn.token), drawn.token in self.eos_ids
-        if (ended or self.limit == 0) and not self.stream.stopped:
-            piece += self.stream.finish()
-        if ended or self.stream.stopped:
+            self.counts[sampled.token] += 1
+        self.n_remaining -= 1
+        text, ended = self.streamer.feed(sampled.token), sampled.token in self.eos_ids
+        if (ended or self.n_remaining == 0) and not self.streamer.stopped:
+            text += self.streamer.finish()
+        if ended or self.streamer.stopped:
             completion.finish_reason = "stop"
-        return piece, ended or self.stream.stopped or self.limit == 0
+        return text, ended or self.streamer.stopped or self.n_remaining == 0
 
-    def context(self, drafts: list[int], width: int) -> tuple[Tensor, Tensor]:
-        """For the penalties, if `drafts` are drawn next: which of `width` tokens are in the text; how often drawn."""
-        counts = torch.zeros(width)
+    def penalty_inputs(self, drafts: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
+        """If `drafts` come next: which tokens are in the text, and how often each was generated, (V,) both."""
+        counts = torch.zeros(vocab_size)
         counts[: self.vocab_size] = self.counts
         for token in drafts:
             counts[token] += 1
-        seen = torch.zeros(width, dtype=torch.bool)
-        seen[self.tokens] = True
-        seen[drafts] = True
-        return seen, counts
+        in_text = torch.zeros(vocab_size, dtype=torch.bool)
+        in_text[self.tokens] = True
+        in_text[drafts] = True
+        return in_text, counts
 
 
-def choose(rows: list[Row], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
-    """Draw the next tokens of every row: one, and one more for each draft that turns out to be what was drawn.
+@torch.no_grad()
+def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
+    """Sample the next tokens of every sequence: one, and one more for each draft that equals the sampled token.
 
-    A draft never decides anything: at each place a token is drawn from the model's own distribution by the number
-    that belongs to the place, and a draft that equals it only means that the next place's logits are known already.
-    So speculation gives the very tokens that plain decoding gives, greedy or sampled.
+    A draft never decides anything: every position is sampled from the model's own distribution with the random number
+    of that position, and a draft that equals the result only means that the next position's logits are available.
+    So speculation gives exactly the tokens of plain decoding, greedy or sampled.
 
     Args:
-        drafts: for each row, the tokens that were fed after its last one.
-        logits: (B, 1 + longest draft, V), after the last token and each draft.
+        drafts: for each sequence, the tokens that the model read after its last one.
+        logits: (B, 1 + longest draft, V), after the last token and after each draft.
     """
-    places = [(row, ahead) for row in range(len(rows)) for ahead in range(len(drafts[row]) + 1)]
-    at_row, at_ahead = zip(*places)
-    flat = logits[list(at_row), list(at_ahead)] if len(places) > len(rows) else logits[:, 0]  # (N, V)
-    flat = flat[:, : rows[0].vocab_size].float()  # the ids above stand for nothing
-    contexts = [(rows[row], drafts[row][:ahead]) for row, ahead in places]
-    tokens = draw_each(contexts, flat)
-    logprobs = flat.log_softmax(dim=-1)  # (N, V)
-    own = logprobs.gather(1, torch.tensor(tokens, device=flat.device)[:, None])[:, 0].tolist()
-    drawn: list[list[SampledToken]] = [[] for _ in rows]
-    for place, (row, ahead) in enumerate(places):
-        if ahead and drawn[row][-1].token != drafts[row][ahead - 1]:
-            continue
-        if len(drawn[row]) == ahead:  # every draft before it was drawn
-            top = top_logprobs(logprobs[place], rows[row].params.logprobs)
-            drawn[row].append(SampledToken(tokens[place], own[place], top))
-    return drawn
+    rows = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]  # N
+    if len(rows) > len(sequences):
+        indices, offsets = zip(*rows)
+        logits = logits[list(indices), list(offsets)]  # (N, V)
+    else:
+        logits = logits[:, 0]
+    logits = logits[:, : sequences[0].vocab_size].float()  # ids above the tokenizer's are padding
+    tokens = sample_tokens([(sequences[index], drafts[index][:offset]) for index, offset in rows], logits)
+    logprobs = logits.log_softmax(dim=-1)  # (N, V)
+    token_logprobs = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    sampled: list[list[SampledToken]] = [[] for _ in sequences]
+    for row, (index, offset) in enumerate(rows):
+        if [one.token for one in sampled[index]] == drafts[index][:offset]:
+            top = top_logprobs(logprobs[row], sequences[index].params.logprobs)
+            sampled[index].append(SampledToken(tokens[row], token_logprobs[row], top))
+    return sampled
 
 
-def draw_each(contexts: list[tuple[Row, list[int]]], logits: Tensor) -> list[int]:
-    """A token for each of logits (N, V), where each belongs to a row after some drafts."""
-    settings: dict[SamplingParams, list[int]] = {}
-    for place, (row, _) in enumerate(contexts):
-        settings.setdefault(row.sampling_key, []).append(place)
-    uniforms = torch.tensor([row.uniform(len(drafts)) for row, drafts in contexts], dtype=torch.float64)
+def sample_tokens(contexts: list[tuple[Sequence, list[int]]], logits: Tensor) -> list[int]:
+    """Sample one token per row of logits (N, V); contexts: the row's sequence and the drafts that follow it."""
+    groups: dict[SamplingParams, list[int]] = {}
+    for row, (sequence, _) in enumerate(contexts):
+        groups.setdefault(sequence.sampling_key, []).append(row)
+    uniforms = torch.tensor([sequence.uniform(len(drafts)) for sequence, drafts in contexts], dtype=torch.float64)
     tokens = [0] * len(contexts)
-    for params, group in settings.items():
-        seen = counts = None
-        if _penalised(params):
-            both = zip(*(contexts[place][0].context(contexts[place][1], logits.shape[1]) for place in group))
-            seen, counts = (torch.stack(tensors).to(logits.device) for tensors in both)
-        chosen = logits if len(group) == len(contexts) else logits[group]
-        drawn = sample(chosen, params, uniforms[group], seen, counts)
-        for place, token in zip(group, drawn.tolist()):
-            tokens[place] = token
+    for params, rows in groups.items():
+        in_text = counts = None
+        if _has_penalties(params):
+            inputs = [contexts[row][0].penalty_inputs(contexts[row][1], logits.shape[1]) for row in rows]
+            in_text, counts = (torch.stack(tensors).to(logits.device) for tensors in zip(*inputs))
+        group_logits = logits if len(rows) == len(contexts) else logits[rows]
+        for row, token in zip(rows, sample(group_logits, params, uniforms[rows], in_text, counts).tolist()):
+            tokens[row] = token
     return tokens
 
 
-def top_logprobs(logprobs: Tensor, count: int) -> dict[int, float]:
-    """The `count` likeliest tokens of (V,) and their log-probabilities, the likeliest first."""
-    if not count:
+def top_logprobs(logprobs: Tensor, n: int) -> dict[int, float]:
+    """The n likeliest tokens of (V,) and their log-probabilities, the likeliest first."""
+    if not n:
         return {}
-    values, tokens = logprobs.topk(min(count, len(logprobs)))
+    values, tokens = logprobs.topk(min(n, len(logprobs)))
     return dict(zip(tokens.tolist(), values.tolist()))
 
 
-def _penalised(params: SamplingParams) -> bool:
+def _has_penalties(params: SamplingParams) -> bool:
     return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)

@@ -1,4 +1,7 @@
-"""Guesses at the next tokens, so that one pass of the model may confirm several; they never change what is drawn."""
+"""Speculative decoding: drafts of the next tokens, so that one pass of the model may confirm several.
+
+Drafts never change the text (see sequence.sample_next).
+"""
 
 from __future__ import annotations
 
@@ -6,123 +9,134 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from thinker.generation.sequence import Row, draw_each
+from thinker.generation.sequence import Sequence, sample_tokens
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.patterns import Linear
 from thinker.runtime.errors import UserError
 
-NGRAMS = (4, 3, 2, 1)  # tokens at the end of the text that must have stood together before, the longest match first
+NGRAM_SIZES = (4, 3, 2, 1)  # tokens at the end of the text to find earlier in it, the longest match first
 
 
 class PromptLookup:
-    """Proposes what followed the last time the text ended as it does now (Saxena 2023, "prompt lookup decoding").
+    """Drafts what followed the last earlier occurrence of the text's ending (Saxena 2023, "prompt lookup decoding").
 
-    Costs no second model; pays where a text repeats itself: code, names, quotations, lists. A row's drafts grow while
-    they are accepted and shrink when they are not.
+    Needs no second model; pays off where a text repeats itself: code, names, quotations, lists. The drafts of a
+    sequence grow while they are accepted and shrink when they are not.
     """
 
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.rows: dict[int, _Index] = {}
+    def __init__(self, max_len: int) -> None:
+        self.max_len = max_len
+        self.indexes: dict[int, _NgramIndex] = {}
 
-    def propose(self, rows: list[Row]) -> list[list[int]]:
-        """For each row up to `length` tokens, perhaps none."""
-        return [self.rows.setdefault(row.index, _Index(self.length)).propose(row) for row in rows]
+    def propose(self, sequences: list[Sequence]) -> list[list[int]]:
+        """Up to `max_len` tokens per sequence, perhaps none."""
+        return [self.indexes.setdefault(one.index, _NgramIndex(self.max_len)).propose(one) for one in sequences]
 
-    def select(self, kept: list[int]) -> None:
-        """Nothing to do: what is known of a row goes by its index."""
+    def select(self, indices: list[int]) -> None:
+        """Do nothing: the n-grams of a sequence are stored by its index."""
 
 
-class _Index:
-    """Where each n-gram of one text was last followed by something, and from which token on."""
+class _NgramIndex:
+    """What followed the last occurrence of each n-gram of one text."""
 
-    def __init__(self, longest: int) -> None:
-        self.after: dict[tuple[int, ...], int] = {}
-        self.indexed = 0  # tokens whose n-grams are in `after`
-        self.longest = self.length = longest
-        self.guess: list[int] = []
-        self.guess_at = 0
+    def __init__(self, max_len: int) -> None:
+        self.next_position: dict[tuple[int, ...], int] = {}  # n-gram: position of the token after it
+        self.n_indexed = 0  # tokens whose n-grams are in the index
+        self.max_len = self.length = max_len  # length: of the next draft
+        self.draft: list[int] = []
+        self.draft_start = 0
 
-    def propose(self, row: Row) -> list[int]:
-        tokens = row.tokens
-        if self.guess:
-            came = tokens[self.guess_at :]
-            right = next(
-                (i for i, (a, b) in enumerate(zip(self.guess, came)) if a != b), min(len(self.guess), len(came))
-            )
-            self.length = min(2 * self.length, self.longest) if right == len(self.guess) else right + 1
-        for end in range(self.indexed, len(tokens) - 1):  # the last token is followed by nothing yet
-            for n in NGRAMS:
+    def propose(self, sequence: Sequence) -> list[int]:
+        tokens = sequence.tokens
+        if self.draft:
+            n_accepted = 0
+            for drafted, token in zip(self.draft, tokens[self.draft_start :]):
+                if drafted != token:
+                    break
+                n_accepted += 1
+            all_accepted = n_accepted == len(self.draft)
+            self.length = min(2 * self.length, self.max_len) if all_accepted else n_accepted + 1
+        for end in range(self.n_indexed, len(tokens) - 1):  # nothing follows the last token yet
+            for n in NGRAM_SIZES:
                 if end + 1 >= n:
-                    self.after[tuple(tokens[end + 1 - n : end + 1])] = end + 1
-        self.indexed = max(0, len(tokens) - 1)
-        start = next((self.after[key] for n in NGRAMS if (key := tuple(tokens[-n:])) in self.after), None)
-        length = min(self.length, row.limit - 1)
-        self.guess = [] if start is None or length < 1 else tokens[start : start + length]
-        self.guess_at = len(tokens)
-        return self.guess
+                    self.next_position[tuple(tokens[end + 1 - n : end + 1])] = end + 1
+        self.n_indexed = max(0, len(tokens) - 1)
+        length = min(self.length, sequence.n_remaining - 1)
+        self.draft, self.draft_start = [], len(tokens)
+        for n in NGRAM_SIZES:
+            start = self.next_position.get(tuple(tokens[-n:]))
+            if start is not None:
+                self.draft = tokens[start : start + max(0, length)]
+                break
+        return self.draft
 
 
 class DraftModel:
-    """Proposes what a smaller model would draw, by the same numbers (Leviathan et al. 2023, arXiv:2211.17192).
+    """Drafts what a smaller model would sample (Leviathan et al. 2023, arXiv:2211.17192).
 
-    Where the two models agree, so do the draws: each place's number in [0, 1) is shared.
+    Both models sample a position with the same random number, so they agree whenever their distributions do.
     """
 
-    def __init__(self, model: Thinker, length: int, prefill: Callable[[Thinker, list[Row], int], KVCache]) -> None:
-        self.model, self.length, self.prefill = model, length, prefill
+    def __init__(self, model: Thinker, max_len: int, prefill: Callable[..., tuple[KVCache, Tensor]]) -> None:
+        # prefill(model, sequences, slack) returns a cache that holds the sequences, and the logits after them.
+        self.model, self.max_len, self.prefill = model, max_len, prefill
         self.cache: KVCache | None = None
 
-    def propose(self, rows: list[Row]) -> list[list[int]]:
-        """For each row `length` tokens, fewer near its limit."""
-        drafts: list[list[int]] = [[] for _ in rows]
-        longest = min(self.length, room(self.model.config, rows), max(row.limit - 1 for row in rows))
-        if longest < 1:
+    def propose(self, sequences: list[Sequence]) -> list[list[int]]:
+        """`max_len` tokens per sequence, fewer near its end."""
+        drafts: list[list[int]] = [[] for _ in sequences]
+        n_remaining = max(sequence.n_remaining for sequence in sequences)
+        length = min(self.max_len, max_draft_len(self.model.config, sequences), n_remaining - 1)
+        if length < 1:
             return drafts
         if self.cache is None:
-            self.cache = self.prefill(self.model, rows, self.length)
+            self.cache, _ = self.prefill(self.model, sequences, self.max_len)
         cache = self.cache
-        cache.truncate([min(known, len(row.tokens) - 1) for known, row in zip(cache.lengths, rows)])
-        waiting = [row.tokens[known:] for row, known in zip(rows, cache.lengths)]
-        for _ in range(longest):
-            width = max(map(len, waiting))
-            batch = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in waiting])
+        cache.truncate([min(n, len(sequence.tokens) - 1) for n, sequence in zip(cache.lengths, sequences)])
+        unread = [sequence.tokens[n:] for sequence, n in zip(sequences, cache.lengths)]
+        for _ in range(length):
+            width = max(map(len, unread))
+            batch = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in unread])
             logits = self.model(batch.to(self.model.device), cache=cache)  # (B, width, V)
-            cache.truncate([length - width + len(tokens) for length, tokens in zip(cache.lengths, waiting)])
-            last = logits[range(len(rows)), [len(tokens) - 1 for tokens in waiting]].float()  # (B, V)
-            last[:, rows[0].vocab_size :] = -torch.inf
-            drawn = draw_each(list(zip(rows, drafts)), last)
-            for draft, token in zip(drafts, drawn):
+            cache.truncate([n - width + len(tokens) for n, tokens in zip(cache.lengths, unread)])
+            last = logits[range(len(sequences)), [len(tokens) - 1 for tokens in unread]].float()  # (B, V)
+            last[:, sequences[0].vocab_size :] = -torch.inf
+            sampled = sample_tokens(list(zip(sequences, drafts)), last)
+            for draft, token in zip(drafts, sampled):
                 draft.append(token)
-            waiting = [[token] for token in drawn]
-        return [draft[: max(0, row.limit - 1)] for row, draft in zip(rows, drafts)]
+            unread = [[token] for token in sampled]
+        return [draft[: max(0, sequence.n_remaining - 1)] for sequence, draft in zip(sequences, drafts)]
 
-    def select(self, kept: list[int]) -> None:
-        """Keep these rows only."""
+    def select(self, indices: list[int]) -> None:
+        """Keep only the sequences at these indices of the batch."""
         if self.cache is not None:
-            self.cache.select(kept)
+            self.cache.select(indices)
 
 
-def room(config: ThinkerConfig, rows: list[Row]) -> float:
-    """How many drafts may follow the longest text, whose width all are padded to: any number, unless positions end."""
-    ends = config.positions == "learned" or config.max_cached_len < config.max_seq_len
-    return config.max_cached_len - max(len(row.tokens) for row in rows) if ends else math.inf
+def max_draft_len(config: ThinkerConfig, sequences: list[Sequence]) -> float:
+    """How many drafts fit after the longest sequence, to whose length all are padded; inf if positions never end."""
+    if config.positions == "learned" or config.max_cached_len < config.max_seq_len:
+        return config.max_cached_len - max(len(sequence.tokens) for sequence in sequences)
+    return math.inf
 
 
-def check_draft_model(model: Thinker, draft: Thinker, endless: bool) -> None:
-    """Raises UserError where a draft model cannot propose for a model, whose texts may have no end."""
+def check_draft_model(model: Thinker, draft: Thinker, is_unbounded: bool) -> None:
+    """Raise UserError if a draft model cannot draft for `model`; is_unbounded: its texts may have any length."""
     if draft.config.vocab_size != model.config.vocab_size:
         raise UserError(
             f"the draft model has {draft.config.vocab_size} token ids and the model {model.config.vocab_size}; "
             "both must share one tokenizer"
         )
     if any(isinstance(layer, Linear) for layer in draft.config.patterns):
-        raise UserError("a draft model takes back what it proposed, and the sums of a linear layer forget nothing")
+        raise UserError("a draft model must drop rejected drafts, and a linear layer's state cannot be rolled back")
     if draft.config.prefix > model.config.prefix:
-        raise UserError(f"the draft model reads its first {draft.config.prefix} tokens both ways, more than the model")
-    if not draft.config.is_unbounded and (endless or draft.config.max_cached_len < model.config.max_cached_len):
         raise UserError(
-            f"the draft model's context is {draft.config.max_cached_len} tokens, shorter than the model's "
-            f"{'texts, which have no end' if endless else model.config.max_cached_len}"
+            f"the draft model's bidirectional prefix of {draft.config.prefix} tokens is longer than the model's"
+        )
+    if not draft.config.is_unbounded and (is_unbounded or draft.config.max_cached_len < model.config.max_cached_len):
+        context = "texts, which have no end" if is_unbounded else model.config.max_cached_len
+        raise UserError(
+            f"the draft model's context is {draft.config.max_cached_len} tokens, shorter than the model's {context}"
         )

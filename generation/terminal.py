@@ -1,4 +1,4 @@
-"""What a person sees of sampling: texts as they are made, scores, and a conversation."""
+"""What generate.py prints: samples as they are generated, scores, and an interactive session."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import json
 import signal
 import sys
 import time
-from typing import Any
 
 from thinker.generation.conversation import Conversation
-from thinker.generation.engine import Generator, Score
+from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion
+from thinker.generation.sequence import Completion, Score
 from thinker.runtime.errors import UserError, did_you_mean
 
-HELP = r"""Whatever you type is added to the text, and the model goes on from there; an empty line: it just goes on.
-\n in what you type is a new line. Ctrl-C ends the model's turn and keeps what it said.
-/undo             take back the last turn
-/reset            begin a new text
-/show             the text so far
-/set NAME VALUE   such as /set temperature 0.5; /set alone shows all settings
-/quit             leave (so does Ctrl-D); a line that begins with // is text that begins with /"""
+HELP = r"""Whatever you type is appended to the text, and the model continues it; an empty line: it just continues.
+\n in what you type is a line break. Ctrl-C ends the model's turn and keeps what it wrote.
+/undo             remove the last turn
+/reset            start a new text
+/show             print the text so far
+/set NAME VALUE   such as /set temperature 0.5; /set alone lists all settings
+/quit             leave (so does Ctrl-D); start a line with // to write a text that starts with /"""
+COMMANDS = ("/undo", "/reset", "/show", "/set", "/help", "/quit")
 
 
-def say(text: str, end: str = "") -> None:
-    """To standard output, at once."""
+def print_text(text: str, end: str = "") -> None:
+    """Print to standard output and flush."""
     print(text, end=end, flush=True)
 
 
-def note(text: str) -> None:
-    """To standard error."""
+def log(text: str) -> None:
+    """Print a line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -39,78 +39,85 @@ def print_samples(
     generator: Generator,
     prompt: str,
     params: SamplingParams,
-    count: int,
+    n_samples: int,
     as_json: bool,
     show_logprobs: bool,
-    asked: list[int] | None = None,
+    chat_tokens: list[int] | None = None,
 ) -> None:
-    """Several continuations of one prompt, ended by a line ---; the first one as it is made, the others in its wake.
+    """Generate samples of one prompt together: stream the first one, print the others after it, separated by ---.
 
-    `asked`: the prompt's tokens where it is a message to be answered; then only the answers are shown.
+    `chat_tokens`: the tokens of a chat prompt, in place of those of `prompt`; only the answers are printed.
     """
-    completions = [Completion(prompt) for _ in range(count)]
+    completions = [Completion(prompt) for _ in range(n_samples)]
     start = time.perf_counter()
-    first = None  # seconds to the first text
+    seconds_to_first = None
+    shown_prompt = prompt if chat_tokens is None else ""
     if not as_json:
-        say("" if asked else prompt)
-    prompts = None if asked is None else [asked] * count
-    for index, piece in generator.stream_all(completions, params, prompts):
-        first = time.perf_counter() - start if first is None else first
+        print_text(shown_prompt)
+    prompt_tokens = None if chat_tokens is None else [chat_tokens] * n_samples
+    for index, piece in generator.stream_batch(completions, params, prompt_tokens):
+        if seconds_to_first is None:
+            seconds_to_first = time.perf_counter() - start
         if index == 0 and not as_json:
-            say(piece)
+            print_text(piece)
     seconds = time.perf_counter() - start
     if as_json:
         for index, completion in enumerate(completions):
             print(json.dumps({**dataclasses.asdict(completion), "seed": params.seed + index}, ensure_ascii=False))
         return
     for completion in completions[1:]:
-        say(f"\n\n---\n\n{'' if asked else prompt}{completion.text}")
-    say("\n")
+        print_text(f"\n\n---\n\n{shown_prompt}{completion.text}")
+    print_text("\n")
     for completion in completions if show_logprobs else []:
-        note_logprobs(generator, completion.token_ids, completion.logprobs, completion.top_logprobs)
-    note_summary(generator, completions, params.max_new_tokens, seconds, first)
+        for line in logprob_lines(generator, completion):
+            log(line)
+    log_summary(generator, completions, params.max_new_tokens, seconds, seconds_to_first)
 
 
-def note_summary(
-    generator: Generator, completions: list[Completion], asked: int, seconds: float, first: float | None
+def log_summary(
+    generator: Generator,
+    completions: list[Completion],
+    max_new_tokens: int,
+    seconds: float,
+    seconds_to_first: float | None,
 ) -> None:
-    """How many tokens, of those asked for, how fast, what was drafted and what was n_evicted."""
-    made = sum(len(completion.token_ids) for completion in completions)
-    text = f"{made} tokens, {made / seconds:.0f} a second"
-    if first is not None:
-        text += f", the first text after {first:.2f} s"
-    drafted = sum(completion.drafted for completion in completions)
+    """Log the number of tokens, the speed, the accepted drafts, and what ended or left the context."""
+    n_tokens = sum(len(completion.token_ids) for completion in completions)
+    text = f"{n_tokens} tokens, {n_tokens / seconds:.0f} tokens/s"
+    if seconds_to_first is not None:
+        text += f", first text after {seconds_to_first:.2f} s"
     if generator.speculate:
-        text += f"; {sum(completion.accepted for completion in completions)} of {drafted} drafted tokens were right"
-    note(text)
-    if any(one.finish_reason == "length" and len(one.token_ids) < asked for one in completions):
-        goes_on = "; --window says how much of it to remember, and goes on" if generator.can_roll else ""
-        note(f"the text ends where the model's context does, at {generator.longest} tokens{goes_on}")
-    longest = max(completions, key=lambda completion: completion.n_evicted)
-    if longest.n_evicted:
-        end = generator.sinks + longest.n_evicted
-        note(
-            f"n_evicted at the end: tokens {generator.sinks + 1} to {end} of {end + generator.window + 1}; remembered: "
+        accepted = sum(completion.accepted for completion in completions)
+        text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
+    log(text)
+    if any(one.finish_reason == "length" and len(one.token_ids) < max_new_tokens for one in completions):
+        hint = "; with --window W it continues, remembering the newest W tokens" if generator.supports_window else ""
+        log(f"the text ends where the model's context does, at {generator.context_len} tokens{hint}")
+    n_evicted = max(completion.n_evicted for completion in completions)
+    if n_evicted:
+        end = generator.sinks + n_evicted
+        log(
+            f"evicted at the end: tokens {generator.sinks + 1} to {end} of {end + generator.window + 1}; remembered: "
             f"the first {generator.sinks} and the newest {generator.window}"
         )
 
 
-def note_logprobs(
-    generator: Generator, tokens: list[int], logprobs: list[float], top: list[dict[int, float]], write: Any = note
-) -> None:
-    """A line a token: its log-probability in nats, itself, and the likeliest in its place."""
+def logprob_lines(generator: Generator, tokens: Completion | Score) -> list[str]:
+    """One line per token: its log-probability in nats, its text, and the likeliest tokens at its position."""
 
-    def shown(token: int) -> str:
+    def quote(token: int) -> str:
         return json.dumps(generator.tokenizer.decode([token]) or f"<{token}>", ensure_ascii=False)
 
-    for place, (token, logprob) in enumerate(zip(tokens, logprobs)):
-        others = "  ".join(f"{shown(other)} {value:.3f}" for other, value in (top[place] if top else {}).items())
-        write(f"{logprob:9.4f}  {shown(token):<16} {others}".rstrip())
+    lines = []
+    top_logprobs = tokens.top_logprobs or [{} for _ in tokens.token_ids]
+    for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, top_logprobs):
+        others = "  ".join(f"{quote(other)} {value:.3f}" for other, value in top.items())
+        lines.append(f"{logprob:9.4f}  {quote(token):<16} {others}".rstrip())
+    return lines
 
 
-def print_score(generator: Generator, text: str, top: int | None, as_json: bool, exact: Score | None) -> None:
-    """How likely a text is; `top`: also a line a token. `exact` is the score in full precision, to compare with."""
-    score = generator.score(text, top or 0)
+def print_score(generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool) -> None:
+    """Print how likely a text is. `exact`: the score of the fp32 model, to compare an int8 model with."""
     numbers = {
         "tokens": len(score.token_ids),
         "bytes": score.n_bytes,
@@ -122,114 +129,114 @@ def print_score(generator: Generator, text: str, top: int | None, as_json: bool,
         numbers["bits_per_byte_fp32"] = exact.bits_per_byte
         numbers["cost_of_int8"] = score.bits_per_byte / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
     if as_json:
-        each = {"token_ids": score.token_ids, "logprobs": score.logprobs, "top_logprobs": score.top_logprobs}
-        print(json.dumps({**numbers, **each}, ensure_ascii=False))
+        tokens = {"token_ids": score.token_ids, "logprobs": score.logprobs, "top_logprobs": score.top_logprobs}
+        print(json.dumps({**numbers, **tokens}, ensure_ascii=False))
         return
-    if top is not None:
-        note_logprobs(generator, score.token_ids, score.logprobs, score.top_logprobs, print)
+    if show_logprobs:
+        print("".join(f"{line}\n" for line in logprob_lines(generator, score)), end="")
     print(
         f"{numbers['tokens']} tokens, {numbers['bytes']} bytes: {numbers['nats']:.4f} nats in all, "
-        f"{numbers['nats_per_token']:.4f} nats a token, {numbers['bits_per_byte']:.4f} bits a byte"
+        f"{numbers['nats_per_token']:.4f} nats per token, {numbers['bits_per_byte']:.4f} bits per byte"
     )
     if exact is not None:
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits a byte; int8 costs {100 * numbers['cost_of_int8']:+.3f} %")
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; int8 costs {100 * numbers['cost_of_int8']:+.3f} %")
 
 
-def converse(generator: Generator, prompt: str, params: SamplingParams) -> None:
-    """A text written in turns, until the person leaves."""
+def run_interactive(generator: Generator, prompt: str, params: SamplingParams) -> None:
+    """Write a text in turns with the user until they leave."""
     conversation = Conversation(generator)
-    is_person = sys.stdin.isatty()
-    if is_person:
-        with contextlib.suppress(ImportError):  # not on every platform; input() works without
-            import readline  # noqa: F401  (gives input() a history and a line that can be edited)
-        note("Type the beginning of a text; /help says what else there is.")
-    ctrl_c = _CtrlC()
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):  # missing on some platforms; input() works without it
+            import readline  # noqa: F401  (gives input() a history and line editing)
+        log("Type the beginning of a text; /help lists the commands.")
+    interrupt = _InterruptHandler()
     if prompt:
-        say(prompt)
-        _turn(conversation, prompt, params, ctrl_c)
-    while (line := _ask(is_person, ctrl_c)) is not None:
+        print_text(prompt)
+        _print_reply(conversation, prompt, params, interrupt)
+    while (line := _read_line(is_terminal, interrupt)) is not None:
         try:
             if not line.startswith("/") or line.startswith("//"):
-                _turn(conversation, line.replace("//", "/", 1).replace("\\n", "\n"), params, ctrl_c)
+                _print_reply(conversation, line.replace("//", "/", 1).replace("\\n", "\n"), params, interrupt)
             elif line.split()[0] == "/quit":
                 return
             else:
-                params = _command(conversation, line.split(), params)
+                params = _run_command(conversation, line.split(), params)
         except UserError as error:
-            note(f"error: {error}")
+            log(f"error: {error}")
 
 
-class _CtrlC:
-    """Ctrl-C, however often it is pressed, ends the model's turn or the line that is typed, not the conversation."""
+class _InterruptHandler:
+    """Ctrl-C, however often pressed, ends the model's turn or the line being typed, but not the session."""
 
     def __init__(self) -> None:
-        self.is_asking = False  # only then it raises: anywhere else an exception could fall between two lines of ours
+        self.is_reading = False  # raises only then: elsewhere an exception could fall between two lines of our code
         self.pressed = False
-        signal.signal(signal.SIGINT, self._press)
+        signal.signal(signal.SIGINT, self._handle)
 
-    def _press(self, number: int, frame: object) -> None:
+    def _handle(self, number: int, frame: object) -> None:
         self.pressed = True
-        if self.is_asking:
+        if self.is_reading:
             raise KeyboardInterrupt
 
 
-def _ask(is_person: bool, ctrl_c: _CtrlC) -> str | None:
-    """A line; None at the end of input."""
+def _read_line(is_terminal: bool, interrupt: _InterruptHandler) -> str | None:
+    """Read a line; None at the end of input."""
     while True:
         try:
             try:
-                ctrl_c.is_asking = True
-                return input("> " if is_person else "")
+                interrupt.is_reading = True
+                return input("> " if is_terminal else "")
             finally:
-                ctrl_c.is_asking = False
+                interrupt.is_reading = False
         except EOFError:
-            if is_person:
-                note("")
+            if is_terminal:
+                log("")
             return None
-        except (KeyboardInterrupt, SystemError):  # the second from input(), interrupted again meanwhile
-            note("\n(Ctrl-D or /quit leaves)")
+        except (KeyboardInterrupt, SystemError):  # input() raises SystemError if it is interrupted twice
+            log("\n(Ctrl-D or /quit leaves)")
 
 
-def _turn(conversation: Conversation, text: str, params: SamplingParams, ctrl_c: _CtrlC) -> None:
-    params = dataclasses.replace(params, seed=params.seed + len(conversation.turns))
-    ctrl_c.pressed = False
-    with contextlib.closing(conversation.say(text, params)) as pieces:
+def _print_reply(conversation: Conversation, text: str, params: SamplingParams, interrupt: _InterruptHandler) -> None:
+    params = dataclasses.replace(params, seed=params.seed + len(conversation.turn_starts))
+    interrupt.pressed = False
+    with contextlib.closing(conversation.reply(text, params)) as pieces:
         for piece in pieces:
-            say(piece)
-            if ctrl_c.pressed:
-                note("\n(interrupted)")
+            print_text(piece)
+            if interrupt.pressed:
+                log("\n(interrupted)")
                 return
-    say("\n")
+    print_text("\n")
 
 
-def _command(conversation: Conversation, words: list[str], params: SamplingParams) -> SamplingParams:
-    """Do what a line that begins with / says; returns the settings from now on."""
+def _run_command(conversation: Conversation, words: list[str], params: SamplingParams) -> SamplingParams:
+    """Run a /command; returns the sampling parameters to use from now on."""
     name, *rest = words
     if name == "/help":
-        note(HELP)
+        log(HELP)
     elif name == "/undo":
-        note("taken back" if conversation.undo() else "there is no turn to take back")
+        log("removed" if conversation.undo() else "there is no turn to remove")
     elif name == "/reset":
         conversation.reset()
-        note("a new text")
+        log("a new text")
     elif name == "/show":
-        say(conversation.text, "\n")
+        print_text(conversation.text, "\n")
     elif name == "/set" and len(rest) == 2:
-        params = _set(params, rest[0].replace("-", "_"), rest[1])
-        note(f"{rest[0]} is {getattr(params, rest[0].replace('-', '_'))}")
+        field = rest[0].replace("-", "_")
+        params = _set_param(params, field, rest[1])
+        log(f"{rest[0]} is {getattr(params, field)}")
     elif name == "/set" and not rest:
-        for field in dataclasses.fields(params):
-            note(f"{field.name} {getattr(params, field.name)}")
+        for field, value in dataclasses.asdict(params).items():
+            log(f"{field} {value}")
     else:
-        commands = ["/undo", "/reset", "/show", "/set", "/help", "/quit"]
-        raise UserError(f"{' '.join(words)} is no command, /help lists them{did_you_mean(name, commands)}")
+        raise UserError(f"{' '.join(words)} is not a command; /help lists them{did_you_mean(name, COMMANDS)}")
     return params
 
 
-def _set(params: SamplingParams, name: str, value: str) -> SamplingParams:
+def _set_param(params: SamplingParams, name: str, value: str) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(params)]
     if name not in names:
-        raise UserError(f"there is no setting {name}{did_you_mean(name, names)}; /set alone shows all")
+        raise UserError(f"there is no setting {name}{did_you_mean(name, names)}; /set alone lists all")
     if name == "stop":
         return dataclasses.replace(params, stop=(value.replace("\\n", "\n"),))
     if value.lower() == "none":

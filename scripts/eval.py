@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from thinker.generate import Parser
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 
 FOR_TASKS = ("include", "shots", "limit")
@@ -17,7 +17,9 @@ MOST_TOKENS = 200_000
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description="Loss, perplexity and bits per byte on a text, with intervals; tasks; long texts.")
+    parser = ArgumentParser(
+        description="Loss, perplexity and bits per byte on a text, with intervals; tasks; long texts."
+    )
     parser.add_argument("run", metavar="PATH", help="a run directory, a checkpoint in it, or a Hugging Face folder")
     group = parser.add_argument_group("what is read")
     sources = ["tales", "pysource", "text", "jsonl", "parquet"]
@@ -55,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def check_together(arguments: argparse.Namespace, parser: Parser) -> None:
+def check_together(arguments: argparse.Namespace, parser: ArgumentParser) -> None:
     """Refuse what contradicts itself, or would not be read."""
     if arguments.long and arguments.tasks is not None:
         raise UserError("--long and --tasks contradict each other; leave one out")

@@ -6,13 +6,15 @@ import argparse
 import os
 from pathlib import Path
 
-from thinker.generate import Parser
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description="Write a GGUF file, read it back, and compare with llama.cpp where it is installed.")
+    parser = ArgumentParser(
+        description="Write a GGUF file, read it back, and compare with llama.cpp where it is installed."
+    )
     parser.add_argument("path", metavar="RUN", help="a run directory, a checkpoint in it, or a Hugging Face folder")
     parser.add_argument("out", metavar="OUT", type=Path, help="the file to be made, such as model.gguf")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")

@@ -7,13 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
-from thinker.generate import Parser
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description="Write a folder that transformers loads, and check that it computes the same.")
+    parser = ArgumentParser(description="Write a folder that transformers loads, and check that it computes the same.")
     parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/quickstart, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to be made")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")

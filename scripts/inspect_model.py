@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from thinker.generate import Parser
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 
 COMMANDS = {
@@ -45,7 +45,7 @@ VIEWS = {"attribute": "attribution", "lens": "lens"}  # where a page about anoth
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     listed = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
-    parser = Parser(
+    parser = ArgumentParser(
         description=f"What a model does with a text, from the inside.\n\ncommands:\n{listed}",
         epilog='example: %(prog)s runs/quickstart attribute --prompt "Once upon a" --png why.png',
         formatter_class=argparse.RawDescriptionHelpFormatter,

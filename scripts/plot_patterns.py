@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
+from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
-
-
-class Parser(argparse.ArgumentParser):
-    """A flag that does not fit is a user's mistake like any other: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises UserError."""
-        raise UserError(f"{message}; --help lists what there is")
 
 
 def main() -> int:
     """Draw into a file or in the terminal. Returns the exit status."""
-    parser = Parser(description="Draws who may look at whom: a row for each query, a column for each key.")
+    parser = ArgumentParser(description="Draws who may look at whom: a row for each query, a column for each key.")
     parser.add_argument(
         "patterns", nargs="*", metavar="PATTERN", help='such as "window(8) | global(2)" (default: one of each kind)'
     )

@@ -20,7 +20,7 @@ from thinker.data.prefetch import Prefetcher
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.loss import Evaluation, Evaluator
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.engine import check_length
+from thinker.generation.engine import check_prompt_length
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
@@ -105,7 +105,7 @@ class Trainer:
         self.train_step = TrainingStep(self.model, config, dist=dist)
         if train.sample_every:
             prompt = [0, *self.corpus.tokenizer.encode(train.sample_prompt)]
-            check_length(prompt, model_config, model_config.max_cached_len)
+            check_prompt_length(prompt, model_config, model_config.max_cached_len)
         self.run.create()
         self.run.lock()
         if dist.is_main and folder is None and checkpoint.list_checkpoints(self.run.checkpoints):

@@ -75,7 +75,7 @@ def test_a_text_without_end_where_memory_is_bounded(trained):
 def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
     name, folder = trained
     if name == "mixed":
-        with pytest.raises(UserError, match="the sums of a linear layer forget nothing"):
+        with pytest.raises(UserError, match="a linear layer's state cannot be rolled back"):
             said(folder, speculate=4)
     else:
         assert [one.token_ids for one in said(folder, speculate=4)] == [one.token_ids for one in said(folder)]
@@ -83,13 +83,15 @@ def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
 
 def test_what_a_form_cannot_is_refused(trained):
     name, folder = trained
-    with pytest.raises(UserError, match="this model has its own"):
+    with pytest.raises(UserError, match="window needs a model with full attention"):
         said(folder, window=8)
     with pytest.raises(UserError, match="full attention, RoPE and plain scores"):
         said(folder, compile=True)
     model, tokenizer = load(folder)
     if name == "prefix":
-        with pytest.raises(UserError, match="the prompt has 1 tokens; the model reads its first 5 both ways"):
+        with pytest.raises(
+            UserError, match="the prompt has 1 tokens; the model's bidirectional prefix needs at least 5"
+        ):
             Generator(model, tokenizer).generate([""])
     else:
         assert Generator(model, tokenizer).generate([""])[0].prompt_tokens == 1

@@ -125,13 +125,16 @@ def test_a_reader_that_leaves(tiny_run):
         (["--speculate", "65"], "speculate is 65"),
         (["--speculate", "2", "--window", "8"], "a window does not go with speculate"),
         (["--draft", "x"], "--draft needs --speculate"),
-        (["--no-cache", "--speculate", "2"], "speculate works on the cache"),
+        (["--no-cache", "--speculate", "2"], "speculate needs the cache"),
         (["--score", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--score", "x", "--top-k", "5"], "--top-k does not go with --score"),
         (["--score", "x", "--greedy"], "--greedy does not go with --score"),
         (["--score", "x", "--prompt", "y"], "--prompt does not go with --score"),
+        (["--interactive", "--score", "x"], "not allowed with argument --interactive"),
+        (["--greedy", "--temperature", "1"], "not allowed with argument --greedy"),
+        (["--interactive", "--prompt-file", "-"], "both read standard input"),
         (["--interactive", "--json"], "--json does not go with --interactive"),
-        (["--prompt", "a", "--prompt-file", "b"], "contradict each other"),
+        (["--prompt", "a", "--prompt-file", "b"], "not allowed with argument --prompt"),
         (["--prompt-file", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--prompt", b"\xff\xfe"], "--prompt is not UTF-8"),
         (["--max-new-tokens", "many"], "invalid int value"),
@@ -190,7 +193,7 @@ def test_faster_ways_give_the_same_text(tiny_run):
     plain = run_script(*common)
     drafted = run_script(*common, "--speculate", "4")
     assert drafted.stdout == plain.stdout
-    assert "drafted tokens were right" in drafted.stderr
+    assert "drafted tokens accepted" in drafted.stderr
     assert run_script(*common, "--speculate", "3", "--draft", tiny_run).stdout == plain.stdout
     assert "seed 2, fp32 on cpu" in plain.stderr
     int8 = run_script(*common, "--int8")
@@ -207,7 +210,7 @@ def test_a_window_goes_beyond_the_context_and_says_what_it_forgets(tiny_run):
     assert row["n_evicted"] == row["prompt_tokens"] + 50 - 1 - 14 > 100
     said = run_script(GENERATE, tiny_run, "--window", "12", "--sinks", "2", "--max-new-tokens", "40", "--seed", "1")
     if len(said.stdout) > 100:
-        assert "n_evicted at the end: tokens 3 to" in said.stderr
+        assert "evicted at the end: tokens 3 to" in said.stderr
 
 
 def test_scores_and_logprobs_agree(tiny_run, tmp_path):
@@ -222,7 +225,7 @@ def test_scores_and_logprobs_agree(tiny_run, tmp_path):
     *tokens, summary, cost = shown.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
-    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits a byte; int8 costs ")
+    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; int8 costs ")
     table = run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--logprobs", "1").stderr.splitlines()
     assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(row["logprobs"], abs=1e-4)
 
@@ -248,9 +251,9 @@ def test_a_conversation_by_pipe(tiny_run):
     said = done.stderr.splitlines()
     assert said[1:] == [
         "temperature is 0",
-        "taken back",
+        "removed",
         "error: top_p is 3; it must be a number in (0, 1]",
-        "error: /undu is no command, /help lists them; did you mean /undo?",
+        "error: /undu is not a command; /help lists them; did you mean /undo?",
     ]
     assert "\nLine 1: the" in done.stdout  # what /show shows
 
@@ -298,7 +301,7 @@ def test_a_conversation_at_a_terminal_survives_an_interruption(tiny_run):
 
     repeat(press, b"(interrupted)")
     repeat(press, b"(Ctrl-D or /quit leaves)")
-    repeat(lambda: os.write(here, b"/undo\n"), b"taken back")
+    repeat(lambda: os.write(here, b"/undo\n"), b"removed")
     repeat(press, b"(Ctrl-D or /quit leaves)")
     repeat(lambda: os.write(here, b"/show\n"), b"/show\r\n")
     os.write(here, b"/quit\n")

@@ -45,7 +45,7 @@ def test_drafts_of_models_that_cannot_are_refused():
         (make("window(8)"), make(), "have no end"),
         (make("window(8)"), make("window(8)", positions="learned"), "have no end"),
         (make(), make(rope_scaling={"type": "dynamic", "factor": 2, "original_max_seq_len": 20}), "context is 20"),
-        (make(), make("prefix(9)"), "both ways"),
+        (make(), make("prefix(9)"), "bidirectional prefix of 9"),
     ]:
         with pytest.raises(UserError, match=says):
             Generator(main, TOKENIZER, speculate=2, draft=draft)
@@ -67,12 +67,12 @@ def test_what_is_read_both_ways_is_not_scored():
     tokens = torch.tensor([[TOKENIZER.bos_id, *ids]])
     with torch.no_grad():
         nats, count = model(tokens[:, :-1], targets=tokens[:, 1:])
-    score = Generator(model, TOKENIZER).score(text, top=1)
+    score = Generator(model, TOKENIZER).score(text, n_top=1)
     assert score.token_ids == ids[7:]
     assert len(score.logprobs) == len(score.top_logprobs) == count == len(ids) - 7
     assert score.n_bytes == len(ids) - 7
     assert score.nats == pytest.approx(nats.item(), rel=1e-5)
-    with pytest.raises(UserError, match="both ways"):
+    with pytest.raises(UserError, match="inside the model's bidirectional prefix"):
         Generator(model, TOKENIZER).score(text[:7])
     assert len(Generator(model, TOKENIZER).score(text[:8]).logprobs) == 1
 
@@ -87,26 +87,26 @@ def test_a_prefix_longer_than_a_pass_over_a_prompt(monkeypatch):
     monkeypatch.setattr("thinker.generation.engine.PREFILL_CHUNK", 8)
     model, prompts = make("prefix(20)"), ["abcdefg" * 4]
     assert texts(model, prompts) == texts(model, prompts, use_cache=False)
-    with pytest.raises(UserError, match="its first 20 both ways, so give as many"):
+    with pytest.raises(UserError, match="bidirectional prefix needs at least 20"):
         texts(model, ["abc"])
 
 
 def test_a_turn_taken_back_to_before_the_prefix():
     conversation = Conversation(Generator(make("prefix(8)"), TOKENIZER))
     params = SamplingParams(max_new_tokens=4, seed=1)
-    first = "".join(conversation.say("abcdefghij", params))
+    first = "".join(conversation.reply("abcdefghij", params))
     conversation.undo()
-    assert "".join(conversation.say("abcdefghij", params)) == first
+    assert "".join(conversation.reply("abcdefghij", params)) == first
 
 
 @pytest.mark.parametrize("speculate", [0, 3])
 def test_a_conversation_goes_on_beyond_a_window_as_wide_as_the_context(speculate):
     model = make("window(48)")
     conversation = Conversation(Generator(model, TOKENIZER, speculate=speculate))
-    said = "".join("".join(conversation.say(text, PARAMS)) for text in ("abc", "de", "fgh"))
+    said = "".join("".join(conversation.reply(text, PARAMS)) for text in ("abc", "de", "fgh"))
     assert len(conversation.tokens) > 96
     fresh = Conversation(Generator(model, TOKENIZER))
-    assert "".join("".join(fresh.say(text, PARAMS)) for text in ("abc", "de", "fgh")) == said
+    assert "".join("".join(fresh.reply(text, PARAMS)) for text in ("abc", "de", "fgh")) == said
 
 
 def test_a_window_wider_than_the_context_has_an_end():

@@ -18,11 +18,11 @@ def model(random_model):
 
 
 def fresh(generator, tokens, params):
-    """What the model says after these tokens, from nothing."""
-    row = generator.new_row(0, Completion(""), params, list(tokens))
-    for _ in generator.decode([row], *generator._prefill([row])):
+    """The tokens and the model's continuation of them, without an earlier cache."""
+    completion = Completion("")
+    for _ in generator.stream_batch([completion], params, [tokens]):
         pass
-    return row.tokens
+    return tokens + completion.token_ids
 
 
 def counted(generator):
@@ -39,7 +39,7 @@ def test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(model, how):
     for text in ("Once upon", " a time", "", ", there was a fox"):
         expected = fresh(Generator(model, TOKENIZER, **how), conversation.tokens + TOKENIZER.encode(text), PARAMS)
         del passes[:]
-        pieces = list(conversation.say(text, PARAMS))
+        pieces = list(conversation.reply(text, PARAMS))
         assert conversation.tokens == expected
         assert passes[0] <= len(TOKENIZER.encode(text)) + 2
         assert "".join(pieces) == TOKENIZER.decode(expected[-6:])
@@ -49,22 +49,22 @@ def test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(model, how):
 def test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(model, how):
     generator = Generator(model, TOKENIZER, **how)
     conversation = Conversation(generator)
-    list(conversation.say("The first turn is long enough to roll.", PARAMS))
+    list(conversation.reply("The first turn is long enough to roll.", PARAMS))
     before = list(conversation.tokens)
-    pieces = conversation.say(" A turn that is not heard to its end", PARAMS)
+    pieces = conversation.reply(" A turn that is not heard to its end", PARAMS)
     next(pieces)
     pieces.close()
     assert len(before) < len(conversation.tokens) < len(before) + 36 + 6
     interrupted = list(conversation.tokens)
     expected = fresh(generator, [*interrupted, *TOKENIZER.encode("x")], PARAMS)
-    list(conversation.say("x", PARAMS))
+    list(conversation.reply("x", PARAMS))
     assert conversation.tokens == expected
     assert conversation.undo()
     assert conversation.tokens == interrupted
     assert conversation.undo()
     assert conversation.tokens == before
     expected = fresh(generator, [*before, *TOKENIZER.encode(" y")], PARAMS)
-    list(conversation.say(" y", PARAMS))
+    list(conversation.reply(" y", PARAMS))
     assert conversation.tokens == expected
     conversation.reset()
     assert (conversation.text, conversation.undo()) == ("", False)
@@ -74,7 +74,7 @@ def test_a_failure_in_the_middle_of_a_pass_is_forgotten(model, monkeypatch):
     """As when Ctrl-C comes while a layer is being computed: the cache says more than it holds."""
     generator = Generator(model, TOKENIZER)
     conversation = Conversation(generator)
-    list(conversation.say("Some text", PARAMS))
+    list(conversation.reply("Some text", PARAMS))
     head = generator.model.lm_head.forward
     calls = []
 
@@ -86,10 +86,10 @@ def test_a_failure_in_the_middle_of_a_pass_is_forgotten(model, monkeypatch):
 
     monkeypatch.setattr(generator.model.lm_head, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        list(conversation.say(" more", PARAMS))
+        list(conversation.reply(" more", PARAMS))
     monkeypatch.setattr(generator.model.lm_head, "forward", head)
     expected = fresh(generator, [*conversation.tokens, *TOKENIZER.encode(".")], PARAMS)
-    list(conversation.say(".", PARAMS))
+    list(conversation.reply(".", PARAMS))
     assert conversation.tokens == expected
 
 
@@ -97,19 +97,19 @@ def test_the_end_of_text_does_not_end_the_conversation(model):
     with torch.no_grad():
         conversation = Conversation(Generator(model, TOKENIZER))
     only_eos = SamplingParams(max_new_tokens=5, logit_bias={TOKENIZER.eos_id: 1e9})
-    assert list(conversation.say("ab", only_eos)) == []
+    assert list(conversation.reply("ab", only_eos)) == []
     assert conversation.text == "ab"
     assert conversation.tokens == [TOKENIZER.bos_id, *TOKENIZER.encode("ab")]
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(model):
     conversation = Conversation(Generator(model, TOKENIZER))
-    list(conversation.say("a" * 60, PARAMS))
+    list(conversation.reply("a" * 60, PARAMS))
     before = list(conversation.tokens)
     with pytest.raises(UserError, match="the model's context is 96"):
-        list(conversation.say("b" * 60, PARAMS))
+        list(conversation.reply("b" * 60, PARAMS))
     assert conversation.tokens == before
-    list(conversation.say("c", PARAMS))
+    list(conversation.reply("c", PARAMS))
 
 
 @pytest.mark.parametrize("attention", ["window(10) | global(2)", "linear(8)", "strided(4)"])

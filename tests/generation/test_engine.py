@@ -101,7 +101,7 @@ def test_streaming_equals_generate_and_leaves_the_model_as_it_was(model):
     assert len(pieces) > 3
     assert "".join(pieces) == generator.generate(["The"], params)[0].text
     completion = Completion("The")
-    assert "".join(generator.stream_into(completion, params)) == completion.text
+    assert "".join(piece for _, piece in generator.stream_batch([completion], params)) == completion.text
 
 
 def test_same_seed_same_text_other_seed_other_text(model):
@@ -261,9 +261,9 @@ def test_parameters_and_prompts_must_be_equally_many_and_biases_within_the_vocab
         ({"speculate": 65}, "speculate is 65.*64"),
         ({"speculate": 4, "window": 8}, "a window does not go with speculate"),
         ({"compile": True, "window": 8}, "a window does not go with compile"),
-        ({"use_cache": False, "window": 8}, "window works on the cache"),
-        ({"use_cache": False, "speculate": 2}, "speculate works on the cache"),
-        ({"use_cache": False, "compile": True}, "compile works on the cache"),
+        ({"use_cache": False, "window": 8}, "window needs the cache"),
+        ({"use_cache": False, "speculate": 2}, "speculate needs the cache"),
+        ({"use_cache": False, "compile": True}, "compile needs the cache"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(model, options, said):
@@ -342,7 +342,7 @@ def test_a_window_that_forgets_nothing_changes_nothing(model):
 def test_the_pieces_of_a_stream_are_the_tokens_decoded_up_to_stop_or_end(model, batch, options):
     (prompt, *_), (params, *_) = batch
     generator, completion = Generator(model, TOKENIZER, **options), Completion(prompt)
-    pieces = list(generator.stream_into(completion, params))
+    pieces = [piece for _, piece in generator.stream_batch([completion], params)]
     decoded = TOKENIZER.decode(completion.token_ids)
     starts = [decoded.index(stop) for stop in params.stop if stop in decoded]
     assert "".join(pieces) == completion.text == decoded[: min(starts, default=len(decoded))]

@@ -77,10 +77,10 @@ def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
 @pytest.mark.parametrize("options", [{}, {"window": 9, "sinks": 2}])
 def test_it_does_not_matter_in_which_pieces_a_text_is_read(monkeypatch, options):
     generator = Generator(small_model(24), TOKENIZER, **options)
-    whole = generator.score(TEXT, top=3)
+    whole = generator.score(TEXT, n_top=3)
     for size in (1, 2, 5, 23, 24, 25):
         monkeypatch.setattr(engine, "PREFILL_CHUNK", size)
-        pieces = generator.score(TEXT, top=3)
+        pieces = generator.score(TEXT, n_top=3)
         assert pieces.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
         assert [list(top) for top in pieces.top_logprobs] == [list(top) for top in whole.top_logprobs]
 
@@ -92,7 +92,7 @@ def test_generation_reports_the_numbers_of_scoring(options):
     prompts = ["", "Hello, é", "ab" * 10]
     params = SamplingParams(max_new_tokens=25, logit_bias=letters, presence_penalty=0.5, seed=7, logprobs=2)
     for completion in generator.generate(prompts, params):
-        score = generator.score(completion.prompt + completion.text, top=2)
+        score = generator.score(completion.prompt + completion.text, n_top=2)
         drawn = len(completion.token_ids)
         assert score.token_ids[-drawn:] == completion.token_ids
         assert score.logprobs[-drawn:] == pytest.approx(completion.logprobs, abs=1e-4)
@@ -102,7 +102,7 @@ def test_generation_reports_the_numbers_of_scoring(options):
 def test_the_likeliest_tokens_stand_at_every_place():
     model = small_model(16)
     generator = Generator(model, TOKENIZER)
-    score = generator.score(TEXT, top=4)  # over several windows
+    score = generator.score(TEXT, n_top=4)  # over several windows
     assert len(score.top_logprobs) == len(score.logprobs) == len(TEXT.encode())
     for token, logprob, top in zip(score.token_ids, score.logprobs, score.top_logprobs):
         assert len(top) == 4
@@ -114,7 +114,7 @@ def test_the_likeliest_tokens_stand_at_every_place():
         assert list(top) == tokens.tolist()
         assert list(top.values()) == pytest.approx(values.tolist(), abs=1e-4)
     assert generator.score(TEXT).top_logprobs == []
-    everything = generator.score("a", top=1000).top_logprobs[0]
+    everything = generator.score("a", n_top=1000).top_logprobs[0]
     assert sorted(everything) == list(range(TOKENIZER.vocab_size))  # the model's own ids end at 263
 
 
@@ -138,7 +138,7 @@ def test_a_certain_text_costs_nothing_and_an_uncertain_one_eight_bits_a_byte():
 
 def test_an_empty_text_has_no_tokens_and_costs_nothing():
     for options in ({}, {"window": 4}):
-        score = Generator(small_model(), TOKENIZER, **options).score("", top=3)
+        score = Generator(small_model(), TOKENIZER, **options).score("", n_top=3)
         assert score == Score([], [], [], 0)
         assert (str(score.nats), str(score.bits_per_byte)) == ("0.0", "0.0")  # and not -0.0
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.sampler import distribution
-from thinker.generation.sequence import Row, SampledToken, draw_each
-from thinker.generation.speculation import NGRAMS, DraftModel, PromptLookup
+from thinker.generation.sequence import SampledToken, Sequence, sample_tokens
+from thinker.generation.speculation import NGRAM_SIZES, DraftModel, PromptLookup
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -168,13 +168,13 @@ def test_a_text_may_end_inside_a_draft(model, drafter):
     for options in ({}, {"speculate": 6, "draft": None if drafter == "lookup" else model}):
         generator, completions = Generator(model, TOKENIZER, **options), [Completion("") for _ in range(30)]
         rows = [
-            generator.new_row(
+            generator.new_sequence(
                 index, completion, SamplingParams(12, logit_bias=few(document), seed=index), [EOS, *document * 4]
             )
             for index, completion in enumerate(completions)
         ]
         cache = generator.new_cache(generator.model, len(rows), 48 + 6)
-        logits = generator.feed(generator.model, [row.tokens for row in rows], cache)[:, None]
+        logits = generator.prefill(generator.model, [row.tokens for row in rows], cache)[:, None]
         for _ in generator.decode(rows, cache, logits):
             pass
         ends.append(completions)
@@ -272,7 +272,7 @@ class CountedList(list):
 
 def followed_before(tokens):
     """What stands behind the latest earlier place where the text's longest possible ending stood, by its definition."""
-    for n in NGRAMS:
+    for n in NGRAM_SIZES:
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[-n:]:
                 return tokens[end:]
@@ -287,7 +287,7 @@ def followed_before(tokens):
 )
 def test_prompt_lookup_proposes_what_followed_the_latest_longest_match(parts, length, limit):
     lookup, tokens = PromptLookup(length), CountedList()
-    row = Row(3, Completion(""), SamplingParams(), tokens, limit, TOKENIZER)
+    row = Sequence(3, Completion(""), SamplingParams(), tokens, limit, TOKENIZER)
     now, guess = length, []
     for part in parts:
         if guess:  # drafts grow while they are right, and shrink to one more than was right
@@ -295,17 +295,17 @@ def test_prompt_lookup_proposes_what_followed_the_latest_longest_match(parts, le
             now = min(2 * now, length) if all(right) else right.index(False) + 1
         before = tokens.read
         tokens += part
-        row.limit = max(1, row.limit - len(part))
+        row.n_remaining = max(1, row.n_remaining - len(part))
         (guess,) = lookup.propose([row])
         # Work for the new tokens and the proposal, none for the rest of the text.
-        assert tokens.read - before <= (sum(NGRAMS) + 1) * len(part) + sum(NGRAMS) + length
-        assert lookup.rows[3].indexed == len(tokens) - 1
-        assert guess == followed_before(list(tokens))[: min(now, row.limit - 1)]
+        assert tokens.read - before <= (sum(NGRAM_SIZES) + 1) * len(part) + sum(NGRAM_SIZES) + length
+        assert lookup.indexes[3].n_indexed == len(tokens) - 1
+        assert guess == followed_before(list(tokens))[: min(now, row.n_remaining - 1)]
 
 
 def test_prompt_lookup_costs_as_much_at_the_end_of_a_long_text_as_at_its_beginning():
     tokens = CountedList(i * i % 251 for i in range(5000))
-    row = Row(0, Completion(""), SamplingParams(), tokens, 1000, TOKENIZER)
+    row = Sequence(0, Completion(""), SamplingParams(), tokens, 1000, TOKENIZER)
     lookup = PromptLookup(4)
     lookup.propose([row])
     costs = []
@@ -320,40 +320,44 @@ def test_prompt_lookup_costs_as_much_at_the_end_of_a_long_text_as_at_its_beginni
 def test_prompt_lookup_sees_each_row_by_itself():
     lookup = PromptLookup(4)
     texts = {5: [1, 2, 3, 1, 2], 0: [1, 2, 9, 1, 2], 2: [4, 5, 6]}
-    rows = [Row(index, Completion(""), SamplingParams(), list(text), 9, TOKENIZER) for index, text in texts.items()]
+    rows = [
+        Sequence(index, Completion(""), SamplingParams(), list(text), 9, TOKENIZER) for index, text in texts.items()
+    ]
     assert lookup.propose(rows) == [[3, 1, 2], [9, 1, 2], []]
     rows[1].tokens += [9, 1, 2, 9]
     rows[2].tokens += [4, 5]
     assert lookup.propose(rows[:0:-1]) == [[6, 4, 5], [1, 2, 9]]  # the first row has left
 
 
-def test_a_draft_model_proposes_what_it_would_draw_by_itself_after_any_mixture_of_right_and_wrong(model):
+def test_a_draft_model_proposes_what_it_would_sample_alone_after_any_mixture_of_accepted_and_rejected(model):
     def prefill(model, rows, slack):
         # Texts of unequal length in one cache, one position at a time.
         cache = model.new_cache(len(rows), 48 + slack)
         for place in range(max(len(row.tokens) for row in rows)):
             model(torch.tensor([[(row.tokens + [0] * 48)[place]] for row in rows]), cache=cache)
         cache.truncate([len(row.tokens) for row in rows])
-        return cache
+        return cache, None
 
     drafter = DraftModel(model, 3, prefill)
     rows = [
-        Row(index, Completion(""), SamplingParams(seed=index, presence_penalty=1.0), [EOS, *text], limit, TOKENIZER)
+        Sequence(
+            index, Completion(""), SamplingParams(seed=index, presence_penalty=1.0), [EOS, *text], limit, TOKENIZER
+        )
         for index, (text, limit) in enumerate([(b"ab", 30), (b"", 9), (b"hello", 2), (b"xyz", 30)])
     ]
     accept = itertools.cycle([3, 0, 1, 3, 2, 3, 0])  # how many of a row's drafts come true
     with torch.no_grad():
         for _ in range(7):
             for row, draft in zip(rows, drafter.propose(rows), strict=True):
-                assert len(draft) == min(3, max(0, row.limit - 1))
+                assert len(draft) == min(3, max(0, row.n_remaining - 1))
                 expected = []
                 for _ in draft:
                     logits = model(torch.tensor([[*row.tokens, *expected]]))[:, -1, : TOKENIZER.vocab_size]
-                    expected += draw_each([(row, expected)], logits)
+                    expected += sample_tokens([(row, expected)], logits)
                 assert draft == expected
                 for token in [*draft[: next(accept)], 7]:
-                    if row.limit > 1:
-                        row.take(SampledToken(token, 0.0, {}))
+                    if row.n_remaining > 1:
+                        row.append(SampledToken(token, 0.0, {}))
 
 
 def test_a_draft_model_must_share_the_tokens_and_reach_as_far(model):
