@@ -142,7 +142,7 @@ def test_a_reader_that_leaves(tiny_run):
         (["--checkpoint", "newest"], "has no checkpoint newest; there are: step-"),
         (
             ["--prompt", "word " * 100],
-            "the model's context is 32; shorten it to at most 32 tokens, or say with --window",
+            "the model's context is 32; shorten it to at most 32 tokens, or set with --window",
         ),
         (["--temprature", "1"], "unrecognized arguments"),
         (["--precision", "fp8"], "invalid choice"),
