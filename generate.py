@@ -135,15 +135,10 @@ def main() -> int:
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
 
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
+    names += ("repetition_penalty", "presence_penalty", "frequency_penalty")
     params = SamplingParams(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        presence_penalty=arguments.presence_penalty,
-        frequency_penalty=arguments.frequency_penalty,
+        **{name: getattr(arguments, name) for name in names},
         logit_bias=logit_bias,
         logprobs=arguments.logprobs or 0,
         seed=secrets.randbelow(2**31) if arguments.seed is None else arguments.seed,

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA
 from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
 from thinker.data.batches import PackedDataset
-from thinker.evaluation.long_context import loss_by_position, stretch
+from thinker.evaluation.long_context import loss_by_position, override_rope_scaling
 from thinker.interop import load
 from thinker.runtime.device import choose_device, configure_backend
 from thinker.runtime.errors import UserError
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             model, _ = load(runs[positions, seed].folder)
             if scaling is not None:
                 original = {} if scaling == "linear" else {"original_max_seq_len": trained_length}
-                stretch(model, {"type": scaling, "factor": LONGEST, **original})
+                override_rope_scaling(model, {"type": scaling, "factor": LONGEST, **original})
             for multiple in MULTIPLES:
                 windows = PackedDataset(validation_tokens, multiple * trained_length, "contiguous")
                 every = LONGEST // multiple  # each every-th window ends where one of the longest does

@@ -13,19 +13,20 @@ import yaml
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches import PackedDataset, sequential_batches
+from thinker.data.batches import PackedDataset
 from thinker.data.shards import TokenShards
+from thinker.evaluation.loss import batch_losses
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.rope import Rope, RopeScaling
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
-HEAD_ROWS = 256  # positions whose logits are held at once
+LOGIT_ROWS = 256  # positions whose logits are in memory at once
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The positions from `start` to before `end`: mean loss and its standard error, in nats a token."""
+    """The positions from `start` to before `end`: mean loss and its standard error, in nats per token."""
 
     start: int
     end: int
@@ -35,11 +36,12 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class LongLoss:
-    """The loss of every token of N windows: nats (N, T) float64, NaN where a window has no token any more."""
+class PositionLosses:
+    """The loss of every token of N windows: nats (N, T) float64, NaN where `targets` (N, T) is IGNORE_INDEX."""
 
     trained_length: int
     nats: Tensor
+    targets: Tensor
 
     @property
     def counts(self) -> Tensor:
@@ -69,7 +71,7 @@ class LongLoss:
 
     def table(self) -> str:
         """The segments, one a line."""
-        lines = [f"{'positions':>15}  {'nats a token':>12}  {'std error':>9}  {'tokens':>9}"]
+        lines = [f"{'positions':>15}  {'nats per token':>12}  {'std error':>9}  {'tokens':>9}"]
         for part in self.segments():
             place, error = f"{part.start}-{part.end - 1}", "" if part.error is None else f"{part.error:.4f}"
             beyond = "  beyond the training" * (part.start >= self.trained_length)
@@ -84,19 +86,20 @@ class LongLoss:
 
 
 def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> PackedDataset:
-    """PackedDataset of `length` that follow each other through `tokens`; shorter where positions or the tokens end.
+    """Contiguous windows of `length` tokens; shorter if the learned positions or the tokens end before.
 
-    Documents are cut, and lie side by side, even if the training began each window with one: that costs some loss.
+    Documents are cut and packed together, even if the training began each window with one: that costs some loss.
     """
-    longest = max(shard.n_tokens - 1 for shard in tokens.shards)
-    length = min(length, longest, config.max_seq_len if config.positions == "learned" else length)
+    length = min(length, max(shard.n_tokens - 1 for shard in tokens.shards))
+    if config.positions == "learned":
+        length = min(length, config.max_seq_len)
     return PackedDataset(tokens, length, "contiguous", prefix_len=config.prefix)
 
 
-def stretch(model: Thinker, scaling: dict[str, Any] | str) -> None:
-    """Turn queries and keys by other angles from now on, such as {"type": "linear", "factor": 4}; weights stay.
+def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None:
+    """Scale RoPE from now on, for example by {"type": "linear", "factor": 4}; `scaling` may be YAML.
 
-    `scaling` may be YAML. Raises UserError where it is no scaling, or the model has no angles.
+    Raises UserError if the scaling is invalid or the model has no RoPE.
     """
     config = model.config
     if model.rope is None:
@@ -105,18 +108,17 @@ def stretch(model: Thinker, scaling: dict[str, Any] | str) -> None:
         try:
             scaling = yaml.safe_load(scaling)
         except yaml.YAMLError as error:
-            raise UserError(f"{scaling!r} is no table such as {{type: linear, factor: 4}}") from error
+            raise UserError(f"{scaling!r} is not a table such as {{type: linear, factor: 4}}") from error
     model.rope = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(scaling))
 
 
-def hidden_states(model: Thinker, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-    """What the head would read, (B, T) -> (B, T, C): Thinker.forward up to the logits, which can be too large."""
-    place = model.make_context(tokens, tokens, documents)
-    rope = None if model.rope is None else model.rope(place.positions, place.end, model.dtype)
-    return model.forward_blocks(model.embed(tokens, place), rope, place)
+def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    """The final hidden states, (B, T) -> (B, T, C): Thinker.forward without the logits, which may not fit in memory."""
+    context = model.make_context(tokens, tokens, document_ids)
+    rope = None if model.rope is None else model.rope(context.positions, context.end, model.dtype)
+    return model.forward_blocks(model.embed(tokens, context), rope, context)
 
 
-@torch.no_grad()
 def loss_by_position(
     model: Thinker,
     windows: PackedDataset,
@@ -124,25 +126,23 @@ def loss_by_position(
     limit: int | None = None,
     trained_length: int | None = None,
     progress: bool = False,
-) -> LongLoss:
-    """The loss of each token in the first `limit` windows; evaluation mode, and then the mode that was.
+) -> PositionLosses:
+    """The loss of each token in the first `limit` windows.
 
-    `trained_length`: that of the training's windows; config.max_seq_len unless given. `progress`: show a bar.
+    `trained_length`: window length of the training, by default config.max_seq_len. `progress`: show a bar.
     """
-    was_training = model.training
-    model.eval()
-    nats = []
-    batches = -(-len(windows) // batch_size)
-    for inputs, targets in tqdm(
-        sequential_batches(windows, batch_size, limit), desc="evaluating", total=batches, disable=not progress
-    ):
-        given = [x if x is None else x.to(model.device) for x in (inputs, windows.document_ids(inputs))]
-        rows = hidden_states(model, *given).flatten(0, 1).split(HEAD_ROWS)  # (n, C) each
+
+    def token_losses(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+        chunks = hidden_states(model, inputs, document_ids).flatten(0, 1).split(LOGIT_ROWS)  # (n, C) each
         losses = []
-        for x, y in zip(rows, targets.flatten().split(HEAD_ROWS)):
-            logits = model.lm_head(x).float()  # (n, V)
-            losses.append(F.cross_entropy(logits, y.to(x.device), ignore_index=IGNORE_INDEX, reduction="none").cpu())
-        is_ignored = targets == IGNORE_INDEX
-        nats.append(torch.cat(losses).view(targets.shape).double().masked_fill(is_ignored, math.nan))
-    model.train(was_training)
-    return LongLoss(trained_length or model.config.max_seq_len, torch.cat(nats))
+        for hidden, y in zip(chunks, targets.flatten().split(LOGIT_ROWS)):
+            logits = model.lm_head(hidden).float()  # (n, V)
+            losses.append(F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none").cpu())
+        return torch.cat(losses).view(targets.shape).double()
+
+    batches = batch_losses(model, windows, batch_size, token_losses, limit)
+    n_batches = -(-len(windows) // batch_size)
+    targets, losses = zip(*tqdm(batches, desc="evaluating", total=n_batches, disable=not progress))
+    targets = torch.cat(targets)  # (N, T)
+    nats = torch.cat(losses).masked_fill(targets == IGNORE_INDEX, math.nan)
+    return PositionLosses(trained_length or model.config.max_seq_len, nats, targets)

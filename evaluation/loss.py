@@ -1,13 +1,16 @@
-"""The loss on a set of windows, per token and per byte, beside the best that is possible."""
+"""The loss over windows of tokens: the loop that every evaluation shares, and the validation loss of a training run."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.model import Thinker
@@ -16,9 +19,34 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
 
+@torch.no_grad()
+def batch_losses(
+    model: Thinker,
+    windows: PackedDataset,
+    batch_size: int,
+    compute_loss: Callable[[Tensor, Tensor, Tensor | None], Any],
+    limit: int | None = None,
+    dist: DistContext = SINGLE_PROCESS,
+) -> Iterator[tuple[Tensor, Any]]:
+    """Yield (targets, compute_loss(inputs, targets, document_ids)) per batch of the first `limit` windows, in order.
+
+    The tensors are (B, T), on the model's device for compute_loss. Each of several processes takes its share of the
+    batches. The model is in evaluation mode until the loop ends.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        for inputs, targets in sequential_batches(windows, batch_size, limit, dist.rank, dist.world_size):
+            batch = (inputs, targets, windows.document_ids(inputs))
+            batch = [x if x is None else x.to(model.device, non_blocking=True) for x in batch]
+            yield targets, compute_loss(*batch)
+    finally:
+        model.train(was_training)
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured: nats a token, bits a byte of text, and the corpus's own entropy (nats a token) if known."""
+    """Nats per token, bits per byte of text, and the corpus's own entropy (nats per token) if it is known."""
 
     loss: float
     bits_per_byte: float
@@ -27,7 +55,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """A fixed part of the validation set, the same at every call; each of several ranks takes its share of it."""
+    """Measures the loss on the first `limit` windows of the validation set; several processes share the work."""
 
     def __init__(
         self,
@@ -41,34 +69,30 @@ class Evaluator:
         self.byte_lengths = torch.from_numpy(byte_lengths.astype(np.int64))
         self.floor = entropy_floor(windows, limit)
 
-    @torch.no_grad()
     def __call__(self, model: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """Loss of `model` in evaluation mode; the mode it was in is put back.
+        """The loss of `model`, or None if stop() returned True; all processes call it after each batch.
 
-        `stop` is asked before each batch, by all ranks alike; once it says yes, there is no result.
+        Raises UserError if the windows contain no target.
         """
-        was_training = model.training
-        model.eval()
         nats = torch.zeros((), dtype=torch.float64)
         if model.device.type in ("cpu", "cuda"):
-            nats = nats.to(model.device)  # summed where the model is: the host asks once, at the end
-        count = n_bytes = 0
-        for inputs, targets in sequential_batches(
-            self.windows, self.batch_size, self.limit, self.dist.rank, self.dist.world_size
-        ):
-            if stop():
-                model.train(was_training)
-                return None
-            counted = targets[targets != IGNORE_INDEX]
-            count += counted.numel()
-            n_bytes += int(self.byte_lengths[counted].sum())
-            given = (inputs, targets, self.windows.document_ids(inputs))
-            given = [x if x is None else x.to(model.device, non_blocking=True) for x in given]
-            loss, _ = model(given[0], targets=given[1], document_ids=given[2])
-            nats += loss.to(nats.device, nats.dtype)
-        model.train(was_training)
-        said = zip(*self.dist.all_gather_scalars(nats.item(), count, n_bytes))
-        total, count, n_bytes = math.fsum(next(said)), *(int(sum(each)) for each in said)
-        if not count:
-            raise UserError("nothing in the validation set is to be predicted; its texts are shorter than the prefix")
-        return Evaluation(total / count, total / math.log(2) / max(n_bytes, 1), self.floor, count)
+            nats = nats.to(model.device)  # summed on the device: synchronizes once, at the end
+        n_tokens = n_bytes = 0
+
+        def loss_sum(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+            return model(inputs, targets=targets, document_ids=document_ids)[0]
+
+        losses = batch_losses(model, self.windows, self.batch_size, loss_sum, self.limit, self.dist)
+        with contextlib.closing(losses):  # restores the model's mode if stopped
+            for targets, loss in losses:
+                counted = targets[targets != IGNORE_INDEX]
+                n_tokens += counted.numel()
+                n_bytes += int(self.byte_lengths[counted].sum())
+                nats += loss.to(nats.device, nats.dtype)
+                if stop():
+                    return None
+        all_nats, all_tokens, all_bytes = zip(*self.dist.all_gather_scalars(nats.item(), n_tokens, n_bytes))
+        total, n_tokens, n_bytes = math.fsum(all_nats), int(sum(all_tokens)), int(sum(all_bytes))
+        if not n_tokens:
+            raise UserError("the validation set has no target; its texts are shorter than the bidirectional prefix")
+        return Evaluation(total / n_tokens, total / math.log(2) / max(n_bytes, 1), self.floor, n_tokens)

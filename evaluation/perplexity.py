@@ -1,11 +1,10 @@
-"""How well a model predicts a text: nats a token, perplexity, bits a byte, each with its confidence interval."""
+"""How well a model predicts a text: nats per token, perplexity, bits per byte, each with its confidence interval."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -13,25 +12,25 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
+from thinker.data.batches import PackedDataset, entropy_floor
 from thinker.data.corpus import encode_all
 from thinker.data.shards import ShardWriter, TokenShards
 from thinker.data.sources import Source
 from thinker.data.tokenizer import Tokenizer
-from thinker.evaluation.long_context import LongLoss, loss_by_position
+from thinker.evaluation.long_context import PositionLosses, loss_by_position
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
-BLOCK = 1024  # tokens that are taken as one draw, at least, where there are enough of them
+MIN_BLOCK_TOKENS = 1024  # tokens per sample of the interval, if there are enough
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A mean over tokens or bytes, and the interval that covers the true one as often as asked for."""
+class Estimate:
+    """A mean over tokens or bytes, with its confidence interval."""
 
     mean: float
-    low: float | None  # None where there is one window only
+    low: float | None  # None if there is only one window
     high: float | None
 
 
@@ -44,15 +43,15 @@ class TextLoss:
     n_tokens: int
     n_bytes: int
     n_windows: int
-    nats_per_token: Ratio
-    bits_per_byte: Ratio
+    nats_per_token: Estimate
+    bits_per_byte: Estimate
     entropy_floor: float | None
-    by_position: LongLoss
+    by_position: PositionLosses
 
     @property
-    def perplexity(self) -> Ratio:
-        """e to the nats a token."""
-        return Ratio(*(x if x is None else math.exp(min(x, 700.0)) for x in vars(self.nats_per_token).values()))
+    def perplexity(self) -> Estimate:
+        """e to the nats per token."""
+        return Estimate(*(x if x is None else math.exp(min(x, 700.0)) for x in vars(self.nats_per_token).values()))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -62,41 +61,22 @@ class TextLoss:
         return found | {"by_position": self.by_position.to_dict()}
 
 
-def student(share: float, freedom: int) -> float:
-    """How many standard errors to either side hold a share of Student's distribution (Hill 1970, CACM 13:617).
+def estimate_ratio(sums: Tensor, sizes: Tensor, confidence: float) -> Estimate:
+    """Σ sums / Σ sizes over samples (N,), with its confidence interval.
 
-    By the expansion about the normal one, wrong by less than 0.5 % from 5 degrees of freedom on; exact for 1 and 2.
+    The standard error is that of a ratio of two sums (Cochran 1977, Sampling Techniques, equation 2.46), times the
+    quantile of Student's t for N − 1 degrees of freedom.
     """
-    tail = (1 + share) / 2
-    if freedom == 1:
-        return math.tan(math.pi * (tail - 0.5))
-    if freedom == 2:
-        return (2 * tail - 1) / math.sqrt(2 * tail * (1 - tail))
-    z = NormalDist().inv_cdf(tail)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**power for power, term in enumerate(terms))
+    from scipy.stats import t  # takes a second to import
 
-
-def ratio(sums: Tensor, sizes: Tensor, share: float) -> Ratio:
-    """Σ sums / Σ sizes over draws (N,), and its interval.
-
-    The error is that of a ratio of two sums over draws (Cochran 1977, Sampling Techniques, equation 2.46), times
-    Student's quantile for N − 1 degrees of freedom.
-    """
     sums, sizes = sums[sizes > 0].double(), sizes[sizes > 0].double()
     n, total = len(sums), sizes.sum().item()
     mean = sums.sum().item() / total
     if n < 2:
-        return Ratio(mean, None, None)
+        return Estimate(mean, None, None)
     spread = (sums - mean * sizes).square().sum().item()
-    error = math.sqrt(spread * n / (n - 1)) / total * student(share, n - 1)
-    return Ratio(mean, mean - error, mean + error)
+    error = math.sqrt(spread * n / (n - 1)) / total * float(t.ppf((1 + confidence) / 2, n - 1))
+    return Estimate(mean, mean - error, mean + error)
 
 
 def text_loss(
@@ -104,7 +84,7 @@ def text_loss(
     windows: PackedDataset,
     byte_lengths: np.ndarray,
     *,
-    share: float = 0.95,
+    confidence: float = 0.95,
     trained_length: int | None = None,
     batch_tokens: int = 8192,
 ) -> TextLoss:
@@ -112,39 +92,38 @@ def text_loss(
 
     Args:
         byte_lengths: bytes of text of each token, data.tokenizer.token_byte_lengths.
-        share: of the confidence interval.
+        confidence: level of the intervals.
 
     Raises UserError where none of the tokens stands for text.
     """
-    lengths, n_bytes = torch.from_numpy(byte_lengths.astype(np.int64)), []
-    batch = max(1, batch_tokens // windows.seq_len)
-    found = loss_by_position(model, windows, batch, None, trained_length, progress=True)
-    for _, targets in sequential_batches(windows, batch):
-        n_bytes.append(torch.where(targets != IGNORE_INDEX, lengths[targets.clamp_min(0)], 0).sum(dim=1))  # (B,)
-    if not sum(int(each.sum()) for each in n_bytes):
-        raise UserError("the tokens to be predicted stand for no text, so that there are no bytes to count by")
-    sizes, nats = torch.cat(n_bytes), found.nats.nansum(dim=1)  # (N,) each
-    counts = (~found.nats.isnan()).sum(dim=1)  # (N,)
-    # Tokens side by side are alike, those of windows side by side too: what is drawn is blocks of them.
-    together = max(windows.seq_len, min(BLOCK, int(counts.sum()) // 32))
+    batch_size = max(1, batch_tokens // windows.seq_len)
+    losses = loss_by_position(model, windows, batch_size, None, trained_length, progress=True)
+    is_counted = losses.targets != IGNORE_INDEX
+    token_bytes = torch.from_numpy(byte_lengths.astype(np.int64))[losses.targets.clamp_min(0)]
+    n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)  # (N,)
+    nats, counts = losses.nats.nansum(dim=1), is_counted.sum(dim=1)  # (N,) each
+    if not n_bytes.any():
+        raise UserError("the tokens to predict have no text, so there are no bytes to count by")
+    # Neighboring tokens and windows are correlated, so the samples are blocks of them.
+    together = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
     block = torch.arange(len(counts)) // max(1, together // windows.stride)  # (N,)
-    blocks = [torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double()) for x in (nats, counts, sizes)]
+    blocks = [torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double()) for x in (nats, counts, n_bytes)]
     return TextLoss(
         windows.seq_len,
         windows.stride,
         int(counts.sum()),
-        int(sizes.sum()),
+        int(n_bytes.sum()),
         len(windows),
-        ratio(blocks[0], blocks[1], share),
-        ratio(blocks[0] / math.log(2), blocks[2], share),
+        estimate_ratio(blocks[0], blocks[1], confidence),
+        estimate_ratio(blocks[0] / math.log(2), blocks[2], confidence),
         entropy_floor(windows),
-        found,
+        losses,
     )
 
 
 def table(found: list[TextLoss]) -> str:
     """Losses at several lengths of context, a line each, with their intervals; on tales how far above the floor."""
-    rows = [["context", "tokens", "nats a token", "perplexity", "bits a byte", "over the floor"]]
+    rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "over the floor"]]
     for one in found:
         ratios = (one.nats_per_token, 4), (one.perplexity, 2), (one.bits_per_byte, 4)
         floor = f"{one.nats_per_token.mean / one.entropy_floor - 1:.2%}" if one.entropy_floor else ""
@@ -155,7 +134,7 @@ def table(found: list[TextLoss]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _in_brackets(ratio: Ratio, digits: int) -> str:
+def _in_brackets(ratio: Estimate, digits: int) -> str:
     interval = "" if ratio.low is None else f" [{ratio.low:,.{digits}f}, {ratio.high:,.{digits}f}]"
     return f"{ratio.mean:,.{digits}f}{interval}"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from thinker.evaluation.perplexity import ratio
+from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability import heads, pruning
 from thinker.interpretability.heads import Importance
 from thinker.interpretability.reports import (
@@ -158,7 +158,7 @@ def report_pruning(
     left = pruning.prune(model, gone)
     with torch.no_grad():
         before, after = heads.losses(model, *measured).cpu(), heads.losses(left, *measured).cpu()
-    cost = ratio(after - before, torch.ones(len(before)), 0.95)
+    cost = estimate_ratio(after - before, torch.ones(len(before)), 0.95)
     sizes = [sum(p.numel() for p in each.parameters()) for each in (model, left)]
     losses = [before.mean().item(), after.mean().item()]
     about = {"importance": UNITS[how], "loss": f"{losses[0]:.4f} nats a token before, {losses[1]:.4f} after"}

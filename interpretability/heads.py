@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from thinker.evaluation.perplexity import ratio
+from thinker.evaluation.perplexity import estimate_ratio
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
@@ -190,7 +190,7 @@ def _means(values: list[Tensor], share: float) -> Importance:
     one = torch.ones(values[0].shape[-1])
     found = []
     for layer in values:
-        rows = [vars(ratio(row, one, share)).values() for row in layer.cpu()]
+        rows = [vars(estimate_ratio(row, one, share)).values() for row in layer.cpu()]
         found.append(torch.tensor([[math.nan if x is None else x for x in row] for row in rows]))  # (H, 3)
     return Importance(*pad_sequence(found, batch_first=True, padding_value=math.nan).unbind(-1))
 

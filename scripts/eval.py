@@ -11,7 +11,10 @@ from typing import Any
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 
-FOR_TASKS = ("include", "shots", "limit")
+TEXT_FLAGS = ("source", "path", "column", "max_tokens", "rope_scaling", "png")
+PLAIN_FLAGS = ("context", "stride", "confidence")
+LONG_FLAGS = ("factor", "windows")
+TASK_FLAGS = ("include", "shots", "limit")
 MOST_TOKENS = 200_000
 
 
@@ -53,22 +56,18 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
     group.add_argument("--png", type=Path, metavar="FILE", help="a picture of the loss by position")
     arguments = parser.parse_args()
-    check_together(arguments, parser)
+    check_flags(arguments, parser)
     return arguments
 
 
-def check_together(arguments: argparse.Namespace, parser: ArgumentParser) -> None:
-    """Refuse what contradicts itself, or would not be read."""
-    if arguments.long and arguments.tasks is not None:
-        raise UserError("--long and --tasks contradict each other; leave one out")
-    texts = ("source", "path", "column", "max_tokens", "rope_scaling", "png")
-    measured = ("context", "stride", "confidence")
-    unread = FOR_TASKS if arguments.tasks is None else (*texts, *measured)
-    unread += measured if arguments.long else ("factor", "windows")
-    mode = "--long" if arguments.long else "--tasks" if arguments.tasks is not None else "a plain evaluation"
-    for name in unread:
-        if getattr(arguments, name) != parser.get_default(name):
-            raise UserError(f"--{name.replace('_', '-')} does not go with {mode}; leave it out")
+def check_flags(arguments: argparse.Namespace, parser: ArgumentParser) -> None:
+    """Raise UserError for flags that contradict each other or that the mode does not read."""
+    if arguments.tasks is not None:
+        parser.check_unused(arguments, "--tasks", ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS))
+    elif arguments.long:
+        parser.check_unused(arguments, "--long", PLAIN_FLAGS + TASK_FLAGS)
+    else:
+        parser.check_unused(arguments, "a plain evaluation", LONG_FLAGS + TASK_FLAGS)
     for name in ("factor", "windows", "max_tokens", "stride", "limit"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
@@ -137,7 +136,7 @@ def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> No
     ]  # the mean of a few says nothing, and bends the axis
     points = [((part.start + part.end) / 2, part.loss, part.error or 0) for part in parts]
     panels[0].errorbar(*zip(*points), color=BLUE, marker="o", markersize=3)
-    panels[0].set(xlabel="position", ylabel="loss (nats a token)")
+    panels[0].set(xlabel="position", ylabel="loss (nats per token)")
     if points := [(one["distance"], one["accuracy"], one["error"]) for one in needles if "accuracy" in one]:
         panels[1].errorbar(*zip(*points), color=ORANGE, marker="o", markersize=3)
         panels[1].set_xscale("log", base=2)
@@ -177,7 +176,7 @@ def measure(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: 
         if max(length, stride) > longest:
             raise UserError(f"a --context of {max(length, stride)} is longer than the text, which has {longest} tokens")
         windows = PackedDataset(tokens, length, packing, stride=stride, prefix_len=model.config.prefix)
-        found.append(text_loss(model, windows, lengths, share=arguments.confidence, trained_length=trained))
+        found.append(text_loss(model, windows, lengths, confidence=arguments.confidence, trained_length=trained))
     if arguments.png:
         draw(found[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     about = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
@@ -187,7 +186,9 @@ def measure(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: 
         return
     floor = found[0].entropy_floor
     about |= {"confidence": f"{arguments.confidence:.4g}, of the [intervals]", "bytes": f"{found[0].n_bytes:,}"}
-    show(about | {"entropy_floor": None if floor is None else f"{floor:.4f} nats a token, the least that is possible"})
+    show(
+        about | {"entropy_floor": None if floor is None else f"{floor:.4f} nats per token, the least that is possible"}
+    )
     print(f"\n{table(found)}\n\nby position, at a context of {found[-1].context_length}")
     print(found[-1].by_position.table())
 
@@ -258,7 +259,7 @@ def main() -> int:
     if tokenizer is None:
         raise UserError(f"{folder} has no tokenizer beside it, without which there is nothing to read")
     if arguments.rope_scaling is not None:
-        long_context.stretch(model, arguments.rope_scaling)
+        long_context.override_rope_scaling(model, arguments.rope_scaling)
     if arguments.tasks is not None:
         measure_tasks(arguments, model, tokenizer)
     else:

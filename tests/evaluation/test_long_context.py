@@ -9,7 +9,7 @@ import torch
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.data.tokenizer import token_byte_lengths
-from thinker.evaluation.long_context import long_windows, loss_by_position, stretch
+from thinker.evaluation.long_context import long_windows, loss_by_position, override_rope_scaling
 from thinker.evaluation.loss import Evaluator
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
@@ -34,7 +34,7 @@ def by_hand(model, windows, n):
     for index in range(n):
         inputs, targets = (torch.from_numpy(x) for x in windows[index])
         with torch.no_grad():
-            logits = model(inputs[None], documents=windows.document_ids(inputs[None]))[0]
+            logits = model(inputs[None], document_ids=windows.document_ids(inputs[None]))[0]
         known = logits.double().log_softmax(dim=-1)
         rows.append([-known[at, y].item() if y >= 0 else None for at, y in enumerate(targets.tolist())])
     return rows
@@ -112,7 +112,7 @@ def test_stretched_as_if_made_so(model, corpus, given):
     before = loss_by_position(model, windows, 4, limit=4).nats
     made = Thinker(ThinkerConfig(**{**model.config.to_dict(), "rope_scaling": YARN})).eval()
     made.load_state_dict(model.state_dict())
-    stretch(model, given)
+    override_rope_scaling(model, given)
     after = loss_by_position(model, windows, 4, limit=4).nats
     assert torch.equal(after, loss_by_position(made, windows, 4, limit=4).nats)
     assert not torch.allclose(before, after)
@@ -120,7 +120,7 @@ def test_stretched_as_if_made_so(model, corpus, given):
 
 def test_scalings_that_are_refused(random_model, model):
     with pytest.raises(UserError, match="alibi"):
-        stretch(random_model(positions="alibi"), YARN)
+        override_rope_scaling(random_model(positions="alibi"), YARN)
     for wrong in ("{type: yarn", "4", "{type: jarn, factor: 4}", "{type: linear}"):
         with pytest.raises(UserError):
-            stretch(model, wrong)
+            override_rope_scaling(model, wrong)
