@@ -20,9 +20,7 @@ MOST_TOKENS = 200_000
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = ArgumentParser(
-        description="Loss, perplexity and bits per byte on a text, with intervals; tasks; long texts."
-    )
+    parser = ArgumentParser(description="Loss, perplexity and bits per byte on a text; tasks; long texts.")
     parser.add_argument("run", metavar="PATH", help="a run directory, a checkpoint in it, or a Hugging Face folder")
     group = parser.add_argument_group("what is read")
     sources = ["tales", "pysource", "text", "jsonl", "parquet"]
@@ -33,9 +31,7 @@ def parse_arguments() -> argparse.Namespace:
         "--max-tokens", type=int, metavar="N", help=f"of --source, its first so many (default {MOST_TOKENS})"
     )
     group = parser.add_argument_group("how")
-    group.add_argument(
-        "--context", metavar="N,...", help="lengths of context, such as 128,256 (default: the trained one)"
-    )
+    group.add_argument("--context", metavar="N,...", help="context lengths, such as 128,256 (default: the trained one)")
     group.add_argument("--stride", type=int, metavar="N", help="windows overlap; each counts its last N tokens")
     group.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default 0.95)")
     group.add_argument("--rope-scaling", metavar="YAML", help='such as "{type: linear, factor: 4}", for this once')
@@ -47,9 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--windows", type=int, default=32, help="at most so many (default 32)")
     group = parser.add_argument_group("instead: tasks of EleutherAI's lm-evaluation-harness (pip install lm-eval)")
     group.add_argument("--tasks", metavar="NAME,...", help="such as hellaswag,arc_easy; their data is downloaded")
-    group.add_argument(
-        "--include", type=Path, metavar="FOLDER", help="with tasks of your own, as the harness's YAML files"
-    )
+    group.add_argument("--include", type=Path, metavar="FOLDER", help="a folder of your own tasks as YAML files")
     group.add_argument("--shots", type=int, help="examples before each question (default: as the task says)")
     group.add_argument("--limit", type=int, help="the first so many questions of each task only")
     group = parser.add_argument_group("what comes out")
@@ -131,9 +125,7 @@ def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> No
     step = max(1, length // 8)
     parts = [loss.segment(at, min(at + step, T)) for at in range(0, T, step)]
     most = max(part.n_tokens for part in parts)
-    parts = [
-        part for part in parts if part.n_tokens >= most / 100
-    ]  # the mean of a few says nothing, and bends the axis
+    parts = [part for part in parts if part.n_tokens >= most / 100]  # means of few tokens are noise
     points = [((part.start + part.end) / 2, part.loss, part.error or 0) for part in parts]
     panels[0].errorbar(*zip(*points), color=BLUE, marker="o", markersize=3)
     panels[0].set(xlabel="position", ylabel="loss (nats per token)")
@@ -186,9 +178,7 @@ def measure(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: 
         return
     floor = found[0].entropy_floor
     about |= {"confidence": f"{arguments.confidence:.4g}, of the [intervals]", "bytes": f"{found[0].n_bytes:,}"}
-    show(
-        about | {"entropy_floor": None if floor is None else f"{floor:.4f} nats per token, the least that is possible"}
-    )
+    show(about | {"entropy_floor": None if floor is None else f"{floor:.4f} nats per token, the minimum"})
     print(f"\n{table(found)}\n\nby position, at a context of {found[-1].context_length}")
     print(found[-1].by_position.table())
 
