@@ -395,4 +395,4 @@ def test_the_python_of_the_documentation_runs(four_heads, monkeypatch, tmp_path)
     names = {}
     exec(code.replace('" goat"', '"a"'), names)
     assert names["weights"].shape[:3] == (2, 1, 4)
-    assert list(names["seen"])[-1] == "blocks.1.mlp"
+    assert list(names["cache"])[-1] == "blocks.1.mlp"
