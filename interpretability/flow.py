@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinker.runtime.errors import UserError
+
 
 def with_residual(weights: Tensor) -> Tensor:
     """Ã = (mean over heads of A + I) / 2, what a layer passes on with its residual; (L, H, T, T) -> (L, T, T)."""
@@ -26,9 +28,13 @@ def rollout(weights: Tensor) -> Tensor:
 def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
     """The maximum flow from (L, i) to (0, j), edges between layers having the capacities Ã; (L, H, T, T) -> (T, T).
 
-    Each is computed alone, by networkx: T² of them, of a graph with L·T nodes. `position`: of this query only, (T,).
+    networkx computes T² flows, each in a graph of L·T nodes. `position`: of this query only, (T,). Raises UserError
+    where networkx is not installed.
     """
-    import networkx
+    try:
+        import networkx
+    except ImportError as error:
+        raise UserError("maximum flow needs the library networkx: pip install networkx") from error
 
     capacities = with_residual(weights).double().cpu()
     layers, T = len(capacities), capacities.shape[-1]

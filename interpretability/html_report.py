@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.interpretability import attribution
-from thinker.interpretability.plots import draw
+from thinker.interpretability.plots import plot_panels
 from thinker.interpretability.reports import (
     MEASURES,
     NO_GRADIENT,
@@ -46,7 +46,7 @@ class Explorer:
     """What the interactive part shows.
 
     Attributes:
-        facts: numbers and names, as page.js reads them; see gather().
+        facts: numbers and names, as html_report.js reads them; see make_explorer().
         thumbnails: (layers, H, side, side) bytes of round(255 √w), w the largest weight of what each cell covers.
         weights: (layer, head) -> bytes of round(255 √w), deflated: row after row, each to the diagonal; whole rows if
             facts["ahead"].
@@ -75,7 +75,7 @@ def spread(layers: int, heads: int, count: int, around: tuple[int, int]) -> set[
 
 
 @torch.no_grad()
-def gather(
+def make_explorer(
     model: Thinker,
     tokenizer: Tokenizer,
     prompt: Prompt,
@@ -285,7 +285,7 @@ def _report(report: Report, fold: bool) -> str:
     head = "".join(f'<th scope="col">{text(column)}</th>' for column in report.columns)
     rows = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>\n" for row in report.rows)
     picture = io.BytesIO()
-    draw(report.panels, picture, "", report.across)
+    plot_panels(report.panels, picture, "", report.across)
     picture = base64.b64encode(picture.getvalue()).decode("ascii")
     return f"""<details class="card" id="report"{"" if fold else " open"}>
 <summary>The command's table</summary>

@@ -17,7 +17,7 @@ LABELLED = 64  # rows or columns at most that carry their label, of more every s
 LINE = 88  # characters of colored text
 
 
-def draw(panels: list[Panel], file: Path | BinaryIO, title: str, across: int = 1) -> None:
+def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, across: int = 1) -> None:
     """All panels, `across` of them beside each other, as a PNG. Raises UserError where it cannot be written."""
     down = -(-len(panels) // across)
     heights = [max(_height(panel) for panel in panels[row * across : (row + 1) * across]) for row in range(down)]

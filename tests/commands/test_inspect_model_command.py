@@ -49,7 +49,7 @@ def loaded(tiny_run):
 def test_a_row_number_by_number(command, tiny_run, loaded):
     model, tokenizer = loaded
     found = json.loads(
-        command(tiny_run, "explain", "--prompt", PROMPT, "--layer", 1, "--head", 1, "--query", 4, "--json")
+        command("explain", tiny_run, "--prompt", PROMPT, "--layer", 1, "--head", 1, "--query", 4, "--json")
     )
     ids = [tokenizer.bos_id, *tokenizer.encode(PROMPT)]
     weights = model.attention_weights(torch.tensor([ids]))[1, 0, 1, 4]
@@ -61,7 +61,7 @@ def test_a_row_number_by_number(command, tiny_run, loaded):
     assert found["weights"][5:] == [0] * (len(ids) - 5)
     assert found["output"] == pytest.approx((seen @ torch.tensor(found["values"])[:5]).tolist(), abs=1e-5)
     assert found["output"] == pytest.approx(found["head_output"], abs=1e-5)
-    shown = command(tiny_run, "explain", "--prompt", PROMPT, "--query", 4)
+    shown = command("explain", tiny_run, "--prompt", PROMPT, "--query", 4)
     rows = shown.split("\n\n")[1].splitlines()
     assert len(rows) == 1 + len(ids)
     assert [row.split()[4] for row in rows[1:]] == ["yes"] * 5 + ["no"] * (len(ids) - 5)
@@ -72,12 +72,12 @@ def test_maps_and_flows(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
     tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT)]])
     weights = model.attention_weights(tokens)
-    found = json.loads(command(tiny_run, "map", "--prompt", PROMPT, "--layer", 1, "--json"))
+    found = json.loads(command("map", tiny_run, "--prompt", PROMPT, "--layer", 1, "--json"))
     torch.testing.assert_close(torch.tensor(found["weights"]), weights[1, 0, 0])
-    shown = command(tiny_run, "map", "--prompt", PROMPT, "--png", tmp_path / "map.png")
+    shown = command("map", tiny_run, "--prompt", PROMPT, "--png", tmp_path / "map.png")
     assert "1.00 <|bos|> (0)" in shown
     flows = json.loads(
-        command(tiny_run, "flow", "--prompt", PROMPT, "--position", 3, "--json", "--png", tmp_path / "f.png")
+        command("flow", tiny_run, "--prompt", PROMPT, "--position", 3, "--json", "--png", tmp_path / "f.png")
     )
     assert [sum(row) for row in flows["rollout"]] == pytest.approx([1, 1])
     assert len(flows["max_flow"]) == tokens.shape[1]
@@ -86,12 +86,12 @@ def test_maps_and_flows(command, tiny_run, loaded, tmp_path):
 
 def test_scores_of_all_heads(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
-    found = json.loads(command(tiny_run, "heads", "--json", "--png", tmp_path / "heads.png"))
+    found = json.loads(command("heads", tiny_run, "--json", "--png", tmp_path / "heads.png"))
     ids = used_token_ids(tiny_run, tokenizer, tmp_path)
     weights = model.attention_weights(heads.repeated_random_tokens(ids, min(24, model.config.max_seq_len // 2)))
     assert torch.tensor(found["induction"]).shape == (2, 2)
     torch.testing.assert_close(torch.tensor(found["induction"]), heads.induction(weights).mean(dim=1))
-    shown = command(tiny_run, "heads", "--prompt", PROMPT)
+    shown = command("heads", tiny_run, "--prompt", PROMPT)
     assert "measured on  the prompt" in shown
     assert len(shown.strip().split("\n\n")[1].splitlines()) == 1 + 4
 
@@ -102,30 +102,30 @@ def test_random_tokens_are_of_the_run_text_where_there_is_one(command, tiny_run,
     assert 10 < len(ids) < tokenizer.vocab_size
     assert tokenizer.bos_id not in ids
     assert set(tokenizer.encode(PROMPT)) & set(ids.tolist())
-    assert "random tokens of those in the run's text" in command(tiny_run, "heads")
+    assert "random tokens of those in the run's text" in command("heads", tiny_run)
     shutil.copytree(tiny_run / "checkpoints", tmp_path / "alone" / "checkpoints")  # a run that has lost its config
     shutil.copy(tiny_run / "thinker-tokenizer.json", tmp_path / "alone")
-    assert "random tokens of the whole vocabulary" in command(tmp_path / "alone", "heads")
+    assert "random tokens of the whole vocabulary" in command("heads", tmp_path / "alone")
 
 
 def test_what_a_prediction_is_made_of(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
     tokens = torch.tensor([tokenizer.bos_id, *tokenizer.encode(PROMPT)])
     given = ["--prompt", PROMPT, "--contrast-token", "e"]
-    found = json.loads(command(tiny_run, "attribute", *given, "--json", "--png", tmp_path / "a.png"))
+    found = json.loads(command("attribute", tiny_run, *given, "--json", "--png", tmp_path / "a.png"))
     logits = model(tokens[None])[0, -1]
     (contrast_token,) = tokenizer.encode("e")
     assert found["target"] == logits.argmax().item()
     assert found["y"] == pytest.approx((logits.max() - logits[contrast_token]).item(), abs=1e-4)
     parts = found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"]))
     assert parts == pytest.approx(found["y"], abs=1e-4)
-    lens = json.loads(command(tiny_run, "lens", "--prompt", PROMPT, "--json"))
+    lens = json.loads(command("lens", tiny_run, "--prompt", PROMPT, "--json"))
     assert lens["likeliest"][-1][0]["id"] == logits.argmax().item()
     assert lens["likeliest"][-1][0]["probability"] == pytest.approx(logits.softmax(-1).max().item(), abs=1e-5)
     assert lens["probability"][-1][-1] == lens["likeliest"][-1][0]["probability"]
     assert lens["said"][-1][-1] == lens["likeliest"][-1][0]["token"]
     assert len(lens["tokens"]) == len(lens["said"][0]) == min(16, tokens.shape[0])
-    assert "embedding" in command(tiny_run, "lens", "--prompt", PROMPT)
+    assert "embedding" in command("lens", tiny_run, "--prompt", PROMPT)
 
 
 def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, random_model, tmp_path):
@@ -134,18 +134,18 @@ def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, random_mo
     checkpoint.save(tmp_path / "m", random_model(**shape), {"step": 0})
     tokenizer.save(tmp_path / "m")
     found = json.loads(
-        command(tmp_path / "m", "attribute", "--prompt", "abcabc", "--json", "--png", tmp_path / "a.png")
+        command("attribute", tmp_path / "m", "--prompt", "abcabc", "--json", "--png", tmp_path / "a.png")
     )
     assert "by_token" not in found
     assert found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"])) == pytest.approx(
         found["y"], abs=1e-3
     )
-    assert "have no gradients" in command(tmp_path / "m", "attribute", "--prompt", "abcabc")
+    assert "have no gradients" in command("attribute", tmp_path / "m", "--prompt", "abcabc")
 
 
 def test_attribution_begins_at_the_token_that_begins_texts(command, tiny_run, loaded):
     model, tokenizer = loaded
-    found = json.loads(command(tiny_run, "attribute", "--prompt", PROMPT, "--json"))
+    found = json.loads(command("attribute", tiny_run, "--prompt", PROMPT, "--json"))
     tokens = reports.Prompt.read(model, tokenizer, PROMPT).tokens
     given = attribution.integrated_gradients(model, tokens, found["target"], baseline=tokenizer.bos_id)
     assert found["by_token"] == pytest.approx(given[0].tolist(), abs=1e-4)
@@ -156,7 +156,7 @@ def test_patching_between_two_prompts(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
     clean, corrupt = "Line 7", "Line 8"
     assert len(tokenizer.encode(clean)) == len(tokenizer.encode(corrupt))
-    shown = command(tiny_run, "patch", "--prompt", clean, "--corrupt", corrupt, "--png", tmp_path / "p.png", "--json")
+    shown = command("patch", tiny_run, "--prompt", clean, "--corrupt", corrupt, "--png", tmp_path / "p.png", "--json")
     found = json.loads(shown)
     prompts = [reports.Prompt.read(model, tokenizer, text).tokens for text in (clean, corrupt)]
     known = attribution.patch(model, *prompts, found["target"])
@@ -176,14 +176,14 @@ def four_heads(train_args, tmp_path_factory):
 
 
 def test_scores_over_a_training(command, four_heads, tmp_path):
-    found = json.loads(command(four_heads, "heads", "--over-training", "--json", "--png", tmp_path / "o.png"))
+    found = json.loads(command("heads", four_heads, "--over-training", "--json", "--png", tmp_path / "o.png"))
     assert found["steps"] == [5, 10, 15, 20]
     for step, row in zip(found["steps"], found["previous"]):
         model, tokenizer = interop.load(four_heads, checkpoint=f"step-{step:08d}")
         random = reports.random_repeats(model, used_token_ids(four_heads, tokenizer, tmp_path))
         known = heads.previous_token(model.attention_weights(random)).mean(dim=1)
         assert row == pytest.approx(known.flatten().tolist(), abs=1e-5)
-    shown = command(four_heads, "heads", "--over-training", "--prompt", PROMPT)
+    shown = command("heads", four_heads, "--over-training", "--prompt", PROMPT)
     assert len(shown.strip().split("\n\n")[1].splitlines()) == 5
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
@@ -192,7 +192,7 @@ def test_scores_over_a_training(command, four_heads, tmp_path):
 def test_what_heads_are_worth(command, tiny_run, loaded, tmp_path, how):
     text = tmp_path / "text.txt"
     text.write_text("Line 7: the cat sat on the mat and said nothing. " * 40)
-    found = json.loads(command(tiny_run, "heads", "--importance", how, "--text", text, "--texts", 5, "--json"))
+    found = json.loads(command("heads", tiny_run, "--importance", how, "--text", text, "--texts", 5, "--json"))
     model, tokenizer = loaded
     tokens, targets = sample_sequences(model, tokenizer, tiny_run, text, 5, tmp_path)
     if how == "gradient":
@@ -201,7 +201,7 @@ def test_what_heads_are_worth(command, tiny_run, loaded, tmp_path, how):
         known = heads.importance_by_ablation(model, tokens, how, targets=targets)
     assert found["value"] == [pytest.approx(row, abs=1e-5) for row in known.value.tolist()]
     assert found["low"] == [pytest.approx(row, abs=1e-5) for row in known.low.tolist()]
-    shown = command(tiny_run, "heads", "--importance", how, "--texts", 4, "--png", tmp_path / "i.png")  # its own text
+    shown = command("heads", tiny_run, "--importance", how, "--texts", 4, "--png", tmp_path / "i.png")  # its own text
     values = [float(line.split()[2]) for line in shown.strip().split("\n\n")[1].splitlines()[1:]]
     assert len(values) == 4
     assert values == sorted(values, reverse=True)
@@ -229,7 +229,7 @@ def test_what_is_given_is_no_target(random_model, tiny_run, tmp_path):
 
 
 def test_two_steps_of_a_run(command, four_heads, tmp_path):
-    given = four_heads, "compare", "--checkpoint", "step-00000005", "--other-checkpoint", "step-00000020"
+    given = "compare", four_heads, "--checkpoint", "step-00000005", "--other-checkpoint", "step-00000020"
     found = json.loads(command(*given, "--prompt", PROMPT, "--json", "--png", tmp_path / "c.png"))
     models = [interop.load(four_heads, checkpoint=name) for name in given[3::2]]
     tokens = reports.Prompt.read(*models[0], PROMPT).tokens[None]
@@ -240,15 +240,15 @@ def test_two_steps_of_a_run(command, four_heads, tmp_path):
     logs = [model(tokens).log_softmax(-1) for model, _ in models]
     known = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
     assert found["divergence_of_predictions"] == pytest.approx(known, abs=1e-5)
-    itself = command(four_heads, "compare", "--other", four_heads)
+    itself = command("compare", four_heads, "--other", four_heads)
     assert "= 0.0000 nats a token; the same likeliest token at 100.0%" in itself
 
 
 def test_without_a_tokenizer_what_needs_none(command, tiny_run, loaded, tmp_path):
     shutil.copytree(next((tiny_run / "checkpoints").glob("step-*")), tmp_path / "step-00000040")
-    assert "random tokens of the whole vocabulary" in command(tmp_path / "step-00000040", "heads")
+    assert "random tokens of the whole vocabulary" in command("heads", tmp_path / "step-00000040")
     with pytest.raises(UserError, match="has no tokenizer, so it cannot read a text"):
-        command(tmp_path / "step-00000040", "map", "--prompt", "ab")
+        command("map", tmp_path / "step-00000040", "--prompt", "ab")
 
 
 def test_numbers_that_are_none_end_in_one_line(command, loaded, tmp_path):
@@ -259,27 +259,27 @@ def test_numbers_that_are_none_end_in_one_line(command, loaded, tmp_path):
     tokenizer.save(tmp_path / "nan")
     for name in ("lens", "attribute"):
         with pytest.raises(UserError, match="not finite"):
-            command(tmp_path / "nan", name, "--prompt", "ab")
+            command(name, tmp_path / "nan", "--prompt", "ab")
 
 
 def test_a_pruned_model_that_cannot_be_written(command, four_heads):
     with pytest.raises(UserError, match="cannot write /proc/pruned"):
-        command(four_heads, "prune", "--groups", "0.1", "--texts", "4", "--out", "/proc/pruned")
+        command("prune", four_heads, "--groups", "0.1", "--texts", "4", "--out", "/proc/pruned")
 
 
 def test_models_with_other_heads_are_compared_by_what_they_predict(command, four_heads, tiny_run, tmp_path):
     for given in (), ("--prompt", PROMPT):
-        found = json.loads(command(four_heads, "compare", "--other", tiny_run, *given, "--json"))
+        found = json.loads(command("compare", four_heads, "--other", tiny_run, *given, "--json"))
         assert np.mean(found["by_position"]) == pytest.approx(found["divergence_of_predictions"], abs=1e-5)
         assert found["divergence_of_predictions"] > 0
         assert "apart" not in found
     assert "[4, 4] and [2, 2] by layer" in command(
-        four_heads, "compare", "--other", tiny_run, "--png", tmp_path / "c.png"
+        "compare", four_heads, "--other", tiny_run, "--png", tmp_path / "c.png"
     )
 
 
 def test_pruning_for_good(command, four_heads, tmp_path):
-    given = four_heads, "prune", "--groups", "0.1,1.0,1.2", "--texts", "6", "--out", tmp_path / "pruned"
+    given = "prune", four_heads, "--groups", "0.1,1.0,1.2", "--texts", "6", "--out", tmp_path / "pruned"
     found = json.loads(command(*given, "--json", tmp_path / "p.json") and (tmp_path / "p.json").read_text())
     assert found["pruned"] == [[0, 1], [1, 0], [1, 2]]
     left, tokenizer = interop.load(tmp_path / "pruned")
@@ -292,9 +292,9 @@ def test_pruning_for_good(command, four_heads, tmp_path):
     tokens, targets = sample_sequences(whole, tokenizer, four_heads, None, 6, tmp_path)
     known = [heads.losses(model, tokens[3:], targets[3:]).mean().item() for model in (whole, left)]
     assert [found["loss_before"], found["loss_after"]] == pytest.approx(known, abs=1e-5)
-    again = command(tmp_path / "pruned", "heads")  # it can be looked into as any other
+    again = command("heads", tmp_path / "pruned")  # it can be looked into as any other
     assert len(again.strip().split("\n\n")[1].splitlines()) == 1 + 5
-    shown = command(four_heads, "prune", "--count", "3", "--texts", "4", "--png", tmp_path / "p.png")
+    shown = command("prune", four_heads, "--count", "3", "--texts", "4", "--png", tmp_path / "p.png")
     assert [line.split()[2] for line in shown.strip().split("\n\n")[1].splitlines()[1:4]] == ["out"] * 3
 
 
@@ -309,7 +309,7 @@ def test_pruning_for_good(command, four_heads, tmp_path):
     ],
 )
 def test_a_page_begins_where_the_command_looked(command, tiny_run, loaded, tmp_path, given, start):
-    command(tiny_run, *given, "--prompt", PROMPT, "--html", tmp_path / "page.html")
+    command(given[0], tiny_run, *given[1:], "--prompt", PROMPT, "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     facts = json.loads(re.search(r'id="facts">(.*?)</script>', text)[1])
     n_tokens = len(reports.Prompt.read(*loaded, PROMPT).tokens)
@@ -319,7 +319,7 @@ def test_a_page_begins_where_the_command_looked(command, tiny_run, loaded, tmp_p
 
 
 def test_a_page_of_a_report_alone(command, tiny_run, tmp_path):
-    command(tiny_run, "heads", "--html", tmp_path / "page.html")
+    command("heads", tiny_run, "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert 'id="facts"' not in text
     assert text.count("<tr>") == 1 + 4
@@ -337,14 +337,17 @@ def test_tokens_that_people_can_read(loaded):
 
 
 def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
-    done = run_script(INSPECT, tiny_run, "map")
-    assert (done.returncode, done.stderr) == (2, "error: map needs a text: --prompt TEXT\n")
+    done = run_script(INSPECT, "map", tiny_run)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: the following arguments are required: --prompt; --help lists what there is\n",
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["lens", "--prompt", "ab", "--layer", "1"], "--layer does not go with lens"),
+        (["lens", "--prompt", "ab", "--layer", "1"], "unrecognized arguments: --layer 1"),
         (["map", "--prompt", "ab", "--layer", "2"], "--layer is 2; there are 2"),
         (["map", "--prompt", "ab", "--head", "-1"], "--head is -1"),
         (["explain", "--prompt", "ab", "--query", "99"], "--query is 99"),
@@ -354,19 +357,22 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
         (["attribute", "--prompt", "ab", "--target", "a", "--contrast-token", "a"], "are both 'a'"),
         (["patch", "--prompt", "ab"], "--corrupt"),
         (["patch", "--prompt", "ab", "--corrupt", "x7y7z"], "as many tokens"),
-        (["lens", "--prompt", "ab", "--count", "1"], "--count does not go with lens"),
+        (["lens", "--prompt", "ab", "--count", "1"], "unrecognized arguments: --count 1"),
         (["heads", "--json", "nowhere/x.json"], "cannot write nowhere/x.json: its folder does not exist"),
         (["heads", "--prompt", "ab", "--importance", "zero"], "not on a --prompt"),
         (["heads", "--texts", "4"], "--text and --texts are read with --importance"),
         (["heads", "--importance", "zero", "--texts", "1"], "--texts is 1; it must be at least 2"),
-        (["heads", "--importance", "zero", "--over-training"], "contradict each other"),
+        (
+            ["heads", "--importance", "zero", "--over-training"],
+            "--over-training: not allowed with argument --importance",
+        ),
         (["heads", "--over-training", "--checkpoint", "best"], "leave out --checkpoint"),
         (["compare"], "compare needs a second model"),
         (["compare", "--other-checkpoint", "step-7"], "has no checkpoint step-7"),
         (["compare", "--other", "nowhere"], "nowhere does not exist"),
-        (["prune"], "either --count N or --groups"),
-        (["prune", "--count", "1", "--groups", "0.0"], "either --count N or --groups"),
-        (["prune", "--groups", "0-1"], "--groups 0-1 is no list such as 0.1,2.3"),
+        (["prune"], "one of the arguments --count --groups is required"),
+        (["prune", "--count", "1", "--groups", "0.0"], "argument --groups: not allowed with argument --count"),
+        (["prune", "--groups", "0-1"], "--groups 0-1 is not a list such as 0.1,2.3"),
         (["prune", "--groups", "0.0"], "layer 0 would have no head left"),
         (["prune", "--count", "1"], "1 key heads cannot be taken out: 1 to 0 can"),
         (["prune", "--count", "1", "--texts", "2"], "2 texts are too few"),
@@ -379,7 +385,7 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
 )
 def test_mistakes(command, tiny_run, arguments, message):
     with pytest.raises(UserError, match=message):
-        command(tiny_run, *arguments)
+        command(arguments[0], tiny_run, *arguments[1:])
 
 
 def test_the_python_of_the_documentation_runs(four_heads, monkeypatch, tmp_path):

@@ -80,7 +80,7 @@ class Shown:
         self.weights = self.model.attention_weights(self.tokens[None])[:, 0]  # (layers, H, T, T)
         with torch.no_grad():
             self.shares = self.model(self.tokens[None])[0].softmax(dim=-1)  # (T, V)
-        self.explorer = html_report.gather(self.model, self.tokenizer, self.prompt)
+        self.explorer = html_report.make_explorer(self.model, self.tokenizer, self.prompt)
         self.path = folder / "page.html"
         html_report.write_html_report(self.path, "a model", None, self.explorer, layer=1, head=2, position=9)
 

@@ -1,14 +1,17 @@
 """Rollout and maximum flow: the worked example, two layers by hand, conservation."""
 
 import json
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_heads import causal
 
 from thinker.interpretability import flow, pruning
+from thinker.runtime.errors import UserError
 
 EXAMPLE = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())["three_tokens"]
 
@@ -49,3 +52,9 @@ def test_heads_that_a_layer_does_not_have_count_for_nothing(random_model):
     rows = flow.with_residual(weights)
     torch.testing.assert_close(rows.sum(dim=-1), torch.ones(2, 9))
     torch.testing.assert_close(rows[0], (weights[0, :2].mean(dim=0) + torch.eye(9)) / 2)
+
+
+def test_maximum_flow_without_networkx_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    with pytest.raises(UserError, match="pip install networkx"):
+        flow.max_flow(torch.eye(3).expand(1, 1, 3, 3))

@@ -192,7 +192,7 @@ def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
     tokenizer.bos_prefix = []  # its own begins texts with an id that the model lacks
     prompt = reports.Prompt(torch.tensor([1, 2, 3, 1]), ["a", "b", "c", "a"])
     html_report.write_html_report(
-        tmp_path / "p.html", "small", None, html_report.gather(model, tokenizer, prompt), view="lens"
+        tmp_path / "p.html", "small", None, html_report.make_explorer(model, tokenizer, prompt), view="lens"
     )
     tab = visit(tmp_path / "p.html")
     assert tab.locator("#next li").count() == 4
@@ -203,7 +203,7 @@ def test_a_pruned_model(tmp_path, visit):
     tokenizer = make_tokenizer("byte", [])
     left = pruning.prune(random_model(vocab_size=tokenizer.vocab_size, n_kv_heads=4), [(0, 1)])
     prompt = reports.Prompt.read(left, tokenizer, "abc abc")
-    explorer = html_report.gather(left, tokenizer, prompt)
+    explorer = html_report.make_explorer(left, tokenizer, prompt)
     html_report.write_html_report(
         tmp_path / "p.html",
         "pruned",
@@ -255,11 +255,11 @@ def test_logits_that_are_not_finite(shown, tmp_path):
     model = random_model(vocab_size=257)
     model.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(UserError, match="not finite"):
-        html_report.gather(model, shown.tokenizer, shown.prompt)
+        html_report.make_explorer(model, shown.tokenizer, shown.prompt)
 
 
 def test_the_prediction_can_be_chosen(shown):
-    found = html_report.gather(
+    found = html_report.make_explorer(
         shown.model, shown.tokenizer, shown.prompt, target=97, contrast_token=98, position=4
     ).facts
     parts = attribution.direct_logit_attribution(shown.model, shown.tokens, 97, 98, 4)

@@ -26,7 +26,7 @@ def has(found, color):
 
 def test_cells_have_the_colors_of_their_values(tmp_path):
     values = torch.tensor([[0.0, 1.0, torch.nan], [0.5, 0.25, 0.5]])
-    plots.draw([Panel("weights", values, ["a", "b"], ["x", "y", "z"], top=1.0)], tmp_path / "p.png", "of it")
+    plots.plot_panels([Panel("weights", values, ["a", "b"], ["x", "y", "z"], top=1.0)], tmp_path / "p.png", "of it")
     found, blues = colors(tmp_path / "p.png"), colormaps["Blues"]
     assert has(found, NOTHING) > 5000
     assert has(found, blues(1.0)[:3]) > 5000
@@ -35,7 +35,9 @@ def test_cells_have_the_colors_of_their_values(tmp_path):
 
 def test_below_zero_is_blue_above_it_red(tmp_path):
     values = torch.tensor([[-2.0, 0.0, 1.0]])
-    plots.draw([Panel("$given$", values, [""], ["$a", "b", "c_d"], True, style="text")], tmp_path / "p.png", "of it")
+    plots.plot_panels(
+        [Panel("$given$", values, [""], ["$a", "b", "c_d"], True, style="text")], tmp_path / "p.png", "of it"
+    )
     found, palette = colors(tmp_path / "p.png"), colormaps["RdBu_r"]
     assert has(found, palette(0.0)[:3]) > 100
     assert has(found, palette(0.75)[:3]) > 100
@@ -54,7 +56,7 @@ def test_lines_and_tables_and_many_panels(tmp_path):
         Panel("wide", torch.rand(3, 300), ["a", "b", "c"], [str(i) for i in range(300)], row=1),
         Panel("all the same", torch.zeros(2, 2), ["a", "b"], ["c", "d"]),
     ]
-    plots.draw(panels, tmp_path / "p.png", "four", across=2)
+    plots.plot_panels(panels, tmp_path / "p.png", "four", across=2)
     height, width = imread(tmp_path / "p.png").shape[:2]
     assert width <= 16 * 120
     assert height < 1500
@@ -74,4 +76,4 @@ def test_a_map_of_all_heads_has_one_tile_for_each(random_model):
 
 def test_where_it_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match="cannot write"):
-        plots.draw([Panel("p", torch.eye(2), ["a"], ["b"])], tmp_path, "a folder")
+        plots.plot_panels([Panel("p", torch.eye(2), ["a"], ["b"])], tmp_path, "a folder")

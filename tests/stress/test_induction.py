@@ -13,7 +13,7 @@ def test_induction_heads_grow_all_at_once(tmp_path, seed):
     given = "run.dir=run", f"run.seed={seed}", "train.device=cpu"
     done = run_script(ROOT / "train.py", config, *given, cwd=tmp_path, timeout=1200)
     assert done.returncode == 0, done.stderr
-    looked = run_script(inspect, "run", "heads", "--over-training", "--json", cwd=tmp_path)
+    looked = run_script(inspect, "heads", "run", "--over-training", "--json", cwd=tmp_path)
     assert looked.returncode == 0, looked.stderr
     found = json.loads(looked.stdout)
     best = dict(zip(found["steps"], map(max, found["induction"])))
