@@ -19,9 +19,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
-    from thinker.runtime.process_group import (
-        distributed_session,
-    )  # after parsing: --help and a wrong flag need not wait for torch
+    # Imported after parsing: --help and a wrong flag need not wait for torch.
+    from thinker.runtime.process_group import distributed_session
 
     with distributed_session() as dist:
         from thinker.training.config import load_config
@@ -29,10 +28,10 @@ def main() -> int:
         config = load_config(arguments.config, arguments.overrides)
 
         from thinker.training.signals import resilient_output
-        from thinker.training.trainer import Trainer
+        from thinker.training.train import train
 
         with resilient_output():
-            return Trainer(config, dist).train()
+            return train(config, dist)
 
 
 def command() -> None:

@@ -17,7 +17,7 @@ from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import BLUE, GREY, new_figure
 from thinker.training.config import load_config
-from thinker.training.optimizers import resolve_learning_rates
+from thinker.training.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 # token(46) is the full stop in both corpora.
@@ -106,12 +106,10 @@ def time_variants(corpus: str, variants: dict[str, list[str]], rounds: int) -> d
     configure_backend(device)
     file, batch_size, _ = CORPORA[corpus]
     for variant in variants.values():
-        overrides = [*COMMON_OVERRIDES, *variant, f"train.batch_size={batch_size}"]
+        overrides = [*COMMON_OVERRIDES, *variant, f"train.batch_size={batch_size}", "train.micro_batch_size=null"]
         config = load_config(ROOT / "benchmarks" / "configs" / file, overrides)
-        config.train.micro_batch_size = config.train.batch_size
         model_config = config.thinker_config(vocab_size=3072 if corpus == "tales" else 2048)
-        config.optimizer = resolve_learning_rates(config.optimizer, model_config, config.train.batch_size)
-        step = TrainingStep(build_model(model_config, 1, device), config)
+        step = TrainingStep(build_model(model_config, 1, device), resolve_settings(config, model_config, device))
         tokens = torch.randint(1, model_config.vocab_size, (batch_size, config.data.seq_len))
         documents = (torch.rand(tokens.shape) < 1 / 200).cumsum(1) if config.data.document_masking else None
         steps.append(partial(step, Batch(tokens, tokens, tokens.numel(), documents), 1e-3))

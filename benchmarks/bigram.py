@@ -17,7 +17,7 @@ from thinker.data.batches import PackedDataset, sequential_batches
 from thinker.data.shards import TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.training.config import load_config
-from thinker.training.trainer import Trainer
+from thinker.training.train import build_trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         [f"run.dir={arguments.run}", f"train.max_minutes={arguments.minutes}", "train.device=cpu",
          "train.eval_every=null", "train.sample_every=null"],
     )  # fmt: skip
-    trainer = Trainer(config)
+    trainer = build_trainer(config)
     trainer.train()
     loss = trainer.evaluator(trainer.model).loss
     corpus, state = trainer.corpus, trainer.state

@@ -16,6 +16,7 @@ from thinker.benchmarks.environment import measure_seconds
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.weights import to_cpu
 from thinker.training.config import load_config
+from thinker.training.train import build_trainer
 from thinker.training.trainer import Trainer
 
 
@@ -32,11 +33,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"run.dir={folder}/run", "train.save_every=null", "train.eval_every=null", "train.max_minutes=null",
                  "train.max_steps=1000000"]  # fmt: skip
-        trainer = Trainer(load_config(arguments.config, [*arguments.overrides, *fixed]))
+        trainer = build_trainer(load_config(arguments.config, [*arguments.overrides, *fixed]))
         trainer.bar = tqdm(disable=True)
         for _ in range(3):  # memory allocation and compilation
             bare_step(trainer)
-            trainer.advance()
+            trainer.train_step()
         result = {"config": str(arguments.config), "overrides": arguments.overrides}
         result["parameters"] = sum(parameter.numel() for parameter in trainer.model.parameters())
         result |= measure_steps(trainer, arguments.rounds)
@@ -56,17 +57,17 @@ def bare_step(trainer: Trainer) -> None:
     """A step as most training loops make it, without what resuming and the checks for finite values need."""
     multiplier = trainer.lr_multiplier()
     batch = trainer.batches.batch(trainer.state.step)
-    trainer.train_step.guarded = False
-    loss, norm = trainer.train_step(batch, multiplier)
-    trainer.train_step.guarded = True
+    trainer.step.skip_nonfinite = False
+    loss, norm = trainer.step(batch, multiplier)
+    trainer.step.skip_nonfinite = True
     trainer.state.step += 1
-    line = {"train_loss": loss.item(), "lr": trainer.train_step.optimizers.lr * multiplier, "grad_norm": float(norm)}
+    line = {"train_loss": loss.item(), "lr": trainer.step.optimizers.lr * multiplier, "grad_norm": float(norm)}
     trainer.log(line | trainer.speed(1.0))
 
 
 def measure_steps(trainer: Trainer, rounds: int) -> dict[str, float]:
     """Seconds of a resumable step, and its median ratio to a bare step of the same round."""
-    steps = {"bare": partial(bare_step, trainer), "resumable": trainer.advance}
+    steps = {"bare": partial(bare_step, trainer), "resumable": trainer.train_step}
     step_seconds, ratios = [], []
     for number in trange(rounds, desc="steps"):
         order = ("bare", "resumable") if number % 2 else ("resumable", "bare")
@@ -82,27 +83,27 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
     foreground_folder.mkdir()
     background_folder.mkdir()
     foreground = CheckpointManager(foreground_folder, 1)
-    background = CheckpointManager(background_folder, 1, background=True, cpu_share=trainer.saver.cpu_share)
+    background = CheckpointManager(background_folder, 1, background=True, cpu_share=trainer.checkpoints.cpu_share)
 
     def save(manager: CheckpointManager) -> None:
-        tensors = trainer.train_step.optimizers.tensors()
+        tensors = trainer.step.optimizers.tensors()
         state = trainer.state.model_dump(mode="json")
         manager.save("step", trainer.state.step, checkpoint.checkpoint_files(trainer.model, state, tensors))
 
     def save_and_step() -> None:
         save(background)
-        trainer.advance()
+        trainer.train_step()
 
     def copy() -> None:
-        to_cpu(checkpoint.checkpoint_files(trainer.model, {}, trainer.train_step.optimizers.tensors()))
+        to_cpu(checkpoint.checkpoint_files(trainer.model, {}, trainer.step.optimizers.tensors()))
 
     delays, next_delays, copies, saves = [], [], [], []
     for _ in trange(n_saves, desc="saves"):
-        before = measure_seconds(trainer.advance, trainer.device)
+        before = measure_seconds(trainer.train_step, trainer.device)
         with_save = measure_seconds(save_and_step, trainer.device)
-        following = measure_seconds(trainer.advance, trainer.device)
+        following = measure_seconds(trainer.train_step, trainer.device)
         background.wait()
-        undisturbed = (before + measure_seconds(trainer.advance, trainer.device)) / 2
+        undisturbed = (before + measure_seconds(trainer.train_step, trainer.device)) / 2
         delays.append(with_save - undisturbed)
         next_delays.append(following - undisturbed)
         copies.append(measure_seconds(copy, trainer.device))

@@ -18,6 +18,7 @@ from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.runtime.process_group import DistContext
 from thinker.training.config import validate_config
+from thinker.training.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 CPU = torch.device("cpu")
@@ -113,7 +114,8 @@ def run_rank(
     model_config = ThinkerConfig(
         vocab_size=4096, d_model=arguments.width, n_layers=arguments.layers, n_heads=4, max_seq_len=arguments.seq_len
     )
-    step = TrainingStep(build_model(model_config, 1, CPU), config, dist=dist)
+    settings = resolve_settings(config, model_config, CPU, dist=dist)
+    step = TrainingStep(build_model(model_config, 1, CPU), settings, dist=dist)
     tokens = torch.randint(4096, (rows, arguments.seq_len), generator=torch.Generator().manual_seed(rank))
     batch = Batch(tokens, tokens, tokens.numel() * n_ranks)
     for _ in range(2):  # allocates memory and gradient buckets

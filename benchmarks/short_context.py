@@ -18,7 +18,7 @@ from thinker.data import tales
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.training.config import load_config
-from thinker.training.trainer import Trainer
+from thinker.training.train import build_trainer
 
 LN_2 = 0.6932
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
              "train.eval_every=null", "train.sample_every=null", "data.packing=contiguous",
              f"data.max_documents={max(base.data.max_documents, int(15000 * minutes))}"],
         )  # fmt: skip
-        trainer = Trainer(config)
+        trainer = build_trainer(config)
         trainer.train()
         tokenizer, tokens = trainer.corpus.tokenizer, trainer.state.tokens
         stories = [

@@ -16,6 +16,7 @@ from thinker.benchmarks.training_runs import ROOT
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.runtime.device import DTYPES
 from thinker.training.config import load_config
+from thinker.training.train import build_trainer
 from thinker.training.trainer import Trainer
 
 NGRAM = 4  # tokens; a text that repeats more n-grams than real texts do is looping
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost of int8 and the gain of speculation, and print a table."""
-    trainer = Trainer(load_config(arguments.config, [f"run.dir={arguments.run}", "train.device=cpu"]))
+    trainer = build_trainer(load_config(arguments.config, [f"run.dir={arguments.run}", "train.device=cpu"]))
     trainer.train()
     result = measure_int8(trainer, 300)
     bits = result["bits_per_byte"]

@@ -68,12 +68,11 @@ def scale_setting(config: Config, key: str, setting: str) -> str:
     """Replace "x0.5" by half of the config's value, defaults included; any other setting stays as it is."""
     if not setting.startswith("x"):
         return setting
-    config.optimizer = resolve_learning_rates(
-        config.optimizer, config.thinker_config(vocab_size=1), config.train.batch_size
-    )
-    base: Any = config
-    for part in key.split("."):
-        base = getattr(base, part, None)
+    section, _, name = key.partition(".")
+    values = getattr(config, section, None)
+    if section == "optimizer":
+        values = resolve_learning_rates(values, config.thinker_config(vocab_size=1), config.train.batch_size)
+    base: Any = getattr(values, name, None)
     if not isinstance(base, (int, float)):
         raise UserError(f"{key} is {base!r} in the config; {setting} can only multiply a number")
     try:

@@ -21,6 +21,7 @@ from thinker.runtime.device import DTYPES, choose_device, choose_precision, conf
 from thinker.runtime.plotting import BLUE, GREY, new_figure
 from thinker.training.config import validate_config
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 
@@ -122,7 +123,8 @@ def make_step(name: str, shape: Shape, device: torch.device, precision: str) -> 
     train = {"max_steps": 1, "batch_size": shape.batch_size, "micro_batch_size": shape.batch_size,
              "precision": precision, "compile": mode == "compiled"}  # fmt: skip
     config = validate_config({"optimizer": {"name": optimizer}, "train": train})
-    step = TrainingStep(build_model(shape.model_config(), 0, device), config)
+    model_config = shape.model_config()
+    step = TrainingStep(build_model(model_config, 0, device), resolve_settings(config, model_config, device))
     return lambda: step(batch, 0.1)[0]
 
 

@@ -19,7 +19,7 @@ LOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "thinker.training.trainer",
+    "thinker.training.train",
     "thinker.training.plan",
     "thinker.generation.terminal",
     "thinker.evaluation.long_context",

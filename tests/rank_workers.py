@@ -16,9 +16,10 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import full_tensor
 from thinker.training import resume
 from thinker.training.config import load_config, validate_config
+from thinker.training.resolve import resolve_settings
 from thinker.training.resume import RunState
 from thinker.training.step import TrainingStep, build_model
-from thinker.training.trainer import Trainer
+from thinker.training.train import build_trainer
 
 CPU, ROWS, T = torch.device("cpu"), 8, 24
 SHAPE = {
@@ -58,7 +59,8 @@ def make_step(dist, model_config=CONFIG, optimizer="adamw", **train):
     config = validate_config({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
     if not torch.distributed.is_initialized():
         dist.init_process_group("cpu", 60.0)
-    return TrainingStep(build_model(model_config, 1, CPU), config, dist=dist)
+    settings = resolve_settings(config, model_config, CPU, dist=dist)
+    return TrainingStep(build_model(model_config, 1, CPU), settings, dist=dist)
 
 
 def everything(step):
@@ -152,7 +154,7 @@ def load(dist, folder, parallel):
 
 def train(dist, config, overrides):
     """Train by a config, from where its run stands. Returns the inputs of each step as this rank saw them."""
-    trainer, seen = Trainer(load_config(config, overrides), dist), []
+    trainer, seen = build_trainer(load_config(config, overrides), dist), []
 
     class Noting:
         def __call__(self, given, factor):
@@ -162,7 +164,7 @@ def train(dist, config, overrides):
         def __getattr__(self, name):
             return getattr(step, name)
 
-    step, trainer.train_step = trainer.train_step, Noting()
+    step, trainer.step = trainer.step, Noting()
     assert trainer.train() == 0
     return seen
 
@@ -202,11 +204,11 @@ def when_summed(dist, parallel):
 
 def hear(dist, config, overrides):
     """A signal to the last rank alone, as all hear of it, and what an evaluation says before and after."""
-    trainer = Trainer(load_config(config, overrides), dist)
-    before = trainer.evaluator(trainer.model, trainer.hear)
+    trainer = build_trainer(load_config(config, overrides), dist)
+    before = trainer.evaluator(trainer.model, trainer.poll_signals)
     if dist.rank == dist.world_size - 1:
-        trainer.interrupt.number = 15
-    after = trainer.evaluator(trainer.model, trainer.hear)
+        trainer.signal_handler.number = 15
+    after = trainer.evaluator(trainer.model, trainer.poll_signals)
     trainer.batches.close()
     return before.loss, before.n_tokens, after, trainer.stopping
 

@@ -45,7 +45,7 @@ def test_bf16_compiled_follows_fp32_resumes_and_samples(tmp_path):
         assert run_script(*common, "train.max_steps=150", timeout=900).returncode == 0
         done = run_script(*common, "train.max_steps=200", timeout=900)
         assert done.returncode == 0, done.stderr
-        assert "going on from step 150" in done.stderr
+        assert "resuming from step 150" in done.stderr
     bf16, fp32 = losses(runs["bf16"]), losses(runs["fp32"])
     assert len(bf16) == len(fp32) == 200
     assert sum(bf16[-20:]) / 20 == pytest.approx(sum(fp32[-20:]) / 20, rel=0.02)
@@ -70,13 +70,14 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
     from thinker.training.config import validate_config
+    from thinker.training.resolve import resolve_settings
     from thinker.training.step import TrainingStep, build_model
 
     config = ThinkerConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)
     train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
-    step = TrainingStep(
-        build_model(config, 1, torch.device("cuda")), validate_config({"train": {**train, "max_nonfinite_steps": 1}})
-    )
+    device = torch.device("cuda")
+    settings = resolve_settings(validate_config({"train": {**train, "max_nonfinite_steps": 1}}), config, device)
+    step = TrainingStep(build_model(config, 1, device), settings)
     tokens = torch.randint(50, (4, 17))
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 64)
     step(batch, 1.0)
@@ -208,16 +209,17 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
     from thinker.training.config import validate_config
+    from thinker.training.resolve import resolve_settings
     from thinker.training.step import TrainingStep, build_model
 
     shape = {"vocab_size": 50, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_init_std": 0.2}
     config = ThinkerConfig(**shape, max_seq_len=2048, attention=attention)
     found = {}
     for name in ("reference", "plain", "compiled"):
-        settled = {"precision": "bf16", "compile": name == "compiled", "micro_batch_size": 2, "batch_size": 2}
-        step = TrainingStep(
-            build_model(config, 1, torch.device("cuda")), validate_config({"train": {**settled, "max_steps": 9}})
-        )
+        train = {"precision": "bf16", "compile": name == "compiled", "micro_batch_size": 2, "batch_size": 2}
+        device = torch.device("cuda")
+        settings = resolve_settings(validate_config({"train": {**train, "max_steps": 9}}), config, device)
+        step = TrainingStep(build_model(config, 1, device), settings)
         step.model.kernel = "reference" if name == "reference" else "auto"
         generator, used = torch.Generator().manual_seed(0), set()
         make_context = step.model.make_context

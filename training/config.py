@@ -1,20 +1,24 @@
-"""A config: the YAML file as a checked tree, with overrides section.key=value from the command line."""
+"""A config: what the user wrote, as a checked tree, with overrides section.key=value from the command line."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError, did_you_mean
-
-Positive = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0, le=1e38)]  # what fp32 can hold
-Share = Annotated[float, Field(ge=0, le=1)]
-
+from thinker.training.config_sections import (
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    Section,
+    TrackingSection,
+    TrainSection,
+)
 
 # What pydantic calls these types of input would puzzle a reader of configs.
 WORDING = {
@@ -38,143 +42,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class Section(BaseModel):
-    """A part of a config. Keys that it does not know are refused."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_bool_for_a_number(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(name)
-            if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-                choices = [str(choice) for choice in get_args(field.annotation) if isinstance(choice, str)]
-                wanted = " or ".join(choices) if choices else "a number or text"
-                raise ValueError(f"{name} is {value} (YAML reads on, off, yes and no so); it must be {wanted}")
-        return values
-
-
-class RunSection(Section):
-    """Where the run lives, and its seed."""
-
-    dir: str | None = None  # null: runs/ and the config's name
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of weights, data order and dropout
-    init_from: str | None = None  # a run, checkpoint or Hugging Face folder to begin with; null: anew
-
-
-class ModelSection(Section):
-    """The shape, with ThinkerConfig's names. Null follows from the other keys, vocab_size from the tokenizer."""
-
-    vocab_size: Positive | None = None
-    d_model: Positive = 256
-    n_layers: Positive = 4
-    n_heads: Positive = 4
-    n_kv_heads: Positive | None = None
-    head_dim: Positive | None = None
-    d_ff: Positive | None = None
-    max_seq_len: Positive | None = None  # null: data.seq_len
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
-    qk_norm: bool = True
-    tie_embeddings: bool = False
-    dropout: float = 0.0
-    init: Literal["fan_in", "normal"] = "fan_in"  # normal: every matrix with deviation 0.02, as GPT-2
-    head_init_std: float = 0.0  # above 0, copying is learned sooner, other things later: docs/experiments.md
-    attention: str | list[str] = "full"  # a pattern for all layers, a list of them, or letters such as LLLG
-    window: Positive | None = None  # keys that layers L see
-    positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
-    rope_scaling: dict[str, Any] | None = None  # such as {type: yarn, factor: 4, original_max_seq_len: 256}
-    attn_logit_softcap: float | None = None  # of attention's scores; null: none
-    attention_sinks: bool = False
-    attention_bias: bool = False  # of queries, keys and values
-    no_rope_layers: list[int] | None = None  # layers, from 0, that do not rotate
-    n_kv_heads_per_layer: list[int] | None = None  # of each layer, where some have fewer than n_kv_heads
-
-
-class DataSection(Section):
-    """What is read, how it becomes tokens, and how they are cut into windows."""
-
-    source: str = "tales"
-    path: str | None = None
-    config: str | None = None  # of a hub dataset
-    split: str | None = None  # of a hub dataset; null: train
-    column: str | None = None  # of jsonl, parquet and hub; null: text
-    streaming: bool | None = None  # of a hub dataset; null: yes
-    tokenizer: str | None = None  # null: bpe:4096, or that of run.init_from
-    seq_len: Annotated[int, Field(ge=2)] = 256
-    packing: Literal["contiguous", "documents"] = "contiguous"
-    assistant_only_loss: bool = False  # of conversations, learn only what the assistant says
-    chat_template: str | None = None  # a Jinja file; null: the tokenizer's own
-    document_masking: bool = False  # no token sees across a document's border, and positions begin anew there
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    max_documents: Positive | None = None
-    num_workers: Annotated[int, Field(ge=0, le=64)] = 1  # threads that make batches ahead; 0: made when they are needed
-    cache_dir: str = ".cache"
-
-
-class OptimizerSection(Section):
-    """AdamW for everything, or Muon for the matrices and AdamW for embedding and norm weights."""
-
-    name: Literal["muon", "adamw"] = "muon"  # adamw with run.init_from, unless given
-    # Null: by the rule of training/optimizers.py; the numbers are for 16 sequences a step and more.
-    lr: Rate | None = None  # of the blocks' matrices; null: 0.04 with muon, 1 / d_model with adamw
-    embedding_lr: Rate | None = None  # null: 0.3 with muon, lr with adamw
-    head_lr: Rate | None = None  # null: 0.05 with muon, lr with adamw
-    norm_lr: Rate | None = None  # of the norms; null: 0.01 with muon, lr with adamw
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.8, 0.95)
-    eps: Rate = 1e-10
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # on matrices only
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # muon only; null: 0.95
-
-
-class TrainSection(Section):
-    """How long, how much at a time, on what, and what is written when."""
-
-    max_steps: Positive | None = None
-    max_minutes: Annotated[float, Field(gt=0)] | None = None  # of training, evaluation left out
-    batch_size: Positive = 16  # sequences an optimizer step, over all ranks
-    micro_batch_size: Positive | Literal["auto"] | None = None  # sequences at once; null: a rank's all; auto: what fits
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"  # of several ranks; auto: fsdp where one has no room for a whole
-    dist_timeout_s: Rate = 600.0  # that one rank waits for another
-    lora_rank: Positive | None = None  # train adapters of so many columns, and nothing else; null: all weights
-    lora_alpha: Rate | None = None  # an adapter counts alpha / rank times; null: twice the rank
-    checkpoint_every_n_blocks: Positive | None = (
-        None  # 1: every block's activations are computed again, 2: every other's
-    )
-    offload_activations: bool = False  # kept in the host's memory until the backward pass; on a GPU
-    warmup_steps: Annotated[int, Field(ge=0)] = 10
-    schedule: Literal["wsd", "cosine"] = "wsd"
-    decay_fraction: Share | None = None  # the last part of a wsd run, in which lr falls linearly; null: 0.6
-    min_lr_ratio: Share = 0.0  # of the peak, at the end
-    grad_clip: Annotated[float, Field(gt=0)] | None = 1.0  # of the gradient's global norm; null: none
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    compile: bool | Literal["auto"] = "auto"  # auto: where the planned run is long enough to pay for it
-    log_every: Positive = 1
-    eval_every: Positive | None = 250  # steps; null: at the end only
-    eval_sequences: Positive | None = None  # of the validation set, the first so many; null: all
-    save_every: Positive | None = 500  # steps; null: at the end only
-    keep_last: Positive = 2  # checkpoints; the best one is kept beside them
-    keep_every: Positive | None = None  # steps: checkpoints at their multiples are never removed; null: none
-    async_save: bool = False  # written from a copy of the state, while training goes on
-    save_sharded: bool | Literal["auto"] = "auto"  # one file a rank; auto: where the weights take more than 8 GB
-    max_nonfinite_steps: Annotated[int, Field(ge=0)] = 0  # so many may have a loss or gradient that is not finite
-    deterministic: bool = False  # the same config twice gives the same bits, on the same machine
-    sample_every: Positive | None = None  # steps; null: no samples while training
-    sample_prompt: str = ""
-
-
-class TrackingSection(Section):
-    """Weights & Biases, beside the metrics.jsonl that is always written."""
-
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
-    project: str = "thinker"
-    name: str | None = None  # null: the run directory's name
-
-
 class Config(Section):
-    """The whole tree; what contradicts itself is refused."""
+    """What the user wrote: every section with its defaults. Keys that contradict each other are refused."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -183,13 +52,23 @@ class Config(Section):
     train: TrainSection = TrainSection()
     tracking: TrackingSection = TrackingSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_dependent_defaults(cls, tree: Any) -> Any:
+        """The two defaults that depend on run.init_from."""
+        sections = {name: (tree or {}).get(name, {}) for name in ("run", "data", "optimizer")}
+        if not all(isinstance(section, dict) for section in sections.values()):
+            return tree  # validation says what is wrong
+        data, optimizer = dict(sections["data"]), dict(sections["optimizer"])
+        if sections["run"].get("init_from") is not None:
+            optimizer.setdefault("name", "adamw")
+        elif data.get("tokenizer") is None:
+            data["tokenizer"] = "bpe:4096"
+        return {**tree, "data": data, "optimizer": optimizer}
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         train, optimizer, run = self.train, self.optimizer, self.run
-        if run.init_from is None:
-            self.data.tokenizer = self.data.tokenizer or "bpe:4096"
-        elif "name" not in optimizer.model_fields_set:
-            optimizer.name = "adamw"
         if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
             raise ValueError("train.lora_rank goes with run.init_from and optimizer.name=adamw")
         if train.lora_alpha is not None and train.lora_rank is None:
@@ -296,10 +175,10 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
             tree[section][key] = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError):
             tree[section][key] = text
-    config = validate_config(tree)
-    if config.run.dir is None:
-        config.run.dir = str(Path("runs") / path.stem)
-    return config
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict) and run.get("dir") is None:
+        run["dir"] = str(Path("runs") / path.stem)
+    return validate_config(tree)
 
 
 def validate_config(tree: dict[str, Any]) -> Config:

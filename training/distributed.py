@@ -1,7 +1,7 @@
-"""One model on several ranks: what is done to it, in which order, and what their common step does differently.
+"""One model on several ranks: DDP and FSDP2, gradient synchronization and clipping.
 
-The model itself knows nothing of it. Every rank sees its own rows of a batch; losses and gradients are summed over the
-ranks and divided by the targets of them all, so that a step is the same however many make it.
+The model itself does not know about it. Every rank computes its own rows of a batch; losses and gradients are summed
+over the ranks and divided by the number of targets of all ranks, so a step does not depend on their number.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from torch import Tensor, nn
 
 from thinker.model import Thinker
 from thinker.runtime.process_group import DistContext, full_tensor
-from thinker.training.activation_checkpointing import recompute
-from thinker.training.config import TrainSection
+from thinker.training.activation_checkpointing import apply_activation_checkpointing
+from thinker.training.settings import TrainSettings
 
 
-def distribute(model: Thinker, train: TrainSection, dist: DistContext) -> nn.Module:
-    """The model as a step calls it. First what is computed again, then compiling, then what the ranks share.
+def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.Module:
+    """The model as a step calls it: activation checkpointing, then compiling, then DDP or FSDP2.
 
-    "ddp": every rank has all of it, and gradients are summed while the backward pass still goes on. "fsdp": every rank
-    has a part of each parameter's rows, and a block's parameters are gathered when their turn comes (ZeRO-3,
-    Rajbhandari et al. 2020, arXiv:1910.02054), in the precision of the activations. Embedding and head are gathered in
-    their own: thousands of gradients of a frequent token, added in bf16, were 40% off.
+    "ddp": every rank has the whole model, and gradients are summed during the backward pass. "fsdp": every rank has
+    some rows of each parameter, and a block's parameters are gathered when the block runs (ZeRO-3, Rajbhandari et al.
+    2020, arXiv:1910.02054), in the precision of the activations. Embedding and head are gathered in fp32: thousands of
+    gradients of a frequent token, added in bf16, were 40% off.
     """
     if train.checkpoint_every_n_blocks:
-        recompute(model, train.checkpoint_every_n_blocks)
+        apply_activation_checkpointing(model, train.checkpoint_every_n_blocks)
     if train.compile:
-        # A program for each kind of layer; beyond this limit, of 8 unless raised, torch would go on without any.
+        # One graph per kind of layer. Beyond this limit (8 by default) torch silently stops compiling.
         torch._dynamo.config.recompile_limit = 256
         for block in model.blocks:
             block.compile()  # in place: names of parameters stay as they are
     if dist.world_size == 1:
         return model
-    assert train.parallel != "auto", "settled before"
-    # Imported here: half a second that one process alone need not wait.
+    assert train.parallel != "auto", "resolved before"
+    # Imported here: it takes half a second, and a single process does not need it.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     if train.parallel == "ddp":
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        wrapped.register_comm_hook(None, _summed)
+        wrapped.register_comm_hook(None, _sum_gradients)
         return wrapped
     cast = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(dist.device_type, (dist.world_size,))
@@ -54,21 +54,21 @@ def distribute(model: Thinker, train: TrainSection, dist: DistContext) -> nn.Mod
     return model
 
 
-def _summed(state, bucket):  # noqa: ANN001, ANN202 - torch refuses annotations that are text
-    """DDP would divide by the number of ranks: exact for powers of two alone."""
+def _sum_gradients(state, bucket):  # noqa: ANN001, ANN202 - torch refuses annotations that are text
+    """Sum where DDP averages: dividing by the number of ranks is exact only for powers of two."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def gradient_sync(model: nn.Module, now: bool) -> AbstractContextManager[None]:
-    """Within it a backward pass sums gradients over the ranks only where `now`: at a batch's last micro-batch."""
+def gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+    """Within it a backward pass sums gradients over the ranks only for a batch's last micro-batch."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-        model.set_requires_gradient_sync(now)
-    elif hasattr(model, "no_sync") and not now:  # DDP
+        model.set_requires_gradient_sync(is_last)
+    elif hasattr(model, "no_sync") and not is_last:  # DDP
         return model.no_sync()
     return contextlib.nullcontext()
 
 
-def clip(model: Thinker, limit: float | None) -> Tensor:
-    """Scale all gradients down to a global norm of `limit`, if given. Returns the norm before, of the whole model."""
-    return full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf")))
+def clip_grad_norm(model: Thinker, max_norm: float | None) -> Tensor:
+    """Scale all gradients down to a global norm of `max_norm`, if given. Returns the norm before clipping."""
+    return full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf")))

@@ -17,22 +17,22 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from thinker.data.prefetch import Batch
-from thinker.model import Thinker, ThinkerConfig
+from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.config import Config
+from thinker.training.settings import Settings
 from thinker.training.step import TrainingStep
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on the device. The peak is not their sum: gradients grow while activations are given back."""
+class MemoryEstimate:
+    """Bytes on the device. The peak is not their sum: gradients grow while activations are freed."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int  # what one forward pass adds
-    peak: int  # the most that are alive at once, in any step but the first
+    peak: int  # the most that is alive at once, in any step but the first
 
 
 class LiveTensorMeter(TorchDispatchMode):
@@ -41,7 +41,7 @@ class LiveTensorMeter(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device, self.now, self.peak = device, 0, 0
-        self.known = WeakIdKeyDictionary()
+        self.storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -51,66 +51,60 @@ class LiveTensorMeter(TorchDispatchMode):
         return out
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Count it until it is gone."""
-        if storage not in self.known:
-            self.known[storage] = True
-            size = storage.nbytes()
-            self.now += size
+        """Count a storage until it is freed."""
+        if storage not in self.storages:
+            self.storages[storage] = True
+            n_bytes = storage.nbytes()
+            self.now += n_bytes
             self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.drop, size)
+            weakref.finalize(storage, self.free, n_bytes)
 
-    def drop(self, size: int) -> None:
-        """A tensor's memory was given back."""
-        self.now -= size
+    def free(self, n_bytes: int) -> None:
+        """Count a storage no longer."""
+        self.now -= n_bytes
 
 
-def estimate_memory(config: Config, model_config: ThinkerConfig, micro_batch_size: int, device: torch.device) -> Memory:
-    """Two training steps on tensors that have shapes and no contents, so that nothing is computed or allocated.
+def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.device) -> MemoryEstimate:
+    """Run two training steps on fake tensors, which have shapes and no contents: nothing is computed or allocated.
 
-    The very step that training makes, uncompiled; what kernels and allocators take beside tensors is not seen.
+    It is the real training step, uncompiled. What kernels and allocators use beside tensors is not counted.
     """
-    config = config.model_copy(deep=True)
-    config.train.micro_batch_size, config.train.compile = micro_batch_size, False
-    if config.train.precision == "fp16":
-        config.train.precision = "bf16"  # as large, and without the loss scale, which asks for values
-    rows = min(config.train.batch_size, 2 * micro_batch_size)  # more micro-batches do not take more at once
-    seed = torch.get_rng_state()
-    with FakeTensorMode(), LiveTensorMeter(device) as alive:
+    precision = settings.train.precision
+    if precision == "fp16":
+        precision = "bf16"  # as large, and without the loss scale, which needs values
+    settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False, precision=precision)
+    rows = min(settings.train.batch_size, 2 * micro_batch_size)  # more micro-batches need no more memory
+    rng_state = torch.get_rng_state()
+    with FakeTensorMode(), LiveTensorMeter(device) as meter:
         with device:
-            model = Thinker(model_config)
-        weights = alive.now
-        step = TrainingStep(model, config, guarded=False)  # there are no values to look at
-        alive.now = weights  # its counters are no part of the plan
-        tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64, device=device)
-        documents = tokens if config.data.document_masking else None
+            model = Thinker(settings.model)
+        weights = meter.now
+        step = TrainingStep(model, settings, skip_nonfinite=False)  # there are no values to check
+        meter.now = weights  # the step's counters are not part of the estimate
+        tokens = torch.zeros(rows, settings.data.seq_len, dtype=torch.int64, device=device)
+        documents = tokens if settings.data.document_masking else None
         batch = Batch(tokens, tokens, tokens.numel(), documents)
-        step(batch, 1.0)  # the first makes the optimizers' state
-        persistent = alive.now
+        step(batch, 1.0)  # the first one creates the optimizers' state
+        persistent = meter.now
         part = tokens[:micro_batch_size]
         loss = step.model(part, targets=part, document_ids=None if documents is None else part)
-        activations = alive.now - persistent
+        activations = meter.now - persistent
         del loss
-        alive.peak = alive.now
+        meter.peak = meter.now
         step(batch, 1.0)
-    torch.set_rng_state(seed)
-    return Memory(weights, weights, persistent - weights - tokens.numel() * 8, activations, alive.peak)
+    torch.set_rng_state(rng_state)
+    return MemoryEstimate(weights, weights, persistent - weights - tokens.numel() * 8, activations, meter.peak)
 
 
-def usable(device: torch.device) -> float:
-    """The share of free memory that tensors can have: allocators lose some between them (docs/training.md)."""
-    return 0.9 if device.type == "cuda" else 0.6  # where it is malloc
+def usable_fraction(device: torch.device) -> float:
+    """The fraction of free memory that tensors can use: allocators lose some between them (docs/training.md)."""
+    return 0.9 if device.type == "cuda" else 0.6  # 0.6: malloc
 
 
 def free_memory(device: torch.device, dist: DistContext = SINGLE_PROCESS) -> int:
-    """Bytes that each rank could take now, all of which ask: of a host's memory the ranks on it have equal parts."""
-    return int(
-        min(
-            free
-            for (free,) in dist.all_gather_scalars(
-                _free_here(device) // (1 if device.type == "cuda" else dist.local_world_size)
-            )
-        )
-    )
+    """Bytes that each rank can allocate now; all ranks must call this. Ranks on one host share its memory equally."""
+    sharing = 1 if device.type == "cuda" else dist.local_world_size
+    return int(min(free for (free,) in dist.all_gather_scalars(_free_here(device) // sharing)))
 
 
 def _free_here(device: torch.device) -> int:
@@ -130,21 +124,20 @@ def _free_here(device: torch.device) -> int:
     return free
 
 
-def largest_micro_batch(
-    config: Config, model_config: ThinkerConfig, device: torch.device, free: int, dist: DistContext = SINGLE_PROCESS
-) -> int:
-    """The largest divisor of a rank's share of train.batch_size whose predicted peak fits into `free` bytes.
+def largest_micro_batch(settings: Settings, device: torch.device, free: int, dist: DistContext = SINGLE_PROCESS) -> int:
+    """The largest divisor of a rank's share of train.batch_size whose estimated peak fits into `free` bytes.
 
     Raises UserError where a single sequence is too much.
     """
-    batch = config.train.batch_size // dist.world_size
-    elsewhere = 1 - 1 / dist.world_size if config.train.parallel == "fsdp" else 0.0  # of weights and optimizer
-    for size in (n for n in range(batch, 0, -1) if batch % n == 0):
-        memory = estimate_memory(config, model_config, size, device)
+    rows = settings.train.batch_size // dist.world_size
+    # The fraction of weights and optimizer state that lies on other ranks.
+    elsewhere = 1 - 1 / dist.world_size if settings.train.parallel == "fsdp" else 0.0
+    for size in (n for n in range(rows, 0, -1) if rows % n == 0):
+        memory = estimate_memory(settings, size, device)
         peak = memory.peak - elsewhere * (memory.weights + memory.optimizer)
-        if peak <= usable(device) * free:
+        if peak <= usable_fraction(device) * free:
             return size
     raise UserError(
-        f"one sequence of {config.data.seq_len} tokens takes {peak / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
+        f"one sequence of {settings.data.seq_len} tokens takes {peak / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
         "train.checkpoint_every_n_blocks=1, a shorter data.seq_len or a smaller model take less"
     )

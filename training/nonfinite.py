@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite: what it was made of, and where the numbers leave the finite."""
+"""Diagnosis of a step whose loss or gradient is not finite: its samples, and the first module to overflow."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TEXT_CHARS = 200  # of each sample, in a report
 
 
 def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
-    """Each sample of a step (from 0) alone, forward and backward without dropout, on the weights as they are.
+    """Run each sample of a step (from 0) alone, forward and backward without dropout, on the current weights.
 
-    Returns "samples": id, loss (nats a token) and gradient norm (None where not finite), and the text's beginning;
-    "first_not_finite": the first module whose output is not; "gradients_not_finite": parameters whose gradient's norm
+    Returns "samples": id, loss (nats per token) and gradient norm (None where not finite), and the text's start;
+    "first_not_finite": the first module whose output is not; "gradients_not_finite": parameters whose gradient norm
     is not; "largest_weight": [name, size], None for a size that is not finite.
     """
-    copy, samples, found = plain(model), [], {"module": None}
+    copy, samples, found = unwrapped_copy(model), [], {"module": None}
     bad: set[str] = set()
     for name, module in copy.named_modules():
         module.register_forward_hook(_watch(found, name or "loss"))
@@ -46,32 +46,32 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
             bad |= {name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())}
         copy.zero_grad(set_to_none=True)
         text = tokenizer.decode(inputs[0].tolist())[:TEXT_CHARS]
-        samples.append({"id": number, "loss": finite(loss), "grad_norm": finite(norm), "text": text})
+        samples.append({"id": number, "loss": finite_or_none(loss), "grad_norm": finite_or_none(norm), "text": text})
     sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in copy.named_parameters()}
     largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,
         "first_not_finite": found["module"],
         "gradients_not_finite": sorted(bad),
-        "largest_weight": [largest, finite(sizes[largest])],
+        "largest_weight": [largest, finite_or_none(sizes[largest])],
     }
 
 
-def write_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
-    """Keep a report in the run directory, under the step's number (from 1). Returns its path."""
+def write_nonfinite_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
+    """Write a report into the run directory, under the step's number (from 1). Returns its path."""
     path = run.path / f"nonfinite-step-{step:08d}.json"
     if run.writes:
         atomic_write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return str(path)
 
 
-def finite(value: Tensor | float) -> float | None:
-    """The number, or None for what JSON cannot hold."""
+def finite_or_none(value: Tensor | float) -> float | None:
+    """The number, or None for nan and inf, which JSON cannot hold."""
     return float(value) if math.isfinite(value) else None
 
 
-def plain(model: Thinker) -> Thinker:
-    """The same weights, whole, in a copy that is not compiled, for evaluation. All ranks that share them must ask."""
+def unwrapped_copy(model: Thinker) -> Thinker:
+    """A copy for evaluation that is neither compiled nor sharded. All ranks that share the weights must call this."""
     weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
         copy = Thinker(model.config)

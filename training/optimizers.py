@@ -1,82 +1,69 @@
-"""Which optimizer moves which parameter, and how fast."""
+"""The optimizers: default learning rates, and which parameter belongs to which group."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config import Config, OptimizerSection
+from thinker.training.config import Config
+from thinker.training.config_sections import OptimizerSection
 from thinker.training.muon import Muon
 
 
 def resolve_learning_rates(
-    section: OptimizerSection, config: ThinkerConfig, batch_size: int, scale: float = 1.0
+    section: OptimizerSection, model_config: ThinkerConfig, batch_size: int, lr_scale: float = 1.0
 ) -> OptimizerSection:
     """The section with every rate that it leaves out, by rules that hold across widths and batches (docs/training.md).
 
     Under Muon a matrix moves by its rate in every direction, whatever its size, so neither lr nor head_lr depends on
     the width. An embedding's row is read alone: its entries, of order one, move by embedding_lr. AdamW moves every
-    entry by its rate, and in a matrix d_model entries that move at once are summed: its lr falls as 1/d_model (Yang et
-    al. 2022, arXiv:2203.03466), and so does that of an embedding which is tied to the head.
+    entry by its rate, and in a matrix d_model entries that move together are summed: its lr falls as 1/d_model (Yang et
+    al. 2022, arXiv:2203.03466), and so does that of an embedding that is tied to the head.
 
-    Below 16 sequences a step the gradient is mostly noise, and every rate falls with the root of their number (Malladi
-    et al. 2022, arXiv:2205.10287). Above, the rates stay. `scale`: multiplies all of them, see finetune_lr_scale().
+    Below 16 sequences per step the gradient is mostly noise, and every rate falls with the square root of the batch
+    size (Malladi et al. 2022, arXiv:2205.10287). Above, the rates stay. `lr_scale` multiplies all of them.
     """
-    noise = scale * min(1.0, batch_size / 16) ** 0.5
+    scale = lr_scale * min(1.0, batch_size / 16) ** 0.5
     if section.name == "muon":
-        embedding_lr = (2.0 / config.d_model if config.tie_embeddings else 0.3) * noise
-        rule = {"lr": 0.04 * noise, "embedding_lr": embedding_lr, "head_lr": 0.05 * noise, "norm_lr": 0.01 * noise}
-        rule["momentum"] = 0.95
+        embedding_lr = 2.0 / model_config.d_model if model_config.tie_embeddings else 0.3
+        defaults = {
+            "lr": 0.04 * scale,
+            "embedding_lr": embedding_lr * scale,
+            "head_lr": 0.05 * scale,
+            "norm_lr": 0.01 * scale,
+            "momentum": 0.95,
+        }
     else:
-        lr = section.lr or 1.0 / config.d_model * noise
-        rule = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "norm_lr": lr}
-    if config.tie_embeddings:
-        del rule["head_lr"]  # there is no head of its own
-    return section.model_copy(update={name: rate for name, rate in rule.items() if getattr(section, name) is None})
+        lr = section.lr or 1.0 / model_config.d_model * scale
+        defaults = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "norm_lr": lr}
+    if model_config.tie_embeddings:
+        del defaults["head_lr"]
+    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
+    return section.model_copy(update=missing)
 
 
 def finetune_lr_scale(config: Config) -> float:
-    """How fast weights that are good already move, beside those that are drawn anew: all of them, a tenth as fast.
-
-    Adapters begin at zero and have their whole way before them.
-    """
+    """What all default rates are multiplied by: 0.1 to fine-tune weights, 1 for random weights and LoRA adapters."""
     return 0.1 if config.run.init_from is not None and config.train.lora_rank is None else 1.0
 
 
 class Optimizers:
-    """One or two torch optimizers as one: AdamW alone, or Muon on the matrices and AdamW on embedding and norm weights.
+    """One or two torch optimizers as one: AdamW alone, or Muon on the matrices and AdamW on embedding and norms.
 
-    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves each matrix by its orthogonalised
-    momentum: every direction of it by the same amount. That suits the head too, although it is often left to AdamW
-    (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with like neighbours keep apart (docs/experiments.md).
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves each matrix by its orthogonalized
+    momentum: by the same amount in every direction. That suits the head too, although it is often left to AdamW
+    (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with similar neighbours stay apart (docs/experiments.md).
     """
 
     def __init__(self, model: Thinker, section: OptimizerSection) -> None:
-        """`section`: with every rate filled in."""
-        muon = section.name == "muon"
-        names: dict[str, list[str]] = {"matrices": [], "embedding": [], "head": [], "norms": []}
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for name, parameter in parameters.items():
-            kind = {"embedding": "embedding", "positions": "embedding", "lm_head": "head"}.get(
-                name.split(".")[0], "matrices"
-            )
-            names["norms" if parameter.dim() == 1 else kind].append(name)
-        decay = {"matrices": section.weight_decay, "embedding": 0.0, "head": section.weight_decay, "norms": 0.0}
-        rates = {
-            "matrices": section.lr, "embedding": section.embedding_lr, "head": section.head_lr, "norms": section.norm_lr
-        }  # fmt: skip
-        groups = {
-            kind: {
-                "params": [(name, parameters[name]) for name in found],
-                "lr": rates[kind],
-                "weight_decay": decay[kind],
-            }
-            for kind, found in names.items()
-            if found
-        }
+        """`section`: with every learning rate."""
+        groups = _parameter_groups(model, section)
         self.optimizers: list[torch.optim.Optimizer] = []
-        if muon:
+        if section.name == "muon":
             self.optimizers.append(
                 Muon(
                     [groups.pop(kind) for kind in ("matrices", "head") if kind in groups],
@@ -91,16 +78,16 @@ class Optimizers:
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.lr = section.lr
 
-    def set_lr(self, factor: float) -> None:
-        """Set every group's learning rate to `factor` times its peak."""
+    def set_lr(self, multiplier: float) -> None:
+        """Set every group's learning rate to `multiplier` times its peak."""
         for optimizer, peaks in zip(self.optimizers, self.peaks):
             for group, peak in zip(optimizer.param_groups, peaks):
-                group["lr"] = peak * factor
+                group["lr"] = peak * multiplier
 
     def step(self, skip: Tensor | None = None) -> None:
-        """One update of everything, or, where `skip` (a scalar on the device) is true, of nothing at all.
+        """Update all parameters, or none where `skip` (a scalar on the device) is true.
 
-        A GPU is not waited for: its kernels read `skip` themselves.
+        The host does not wait for a GPU: its kernels read `skip` themselves.
         """
         if skip is not None and skip.device.type != "cuda":
             if bool(skip):
@@ -111,37 +98,33 @@ class Optimizers:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop all gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state, as "optimizer.PARAMETER.KEY"."""
-        found = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for name, parameter in zip(group["param_names"], group["params"]):
-                    for key, value in optimizer.state[parameter].items():
-                        found[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-        return found
+        """The complete state, as "optimizer.PARAMETER.KEY"."""
+        return {
+            f"optimizer.{name}.{key}": torch.as_tensor(value)
+            for optimizer, name, parameter in self._named_parameters()
+            for key, value in optimizer.state[parameter].items()
+        }
 
-    def expected(self) -> dict[str, Tensor]:
-        """Tensors of the shapes that tensors() has after a first step, without contents; zeros where ranks share."""
-        found = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for name, parameter in zip(group["param_names"], group["params"]):
-                    like = parameter.detach()
-                    like = torch.zeros_like(like) if hasattr(like, "to_local") else like.to("meta")
-                    if isinstance(optimizer, Muon):
-                        state = {"momentum_buffer": like, "row_second_moment": torch.zeros_like(like[:, :1])}
-                    else:
-                        state = {"step": torch.empty((), device="meta"), "exp_avg": like}
-                        state["exp_avg_sq"] = torch.zeros_like(like)
-                    found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-        return found
+    def expected_state(self) -> dict[str, Tensor]:
+        """Tensors of the shapes that tensors() has after a first step: on the meta device, or sharded zeros."""
+        expected = {}
+        for optimizer, name, parameter in self._named_parameters():
+            like = parameter.detach()
+            like = torch.zeros_like(like) if hasattr(like, "to_local") else like.to("meta")
+            if isinstance(optimizer, Muon):
+                state = {"momentum_buffer": like, "row_second_moment": torch.zeros_like(like[:, :1])}
+            else:
+                step = torch.empty((), device="meta")
+                state = {"step": step, "exp_avg": like, "exp_avg_sq": torch.zeros_like(like)}
+            expected |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+        return expected
 
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of tensors(), from any device."""
         for optimizer in self.optimizers:
             state = optimizer.state_dict()
@@ -152,3 +135,25 @@ class Optimizers:
                         key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
                     }
             optimizer.load_state_dict(state)
+
+    def _named_parameters(self) -> Iterator[tuple[torch.optim.Optimizer, str, Tensor]]:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for name, parameter in zip(group["param_names"], group["params"]):
+                    yield optimizer, name, parameter
+
+
+def _parameter_groups(model: Thinker, section: OptimizerSection) -> dict[str, dict[str, Any]]:
+    """torch's parameter groups by kind: matrices, embedding, head, norms. Only matrices and the head decay."""
+    groups: dict[str, dict[str, Any]] = {
+        "matrices": {"params": [], "lr": section.lr, "weight_decay": section.weight_decay},
+        "embedding": {"params": [], "lr": section.embedding_lr, "weight_decay": 0.0},
+        "head": {"params": [], "lr": section.head_lr, "weight_decay": section.weight_decay},
+        "norms": {"params": [], "lr": section.norm_lr, "weight_decay": 0.0},
+    }
+    kinds = {"embedding": "embedding", "positions": "embedding", "lm_head": "head"}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = "norms" if parameter.dim() == 1 else kinds.get(name.split(".")[0], "matrices")
+            groups[kind]["params"].append((name, parameter))
+    return {kind: group for kind, group in groups.items() if group["params"]}

@@ -1,4 +1,4 @@
-"""What a config will take, known before it starts: bytes, FLOPs, tokens and time."""
+"""What a run will need, before it starts: bytes, FLOPs, tokens and time."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from typing import Any
 import torch
 
 from thinker.data.prefetch import Batch
-from thinker.model import KVCache, Thinker, ThinkerConfig
+from thinker.model import KVCache, Thinker
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
 from thinker.training.config import Config
 from thinker.training.corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_estimate import estimate_memory, free_memory
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
-from thinker.training.settings import resolve_micro_batch, resolve_precision
+from thinker.training.resolve import resolve_precision, resolve_settings
+from thinker.training.settings import Settings
 from thinker.training.step import TrainingStep, build_model
 
-OPTIMAL_TOKENS = 20  # a parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
+OPTIMAL_TOKENS = 20  # per parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
 
 
-def time_steps(
-    config: Config, model_config: ThinkerConfig, device: torch.device, repeats: int = 3
-) -> tuple[float, float]:
-    """Seconds of the first step (with what is compiled), and the median of `repeats` after it, on random tokens."""
-    step = TrainingStep(build_model(model_config, config.run.seed, device), config)
-    tokens = torch.randint(model_config.vocab_size, (config.train.batch_size, config.data.seq_len))
+def time_steps(settings: Settings, device: torch.device, repeats: int = 3) -> tuple[float, float]:
+    """Seconds of the first step (which compiles), and the median of `repeats` more, on random tokens."""
+    step = TrainingStep(build_model(settings.model, settings.run.seed, device), settings)
+    tokens = torch.randint(settings.model.vocab_size, (settings.train.batch_size, settings.data.seq_len))
     batch = Batch(tokens, tokens, tokens.numel())
     times = []
     for _ in range(repeats + 1):
@@ -39,19 +38,19 @@ def time_steps(
 
 
 def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
-    """All figures of a config on this machine: bytes, seconds, counts. Nothing is written but the token cache.
+    """The bytes, FLOPs, tokens and seconds of a config on this machine. Nothing is written but the token cache.
 
     The corpus is read only where the vocabulary depends on it (model.vocab_size is not given).
     """
     device = choose_device(config.train.device)
-    resolve_precision(config, device, None)
-    tokenizer = load_initial_model(config)[1]
-    size = config.model.vocab_size or prepare_training_data(config, tokenizer).tokenizer.vocab_size
-    model_config = config.thinker_config(size)
+    precision = resolve_precision(config, device)
+    config, _, tokenizer = load_initial_model(config)
+    vocab_size = config.model.vocab_size or prepare_training_data(config, tokenizer).tokenizer.vocab_size
+    model_config = config.thinker_config(vocab_size)
     configure_backend(device)
-    resolve_micro_batch(config, model_config, device, None)
-    train = config.train
-    memory = estimate_memory(config, model_config, train.micro_batch_size, device)
+    settings = resolve_settings(config, model_config, device, precision)
+    train = settings.train
+    memory = estimate_memory(settings, train.micro_batch_size, device)
     with torch.device("meta"):
         model = Thinker(model_config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -74,7 +73,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     }
     if measure:
         meter = MemoryMeter(device)
-        first, seconds = time_steps(config, model_config, device)
+        first, seconds = time_steps(settings, device)
         plan |= {
             "first_step_s": first,
             "step_s": seconds,
@@ -105,9 +104,9 @@ def format_plan(plan: dict[str, Any]) -> str:
     blocks = plan["parameters"] - plan["embedding_parameters"]
     peak = f"{gigabytes('peak_bytes')} of tensors, {gigabytes('free_bytes')} free"
     if "measured_peak_bytes" in plan:
-        peak += f", {gigabytes('measured_peak_bytes')} taken by four steps, with all that the allocator holds"
+        peak += f", {gigabytes('measured_peak_bytes')} measured in four steps, with what the allocator reserves"
     rows = [
-        ("parameters", f"{plan['parameters']:,}, of them {blocks:,} outside the embedding"),
+        ("parameters", f"{plan['parameters']:,}, {blocks:,} outside the embedding"),
         ("device", f"{plan['device']}, {plan['precision']}, {'compiled' if plan['compile'] else 'not compiled'}"),
         ("sequences at once", f"{plan['micro_batch_size']}"),
         ("weights", gigabytes("weights_bytes")),
@@ -116,16 +115,16 @@ def format_plan(plan: dict[str, Any]) -> str:
         ("activations", gigabytes("activations_bytes")),
         ("peak memory", peak),
         ("cache", f"{gigabytes('cache_bytes')} for a sequence of full length, when sampling"),
-        ("compute", f"{plan['flops_per_token'] / 1e9:.3g} GFLOP a token"),
+        ("compute", f"{plan['flops_per_token'] / 1e9:.3g} GFLOP per token"),
     ]
     if "step_s" in plan:
         mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
-        rows.append(("speed", f"{plan['step_s']:.3g} s a step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
+        rows.append(("speed", f"{plan['step_s']:.3g} s per step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
     if "tokens" in plan:
         share = plan["tokens"] / plan["optimal_tokens"]
         rows.append(
             ("tokens", f"{plan['tokens']:,} in {plan['steps']:,} steps: {share:.2g} of the compute-optimal "
-             f"{plan['optimal_tokens']:,} (20 a parameter)")
+             f"{plan['optimal_tokens']:,} (20 per parameter)")
         )  # fmt: skip
     if "seconds" in plan:
         minutes = plan["seconds"] / 60

@@ -1,4 +1,4 @@
-"""What a run needs to go on bit for bit, and what may not change when it does."""
+"""Resuming a run bit for bit: its saved state, and what may not change."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from thinker.data.tokenizer import FILE_NAME
 from thinker.runtime.device import device_name
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
-from thinker.training.config import Config
-from thinker.training.settings import MachineSettings
+from thinker.training.settings import Settings
 from thinker.training.step import TrainingStep
 
-# Of these sections only these keys; of model and data every key.
-ONLY = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}
+# Keys that may not change; of the other sections (model, data) every key but data.cache_dir.
+FIXED_KEYS = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}
 
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class RunState(BaseModel):
-    """All that decides a run's future beside its tensors, as state.json holds it."""
+    """Everything beside its tensors that decides a run's future, as state.json holds it."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -49,78 +48,77 @@ class RunState(BaseModel):
     tokenizer: str = ""  # content hash
     corpus: str = ""  # sha256 of its tokens
     machine: dict[str, str] = {}
-    chosen: MachineSettings | None = None
-    config: dict[str, dict[str, Any]] = {}  # resolved
+    settings: Settings | None = None
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of a checkpoint. Raises CorruptCheckpoint where it is none of a run's."""
+    """The state of a checkpoint. Raises CorruptCheckpoint where it does not hold a run's state."""
     path = folder / "state.json"
     try:
         return RunState.model_validate(checkpoint.read_json(path))
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise CorruptCheckpoint(f"{path} holds no state of a run of this version: {where} is wrong") from error
+        raise CorruptCheckpoint(f"{path} does not hold the state of a run of this version: {where} is wrong") from error
 
 
 def describe_machine(device: torch.device, dist: DistContext, parallel: str) -> dict[str, str]:
-    """What has to stay the same for the same bits."""
+    """What has to stay the same for bitwise equal results."""
     machine = {"device": device_name(device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return machine | ({"ranks": f"{dist.world_size} ({parallel})"} if dist.world_size > 1 else {})
 
 
-def check_unchanged(run: RunDirectory, before: RunState, config: Config, *sections: str) -> None:
-    """Raise UserError, naming the key, where what decides the weights or the batches differs from before."""
-    now = config.model_dump(mode="json")
-    for section in sections:
-        fields = type(getattr(config, section)).model_fields
-        for key, value in now[section].items():
-            then = before.config.get(section, {}).get(key, fields[key].default)  # a key that there was not then
-            if key in ONLY.get(section, (key,)) and value != then and key != "cache_dir":
-                raise UserError(
-                    f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {then!r}; "
-                    "put it back, choose another run.dir, or remove that folder to begin anew"
-                )
+def check_unchanged(run: RunDirectory, previous: Settings, section: str, values: dict[str, Any]) -> None:
+    """Raise UserError, naming the key, where a key of this section that decides weights or batches has changed."""
+    previous_values = previous.to_tree()[section]
+    for key, value in values.items():
+        is_fixed = key in FIXED_KEYS.get(section, (key,)) and key != "cache_dir"
+        if is_fixed and value != previous_values[key]:
+            raise UserError(
+                f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {previous_values[key]!r}; "
+                "put it back, choose another run.dir, or remove that folder to begin anew"
+            )
 
 
-def check_corpus(run: RunDirectory, before: RunState, corpus: Corpus, source: str) -> None:
-    """Raise UserError where ids would mean other words than the weights know, or the batches would be others."""
-    changed = "tokenizer" if before.tokenizer != corpus.tokenizer.content_hash else "tokens"
-    if changed == "tokenizer" or before.corpus != corpus.sha256:
+def check_corpus(run: RunDirectory, state: RunState, corpus: Corpus, source: str) -> None:
+    """Raise UserError where the tokenizer or the tokens are not those that the run was begun with."""
+    changed = "tokenizer" if state.tokenizer != corpus.tokenizer.content_hash else "tokens"
+    if changed == "tokenizer" or state.corpus != corpus.sha256:
         raise UserError(
             f"the text of {source} has changed, and with it the {changed}, since the run in {run.path} was begun; "
             "put it back, or choose another run.dir"
         )
 
 
-def warn_about_changes(before: RunState, machine: dict[str, str], config: Config) -> None:
-    """On stderr: keys that have changed, and why the numbers will not be those of before to the last bit."""
-    now = config.model_dump(mode="json", exclude={"run"})
+def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:
+    """On stderr: which keys have changed, and why the numbers will differ slightly from an uninterrupted run's."""
+    previous, now = state.settings.to_tree(), settings.to_tree()
     changes = [
-        f"{section}.{key} {before.config[section][key]} -> {value}"
+        f"{section}.{key} {previous[section][key]} -> {value}"
         for section, keys in now.items()
         for key, value in keys.items()
-        if key in before.config.get(section, {}) and before.config[section][key] != value
+        if section != "run" and previous[section][key] != value
     ]
     if changes:
         print(f"changed since it was saved: {', '.join(changes)}", file=sys.stderr)
-    for key in before.machine | machine:
-        then, value = (each.get(key, "1" if key == "ranks" else None) for each in (before.machine, machine))
-        if then != value:
+    for key in state.machine | machine:
+        default = "1" if key == "ranks" else None
+        before, after = state.machine.get(key, default), machine.get(key, default)
+        if before != after:
             print(
-                f"{key} was {then} and is {value} now: what follows differs slightly from a run that was never stopped",
+                f"{key} was {before} and is {after} now: what follows differs slightly from a run that was never "
+                "stopped",
                 file=sys.stderr,
             )
 
 
-def best_val_loss_so_far(run: RunDirectory, before: RunState, config: Config) -> float | None:
-    """The loss to beat: of the weights that are kept as the best, though the run goes on from before they were made.
+def best_val_loss_so_far(run: RunDirectory, state: RunState, settings: Settings) -> float | None:
+    """The loss to beat: that of the checkpoint kept as the best, even if the run resumes from before it.
 
     None where it was measured on another part of the validation set.
     """
-    if before.config.get("train", {}).get("eval_sequences") != config.train.eval_sequences:
+    if state.settings.train.eval_sequences != settings.train.eval_sequences:
         return None
-    losses = [before.best_val_loss]
+    losses = [state.best_val_loss]
     for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
         with contextlib.suppress(CorruptCheckpoint):
             checkpoint.verify(folder)
@@ -129,32 +127,75 @@ def best_val_loss_so_far(run: RunDirectory, before: RunState, config: Config) ->
 
 
 def quarantine_stale_best(run: RunDirectory) -> None:
-    """Put aside the best weights, with their tokenizer, of a run that ended before its first save and begins anew."""
+    """Put aside the best checkpoint, with its tokenizer, of a run that ended before its first save and starts over."""
     for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
         if (run.path / FILE_NAME).exists():
             shutil.copy(run.path / FILE_NAME, folder)  # the run's may become another
         checkpoint.quarantine(folder, "earlier")
 
 
-def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
-    """Put a checkpoint into model, optimizers and scaler, its shapes having been checked.
+def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState | None]:
+    """Lock the run directory and find its newest valid checkpoint. Returns its folder and state; None for a new run."""
+    run.lock()
+    folder = None
+    if dist.is_main:
+        checkpoint.recover(run.checkpoints)
+        folder = run.latest()
+    name = dist.broadcast_object(folder.name if folder else None)
+    if name is None:
+        return None, None
+    folder = run.checkpoints / name
+    state = read_state(folder)
+    if state.settings is None:
+        raise CorruptCheckpoint(f"{folder / 'state.json'} does not hold the settings of its run")
+    return folder, state
 
-    Raises CorruptCheckpoint where a file holds something else.
-    """
-    has_stepped = bool(checkpoint.read_header(folder, checkpoint.TRAINING))  # before the first step it is empty
-    expected = step.optimizers.expected() if has_stepped else {}
+
+def create_run(run: RunDirectory, is_new: bool, dist: DistContext) -> None:
+    """Make and lock the run directory. Raises UserError where another training was faster."""
+    run.create()
+    run.lock()
+    if dist.is_main and is_new:
+        if checkpoint.list_checkpoints(run.checkpoints):
+            raise UserError(f"another training has just been at work in {run.path}; run the same command again")
+        quarantine_stale_best(run)
+
+
+def resume_run(
+    run: RunDirectory, folder: Path, state: RunState, step: TrainingStep, settings: Settings, dist: DistContext
+) -> None:
+    """Restore model, optimizers and scaler from a checkpoint, and update its state to what has changed since."""
+    if dist.is_main:
+        for newer in checkpoint.list_checkpoints(run.checkpoints):
+            if newer.name > folder.name:
+                checkpoint.quarantine(newer, "damaged")  # or it would count as one of the last that are kept
+    if state.skipped > settings.train.max_nonfinite_steps:
+        raise UserError(
+            f"the run in {run.path} has skipped {state.skipped} non-finite steps; train.max_nonfinite_steps cannot "
+            "be fewer"
+        )
+    restore(folder, step, state)
+    warn_about_changes(state, describe_machine(step.device, dist, settings.train.parallel), settings)
+    best = best_val_loss_so_far(run, state, settings) if dist.is_main else None
+    state.best_val_loss = dist.broadcast_object(best)
+
+
+def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
+    """Load a checkpoint into model, optimizers and scaler. Raises CorruptCheckpoint where names or shapes differ."""
+    has_optimizer_state = bool(checkpoint.read_header(folder, checkpoint.TRAINING))  # not before the first step
+    expected = step.optimizers.expected_state() if has_optimizer_state else {}
     tensors = checkpoint.load_tensors(folder, checkpoint.TRAINING, expected)
     checkpoint.load_weights(step.model, folder)
-    if has_stepped:
-        step.optimizers.load_tensors(tensors)
+    if has_optimizer_state:
+        step.optimizers.load_state(tensors)
     if state.scaler:
         try:
             step.scaler.load_state_dict(state.scaler)
         except (RuntimeError, KeyError) as error:
-            raise CorruptCheckpoint(f"{folder} holds no loss scale: {error}") from error
+            raise CorruptCheckpoint(f"{folder} does not hold a loss scale: {error}") from error
     step.n_nonfinite.fill_(state.skipped)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Have dropout draw what belongs to this step of this run, on this rank: wherever it was stopped before."""
+    """Seed dropout for this step and rank: the same whether or not the run was interrupted before."""
     torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:7], "little"))

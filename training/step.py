@@ -14,97 +14,104 @@ from thinker.model.linear import Linear
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.activation_checkpointing import offload
-from thinker.training.config import Config
-from thinker.training.distributed import clip, distribute, gradient_sync
-from thinker.training.optimizers import Optimizers, finetune_lr_scale, resolve_learning_rates
+from thinker.training.activation_checkpointing import offload_activations
+from thinker.training.distributed import clip_grad_norm, gradient_sync, parallelize
+from thinker.training.optimizers import Optimizers
+from thinker.training.settings import Settings
 
 
 class TrainingStep:
-    """A model, its optimizers and the step that training repeats. The config's choices must be settled.
+    """A model, its optimizers, and the step that training repeats.
 
     Attributes:
-        bad: how many steps had a loss or gradient that is not finite (in fp16 a loss: gradients overflow by design).
-            Such a step changes nothing, and after train.max_nonfinite_steps of them none does any more, so that
-            the weights are still those of before when the host comes to know. Counted on the device.
-        guarded: whether that is looked at.
+        n_nonfinite: how many steps had a loss or gradient that is not finite (in fp16 only a loss: gradients overflow
+            by design). Such a step changes nothing, and after more than train.max_nonfinite_steps of them no step does,
+            so that the weights are still the old ones when the host learns of it. Counted on the device.
+        skip_nonfinite: whether steps are checked for that.
     """
 
     def __init__(
-        self, model: Thinker, config: Config, guarded: bool = True, dist: DistContext = SINGLE_PROCESS
+        self, model: Thinker, settings: Settings, skip_nonfinite: bool = True, dist: DistContext = SINGLE_PROCESS
     ) -> None:
-        self.train, self.model, self.dist = config.train, model.train(), dist
+        self.train, self.model, self.dist = settings.train, model.train(), dist
         self.model.activation_dtype = DTYPES[self.train.precision]
         if self.train.lora_rank is not None:
             rank = self.train.lora_rank
             add_lora(self.model, rank, (self.train.lora_alpha or 2 * rank) / rank)
-        rates = resolve_learning_rates(
-            config.optimizer, model.config, config.train.batch_size, finetune_lr_scale(config)
-        )
-        self.parallel_model = distribute(self.model, self.train, dist)
-        self.device = self.model.device  # where it may have been brought by sharing it
-        self.optimizers = Optimizers(self.model, rates)
+        self.parallel_model = parallelize(self.model, self.train, dist)
+        self.device = self.model.device  # FSDP2 may have moved it
+        self.optimizers = Optimizers(self.model, settings.optimizer)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
-        self.guarded, self.n_nonfinite = guarded, torch.zeros((), dtype=torch.int64, device=self.device)
+        self.skip_nonfinite = skip_nonfinite
+        self.n_nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)
         if hasattr(self.parallel_model, "no_sync"):
-            # DDP puts gradients into buckets as its first backward pass finds them, and a sum's last bits depend on
-            # its place there. After this pass no step is a first one, neither of a new run nor of one that goes on.
-            tokens = torch.zeros(
-                self.train.micro_batch_size, config.data.seq_len, dtype=torch.int64, device=self.device
-            )
-            with cached_weight_casts(self.model):
-                documents = tokens if config.data.document_masking else None
-                (self.parallel_model(tokens, targets=tokens, document_ids=documents)[0] * 0).backward()
-            self.optimizers.zero_grad()
+            self._warm_up_buckets(settings)
+
+    def _warm_up_buckets(self, settings: Settings) -> None:
+        """Run one backward pass whose gradients are zero.
+
+        DDP assigns gradients to buckets in its first backward pass, and the last bits of a sum depend on its position
+        there. After this pass the buckets are the same in every step, of a new run and of a resumed one.
+        """
+        shape = (self.train.micro_batch_size, settings.data.seq_len)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        document_ids = tokens if settings.data.document_masking else None
+        with cached_weight_casts(self.model):
+            (self.parallel_model(tokens, targets=tokens, document_ids=document_ids)[0] * 0).backward()
+        self.optimizers.zero_grad()
 
     def __call__(self, batch: Batch, lr_multiplier: float) -> tuple[Tensor, Tensor]:
-        """Make a step. Returns loss (nats a token) and the gradient's norm before clipping, both still on the device.
+        """Make a step. Returns loss (nats per token) and gradient norm before clipping, both still on the device.
 
-        Of several ranks each gives its rows of the batch, `count` being that of them all, and each gets the same.
+        Each rank passes its own rows and the number of targets of all ranks; each gets the same result.
         """
-        train, size = self.train, self.train.micro_batch_size
+        train, rows = self.train, len(batch.inputs)
         self.optimizers.set_lr(lr_multiplier)
         total = torch.zeros((), device=self.device)
         with cached_weight_casts(self.model):
-            for part in range(0, rows := len(batch.inputs), size):
-                x, y, documents = (
-                    whole if whole is None else whole[part : part + size].to(self.device, non_blocking=True)  # (b, T)
-                    for whole in (batch.inputs, batch.targets, batch.document_ids)
+            for start in range(0, rows, train.micro_batch_size):
+                part = slice(start, start + train.micro_batch_size)
+                inputs, targets, document_ids = (
+                    tensor if tensor is None else tensor[part].to(self.device, non_blocking=True)  # (b, T)
+                    for tensor in (batch.inputs, batch.targets, batch.document_ids)
                 )
-                with gradient_sync(self.parallel_model, now=part + size >= rows):
-                    with offload() if train.offload_activations else contextlib.nullcontext():
-                        loss_sum, _ = self.parallel_model(x, targets=y, document_ids=documents)
+                with gradient_sync(self.parallel_model, is_last=part.stop >= rows):
+                    with offload_activations() if train.offload_activations else contextlib.nullcontext():
+                        loss_sum, _ = self.parallel_model(inputs, targets=targets, document_ids=document_ids)
                     self.scaler.scale(loss_sum / max(batch.n_targets, 1)).backward()
                 total += loss_sum.detach()
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = clip(self.model, train.grad_clip)
+        grad_norm = clip_grad_norm(self.model, train.grad_clip)
         if self.dist.world_size > 1:
             torch.distributed.all_reduce(total)
         loss = total / max(batch.n_targets, 1)
-        self.optimizers.step(self.skip(loss, grad_norm) if self.guarded else None)
+        self.optimizers.step(self._should_skip(loss, grad_norm) if self.skip_nonfinite else None)
         self.scaler.update()
         self.optimizers.zero_grad()
         return loss, grad_norm
 
-    def skip(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Count a bad step; whether this one must change nothing, still on the device."""
-        finite = loss.isfinite() & grad_norm.isfinite()
-        self.n_nonfinite += ~(loss.isfinite() if self.scaler.is_enabled() else finite)
-        return ~finite | (self.n_nonfinite > self.train.max_nonfinite_steps)
+    def _should_skip(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Count a non-finite step. Returns whether this step must change nothing, still on the device."""
+        is_finite = loss.isfinite() & grad_norm.isfinite()
+        self.n_nonfinite += ~(loss.isfinite() if self.scaler.is_enabled() else is_finite)
+        return ~is_finite | (self.n_nonfinite > self.train.max_nonfinite_steps)
 
 
-def build_model(config: ThinkerConfig, seed: int, device: torch.device, begun: Thinker | None = None) -> Thinker:
-    """A new model; drawn on the CPU, so that it is the same on every device. Or one that there is, `begun`."""
+def build_model(config: ThinkerConfig, seed: int, device: torch.device, initial: Thinker | None = None) -> Thinker:
+    """A new model with random weights, or `initial`, on the device.
+
+    Weights are initialized on the CPU, so that they are the same on every device.
+    """
     torch.manual_seed(seed)
-    return (Thinker(config) if begun is None else begun).to(device)
+    return (Thinker(config) if initial is None else initial).to(device)
 
 
 @contextlib.contextmanager
 def cached_weight_casts(model: Thinker) -> Iterator[None]:
     """Within it each matrix is cast to the activations' precision once, for any number of passes.
 
-    Gradients reach the weights themselves and add up in their precision. For as long, the weights must not change.
+    Gradients flow to the fp32 weights and accumulate in fp32. Meanwhile the weights must not change.
     """
     weights = model.embedding.weight.dtype
     sharded = hasattr(model, "unshard")  # FSDP2 gathers those of blocks in that precision

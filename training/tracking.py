@@ -9,7 +9,7 @@ from typing import Any
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
-from thinker.training.config import Config
+from thinker.training.settings import Settings
 
 
 class Tracker:
@@ -21,7 +21,7 @@ class Tracker:
     holds beyond the last step, such as what was trained while tracking was disabled, is sent at the start.
     """
 
-    def __init__(self, config: Config, run: RunDirectory) -> None:
+    def __init__(self, settings: Settings, run: RunDirectory) -> None:
         """Start or continue the wandb run; metrics.jsonl must have been truncated to where training resumes.
 
         Raises UserError where wandb is missing or cannot be reached.
@@ -29,7 +29,7 @@ class Tracker:
         self.run: Any = None
         self.path = run.path / "tracking.json"
         self.pending: dict[str, Any] = {}  # the newest step's lines so far: wandb takes a step once
-        section = config.tracking
+        section = settings.tracking
         if section.wandb == "disabled":
             return
         try:
@@ -50,7 +50,7 @@ class Tracker:
                 resume="allow",
                 mode=section.wandb,
                 dir=str(run.path),
-                config=config.model_dump(),
+                config=settings.model_dump(),
                 settings=wandb.Settings(console="off", silent=section.wandb == "offline"),
             )
         except wandb.Error as error:

@@ -87,7 +87,7 @@ def test_a_killed_rank_costs_only_time(torchrun, config, tmp_path, rank, paralle
     os.kill(first[rank], signal.SIGKILL)
     assert process.wait(120) == 0, log.read_text()
     assert gone(first)
-    begun = re.findall(r"going on from step (\d+)", log.read_text())
+    begun = re.findall(r"resuming from step (\d+)", log.read_text())
     assert begun in (["20"], ["30"], ["40"])
     fork_server.together(2, rank_workers.train, str(config), [f"run.dir={calm}", *form])
     ours, theirs = (

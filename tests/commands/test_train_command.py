@@ -96,7 +96,7 @@ def test_a_run_in_two_parts_equals_one_in_one(train_args, tmp_path, optimizer):
     assert run_script(*train_args, f"run.dir={parts}", *options, "train.max_steps=3").returncode == 0
     done = run_script(*train_args, f"run.dir={parts}", *options)
     assert done.returncode == 0, done.stderr
-    assert "going on from step 3" in done.stderr
+    assert "resuming from step 3" in done.stderr
     same_end(whole, parts, 6)
 
 
@@ -130,14 +130,14 @@ def test_a_signal_saves_and_the_same_command_goes_on(train_args, tmp_path, numbe
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
     assert process.returncode == status
-    assert "the same command goes on from there" in said
+    assert "the same command resumes from there" in said
     assert "Traceback" not in said
     saved = checkpoint.list_checkpoints(run / "checkpoints")[-1]
     step = checkpoint.read_json(saved / "state.json")["step"]
     assert step == metrics(run)[-1]["step"] >= 5  # nothing that was logged is lost
     done = run_script(*command, f"train.max_steps={step + 3}")
     assert done.returncode == 0, done.stderr
-    assert f"going on from step {step}" in done.stderr
+    assert f"resuming from step {step}" in done.stderr
     assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, step + 4))
 
 
@@ -154,7 +154,7 @@ def test_a_kill_costs_no_more_than_the_steps_since_the_last_save(train_args, tmp
     last = metrics_until_cut(run)
     done = run_script(*command, "train.max_steps=60")
     assert done.returncode == 0, done.stderr
-    went_on = int(done.stderr.split("going on from step ")[1].split()[0])
+    went_on = int(done.stderr.split("resuming from step ")[1].split()[0])
     assert went_on >= max(12, last - 2)
     assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 61))
 
@@ -173,7 +173,7 @@ def test_a_half_written_checkpoint_is_passed_over_and_said_so(train_args, tiny_r
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=41")
     assert done.returncode == 0
     assert f"passing over a checkpoint: {newest} is not as it was written" in done.stderr
-    assert "going on from step 38" in done.stderr
+    assert "resuming from step 38" in done.stderr
     assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 42))
 
 
@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_never_costs_a_good_one(train_args, tiny_run, tmp_p
     os.truncate(newest / "model.safetensors", 100)
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40", f"train.keep_last={keep_last}")
     assert done.returncode == 0
-    assert "going on from step 38" in done.stderr
+    assert "resuming from step 38" in done.stderr
     assert len(checkpoint.list_checkpoints(run / "checkpoints")) == keep_last
     checkpoint.verify(newest)
     assert (newest.parent / "damaged-step-00000040" / "model.safetensors").stat().st_size == 100
@@ -319,7 +319,7 @@ def test_a_key_that_is_newer_than_a_run_is_no_change(train_args, tiny_run, tmp_p
     shutil.copytree(tiny_run, run)
     folder = run / "checkpoints" / "step-00000040"
     state = checkpoint.read_json(folder / "state.json")
-    del state["config"]["model"]["head_init_std"], state["config"]["data"]["streaming"]
+    del state["settings"]["model"]["head_init_std"], state["settings"]["data"]["streaming"]
     files = {name: checkpoint.read_tensors(folder / f"{name}.safetensors") for name in ("model", "training")}
     files = {f"{name}.safetensors": tensors for name, tensors in files.items()}
     files |= {"config.json": checkpoint.read_json(folder / "config.json"), "state.json": state}

@@ -50,7 +50,7 @@ def test_seven_steps_a_kill_and_the_rest(train_args, tmp_path, precision, compil
     assert last_step(parts) < 20
     done = run_script(*train_args, f"run.dir={parts}", *options, timeout=400)
     assert done.returncode == 0, done.stderr
-    assert "going on from step 7" in done.stderr
+    assert "resuming from step 7" in done.stderr
     assert_same(whole, parts, 20)
 
 

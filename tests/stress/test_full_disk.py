@@ -36,7 +36,7 @@ subprocess.run(["mount", "-o", "remount,size=64m", mount], check=True)
 done = subprocess.run(command, capture_output=True, text=True)
 assert done.returncode == 0, done.stderr
 last = max(name for name in [*kept, "step-0"] if name.startswith("step-"))
-assert last == "step-0" or f"going on from step {int(last[5:])} " in done.stderr, done.stderr
+assert last == "step-0" or f"resuming from step {int(last[5:])} " in done.stderr, done.stderr
 subprocess.run(["cp", "-r", mount / "run", mount.parent / "copy"], check=True)
 print(len(kept))
 """

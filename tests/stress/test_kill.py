@@ -81,7 +81,7 @@ def test_every_restart_goes_on_from_a_whole_checkpoint_and_ends_alike(train_args
             checkpoint.verify(folder)  # what is there is whole
         done = run_script(*train_args, f"run.dir={run}", *OPTIONS)
         assert done.returncode == 0, done.stderr
-        went_on = int((re.findall(r"going on from step (\d+)", done.stderr) or [0])[0])
+        went_on = int((re.findall(r"resuming from step (\d+)", done.stderr) or [0])[0])
         if "is finished" in done.stderr:  # the kill came after the last save
             went_on = STEPS
         assert went_on == max(kept, default=0)

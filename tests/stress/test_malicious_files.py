@@ -21,6 +21,7 @@ from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config, validate_config
+from thinker.training.resolve import resolve_settings
 from thinker.training.resume import RunState, read_state, restore
 from thinker.training.step import TrainingStep, build_model
 
@@ -107,12 +108,13 @@ def stage(tmp_path_factory, text_file):
     model_config = random_model(vocab_size=257, d_model=16, n_layers=1).config
     config = validate_config({"train": {"precision": "fp32", "compile": False, "micro_batch_size": 2, "max_steps": 9},
                            "run": {"dir": "x"}})  # fmt: skip
-    step = TrainingStep(build_model(model_config, 1, torch.device("cpu")), config)
+    resolved = resolve_settings(config, model_config, torch.device("cpu"))
+    step = TrainingStep(build_model(model_config, 1, torch.device("cpu")), resolved)
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     from thinker.data.prefetch import Batch
 
     step(Batch(tokens, tokens, 18), 1.0)
-    state = RunState(step=1, config=config.model_dump(mode="json"), pending_losses=1.5, scaler={"scale": 2.0})
+    state = RunState(step=1, settings=resolved, pending_losses=1.5, scaler={"scale": 2.0})
     folder = run.checkpoints / "step-00000001"
     checkpoint.save(folder, step.model, state.model_dump(mode="json"), step.optimizers.tensors())
     (run.path / "config.yaml").write_bytes((ROOT / "configs" / "quickstart.yaml").read_bytes())

@@ -38,7 +38,7 @@ def test_sigterm_at_random_moments_loses_no_step(train_args, tmp_path, stress):
         said = process.communicate(timeout=30)[1]
         slowest = max(slowest, time.monotonic() - asked)
         assert process.returncode == 143, said
-        assert "the same command goes on from there" in said
+        assert "the same command resumes from there" in said
         assert steps(run)[-1] == last_step(run) > before  # every step that was made is kept
         assert not debris(run)
         stopped += 1

@@ -10,15 +10,17 @@ from thinker.data.prefetch import Batch
 from thinker.training.config import load_config
 from thinker.training.memory_estimate import estimate_memory
 from thinker.training.nonfinite import diagnose
+from thinker.training.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
+CPU = torch.device("cpu")
 SMALL = ["model.d_model=32", "model.n_layers=1", "model.n_heads=2", "train.precision=fp32", "train.compile=false",
          "train.batch_size=2", "train.micro_batch_size=1"]  # fmt: skip
 
 
 def test_a_step_learns_from_each_document_alone():
     config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", SMALL)
-    model = build_model(config.thinker_config(vocab_size=61), 1, torch.device("cpu"))
+    model = build_model(config.thinker_config(vocab_size=61), 1, CPU)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(0, 61, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -26,7 +28,7 @@ def test_a_step_learns_from_each_document_alone():
     with torch.no_grad():
         alone = sum(model(x[:, part], targets=y[:, part])[0] for part in (slice(0, 5), slice(5, 12))) / 24
         together = model(x, targets=y)[0] / 24
-    loss, _ = TrainingStep(model, config)(Batch(x, y, 24, documents), 0.0)
+    loss, _ = TrainingStep(model, resolve_settings(config, model.config, CPU))(Batch(x, y, 24, documents), 0.0)
     torch.testing.assert_close(loss, alone)
     assert abs(loss - together) > 1e-3
 
@@ -34,7 +36,7 @@ def test_a_step_learns_from_each_document_alone():
 def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
     corpus = prepare_corpus(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
     config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "data.document_masking=true"])
-    model = build_model(config.thinker_config(vocab_size=257), 1, torch.device("cpu"))
+    model = build_model(config.thinker_config(vocab_size=257), 1, CPU)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     loader = BatchLoader(PackedDataset(corpus.train, 1024, "contiguous", document_masking=True), 2, seed=1)
@@ -42,7 +44,9 @@ def test_a_bad_steps_samples_have_the_losses_of_the_step(tmp_path):
     inputs, targets = loader.batch(0)
     documents = loader.dataset.document_ids(inputs)
     assert documents.max() > 1
-    loss, _ = TrainingStep(model, config)(Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0)
+    loss, _ = TrainingStep(model, resolve_settings(config, model.config, CPU))(
+        Batch(inputs, targets, int((targets >= 0).sum()), documents), 0.0
+    )
     assert sum(sample["loss"] for sample in samples) / 2 == pytest.approx(float(loss), rel=1e-4)
 
 
@@ -51,7 +55,7 @@ def test_memory_is_predicted_with_the_masks_of_documents():
     config = load_config(
         ROOT / "tests" / "fixtures" / "base.yaml", [*SMALL, "model.positions=alibi", "data.seq_len=512"]
     )
-    model_config, cpu = config.thinker_config(vocab_size=61), torch.device("cpu")
-    plain = estimate_memory(config, model_config, 2, cpu).peak
-    config.data.document_masking = True
-    assert estimate_memory(config, model_config, 2, cpu).peak > plain + 2 * 2 * 512 * 512
+    settings = resolve_settings(config, config.thinker_config(vocab_size=61), CPU)
+    plain = estimate_memory(settings, 2, CPU).peak
+    masked = settings.model_copy(update={"data": settings.data.model_copy(update={"document_masking": True})})
+    assert estimate_memory(masked, 2, CPU).peak > plain + 2 * 2 * 512 * 512

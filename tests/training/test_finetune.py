@@ -20,7 +20,7 @@ from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
 from thinker.training.step import TrainingStep
-from thinker.training.trainer import Trainer
+from thinker.training.train import build_trainer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,7 +70,7 @@ def trainer(base, talks, tmp_path):
                  "data.assistant_only_loss=true", "data.packing=documents", "data.seq_len=48",
                  f"data.cache_dir={tmp_path}", "train.batch_size=8", "train.precision=fp32",
                  "train.compile=false", "train.device=cpu", "train.eval_every=20", "optimizer.lr=0.01"]  # fmt: skip
-        return Trainer(load_config(config, [*given, *overrides]))
+        return build_trainer(load_config(config, [*given, *overrides]))
 
     return make
 
@@ -148,7 +148,7 @@ def test_an_adapter_of_zeros_changes_no_logit_and_merged_equals_unmerged():
 def test_only_adapters_move(trainer, base):
     training = trainer("train.lora_rank=2", "train.max_steps=5")
     frozen = {name: p.clone() for name, p in training.model.named_parameters() if "lora" not in name}
-    assert {name for name in training.train_step.optimizers.tensors() if "lora" not in name} == set()
+    assert {name for name in training.step.optimizers.tensors() if "lora" not in name} == set()
     training.train()
     for name, parameter in training.model.named_parameters():
         if "lora" in name:
@@ -157,7 +157,7 @@ def test_only_adapters_move(trainer, base):
         else:
             assert torch.equal(parameter, frozen[name])
             assert parameter.grad is None
-    names = {name for name in training.train_step.optimizers.tensors() if name.startswith("optimizer.")}
+    names = {name for name in training.step.optimizers.tensors() if name.startswith("optimizer.")}
     assert all("lora" in name for name in names)
     assert len(names) == 3 * 2 * 7 * 2  # three tensors of AdamW, A and B, seven matrices, two layers
 
@@ -171,10 +171,10 @@ def test_a_run_goes_on_to_the_bit_without_the_folder_it_began_with(trainer, base
     first = trainer(*given, folder="parts")
     first.bar = tqdm(disable=True)
     for _ in range(3):
-        first.advance()
+        first.train_step()
     first.save()
     first.batches.close()
-    first.saver.close()
+    first.checkpoints.close()
     first.run.unlock()
     shutil.rmtree(moved)
     second = trainer(*given, folder="parts")
@@ -253,7 +253,7 @@ def test_we_load_adapters_that_peft_made(base, tmp_path, rslora):
         (["run.init_from=null", "train.lora_rank=2"], "train.lora_rank goes with"),
         (["run.init_from=nowhere"], "nowhere does not exist"),
         (["data.chat_template=nowhere.jinja"], "nowhere.jinja cannot be read"),
-        (["run.init_from=null", "data.chat_template=x.jinja"], "goes with a tokenizer that there is"),
+        (["run.init_from=null", "data.chat_template=x.jinja"], "goes with a tokenizer that exists"),
         (["run.init_from=null", "data.tokenizer=byte"], "need a chat template"),
         (["train.lora_rank=33"], "train.lora_rank is 33, more than the model is wide"),
         (["model.attn_logit_softcap=5"], "model.attn_logit_softcap is 5.0, but .* has null"),
@@ -272,17 +272,17 @@ def test_a_longer_context_and_dropout_may_be_asked_for(trainer):
     assert training.model.rope.scaling.type == "yarn"
     assert training.model.dropout.p == 0.1
     training.batches.close()
-    training.saver.close()
+    training.checkpoints.close()
 
 
 def test_rates_of_what_is_good_already(trainer):
     rates = {}
     for name, given in {"whole": [], "lora": ["train.lora_rank=2"]}.items():
         training = trainer("optimizer.lr=null", "train.batch_size=16", *given, folder=name)
-        rates[name] = training.config.optimizer.lr
-        assert training.config.optimizer.name == "adamw"
+        rates[name] = training.settings.optimizer.lr
+        assert training.settings.optimizer.name == "adamw"
         training.batches.close()
-        training.saver.close()
+        training.checkpoints.close()
         training.run.unlock()
     assert rates == pytest.approx({"whole": 0.1 / 32, "lora": 1 / 32})
 
@@ -291,9 +291,9 @@ def test_a_step_of_lora_in_bf16_and_with_blocks_computed_again(trainer):
     training = trainer(
         "train.lora_rank=2", "train.precision=bf16", "train.checkpoint_every_n_blocks=1", "train.max_steps=2"
     )
-    loss, norm = training.train_step(Batch(*training.loader.batch(0), 50), 1.0)
-    assert isinstance(training.train_step, TrainingStep)
+    loss, norm = training.step(Batch(*training.loader.batch(0), 50), 1.0)
+    assert isinstance(training.step, TrainingStep)
     assert torch.isfinite(loss)
     assert norm > 0
     training.batches.close()
-    training.saver.close()
+    training.checkpoints.close()

@@ -18,14 +18,15 @@ from thinker.training.config import load_config, validate_config
 from thinker.training.corpus import prepare_training_data
 from thinker.training.muon import Muon
 from thinker.training.nonfinite import diagnose
+from thinker.training.resolve import resolve_settings
 from thinker.training.resume import RunState, restore
 from thinker.training.step import TrainingStep, build_model
 
 
 def make_step(optimizer="muon", **train):
-    settled = {"precision": "fp32", "compile": False, "micro_batch_size": 2, "batch_size": 4, "max_steps": 9}
-    config = validate_config({"train": {**settled, **train}, "optimizer": {"name": optimizer}})
-    return TrainingStep(build_model(CONFIG, 1, CPU), config)
+    train = {"precision": "fp32", "compile": False, "micro_batch_size": 2, "batch_size": 4, "max_steps": 9, **train}
+    config = validate_config({"train": train, "optimizer": {"name": optimizer}})
+    return TrainingStep(build_model(CONFIG, 1, CPU), resolve_settings(config, CONFIG, CPU))
 
 
 def everything(step):
@@ -183,13 +184,13 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_p
     assert "Traceback" not in done.stderr
     said = done.stderr.splitlines()[-1]
     assert said.startswith("error: step 2: the loss is nan")
-    assert "training would begin anew" in said
+    assert "training would start over" in said
     report = json.loads((run / "nonfinite-step-00000002.json").read_text())
     assert report["loss"] is None
     # The weights are those after step 1, although steps 3 and 4 were made before anybody looked.
     stopped = run_script(*train_args, f"run.dir={saving}", *WILD, "train.save_every=1")
     assert stopped.returncode == 1
-    assert "training would go on from step 1" in stopped.stderr.splitlines()[-1]
+    assert "training would resume from step 1" in stopped.stderr.splitlines()[-1]
     name = "model.safetensors"
     weights = [run / "checkpoints" / "nonfinite-00000002" / name, saving / "checkpoints" / "step-00000001" / name]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -223,15 +224,15 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     assert done.returncode == 1  # the last evaluation finds what two left-out steps did not mend
     assert "the validation loss is nan; nothing was saved. Lower optimizer.lr; training would go on" in done.stderr
     assert "step 2: the loss is nan" in done.stderr
-    assert "left out, 1 of 3" in done.stderr
-    assert "left out, 2 of 3" in done.stderr
+    assert "skipped, 1 of 3" in done.stderr
+    assert "skipped, 2 of 3" in done.stderr
     assert [line["step"] for line in metrics(run)] == [1]
     assert checkpoint.read_json(run / "checkpoints" / "step-00000002" / "state.json")["skipped"] == 1
     report = json.loads((run / "nonfinite-step-00000003.json").read_text())
     assert len(report["sample_ids"]) == 4
     fewer = run_script(*train_args, f"run.dir={run}", *options, "train.max_nonfinite_steps=0")
     assert fewer.returncode == 2
-    assert "has left out 1 non-finite steps; train.max_nonfinite_steps cannot be fewer" in fewer.stderr
+    assert "has skipped 1 non-finite steps; train.max_nonfinite_steps cannot be fewer" in fewer.stderr
     again = run_script(*train_args, f"run.dir={run}", *options)
-    assert "going on from step 2" in again.stderr
-    assert "left out, 2 of 3" in again.stderr
+    assert "resuming from step 2" in again.stderr
+    assert "skipped, 2 of 3" in again.stderr

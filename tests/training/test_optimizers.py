@@ -3,7 +3,8 @@ import torch
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.training.config import OptimizerSection, validate_config
+from thinker.training.config import validate_config
+from thinker.training.config_sections import OptimizerSection
 from thinker.training.optimizers import Optimizers, resolve_learning_rates
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}

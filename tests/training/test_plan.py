@@ -13,19 +13,20 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training.config import validate_config
 from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch
+from thinker.training.resolve import resolve_settings
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CONFIG = ThinkerConfig(vocab_size=512, d_model=128, n_layers=4, n_heads=4, max_seq_len=128)
 
 
-def config(**train):
-    settled = {"precision": "fp32", "compile": False, "max_steps": 9, "batch_size": 8}
-    return validate_config({"data": {"seq_len": 128}, "train": {**settled, **train}})
+def settings(**train):
+    train = {"precision": "fp32", "compile": False, "max_steps": 9, "batch_size": 8, **train}
+    return resolve_settings(validate_config({"data": {"seq_len": 128}, "train": train}), CONFIG, CPU)
 
 
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
-    memory = estimate_memory(config(), CONFIG, 8, CPU)
+    memory = estimate_memory(settings(), 8, CPU)
     parameters = dict(Thinker(CONFIG).named_parameters())
     by_muon = [p for name, p in parameters.items() if "proj" in name or name == "lm_head.weight"]
     matrices, total = (sum(p.numel() for p in found) for found in (by_muon, parameters.values()))
@@ -50,40 +51,43 @@ from thinker.model import ThinkerConfig
 from thinker.training.metrics import MemoryMeter
 from thinker.training.plan import time_steps
 from thinker.training.config import validate_config
+from thinker.training.resolve import resolve_settings
 cpu, config = torch.device("cpu"), validate_config({tree!r})
-time_steps(config, ThinkerConfig(vocab_size=64, d_model=32, n_layers=1), cpu, 1)  # loads libraries, starts threads
+small = ThinkerConfig(vocab_size=64, d_model=32, n_layers=1)
+time_steps(resolve_settings(config, small, cpu), cpu, 1)  # loads libraries, starts threads
 meter = MemoryMeter(cpu)
-time_steps(config, ThinkerConfig(**{shape!r}), cpu, 2)
+time_steps(resolve_settings(config, ThinkerConfig(**{shape!r}), cpu), cpu, 2)
 print(meter.peak())
 """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    predicted = estimate_memory(validate_config(tree), ThinkerConfig(**shape), micro, CPU).peak
+    settings = resolve_settings(validate_config(tree), ThinkerConfig(**shape), CPU)
+    predicted = estimate_memory(settings, micro, CPU).peak
     assert int(done.stdout) == pytest.approx(predicted, rel=0.15)
 
 
 def test_less_is_kept_where_it_is_computed_again_and_nothing_is_changed():
     torch.manual_seed(7)
-    kept = [estimate_memory(config(checkpoint_every_n_blocks=n), CONFIG, 8, CPU).activations for n in (1, 2, None)]
+    kept = [estimate_memory(settings(checkpoint_every_n_blocks=n), 8, CPU).activations for n in (1, 2, None)]
     assert kept[0] < 0.5 * kept[2]
     assert kept[0] < kept[1] < kept[2]
     torch.manual_seed(7)
     first = torch.rand(1)
     torch.manual_seed(7)
-    estimate_memory(config(), CONFIG, 8, CPU)
+    estimate_memory(settings(), 8, CPU)
     assert torch.equal(torch.rand(1), first)
 
 
 def test_the_largest_micro_batch_that_fits():
-    peaks = {size: estimate_memory(config(), CONFIG, size, CPU).peak for size in (1, 2, 4, 8)}
+    peaks = {size: estimate_memory(settings(), size, CPU).peak for size in (1, 2, 4, 8)}
     assert peaks[1] < peaks[2] < peaks[4] < peaks[8]
     for size in (1, 2, 4):
         between = (peaks[size] + peaks[2 * size]) / 2 / 0.6
-        assert largest_micro_batch(config(), CONFIG, CPU, int(between)) == size
-    assert largest_micro_batch(config(), CONFIG, CPU, 2**40) == 8
+        assert largest_micro_batch(settings(), CPU, int(between)) == size
+    assert largest_micro_batch(settings(), CPU, 2**40) == 8
     with pytest.raises(UserError, match=r"one sequence of 128 tokens takes .* GB .*checkpoint_every_n_blocks=1"):
-        largest_micro_batch(config(), CONFIG, CPU, peaks[1])
+        largest_micro_batch(settings(), CPU, peaks[1])
     assert 2**20 < free_memory(CPU) < 2**50
 
 

@@ -10,6 +10,7 @@ from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.training import step as module
 from thinker.training.config import validate_config
+from thinker.training.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 CONFIG = ThinkerConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=2, d_ff=48, max_seq_len=16, head_init_std=0.2)
@@ -23,10 +24,15 @@ def a_batch(seed=0, rows=4):
     return Batch(tokens[:, :-1].contiguous(), targets, int((targets >= 0).sum()))
 
 
+def make_step(**train):
+    settings = resolve_settings(validate_config({"train": train}), CONFIG, CPU)
+    return TrainingStep(build_model(CONFIG, 1, CPU), settings)
+
+
 def trained(steps=3, **train):
     """The weights after a few steps, and the last loss."""
-    settled = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9}
-    step = TrainingStep(build_model(CONFIG, 1, CPU), validate_config({"train": {**settled, **train}}))
+    train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9, **train}
+    step = make_step(**train)
     for number in range(steps):
         loss, norm = step(a_batch(number), 1.0)
     assert norm > 0
@@ -62,9 +68,7 @@ def test_a_shared_cast_changes_no_bit(monkeypatch):
 @pytest.mark.parametrize("every", [None, 1])
 def test_each_matrix_is_cast_once_a_step(size, every):
     train = {"precision": "bf16", "compile": False, "micro_batch_size": size, "batch_size": 4, "max_steps": 9}
-    step = TrainingStep(
-        build_model(CONFIG, 1, CPU), validate_config({"train": {**train, "checkpoint_every_n_blocks": every}})
-    )
+    step = make_step(**train, checkpoint_every_n_blocks=every)
     matrices = {p.data_ptr(): name for name, p in step.model.named_parameters() if "proj" in name or "head" in name}
     casts = []
 

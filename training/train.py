@@ -1,0 +1,119 @@
+"""From a config to a finished run: open the run, resolve settings, prepare data, build the model, restore, fit."""
+
+from __future__ import annotations
+
+import torch
+
+from thinker.checkpoint import CheckpointManager
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.batches import BatchLoader, PackedDataset
+from thinker.data.corpus import Corpus
+from thinker.data.prefetch import Prefetcher
+from thinker.data.tokenizer import token_byte_lengths
+from thinker.evaluation.loss import Evaluator
+from thinker.generation.engine import check_prompt_length
+from thinker.runtime.device import choose_device, configure_backend, enable_determinism
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.training import resume
+from thinker.training.config import Config
+from thinker.training.config_sections import TrackingSection
+from thinker.training.corpus import prepare_training_data
+from thinker.training.initial_model import load_initial_model
+from thinker.training.metrics import MemoryMeter
+from thinker.training.resolve import rank_rows, resolve_precision, resolve_settings
+from thinker.training.resume import RunState
+from thinker.training.settings import Settings
+from thinker.training.step import TrainingStep, build_model
+from thinker.training.tracking import Tracker
+from thinker.training.trainer import Trainer
+
+BACKGROUND_CPU_SHARE = 0.005  # of a core, for background saves where training needs every core (docs/resuming.md)
+
+
+def train(config: Config, dist: DistContext = SINGLE_PROCESS) -> int:
+    """Train by a config, from where its run stands. Returns the exit status: 0, or 128 + the signal that ended it."""
+    return build_trainer(config, dist).train()
+
+
+def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer:
+    """Check everything, build everything, and restore the newest checkpoint of the run.
+
+    Raises UserError before anything is written where the config does not fit the machine, the data or the run.
+    """
+    if config.train.deterministic:
+        enable_determinism()
+    device = choose_device(config.train.device)
+    dist.init_process_group(device.type, config.train.dist_timeout_s)
+
+    # Open the run.
+    run = RunDirectory(config.run.dir, writes=dist.is_main)
+    folder, state = resume.open_run(run, dist)
+    previous = state.settings if state else None
+
+    # Resolve what is needed to read the data, and read it.
+    config, initial_model, tokenizer = load_initial_model(config, previous, run.path)
+    if previous is not None:
+        tree = config.model_dump(mode="json")
+        for section in ("run", "data", "optimizer", "train"):
+            resume.check_unchanged(run, previous, section, tree[section])
+    precision = resolve_precision(config, device, previous, dist)
+    with dist.main_process_first():
+        corpus = prepare_training_data(config, tokenizer)
+    model_config = config.thinker_config(corpus.tokenizer.vocab_size)
+    if previous is not None:
+        resume.check_unchanged(run, previous, "model", model_config.to_dict())
+        resume.check_corpus(run, state, corpus, config.data.path or config.data.source)
+
+    # Resolve the rest.
+    configure_backend(device)
+    settings = resolve_settings(config, model_config, device, precision, previous, dist)
+
+    # Build batches, model and optimizers.
+    batches, evaluator = build_batches(settings, corpus, device, dist)
+    memory = MemoryMeter(device)
+    is_sharded = dist.world_size > 1 and settings.train.parallel == "fsdp"  # then no device ever holds the whole model
+    model_device = torch.device("cpu") if is_sharded else device
+    model = build_model(model_config, settings.run.seed, model_device, initial_model)
+    step = TrainingStep(model, settings, dist=dist)
+    if settings.train.sample_every:
+        prompt = [0, *corpus.tokenizer.encode(settings.train.sample_prompt)]
+        check_prompt_length(prompt, model_config, model_config.max_cached_len)
+
+    # Everything has been checked: from here on files are written.
+    resume.create_run(run, is_new=folder is None, dist=dist)
+    if folder is not None:
+        resume.resume_run(run, folder, state, step, settings, dist)
+    state = state or RunState()
+    run.truncate_metrics(state.step, state.evaluated_at)
+    tracked = settings if dist.is_main else settings.model_copy(update={"tracking": TrackingSection()})
+    tracker = Tracker(tracked, run)
+    state.tokenizer, state.corpus = corpus.tokenizer.content_hash, corpus.sha256
+    state.machine = resume.describe_machine(device, dist, settings.train.parallel)
+    state.settings = settings
+    train, share = settings.train, BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
+    checkpoints = CheckpointManager(
+        run.checkpoints, train.keep_last, train.keep_every, train.async_save, share, dist, train.save_sharded
+    )
+    trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist)
+    if folder is not None:
+        trainer.saved = state.model_copy(deep=True)
+    if not trainer.is_finished:
+        run.write_config(settings.to_tree())
+    if dist.is_main:
+        corpus.tokenizer.save(run.path)
+    return trainer
+
+
+def build_batches(
+    settings: Settings, corpus: Corpus, device: torch.device, dist: DistContext
+) -> tuple[Prefetcher, Evaluator]:
+    """The training batches of this rank, and the evaluation of the validation set."""
+    data, train = settings.data, settings.train
+    masking = {"document_masking": data.document_masking, "prefix_len": settings.model.prefix}
+    train_set = PackedDataset(corpus.train, data.seq_len, data.packing, **masking)
+    val_packing = "documents" if data.source == "tales" else data.packing
+    val_set = PackedDataset(corpus.val, data.seq_len, val_packing, **masking)
+    loader = BatchLoader(train_set, train.batch_size, settings.run.seed)
+    batches = Prefetcher(loader, device.type == "cuda", rank_rows(settings, dist), data.num_workers)
+    byte_lengths = token_byte_lengths(corpus.tokenizer)
+    return batches, Evaluator(val_set, train.micro_batch_size, byte_lengths, train.eval_sequences, dist)
