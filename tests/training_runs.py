@@ -70,5 +70,5 @@ def assert_same(a, b, step):
     left, right = (checkpoint.read_json(folder / "state.json") for folder in folders)
     for state in (left, right):
         del state["elapsed_s"]
-        del state["config"]["run"]["dir"]
+        del state["settings"]["run"]["dir"]
     assert left == right

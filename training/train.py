@@ -90,7 +90,8 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     state.tokenizer, state.corpus = corpus.tokenizer.content_hash, corpus.sha256
     state.machine = resume.describe_machine(device, dist, settings.train.parallel)
     state.settings = settings
-    train, share = settings.train, BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
+    train = settings.train
+    share = BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
     checkpoints = CheckpointManager(
         run.checkpoints, train.keep_last, train.keep_every, train.async_save, share, dist, train.save_sharded
     )
