@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from thinker.benchmarks.environment import measure_seconds, time_alternately
 from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.model.attend import KERNELS, attend, look
+from thinker.model.attend import KERNELS, attend
 from thinker.model.kernels.linear_attention import linear_attention, random_features
-from thinker.model.patterns import CAUSAL, Linear, Pattern, TokenInfo, parse
+from thinker.model.masks import build_mask
+from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo, parse
 from thinker.runtime.device import DTYPES, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plotting import new_figure
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure(text: str, kernel: str, lengths: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row of measurements per length, for a pattern and a kernel; no rows if the kernel does not support it."""
     device, dtype, pattern = torch.device(arguments.device), DTYPES[arguments.precision], parse(text)
-    if isinstance(pattern, Linear) and kernel != arguments.kernels[0]:
+    if isinstance(pattern, LinearAttentionSpec) and kernel != arguments.kernels[0]:
         return []
     passes = []
     for length in lengths:
@@ -99,13 +100,18 @@ class AttentionPass:
     """
 
     def __init__(
-        self, pattern: Pattern | Linear, kernel: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
+        self,
+        pattern: Pattern | LinearAttentionSpec,
+        kernel: str,
+        shape: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         B, H, T, D = shape
         self.pattern = pattern
         self.qkv = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
         self.grad = torch.randn(shape, device=device, dtype=dtype)
-        if isinstance(pattern, Linear):
+        if isinstance(pattern, LinearAttentionSpec):
             self.features = random_features(pattern.features, D, 0).to(device)
             n_keys = 2.0 * pattern.features  # adding a key and reading the sums costs as much as this many keys
         else:
@@ -119,9 +125,9 @@ class AttentionPass:
     def attend(self) -> Tensor:
         """The output, (B, H, T, D)."""
         q, k, v = self.qkv
-        if isinstance(self.pattern, Linear):
+        if isinstance(self.pattern, LinearAttentionSpec):
             return linear_attention(q * 0.3, k * 0.3, v, self.features)[0]
-        return attend(q, k, v, self.sight)
+        return attend(q, k, v, self.mask)
 
     @torch.no_grad()
     def forward(self) -> None:

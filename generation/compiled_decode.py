@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from thinker.model import KVCache, Thinker
-from thinker.model.activations import is_open
+from thinker.model.activations import has_open_hooks
 from thinker.model.masks import ForwardContext
 from thinker.runtime.errors import UserError
 
 
 class CompiledThinker:
-    """thinker(tokens, cache=cache) for one position a row, through torch.compile.
+    """model(tokens, cache=cache) for one position per row, through torch.compile.
 
     On a CPU the length of the cache is a symbol of the one compiled program, which serves batches of one: larger ones
     spend their time in products that compiling does not change. On a GPU the cache is read in full under a mask, so
-    that no shape ever changes, and the whole step is captured as a CUDA graph for each cache it meets.
+    that no shape ever changes, and the whole step is captured as a CUDA graph per cache.
     """
 
     def __init__(self, model: Thinker) -> None:
@@ -34,51 +35,55 @@ class CompiledThinker:
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """tokens (B, 1) -> logits (B, 1, V)."""
-        if is_open(self.model):
-            raise UserError("a compiled model cannot be tapped or edited; leave compile out")
+        if has_open_hooks(self.model):
+            raise UserError("activations of a compiled model cannot be recorded or patched; leave compile out")
         if not tokens.is_cuda and len(tokens) > 1:
             return self.model(tokens, cache=cache)
         cache.fixed = tokens.is_cuda
-        place = cache.append(*tokens.shape)
-        rope = self.model.rope(place.positions, place.end, self.model.dtype)
+        context = cache.append(*tokens.shape)
+        rope = self.model.rope(context.positions, context.end, self.model.dtype)
         if not tokens.is_cuda:
-            return self._compiled(tokens, rope, place, cache)
-        given = [tokens, *rope, place.sights[0].allowed, place.sights[0].slots]
-        if self._graph is None or not self._graph.fits(given, cache):
-            self._graph = _Graph(self._compiled, given, place, cache)
-        return self._graph.replay(given)
+            return self._compiled(tokens, rope, context, cache)
+        inputs = [tokens, *rope, context.masks[0].allowed, context.slots[0].slot_mapping]
+        if self._graph is None or not self._graph.fits(inputs, cache):
+            self._graph = _Graph(self._compiled, inputs, context, cache)
+        return self._graph.replay(inputs)
 
-    def _step(self, tokens: Tensor, rope: tuple[Tensor, Tensor], place: ForwardContext, cache: KVCache) -> Tensor:
-        return self.model.lm_head(self.model.forward_blocks(self.model.embedding(tokens), rope, place, cache))
+    def _step(self, tokens: Tensor, rope: tuple[Tensor, Tensor], context: ForwardContext, cache: KVCache) -> Tensor:
+        return self.model.lm_head(self.model.forward_blocks(self.model.embedding(tokens), rope, context, cache))
 
 
 class _Graph:
-    """One step recorded on the GPU: what is given is copied into its own tensors, then it runs without the host."""
+    """One step captured on the GPU: inputs are copied into its own tensors, then it runs without the host."""
 
-    def __init__(self, step, given: list[Tensor], place: ForwardContext, cache: KVCache) -> None:  # noqa: ANN001
-        self.given = [tensor.clone() for tensor in given]
+    def __init__(
+        self, step: Callable[..., Tensor], inputs: list[Tensor], context: ForwardContext, cache: KVCache
+    ) -> None:
+        self.inputs = [tensor.clone() for tensor in inputs]
         self.buffer = cache.layers[0].keys
-        tokens, cos, sin, allowed, slots = self.given
-        sight = dataclasses.replace(place.sights[0], allowed=allowed, slots=slots)
-        place = dataclasses.replace(place, sights=[sight] * len(place.sights))
+        tokens, cos, sin, allowed, slot_mapping = self.inputs
+        n_layers = len(context.masks)
+        mask = dataclasses.replace(context.masks[0], allowed=allowed)
+        slots = dataclasses.replace(context.slots[0], slot_mapping=slot_mapping)
+        context = dataclasses.replace(context, masks=[mask] * n_layers, slots=[slots] * n_layers)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):  # compiles; writes the same position again, which changes nothing
-                step(tokens, (cos, sin), place, cache)
+                step(tokens, (cos, sin), context, cache)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.logits = step(tokens, (cos, sin), place, cache)
+            self.logits = step(tokens, (cos, sin), context, cache)
 
-    def fits(self, given: list[Tensor], cache: KVCache) -> bool:
-        """Whether it was recorded for these shapes and this cache."""
-        same = all(mine.shape == theirs.shape for mine, theirs in zip(self.given, given))
-        return same and self.buffer is cache.layers[0].keys
+    def fits(self, inputs: list[Tensor], cache: KVCache) -> bool:
+        """Whether it was captured for these shapes and this cache."""
+        same_shapes = all(own.shape == new.shape for own, new in zip(self.inputs, inputs))
+        return same_shapes and self.buffer is cache.layers[0].keys
 
-    def replay(self, given: list[Tensor]) -> Tensor:
+    def replay(self, inputs: list[Tensor]) -> Tensor:
         """The logits (B, 1, V)."""
-        for mine, theirs in zip(self.given, given):
-            mine.copy_(theirs)
+        for own, new in zip(self.inputs, inputs):
+            own.copy_(new)
         self.graph.replay()
         return self.logits.clone()

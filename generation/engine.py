@@ -18,7 +18,7 @@ from thinker.generation.sequence import Completion, Score, Sequence, sample_next
 from thinker.generation.sink_cache import SinkCache
 from thinker.generation.speculation import DraftModel, PromptLookup, check_draft_model, max_draft_len
 from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.model.patterns import Linear
+from thinker.model.patterns import LinearAttentionSpec
 from thinker.runtime.errors import UserError
 
 PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
@@ -103,7 +103,7 @@ class Generator:
                 raise UserError(f"{name} needs the cache; it does not go with use_cache=False")
         if compile and not config.is_plain:
             raise UserError("compile supports models with full attention, RoPE and plain scores; leave it out")
-        if speculate and any(isinstance(layer, Linear) for layer in config.patterns):
+        if speculate and any(isinstance(layer, LinearAttentionSpec) for layer in config.patterns):
             raise UserError("speculate must drop rejected drafts, and a linear layer's state cannot be rolled back")
         if window is not None and not config.is_plain:
             raise UserError(

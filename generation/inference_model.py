@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from thinker.generation.int8 import Int8Linear
 from thinker.model import Thinker
-from thinker.model.activations import is_open
+from thinker.model.activations import has_open_hooks
 from thinker.model.attention import Attention
 from thinker.model.linear import Linear
 from thinker.model.norm import RMSNorm
@@ -32,8 +32,8 @@ def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, in
         bias = torch.cat(biases).to(dtype) if biases else None
         return Int8Linear(weight, bias) if int8 else _linear(weight.to(dtype), bias)
 
-    if is_open(model):
-        raise UserError("what is tapped or edited is not taken along: open that on generator.model instead")
+    if has_open_hooks(model):
+        raise UserError("open hooks are not copied; record or patch generator.model instead")
     device = model.device
     with torch.device("meta"):
         snapshot = Thinker(model.config)  # its shape alone

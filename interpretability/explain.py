@@ -33,14 +33,15 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     cap = model.config.attn_logit_softcap
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
 
-    looking, at = model.looking, torch.arange(T, device=model.device)
-    sight = looking.of(layer, TokenInfo(at, token=prompt.tokens if looking.by_token else None), slice(None))
-    bias, allowed = torch.zeros(()), sight.allowed
+    builder, at = model.mask_builder, torch.arange(T, device=model.device)
+    token_info = TokenInfo(at, token_id=prompt.tokens if builder.by_token else None)
+    mask_form = builder.reference_mask(builder.patterns[layer], token_info)
+    bias, allowed = torch.zeros(()), mask_form.allowed
     if allowed is not None and allowed.dtype != torch.bool:  # numbers that are added to scores: ALiBi
         bias, allowed = allowed.cpu(), allowed > -torch.inf
-    if sight.choose is not None:
+    if mask_form.score_mask is not None:
         bias_here = bias.expand(1, len(q), T, T)[0, head]
-        allowed = sight.choose((capped + bias_here)[None, None].float().to(at.device), slice(None))
+        allowed = mask_form.score_mask((capped + bias_here)[None, None].float().to(at.device), slice(None))
     visible = allowed.cpu().expand(1, len(q), T, T)[0, head]  # (T, T)
     bias = bias.expand(1, len(q), T, T)[0, head].double().masked_fill(~visible, 0)
     final = capped + bias

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.model.patterns import CAUSAL, Linear, Pattern, TokenInfo, parse
+from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo, parse
 from thinker.runtime.plotting import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
@@ -41,26 +41,28 @@ def sees(pattern: Pattern, length: int, n_heads: int) -> Tensor:
     ids = pattern.tokens or (-1,)
     token = torch.tensor([ids[t // EVERY % len(ids)] if t % EVERY == EVERY // 2 else -1 for t in range(length)])
     scores = torch.randn(1, n_heads, length, length, generator=torch.Generator().manual_seed(0))
-    seen = pattern(head, TokenInfo(at[:, None], token=token[:, None], scores=scores), TokenInfo(at, token=token))
+    seen = pattern(head, TokenInfo(at[:, None], token_id=token[:, None], scores=scores), TokenInfo(at, token_id=token))
     return seen.expand(1, n_heads, length, length)[0]
 
 
-def kept(pattern: Pattern | Linear) -> str:
+def kept(pattern: Pattern | LinearAttentionSpec) -> str:
     """What a cache keeps of all keys and values (model/cache.py)."""
-    if isinstance(pattern, Linear):
-        return f"a state of {pattern.features} sums"
+    if isinstance(pattern, LinearAttentionSpec):
+        return f"a state of {pattern.n_features} sums"
     if not pattern.fits_ring_buffer:
         return "all"
-    return (f"the first {pattern.first} and a " if pattern.first else "a ") + f"ring of {max(1, pattern.reach)}"
+    return (
+        f"the first {pattern.n_global} and a " if pattern.n_global else "a "
+    ) + f"ring of {max(1, pattern.max_distance)}"
 
 
 def make_picture(text: str, length: int, n_heads: int | None = None) -> Picture:
     """What there is to show of a pattern. Raises UserError where it cannot be read."""
     pattern = parse(text)
-    linear = isinstance(pattern, Linear)
+    linear = isinstance(pattern, LinearAttentionSpec)
     shown, heads, notes = CAUSAL if linear else pattern, 1, []
     if shown.by_head:
-        heads = n_heads or (min(shown.heads, 16) if shown.heads > 1 else 4)
+        heads = n_heads or (min(shown.min_heads, 16) if shown.min_heads > 1 else 4)
     if shown.by_token:
         notes += [f"every {EVERY}th token is one"]
     if shown.by_score:

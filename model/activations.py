@@ -1,9 +1,12 @@
-"""Taps: activations of an ordinary forward pass by name, to keep or to change. Others run none of this."""
+"""Hook points: activations of an ordinary forward pass by name, to record or to patch.
+
+Thinker, Block, Attention and MLP call hook(self.hooks, point, x) at each point. Without open hooks that returns x.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -11,219 +14,133 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thinker.model.attend import AttentionMask
-from thinker.model.linear_attention import LinearAttention
-from thinker.model.masks import ForwardContext
-from thinker.model.patterns import TokenInfo
 from thinker.runtime.errors import UserError, did_you_mean
 
-Edit = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
+Patch = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
 READ_ONLY = ("q", "k", "v")
 
 
 class ActivationCache(dict[str, Tensor]):
-    """name -> what the last pass had there. `passes[name]`: what every pass had, such as each step of a generation."""
+    """name -> its activation in the last pass. `passes[name]`: in every pass, such as each step of a generation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.passes: dict[str, list[Tensor]] = {}
 
-    def keep(self, name: str, value: Tensor) -> None:
-        """One more."""
+    def add(self, name: str, value: Tensor) -> None:
+        """Record one more pass."""
         self[name] = value
         self.passes.setdefault(name, []).append(value)
 
 
+class HookManager(dict[str, list[Callable[[Tensor], Tensor | None]]]):
+    """The open hooks of one module by hook point, in the order of opening."""
+
+    def __call__(self, point: str, x: Tensor) -> Tensor:
+        """x after all hooks of a point: x itself where none patches it, a view of it where a patch returns it."""
+        for function in self.get(point, ()):
+            patched = function(x)
+            if patched is not None:
+                x = patched.view_as(patched) if patched is x else patched
+        return x
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookManager:
+        raise UserError("a model cannot be copied while its activations are recorded or patched; close that first")
+
+
+def hook(hooks: HookManager | None, point: str, x: Tensor) -> Tensor:
+    """x after the open hooks of a point."""
+    return x if hooks is None else hooks(point, x)
+
+
+def has_open_hooks(model: nn.Module) -> bool:
+    """Whether any activation of a model is recorded or patched."""
+    return any(getattr(module, "hooks", None) is not None for module in model.modules())
+
+
 def activation_names(model: nn.Module) -> list[str]:
-    """All that can be tapped, in the order of the pass.
+    """All names that can be recorded, in the order of the pass.
 
     | name | shape | |
     |---|---|---|
-    | embedding | (B, T, C) | what enters the first block |
+    | embedding | (B, T, C) | the input of the first block |
     | blocks.i | (B, T, C) | the residual stream after a block |
-    | blocks.i.attention_norm, blocks.i.mlp_norm, norm | (B, T, C) | what is read of it |
-    | blocks.i.attention, blocks.i.mlp | (B, T, C) | what is added to it |
-    | blocks.i.attention.q, k, v | (B, H, T, D), (B, K, S, D) twice | normed and rotated; with a cache all its keys |
+    | blocks.i.attention_norm, blocks.i.mlp_norm, norm | (B, T, C) | what attention, the MLP and lm_head read |
+    | blocks.i.attention, blocks.i.mlp | (B, T, C) | what is added to the residual stream |
+    | blocks.i.attention.q, k, v | (B, H, T, D), (B, K, S, D) twice | after norm and RoPE; with a cache all its keys |
     | blocks.i.attention.weights | (B, H, T, S) | rows are queries and sum to 1 (with sinks to less) |
     | blocks.i.attention.heads, blocks.i.attention.heads.h | (B, H, T, D), (B, T, D) | the weighted sums of values |
     | blocks.i.mlp.hidden | (B, T, d_ff) | silu(gate) · up |
-    | logits | (B, T, V) | where the pass has no targets |
+    | logits | (B, T, V) | of passes without targets |
     """
-    found = ["embedding"]
+    return list(_hook_points(model))
+
+
+def _hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """name -> the module that calls the hook, and its name for the point."""
+    points = {"embedding": (model, "embedding")}
     for layer, block in enumerate(model.blocks):
-        attention = [*READ_ONLY, "weights", "heads", *(f"heads.{head}" for head in range(block.attention.n_heads))]
-        parts = ["attention_norm", *(f"attention.{part}" for part in attention), "attention"]
-        parts += ["mlp_norm", "mlp.hidden", "mlp"]
-        found += [f"blocks.{layer}.{part}" for part in parts] + [f"blocks.{layer}"]
-    return [*found, "norm", "logits"]
+        path = f"blocks.{layer}"
+        heads = [f"heads.{head}" for head in range(block.attention.n_heads)]
+        points[f"{path}.attention_norm"] = block, "attention_norm"
+        for point in (*READ_ONLY, "weights", "heads", *heads):
+            points[f"{path}.attention.{point}"] = block.attention, point
+        points[f"{path}.attention"] = block, "attention"
+        points[f"{path}.mlp_norm"] = block, "mlp_norm"
+        points[f"{path}.mlp.hidden"] = block.mlp, "hidden"
+        points[f"{path}.mlp"] = block, "mlp"
+        points[path] = block, "output"
+    return {**points, "norm": (model, "norm"), "logits": (model, "logits")}
 
 
 @contextmanager
-def taps(model: nn.Module, names: tuple[str, ...], edits: Mapping[str, Edit]) -> Iterator[ActivationCache]:
-    """While it is open, keep what is named of every pass, and change what `edits` names.
+def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, Patch]) -> Iterator[ActivationCache]:
+    """While it is open, record the named activations of every pass, and patch those that `patches` names.
 
-    `*` in a name stands for one part of it. Where several are open, each sees what those before it have changed. Not
-    for a compiled model, nor for several threads at once. Raises UserError for a name that there is not.
+    `*` in a name stands for one part of it. Hooks that are opened later get what earlier ones have patched. Not for a
+    compiled model, nor for several threads at once. Raises UserError for an unknown name.
     """
-    seen, hooks, known = ActivationCache(), [], activation_names(model)
-    for name in _matching(names, known):
-        hooks.append((name, partial(seen.keep, name)))
-    for pattern, edit in edits.items():
-        for name in _matching((pattern,), known):
-            if name.rpartition(".attention.")[2] in READ_ONLY:
-                raise UserError(f"{name} can be seen, not changed; change weights or heads")
-            hooks.append((name, partial(_change, name, edit)))
-    points = vars(model).setdefault("_points", Points(model))
-    points.hooks += hooks
-    points.lay()
+    cache, points = ActivationCache(), _hook_points(model)
+    hooks = [(name, partial(cache.add, name)) for name in _matching_names(names, points)]
+    for pattern, patch in patches.items():
+        for name in _matching_names((pattern,), points):
+            if points[name][1] in READ_ONLY:
+                raise UserError(f"{name} can be recorded, not patched; patch weights or heads")
+            hooks.append((name, partial(_apply_patch, name, patch)))
+    for name, function in hooks:
+        module, point = points[name]
+        if module.hooks is None:
+            module.hooks = HookManager()
+        module.hooks.setdefault(point, []).append(function)
     try:
-        yield seen
+        yield cache
     finally:
-        points.hooks = [hook for hook in points.hooks if hook not in hooks]
-        points.lay()
-        if not points.hooks:
-            vars(model).pop("_points", None)
+        for name, function in hooks:
+            module, point = points[name]
+            module.hooks[point].remove(function)
+            if not module.hooks[point]:
+                del module.hooks[point]
+            module.hooks = module.hooks or None
 
 
-def _matching(patterns: tuple[str, ...], known: list[str]) -> list[str]:
-    found = []
+def _matching_names(patterns: tuple[str, ...], names: Mapping[str, Any]) -> list[str]:
+    matching = []
     for pattern in patterns:
         parts = pattern.split(".")
-        apart = [(name, name.split(".")) for name in known]
-        some = [name for name, own in apart if len(own) == len(parts) and all(map(fnmatchcase, own, parts))]
-        if not some:
-            raise UserError(f"this model has no activation {pattern}{did_you_mean(pattern, known)}")
-        found += some
-    return found
+        candidates = [name for name in names if name.count(".") == pattern.count(".")]
+        matches = [name for name in candidates if all(map(fnmatchcase, name.split("."), parts))]
+        if not matches:
+            raise UserError(f"this model has no activation {pattern}{did_you_mean(pattern, names)}")
+        matching += matches
+    return matching
 
 
-def _change(name: str, edit: Edit, x: Tensor) -> Tensor:
-    if callable(edit):
-        return edit(x)
-    if isinstance(edit, str):
-        if edit not in ("zero", "mean"):
-            raise UserError(f"{name} cannot become {edit!r}; it can be zero, mean, a number, a tensor or a function's")
-        places = 0 if name.endswith("weights") else (0, 2) if name.endswith("heads") else (0, 1)
-        edit = x.mean(dim=places, keepdim=True) if edit == "mean" else 0.0  # of this pass
-    return torch.as_tensor(edit, dtype=x.dtype, device=x.device).expand_as(x)
-
-
-def _need_logits(_: nn.Module, given: tuple, options: dict[str, Any]) -> None:
-    if options.get("targets") is not None:
-        raise UserError("with targets a pass makes no logits that could be tapped or edited")
-
-
-def is_open(model: nn.Module) -> bool:
-    """Whether anything of it is tapped or edited."""
-    return "_points" in vars(model)
-
-
-class Points:
-    """Every hook that is open on a model, in the order of opening, and the places where they are called."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.undo = model, ExitStack()
-        self.hooks: list[tuple[str, Callable[[Tensor], Tensor | None]]] = []
-
-    def __deepcopy__(self, memo: dict) -> Points:
-        raise UserError("a model cannot be copied while its activations are tapped or edited; close that before")
-
-    def through(self, name: str, x: Tensor) -> Tensor:
-        """x after all hooks of that name; x itself where none changes it, a view where one gives it back."""
-        for at, hook in self.hooks:
-            if at == name and (new := hook(x)) is not None:
-                x = new.view_as(new) if new is x else new
-        return x
-
-    def lay(self) -> None:
-        """Take away what was laid, and lay what the hooks ask for."""
-        self.undo.close()
-        model, names = self.model, {name for name, _ in self.hooks}
-        inside = [(layer, [name for name in names if name.startswith(f"blocks.{layer}.attention.")])
-                  for layer in range(len(model.blocks))]  # fmt: skip
-        for layer, some in inside:
-            module, path = model.blocks[layer].attention, f"blocks.{layer}.attention"
-            if any(".heads" in name for name in some):
-                self.undo.callback(module.o_proj.register_forward_pre_hook(partial(self.heads, module, path)).remove)
-            if wanted := {name.removeprefix(f"{path}.") for name in some if ".heads" not in name}:
-                self.replace(module, "mix", partial(self.mix, module, layer, path, wanted, module.mix))
-                if "weights" in wanted and "make_context" not in vars(model):
-                    self.replace(model, "make_context", partial(self.place, model.make_context))
-        if "embedding" in names:
-            embed = model.embed
-            self.replace(model, "embed", lambda *given: self.through("embedding", embed(*given)))
-        if "logits" in names:
-            self.undo.callback(model.register_forward_pre_hook(_need_logits, with_kwargs=True).remove)
-        for name in names - {"embedding"} - {name for _, some in inside for name in some}:
-            if name.endswith(".hidden"):
-                module = model.get_submodule(name.removesuffix("hidden") + "down_proj")
-                hook = module.register_forward_pre_hook(lambda _, given, name=name: (self.through(name, given[0]),))
-            else:
-                module = model.get_submodule("lm_head" if name == "logits" else name)
-                hook = module.register_forward_hook(lambda _, given, x, name=name: self.through(name, x))
-            self.undo.callback(hook.remove)
-
-    def replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        """Put a function in the place of a method of one object."""
-        vars(module)[name] = method
-        self.undo.callback(vars(module).pop, name)
-
-    def place(
-        self, place: Callable[..., ForwardContext], given: Tensor, tokens: Any, documents: Any = None, cache: Any = None
-    ) -> ForwardContext:
-        """Thinker.place, whose result is needed for the weights."""
-        self.placement, self.tokens = place(given, tokens, documents, cache), tokens
-        self.looking = self.model.looking if cache is None else cache.looking
-        return self.placement
-
-    def see(self, layer: int, sight: AttentionMask, q: Tensor, k: Tensor) -> Callable[[slice], AttentionMask]:
-        """What some of the queries see, for the reference: kernels have it in forms of their own."""
-        place, looking = self.placement, self.looking
-        if isinstance(self.model.blocks[layer].attention, LinearAttention):
-            return lambda rows: sight
-        if sight.held is not None:  # of a cache; what it makes of its keys is a plain mask
-            return lambda rows: sight.of(rows, q, k)
-        query = place.query or TokenInfo(place.positions, token=self.tokens if looking.by_token else None)
-        return lambda rows: looking.of(layer, query, rows)
-
-    def mix(
-        self,
-        module: Any,
-        layer: int,
-        path: str,
-        wanted: set[str],
-        mix: Callable[..., Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sight: Any,
-        cache: Any,
-    ) -> Tensor:
-        """Attention.mix, with its hooks called on what it is given, and on the weights."""
-        held = cache is not None and not isinstance(module, LinearAttention)
-        if held:  # views of what later passes will overwrite
-            (q, k, v), cache = cache.store(q, k, v, sight), None
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if name in wanted:
-                self.through(f"{path}.{name}", x.clone() if held else x)
-        if "weights" not in wanted:
-            return mix(q, k, v, sight, cache)
-        if cache is not None:
-            raise UserError(
-                f"{path}.weights: a layer of linear attention keeps no keys, so that it has none with a cache"
-            )
-        weights = module.weights(q, k, self.see(layer, sight, q, k))  # (B, H, T, S)
-        changed = self.through(f"{path}.weights", weights)
-        if changed is weights:
-            return mix(q, k, v, sight, cache)
-        return changed.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-
-    def heads(self, module: Any, path: str, _: nn.Module, given: tuple[Tensor]) -> tuple[Tensor] | None:
-        """Before o_proj, whose input is all heads side by side: (B, T, H·D)."""
-        before = given[0].unflatten(-1, (module.n_heads, -1)).transpose(1, 2)  # (B, H, T, D)
-        each = [before[:, head] for head in range(module.n_heads)]  # (B, T, D) each
-        new = [self.through(f"{path}.heads.{head}", x) for head, x in enumerate(each)]
-        learning = torch.is_grad_enabled() and before.requires_grad  # then what is kept has to be what is gone on with
-        heads = before if not learning and all(map(lambda a, b: a is b, each, new)) else torch.stack(new, dim=1)
-        after = self.through(f"{path}.heads", heads)
-        return None if after is before else (after.transpose(1, 2).flatten(2),)
+def _apply_patch(name: str, patch: Patch, x: Tensor) -> Tensor:
+    if callable(patch):
+        return patch(x)
+    if isinstance(patch, str):
+        if patch not in ("zero", "mean"):
+            raise UserError(f"{name} cannot become {patch!r}; it can be zero, mean, a number, a tensor or a function's")
+        dims = 0 if name.endswith("weights") else (0, 2) if name.endswith("heads") else (0, 1)
+        patch = x.mean(dim=dims, keepdim=True) if patch == "mean" else 0.0  # the mean of this pass
+    return torch.as_tensor(patch, dtype=x.dtype, device=x.device).expand_as(x)

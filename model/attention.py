@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from thinker.model.attend import AttentionMask, attend, by_rows
+from thinker.model.activations import HookManager
+from thinker.model.attend import AttentionMask, attend, chunked_attention_weights
 from thinker.model.config import ThinkerConfig
-from thinker.model.kv_cache import LayerCache
+from thinker.model.kv_cache import LayerCache, LinearLayer
 from thinker.model.linear import Linear
+from thinker.model.masks import CacheSlots
 from thinker.model.norm import RMSNorm
-from thinker.model.rope import rotate
+from thinker.model.rope import apply_rotary_emb
+from thinker.runtime.errors import UserError
 
 
 class Attention(nn.Module):
@@ -20,9 +21,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ThinkerConfig, layer: int) -> None:
         super().__init__()
-        self.turns = layer not in (config.no_rope_layers or [])
-        (H, K), D = config.head_counts(layer), config.head_dim
-        self.n_heads, self.n_kv_heads, self.head_dim, self.attn_logit_softcap = H, K, D, config.attn_logit_softcap
+        self.use_rope = layer not in (config.no_rope_layers or [])
+        self.n_heads, self.n_kv_heads = H, K = config.head_counts(layer)
+        self.head_dim = D = config.head_dim
+        self.attn_logit_softcap = config.attn_logit_softcap
         self.q_proj = Linear(config.d_model, H * D, config.attention_bias)
         self.k_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.v_proj = Linear(config.d_model, K * D, config.attention_bias)
@@ -33,47 +35,92 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
         self.sinks = nn.Parameter(torch.zeros(H)) if config.attention_sinks else None
-        self.register_module("qkv_proj", None)  # the three in one piece, to decode (generation/snapshot.py)
+        self.register_module("qkv_proj", None)  # the three in one matrix (generation/inference_model.py)
         self.register_module("qk_norm", None)
+        self.hooks: HookManager | None = None
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: AttentionMask,
+        cache: LayerCache | LinearLayer | None = None,
+        slots: CacheSlots | None = None,
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        q, k, v = self.project(x, rope)
+        if slots is not None:
+            q, k, v = cache.update(q, k, v, slots)  # k, v: (B, K, S, D)
+        if self.hooks is None:
+            y = self.attend(q, k, v, mask, cache)  # (B, H, T, D)
+        else:
+            y = self._attend_with_hooks(q, k, v, mask, cache, is_cached=slots is not None)
+        return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D), the first two normed and rotated."""
-        rope = rope if self.turns else None
+        """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D); q and k with norm and RoPE applied."""
+        rope = rope if self.use_rope else None
         if self.qkv_proj is not None:
             heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2K, T, D)
             H, K = self.n_heads, self.n_kv_heads
-            q, k = rotate(self.qk_norm(heads[:, : H + K]), rope).split((H, K), dim=1)
+            q, k = apply_rotary_emb(self.qk_norm(heads[:, : H + K]), rope).split((H, K), dim=1)
             return q, k, heads[:, H + K :]
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, H·D) -> (B, H, T, D)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope), v
+        return apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope), v
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, sight: AttentionMask, cache: LayerCache | None = None
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LayerCache | LinearLayer | None
     ) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
-        y = self.mix(*self.project(x, rope), sight, cache)  # (B, H, T, D)
-        return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). `cache` is for layers that keep a state instead of keys."""
+        return attend(q, k, v, mask, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, cache: LayerCache | None) -> Tensor:
-        """Let the queries look at what the cache holds and at the new keys: q (B, H, T, D) -> (B, H, T, D)."""
-        if cache is not None:
-            q, k, v = cache.store(q, k, v, sight)  # k, v: (B, K, S, D)
-        return attend(q, k, v, sight, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
+    def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
+        """The attention weights by the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S).
 
-    def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], AttentionMask]) -> Tensor:
-        """What each query takes of each key, by the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S).
-
-        `see` says what some of the queries see; little memory is taken beside the matrix itself.
+        Little memory is used beside the matrix itself.
         """
-        parts = by_rows(q, k, see, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
-        rows, first = next(parts)
+        mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
+        chunks = chunked_attention_weights(q, k, mask_of, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
+        rows, part = next(chunks)
         if rows.stop == q.shape[2]:
-            return first
-        weights = first.new_empty(*q.shape[:3], k.shape[2])
-        weights[:, :, rows] = first
-        for rows, part in parts:
+            return part
+        weights = part.new_empty(*q.shape[:3], k.shape[2])
+        weights[:, :, rows] = part
+        for rows, part in chunks:
             weights[:, :, rows] = part
         return weights
+
+    def _attend_with_hooks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        cache: LayerCache | LinearLayer | None,
+        is_cached: bool,
+    ) -> Tensor:
+        """attend() with hooks on its inputs, the weights and the output of each head."""
+        for point, x in (("q", q), ("k", k), ("v", v)):
+            if point in self.hooks:  # of a cache these are views of what later passes overwrite
+                self.hooks(point, x.clone() if is_cached else x)
+        weights = patched = None
+        if "weights" in self.hooks:
+            if cache is not None and not is_cached:
+                raise UserError("a layer of linear attention keeps no keys: with a cache it has no attention.weights")
+            weights = self.weights(q, k, mask)  # (B, H, T, S)
+            patched = self.hooks("weights", weights)
+        if patched is weights:
+            y = self.attend(q, k, v, mask, cache)  # (B, H, T, D)
+        else:
+            y = patched.to(v.dtype) @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        if not any(point.startswith("heads") for point in self.hooks):
+            return y
+        heads = [y[:, head] for head in range(self.n_heads)]  # (B, T, D) each
+        patched_heads = [self.hooks(f"heads.{head}", x) for head, x in enumerate(heads)]
+        is_patched = any(new is not old for new, old in zip(patched_heads, heads))
+        if is_patched or (torch.is_grad_enabled() and y.requires_grad):  # what is recorded must lead to the output
+            y = torch.stack(patched_heads, dim=1)
+        return self.hooks("heads", y)

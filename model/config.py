@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from thinker.model.patterns import Linear, Pattern, by_layer
+from thinker.model.patterns import LinearAttentionSpec, Pattern, layer_patterns
 from thinker.model.rope import RopeScaling
 from thinker.runtime.errors import UserError
 
@@ -112,25 +112,25 @@ class ThinkerConfig:
             raise UserError(
                 f"model.attention names the token {unknown[0]}; the vocabulary ends at {self.vocab_size - 1}"
             )
-        no_scores = any(isinstance(layer, Linear) for layer in self.patterns)
+        no_scores = any(isinstance(layer, LinearAttentionSpec) for layer in self.patterns)
         if no_scores and (self.attn_logit_softcap is not None or self.attention_sinks or self.positions == "alibi"):
             raise UserError(
                 "linear attention has no scores: model.attn_logit_softcap, attention_sinks and alibi do not go with it"
             )
 
     @property
-    def patterns(self) -> list[Pattern | Linear]:
-        """Of each layer."""
-        return by_layer(self.attention, self.n_layers, self.window, self.n_heads)
+    def patterns(self) -> list[Pattern | LinearAttentionSpec]:
+        """The pattern of each layer."""
+        return layer_patterns(self.attention, self.n_layers, self.window, self.n_heads)
 
     def head_counts(self, layer: int) -> tuple[int, int]:
-        """H and K of a layer: as many query heads share a key head everywhere."""
+        """H and K of a layer; H / K is the same in all of them."""
         K = self.n_kv_heads if self.n_kv_heads_per_layer is None else self.n_kv_heads_per_layer[layer]
         return K * self.n_heads // self.n_kv_heads, K
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer sees everything, by RoPE and plain scores: what LLaMA and Qwen3 are."""
+        """Whether every layer has full attention with RoPE and plain scores, as LLaMA and Qwen3 do."""
         plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
         fixed_rope = self.positions == "rope" and (self.rope_scaling or {}).get("type") != "dynamic"
         fixed_rope = fixed_rope and not self.no_rope_layers
@@ -138,22 +138,23 @@ class ThinkerConfig:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether texts of any length can be decoded: no layer keeps all keys, and positions have no end."""
+        """Whether texts of any length can be decoded: no layer keeps all keys, and positions are unbounded."""
         bounded = all(
-            layer.fits_ring_buffer and layer.reach + layer.first <= self.max_seq_len for layer in self.patterns
+            layer.fits_ring_buffer and layer.max_distance + layer.n_global <= self.max_seq_len
+            for layer in self.patterns
         )
         return bounded and self.positions in ("rope", "alibi", "none") and self.max_cached_len == self.max_seq_len
 
     @property
     def max_cached_len(self) -> int:
-        """Positions of the longest text that is decoded with a cache, if not `is_unbounded`."""
+        """The longest text that can be decoded with a cache, unless `is_unbounded`."""
         scaling = self.rope_scaling or {}  # of type dynamic, what a cache holds was turned for a shorter text
         return min(self.max_seq_len, scaling["original_max_seq_len"] if scaling.get("type") == "dynamic" else LARGEST)
 
     @property
     def prefix(self) -> int:
-        """Positions that some layer sees from before them: they are given, and no loss is counted inside them."""
-        return max(layer.ahead for layer in self.patterns)
+        """The length of the bidirectional prefix: a prompt without loss."""
+        return max(layer.bidirectional_prefix for layer in self.patterns)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers and strings, for JSON."""

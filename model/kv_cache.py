@@ -1,8 +1,8 @@
-"""What is remembered of the positions already seen, so that each new token costs one position's work."""
+"""Keys and values of earlier positions, so that each new token costs one position's work."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,16 +10,9 @@ from torch import Tensor
 from thinker.model.attend import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import LinearState
-from thinker.model.masks import ForwardContext, MaskBuilder
-from thinker.model.patterns import CAUSAL, INVALID_POSITION, Linear, Pattern, TokenInfo
+from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
+from thinker.model.patterns import CAUSAL, INVALID_POSITION, LinearAttentionSpec, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
-
-
-def looking(config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> MaskBuilder:
-    """How this model's layers look."""
-    plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
-    alibi = config.positions == "alibi"
-    return MaskBuilder(config.patterns, config.n_heads, dtype, device, kernel, alibi=alibi, plain_scores=plain_scores)
 
 
 @dataclass
@@ -28,136 +21,146 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
-    tensors = ("keys", "values")  # what has a row for each of the batch
-    endless = False  # whether it has room for any number of positions
-    lost = ""  # why it cannot go back
+    tensors = ("keys", "values")  # attributes with one row per sequence of the batch
+    is_unbounded = False  # whether it has room for any number of positions
+    no_truncate_reason = ""
 
-    def can_truncate(self, written: int, back: int, slack: int) -> bool:
-        """Whether a row that was written so far can go `back` so many positions."""
+    def can_truncate(self, high_water: int, n_removed: int, slack: int) -> bool:
+        """Whether `n_removed` positions can be removed from a row that was once filled to `high_water`."""
         return True
 
-    def look(self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor) -> AttentionMask:
-        """What new positions, (T,) or (B, T), see, where the rows held `starts` before them."""
-        held = cache.max_len if cache.fixed else max(cache.lengths)
+    def prepare(
+        self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor
+    ) -> tuple[AttentionMask, CacheSlots]:
+        """The mask and slots of new positions, (T,) or (B, T), of rows that held `starts` positions before."""
+        kv_len = cache.max_len if cache.fixed else max(cache.lengths)
         if max(starts) == 0 and not cache.fixed:
-            sight = cache.see(pattern, positions, positions, aligned=True)
-        elif positions.shape == (1,) and pattern == CAUSAL and cache.looking.slopes is None and not cache.fixed:
-            sight = AttentionMask(held=held)  # the last position sees every key
-        else:
-            sight = cache.see(pattern, positions, torch.arange(held, device=positions.device))
-            sight.held = held
-        sight.slots = positions
-        return sight
+            return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(positions)
+        slots = CacheSlots(positions, kv_len)
+        has_alibi = cache.mask_builder.alibi_slopes is not None
+        if positions.shape == (1,) and pattern == CAUSAL and not has_alibi and not cache.fixed:
+            return AttentionMask(), slots  # the last position attends to every key
+        return cache.build_mask(pattern, positions, torch.arange(kv_len, device=positions.device)), slots
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the new keys and values (B, K, T, D); returns the queries, and all to be seen, (B, K, S, D) each."""
-        self.write(k, v, sight.slots)
-        if sight.held is None:
+    def update(self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
+        """Store the new keys and values (B, K, T, D). Returns q, and what it attends to, (B, K, S, D) each."""
+        self.write(k, v, slots.slot_mapping)
+        if slots.kv_len is None:
             return q, k, v
-        return q, self.keys[:, :, : sight.held], self.values[:, :, : sight.held]
+        return q, self.keys[:, :, : slots.kv_len], self.values[:, :, : slots.kv_len]
 
-    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put keys and values (B, K, T, D) into these slots, (T,) or (B, T)."""
-        if slots.dim() == 2:
-            rows = torch.arange(len(slots), device=slots.device)[:, None]  # (B, 1)
-            self.keys[rows, :, slots] = k.transpose(1, 2)  # (B, T, K, D)
-            self.values[rows, :, slots] = v.transpose(1, 2)
-        elif torch.compiler.is_compiling():  # Inductor writes this in place, and index_copy_ by copying the cache
-            self.keys[:, :, slots] = k
-            self.values[:, :, slots] = v
+    def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Write keys and values (B, K, T, D) to these slots, (T,) or (B, T)."""
+        if slot_mapping.dim() == 2:
+            rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[:, None]  # (B, 1)
+            self.keys[rows, :, slot_mapping] = k.transpose(1, 2)  # (B, T, K, D)
+            self.values[rows, :, slot_mapping] = v.transpose(1, 2)
+        elif torch.compiler.is_compiling():  # Inductor writes this in place, but index_copy_ by copying the cache
+            self.keys[:, :, slot_mapping] = k
+            self.values[:, :, slot_mapping] = v
         else:
-            self.keys.index_copy_(2, slots, k)
-            self.values.index_copy_(2, slots, v)
+            self.keys.index_copy_(2, slot_mapping, k)
+            self.values.index_copy_(2, slot_mapping, v)
 
 
 @dataclass
 class RingLayer(LayerCache):
-    """For a pattern of bounded reach: its first positions, then a ring of the newest, and a slot that nobody reads.
+    """The first `n_global` positions, a ring buffer of the newest, and one slot that is never read.
 
-    Keys are stored rotated by their absolute positions, and seen by these: the very numbers of the full pass.
+    Keys are stored with RoPE at their absolute positions and masked by these: the same numbers as a full pass.
     """
 
-    first: int = 0
-    endless = True
-    lost = "its window has been overwritten; new_cache(slack=...) keeps more"
-
-    def can_truncate(self, written: int, back: int, slack: int) -> bool:
-        """As LayerCache.can_truncate."""
-        return back <= slack or written <= self.size
+    n_global: int
+    is_unbounded = True
+    no_truncate_reason = "its window has been overwritten; new_cache(slack=...) keeps more"
 
     @property
     def size(self) -> int:
-        """Slots that are read."""
+        """Number of slots that are read."""
         return self.keys.shape[2] - 1
 
-    def look(self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor) -> AttentionMask:
-        """As LayerCache.look; what the ring holds follows from how far each row was ever written."""
-        ring, device = self.size - self.first, positions.device
-        slots = torch.where(positions < self.first, positions, self.first + (positions - self.first) % ring)
-        length = positions.shape[-1]
-        overwritten = (positions >= self.first) & (positions < positions[..., -1:] + 1 - ring)
-        slots = torch.where(overwritten, self.size, slots)
-        if max(starts) == 0:
-            sight = cache.see(pattern, positions, positions, aligned=True)
-        else:
-            written = cache.written if length == 1 else cache.written_before
-            sight = AttentionMask(held=min(max(written), self.size))
-            ends = torch.tensor(written if positions.dim() == 2 else written[:1], device=device)
-            newest = ends[:, None] - 1  # (B or 1, 1)
-            at = torch.arange(sight.held, device=device)
-            in_ring = newest - (newest - at) % ring
-            keys = torch.where(at < self.first, at, torch.where(in_ring < self.first, INVALID_POSITION, in_ring))
-            keys = torch.where(keys > newest, INVALID_POSITION, keys)  # (B or 1, held)
-            if length > 1:  # beside the new ones stand the old: of those, none that is being replaced
-                keys = torch.where(keys < positions[..., :1], keys, INVALID_POSITION)
-                keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
-            sight = replace(cache.see(pattern, positions, keys if positions.dim() == 2 else keys[0]), held=sight.held)
-        sight.slots = slots
-        return sight
+    def can_truncate(self, high_water: int, n_removed: int, slack: int) -> bool:
+        """As LayerCache.can_truncate."""
+        return n_removed <= slack or high_water <= self.size
 
-    def store(self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask) -> tuple[Tensor, Tensor, Tensor]:
-        """As LayerCache.store; several new positions see the old ring and each other."""
-        if sight.held is None or k.shape[2] == 1:
-            return super().store(q, k, v, sight)
-        keys = torch.cat((self.keys[:, :, : sight.held], k), dim=2)  # (B, K, held + T, D)
-        values = torch.cat((self.values[:, :, : sight.held], v), dim=2)
-        self.write(k, v, sight.slots)
+    def slot_mapping(self, positions: Tensor) -> Tensor:
+        """The slot of each new position, (T,) or (B, T). Positions that newer ones overwrite get the unread slot."""
+        ring = self.size - self.n_global
+        is_global = positions < self.n_global
+        slots = torch.where(is_global, positions, self.n_global + (positions - self.n_global) % ring)
+        is_overwritten = ~is_global & (positions < positions[..., -1:] + 1 - ring)
+        return torch.where(is_overwritten, self.size, slots)
+
+    def slot_positions(self, lengths: Tensor, kv_len: int) -> Tensor:
+        """The position in each of the first `kv_len` slots of rows filled to `lengths`, (B,) -> (B, kv_len)."""
+        slots = torch.arange(kv_len, device=lengths.device)
+        newest = lengths[:, None] - 1  # (B, 1)
+        in_ring = newest - (newest - slots) % (self.size - self.n_global)
+        in_ring = torch.where(in_ring < self.n_global, INVALID_POSITION, in_ring)
+        positions = torch.where(slots < self.n_global, slots, in_ring)
+        return torch.where(positions > newest, INVALID_POSITION, positions)
+
+    def prepare(
+        self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor
+    ) -> tuple[AttentionMask, CacheSlots]:
+        """As LayerCache.prepare; what the ring holds follows from the high-water mark of each row."""
+        slots = CacheSlots(self.slot_mapping(positions))
+        if max(starts) == 0:
+            return cache.build_mask(pattern, positions, positions, aligned=True), slots
+        is_single = positions.shape[-1] == 1
+        high_water = cache.high_water if is_single else cache.high_water_before
+        slots.kv_len = min(max(high_water), self.size)
+        lengths = torch.tensor(high_water if positions.dim() == 2 else high_water[:1], device=positions.device)
+        keys = self.slot_positions(lengths, slots.kv_len)  # (B or 1, kv_len)
+        if not is_single:  # the new keys come after those in the ring, except for old ones that they replace
+            keys = torch.where(keys < positions[..., :1], keys, INVALID_POSITION)
+            keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
+        return cache.build_mask(pattern, positions, keys if positions.dim() == 2 else keys[0]), slots
+
+    def update(self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
+        """As LayerCache.update; several new positions attend to the old ring and to each other."""
+        if slots.kv_len is None or k.shape[2] == 1:
+            return super().update(q, k, v, slots)
+        keys = torch.cat((self.keys[:, :, : slots.kv_len], k), dim=2)  # (B, K, kv_len + T, D)
+        values = torch.cat((self.values[:, :, : slots.kv_len], v), dim=2)
+        self.write(k, v, slots.slot_mapping)
         return q, keys, values
 
 
 @dataclass
 class LinearLayer:
-    """What a linear layer keeps: sums over all keys, whose size does not depend on how many there were."""
+    """The state of a linear attention layer: sums over all keys, of a size that does not depend on their number."""
 
     sums: Tensor  # (B, K, m, D + 1)
     shift: Tensor  # (B, K, 1, 1)
     tensors = ("sums", "shift")
-    endless = True
-    lost = "the sums of a linear layer forget nothing"
+    is_unbounded = True
+    no_truncate_reason = "the sums of a linear layer forget nothing"
 
-    def look(self, cache: KVCache, pattern: Linear, starts: list[int], positions: Tensor) -> AttentionMask:
-        """Everything, by the sums."""
-        return AttentionMask()
+    def prepare(
+        self, cache: KVCache, pattern: LinearAttentionSpec, starts: list[int], positions: Tensor
+    ) -> tuple[AttentionMask, None]:
+        """As LayerCache.prepare: the sums need no mask and have no slots."""
+        return AttentionMask(), None
 
-    def can_truncate(self, written: int, back: int, slack: int) -> bool:
+    def can_truncate(self, high_water: int, n_removed: int, slack: int) -> bool:
         """As LayerCache.can_truncate."""
         return False
 
 
 class KVCache:
-    """What each layer keeps of the positions so far, with a length for each row.
+    """The cache of all layers, with a length for each row.
 
-    A layer that sees everything keeps `max_len` keys and values, preallocated; one of bounded reach a ring of them; a
-    linear one its state. Where none of the first kind is there, the cache has no end and its memory does not grow.
+    A layer with full attention keeps `max_len` keys and values, preallocated; one of bounded distance a ring buffer;
+    a linear one its state. Without layers of the first kind the cache is unbounded and its memory does not grow.
 
-    The lengths live on the host as plain integers, so that no position has to be asked from the device. Rows of
-    equal length (the usual case) need no mask to decode; rows of unequal length use one. What lies in slots that no
-    row has reached is never looked at.
+    The lengths live on the host as plain integers, so that nothing waits for the device. Rows of equal length (the
+    usual case) need no mask to decode; rows of unequal length use one. Slots that a row has not filled are never read.
 
     `fixed` reads every slot under a mask, whatever the lengths, so that shapes never change (for CUDA graphs).
     """
 
-    n_evicted = 0  # positions out of sight: none, unless it rolls
+    n_evicted = 0  # positions that were overwritten although the model could attend to them (SinkCache)
 
     def __init__(
         self,
@@ -168,133 +171,146 @@ class KVCache:
         dtype: torch.dtype,
         slack: int = 0,
     ) -> None:
-        """`slack`: how many positions truncate() may always take back, where keys have been overwritten."""
+        """`slack`: the number of positions that truncate() can always remove, even from rings."""
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows by {max_len} positions: both must be at least 1")
         self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
-        self.looking, self.prefix = looking(config, dtype, self.device), config.prefix
-        self.width, self.dtype = config.head_dim, dtype
-        heads = [config.head_counts(layer)[1] for layer in range(config.n_layers)]
-        self.layers = [self._new_layer(pattern, batch_size, K) for pattern, K in zip(self.looking.patterns, heads)]
+        self.mask_builder = MaskBuilder.from_config(config, dtype, self.device)
+        self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
+        self.layers = [
+            self._new_layer(pattern, batch_size, config.head_counts(layer)[1])
+            for layer, pattern in enumerate(self.mask_builder.patterns)
+        ]
         self.lengths = [0] * batch_size
-        self.written = self.written_before = self.lengths  # how far each row was ever, in spite of truncate()
-        self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if self.looking.by_token else None
+        self.high_water = self.high_water_before = self.lengths  # the most that each row ever held, before truncate()
+        by_token = self.mask_builder.by_token
+        self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if by_token else None
 
-    def _new_layer(self, pattern: Pattern | Linear, B: int, K: int) -> LayerCache | LinearLayer:
-        if isinstance(pattern, Linear):
-            state = LinearState.empty(B, K, pattern.features, self.width, self.device)
+    def _new_layer(self, pattern: Pattern | LinearAttentionSpec, B: int, K: int) -> LayerCache | LinearLayer:
+        if isinstance(pattern, LinearAttentionSpec):
+            state = LinearState.empty(B, K, pattern.n_features, self.head_dim, self.device)
             return LinearLayer(state.sums, state.shift)
-        size = max(1, (pattern.reach or 0) + self.slack) + pattern.first
+        size = max(1, (pattern.max_distance or 0) + self.slack) + pattern.n_global
         if size >= self.max_len or not pattern.fits_ring_buffer:
-            return self._tensors(B, K, self.max_len)
-        both = self._tensors(B, K, size + 1)
-        return RingLayer(both.keys, both.values, pattern.first)
+            return LayerCache(*self._new_tensors(B, K, self.max_len))
+        return RingLayer(*self._new_tensors(B, K, size + 1), pattern.n_global)
 
-    def _tensors(self, B: int, K: int, size: int) -> LayerCache:
-        D = self.width
+    def _new_tensors(self, B: int, K: int, size: int) -> tuple[Tensor, Tensor]:
+        D = self.head_dim
         keys, values = (torch.zeros(B, K, size, D, device=self.device, dtype=self.dtype) for _ in range(2))
         if self.device.type == "cpu" and self.dtype == torch.float32:
-            # The same shape in another order: q·kᵀ over columns runs at the memory's speed, over rows at 3/4 of it;
-            # where columns begin as cache lines do, a little faster still.
+            # The same shape in another memory order: q·kᵀ over columns runs at the speed of the memory, over rows at
+            # 3/4 of it; a little faster still if columns begin at cache lines.
             keys = torch.zeros(B, K, D, -(-size // 16) * 16).transpose(2, 3)[:, :, :size]
-        return LayerCache(keys, values)
+        return keys, values
 
     @property
-    def endless(self) -> bool:
+    def is_unbounded(self) -> bool:
         """Whether any number of positions fits."""
-        return all(layer.endless for layer in self.layers)
+        return all(layer.is_unbounded for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Memory of all that is kept."""
+        """Memory of all layers."""
         return sum(getattr(layer, name).nbytes for layer in self.layers for name in layer.tensors)
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
-        """Make room for `length` new positions in every row, and say where they stand.
+        """Make room for `length` new positions in every row and return their context.
 
-        Raises UserError, with nothing changed, where they do not fit.
+        Raises UserError, with nothing changed, if they do not fit.
         """
-        if batch_size != len(self.lengths):
-            raise UserError(f"the cache has {len(self.lengths)} rows and was given a batch of {batch_size}")
+        self._check_room(batch_size, length)
+        starts = self._advance(length)
+        positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
+        if min(starts) < max(starts) or min(self.high_water) < max(self.high_water):
+            positions = positions + (torch.tensor(starts, device=self.device) - starts[0])[:, None]  # (B, T)
+        if self.tokens is not None:
+            self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
+        prepared: dict[tuple[type, Pattern | LinearAttentionSpec], tuple[AttentionMask, CacheSlots | None]] = {}
+        masks, slots = [], []
+        for layer, pattern in zip(self.layers, self.mask_builder.patterns):
+            if (type(layer), pattern) not in prepared:
+                prepared[type(layer), pattern] = layer.prepare(self, pattern, starts, positions)
+            mask, layer_slots = prepared[type(layer), pattern]
+            masks.append(mask)
+            slots.append(layer_slots)
+        return ForwardContext(positions, max(self.lengths), masks, slots)
+
+    def _check_room(self, batch_size: int, length: int) -> None:
         starts = self.lengths
-        if max(starts) + length > self.max_len and not self.endless:
+        if batch_size != len(starts):
+            raise UserError(f"the cache has {len(starts)} rows and was given a batch of {batch_size}")
+        if max(starts) + length > self.max_len and not self.is_unbounded:
             raise UserError(
                 f"the cache holds {self.max_len} positions, {max(starts)} are taken: {length} more do not fit; "
                 "make it longer with new_cache(max_len=...)"
             )
         if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
             raise UserError(
-                f"the model sees the first {self.prefix} positions from before them: they must come together, as the "
-                f"cache's first chunk, not {length} positions after {min(starts)}"
+                f"the model attends to the first {self.prefix} positions from before them: they must come together, "
+                f"as the cache's first chunk, not {length} positions after {min(starts)}"
             )
-        self.lengths = [start + length for start in starts]
-        self.written_before, self.written = self.written, [max(both) for both in zip(self.written, self.lengths)]
-        positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
-        if min(starts) < max(starts) or min(self.written) < max(self.written):
-            positions = positions + (torch.tensor(starts, device=self.device) - starts[0])[:, None]  # (B, T)
-        if self.tokens is not None:
-            self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
-        sights: dict[tuple[type, Pattern | Linear], AttentionMask] = {}
-        for layer, pattern in zip(self.layers, self.looking.patterns):
-            if (type(layer), pattern) not in sights:
-                sights[type(layer), pattern] = layer.look(self, pattern, starts, positions)
-        every = [sights[type(layer), pattern] for layer, pattern in zip(self.layers, self.looking.patterns)]
-        return ForwardContext(positions, max(self.lengths), every)
 
-    def see(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> AttentionMask:
-        """What queries at some positions, (T,) or (B, T), see of keys at others."""
+    def _advance(self, length: int) -> list[int]:
+        """Count `length` new positions in every row; returns the lengths before."""
+        starts = self.lengths
+        self.lengths = [start + length for start in starts]
+        self.high_water_before = self.high_water
+        self.high_water = [max(pair) for pair in zip(self.high_water, self.lengths)]
+        return starts
+
+    def build_mask(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> AttentionMask:
+        """The mask between queries and keys at these positions, (T,) or (B, T) each."""
         if self.tokens is None:
-            return self.looking(pattern, TokenInfo(queries), TokenInfo(keys), aligned)
+            return self.mask_builder.build(pattern, TokenInfo(queries), TokenInfo(keys), aligned)
         rows = torch.arange(len(self.lengths), device=self.device)[:, None]
-        query, key = (
-            TokenInfo(queries, token=self.tokens[rows, queries]),
-            TokenInfo(keys, token=self.tokens[rows, keys]),
-        )
-        return self.looking(pattern, query, key, aligned)
+        query, key = (TokenInfo(x, token_id=self.tokens[rows, x]) for x in (queries, keys))
+        return self.mask_builder.build(pattern, query, key, aligned)
 
     def truncate(self, lengths: list[int]) -> None:
-        """Forget, in each row, every position from its new length on: drafts that were refused, a turn undone.
+        """Remove, in each row, every position from its new length on: rejected drafts, a turn that is undone.
 
-        Raises UserError where what was there has been overwritten.
+        Raises UserError if what it would go back to has been overwritten.
         """
         for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
             if not 0 <= new <= old:
                 raise UserError(f"cannot truncate a row of {old} positions to {new}")
-            lost = next((layer.lost for layer in self.layers if not self._keeps(layer, row, new)), None)
-            if lost is not None:
-                raise UserError(f"cannot truncate from {old} to {new}: {lost}")
+            for layer in self.layers:
+                if not self._can_truncate_row(layer, row, new):
+                    raise UserError(f"cannot truncate from {old} to {new}: {layer.no_truncate_reason}")
         self.lengths = list(lengths)
 
     def can_truncate(self, lengths: list[int]) -> bool:
-        """Whether nothing of what truncate() would need has been overwritten."""
-        return all(self._keeps(layer, row, new) for layer in self.layers for row, new in enumerate(lengths))
+        """Whether nothing that truncate() needs has been overwritten."""
+        return all(self._can_truncate_row(layer, row, new) for layer in self.layers for row, new in enumerate(lengths))
 
-    def _keeps(self, layer: LayerCache | LinearLayer, row: int, length: int) -> bool:
-        written = self.written[row]
-        return length == self.lengths[row] or layer.can_truncate(written, written - length, self.slack)
+    def _can_truncate_row(self, layer: LayerCache | LinearLayer, row: int, length: int) -> bool:
+        high_water = self.high_water[row]
+        return length == self.lengths[row] or layer.can_truncate(high_water, high_water - length, self.slack)
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows only, in this order; a finished row leaves its batch so, and a prompt is shared by many."""
+        """Keep these rows, in this order: finished rows leave the batch, a shared prompt is repeated."""
         index = torch.tensor(rows, device=self.device)
         for layer in self.layers:
             for name in layer.tensors:
-                old = getattr(layer, name)
-                setattr(layer, name, _like(old, len(rows)).copy_(old.index_select(0, index)))
+                tensor = getattr(layer, name)
+                setattr(layer, name, _empty_like(tensor, len(rows)).copy_(tensor.index_select(0, index)))
         if self.tokens is not None:
             self.tokens = self.tokens[index]
-        self.lengths, self.written = ([held[row] for row in rows] for held in (self.lengths, self.written))
+        self.lengths = [self.lengths[row] for row in rows]
+        self.high_water = [self.high_water[row] for row in rows]
 
     def concat_rows(self, other: KVCache) -> None:
-        """Add another cache's rows below these; both hold as many positions."""
-        for mine, its in zip(self.layers, other.layers):
-            for name in mine.tensors:
-                both = getattr(mine, name), getattr(its, name)
-                setattr(mine, name, torch.cat(both, out=_like(both[0], len(both[0]) + len(both[1]))))
+        """Append the rows of another cache of the same max_len."""
+        for layer, other_layer in zip(self.layers, other.layers):
+            for name in layer.tensors:
+                pair = getattr(layer, name), getattr(other_layer, name)
+                setattr(layer, name, torch.cat(pair, out=_empty_like(pair[0], len(pair[0]) + len(pair[1]))))
         if self.tokens is not None:
             self.tokens = torch.cat((self.tokens, other.tokens))
-        self.lengths, self.written = self.lengths + other.lengths, self.written + other.written
+        self.lengths, self.high_water = self.lengths + other.lengths, self.high_water + other.high_water
 
 
-def _like(tensor: Tensor, rows: int) -> Tensor:
-    """An empty tensor of so many rows that lies in memory as `tensor` does."""
-    return torch.empty_strided((rows, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _empty_like(tensor: Tensor, n_rows: int) -> Tensor:
+    """An empty tensor of `n_rows` rows with the memory layout of `tensor`."""
+    return torch.empty_strided((n_rows, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device)

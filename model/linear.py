@@ -17,7 +17,7 @@ class Linear(nn.Linear):
         )
 
     def effective_weight(self) -> Tensor:
-        """The matrix that is multiplied by, (n_out, n_in)."""
+        """The matrix that forward() multiplies by, (n_out, n_in)."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,34 +16,34 @@ from thinker.model.kv_cache import LinearLayer
 class LinearAttention(Attention):
     """Choromanski et al. 2021 (arXiv:2009.14794) on the same projections, norms and rotations as any other layer.
 
-    The features are neither parameters nor saved: they follow from their number, the head's width and the layer's.
+    The random features are neither parameters nor saved: they follow from their number, head_dim and the layer.
     """
 
     def __init__(self, config: ThinkerConfig, n_features: int, layer: int) -> None:
         super().__init__(config, layer)
         self.n_features, self.layer = n_features, layer
-        self.features: Tensor | None = None
+        self._features: Tensor | None = None
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionMask, cache: LinearLayer | None) -> Tensor:
-        """As Attention.mix, with a state for a cache; `sight` holds the documents that are kept apart, if they are."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LinearLayer | None) -> Tensor:
+        """As Attention.attend, with a state for a cache; of the mask only the document ids matter."""
         state = None if cache is None else LinearState(cache.sums, cache.shift)
-        y, state = linear_attention(q, k, v, self.draw(q.device), state, sight.prepared)
+        y, state = linear_attention(q, k, v, self.features(q.device), state, mask.kernel_state)
         if cache is not None:
             cache.sums, cache.shift = state.sums, state.shift
         return y
 
-    def weights(self, q: Tensor, k: Tensor, see: Callable[[slice], AttentionMask]) -> Tensor:
-        """The matrix that the sums come to: what they make of values that are the unit vectors, some at a time."""
-        sight, T = see(slice(None)), k.shape[2]
+    def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
+        """The matrix that the sums amount to: their result for values that are the unit vectors, ROWS at a time."""
+        T = k.shape[2]
         weights = q.new_empty(*q.shape[:3], T, dtype=torch.float32)
         for keys in torch.arange(T, device=k.device).split(ROWS):
             unit = F.one_hot(keys, T).float().T.expand(*k.shape[:2], -1, -1)  # (B, K, T, ROWS)
-            weights[..., keys] = LinearAttention.mix(self, q.float(), k.float(), unit, sight, None)
+            weights[..., keys] = self.attend(q.float(), k.float(), unit, mask, None)
         return weights
 
-    @torch._disable_dynamo  # as in kernels/blockwise.py
-    def draw(self, device: torch.device) -> Tensor:
-        """The features (m, D), drawn when they are first needed."""
-        if self.features is None or self.features.device != device:
-            self.features = random_features(self.n_features, self.head_dim, self.layer).to(device)
-        return self.features
+    @torch._disable_dynamo  # as in kernels/blockwise_attention.py
+    def features(self, device: torch.device) -> Tensor:
+        """The random features (m, D), generated at the first use."""
+        if self._features is None or self._features.device != device:
+            self._features = random_features(self.n_features, self.head_dim, self.layer).to(device)
+        return self._features

@@ -1,4 +1,4 @@
-"""How a model without RoPE may know where its tokens stand."""
+"""Position encodings beside RoPE: ALiBi and sinusoidal embeddings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """What each head's scores lose with a position of distance, (H,) fp32 (ALiBi, Press et al. 2022, arXiv:2108.12409).
+def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
+    """What each head's scores lose per position of distance, (H,) fp32 (ALiBi, Press et al. 2022, arXiv:2108.12409).
 
     2^(−8h/H) for h = 1..H where H is a power of two; else those of the power below, and of the one above every other.
     """

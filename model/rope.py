@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinker.runtime.errors import UserError, did_you_mean
 
 TYPES = ("linear", "dynamic", "yarn", "llama3")
-LONGEST_TABLE = 1 << 14  # positions; a longer one is made for a longer pass alone
+MAX_TABLE_LEN = 1 << 14  # positions; longer passes compute their own
 SMALLEST, LARGEST = 1e-9, 1e9  # of any number of a scaling: far beyond use, and nothing overflows
 
 
@@ -40,7 +40,7 @@ class RopeScaling:
     original_max_seq_len: int | None = _read_by("dynamic", "yarn", "llama3", least=1)  # the length of the pretraining
     beta_fast: float | None = _read_by("yarn", default=32.0)  # turns in that length from which angles are kept
     beta_slow: float | None = _read_by("yarn", default=1.0)  # turns up to which they are divided
-    attention_factor: float | None = _read_by("yarn")  # what cos and sin are multiplied by; None: see magnitude
+    attention_factor: float | None = _read_by("yarn")  # what cos and sin are multiplied by; None: see attention_scaling
     mscale: float | None = _read_by("yarn")
     mscale_all_dim: float | None = _read_by("yarn")
     truncate: bool | None = _read_by("yarn", default=True)  # widen the ramp to whole pairs
@@ -84,7 +84,7 @@ class RopeScaling:
         return cls(**{"type": None, **values})
 
     @property
-    def magnitude(self) -> float:
+    def attention_scaling(self) -> float:
         """What cos and sin are multiplied by, and so scores by its square: the more YaRN sees, the sharper."""
         if self.type != "yarn":
             return 1.0
@@ -93,7 +93,7 @@ class RopeScaling:
         grown = 0.1 * math.log(self.factor)  # the quotient is DeepSeek's, the paper has 1 + grown
         return (1 + (self.mscale or 1) * grown) / (1 + (self.mscale_all_dim or 0) * grown)
 
-    def ramp(self, head_dim: int, theta: float) -> tuple[float, float]:
+    def yarn_correction_range(self, head_dim: int, theta: float) -> tuple[float, float]:
         """The pairs between which YaRN goes over from angles kept to angles divided; the first is the faster one."""
         low, high = 1.0, 0.0
         if theta > 1:
@@ -116,11 +116,11 @@ class Rope(nn.Module):
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        self.magnitude = 1.0 if scaling is None else scaling.magnitude
+        self.attention_scaling = 1.0 if scaling is None else scaling.attention_scaling
         # A pass longer than this has angles of its own.
         self.max_static_len = scaling.original_max_seq_len if scaling and scaling.type == "dynamic" else math.inf
         if scaling and scaling.type == "yarn":
-            scaling.ramp(head_dim, theta)  # refuse now rather than in the first pass
+            scaling.yarn_correction_range(head_dim, theta)  # refuse now rather than in the first pass
         self.table: tuple[Tensor, Tensor] | None = None
         self.stretch = 1.0  # that of the table
 
@@ -132,12 +132,12 @@ class Rope(nn.Module):
         # How much slower the slowest pair turns in a pass of this length.
         stretch = 1.0 if end <= self.max_static_len else self.scaling.factor * (end / self.max_static_len - 1) + 1
         held = len(self.table[0]) if self.table is not None and self.stretch == stretch else 0
-        if end > max(held, LONGEST_TABLE, positions.shape[-1]):  # a text without end shall have no table without end
-            cos, sin = self._turn(positions, stretch)
+        if end > max(held, MAX_TABLE_LEN, positions.shape[-1]):  # a text without end shall have no table without end
+            cos, sin = self._cos_sin(positions, stretch)
         else:
             if held < end or self.table[0].device != positions.device:
                 every = torch.arange(max(end, 2 * held), device=positions.device)
-                self.table, self.stretch = self._turn(every, stretch), stretch
+                self.table, self.stretch = self._cos_sin(every, stretch), stretch
             cos, sin = (table[positions] for table in self.table)
         cos, sin = cos.to(dtype), sin.to(dtype)
         if positions.dim() == 2:
@@ -162,7 +162,7 @@ class Rope(nn.Module):
             return plain * stretch ** (-pairs / max(self.head_dim / 2 - 1, 1))
         kept = torch.zeros_like(pairs)  # how much of each pair's angles is not divided, 0 to 1
         if scaling.type == "yarn":
-            low, high = scaling.ramp(self.head_dim, self.theta)
+            low, high = scaling.yarn_correction_range(self.head_dim, self.theta)
             kept = ((high - pairs) / (high - low)).clamp(0, 1)
         elif scaling.type == "llama3":
             turns = scaling.original_max_seq_len * plain / (2 * math.pi)
@@ -170,18 +170,18 @@ class Rope(nn.Module):
             kept = ((turns - low) / (high - low)).clamp(0, 1)
         return plain * (kept + (1 - kept) / scaling.factor)
 
-    def _turn(self, positions: Tensor, stretch: float) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions: Tensor, stretch: float) -> tuple[Tensor, Tensor]:
         """cos twice; −sin, sin: of positions (...) -> (..., D) each."""
         device = positions.device
         where = torch.device("cpu") if device.type == "mps" else device  # which has no float64
         # In fp32 the angle of a far position would lose its fraction.
         angles = positions.to(where, torch.float64)[..., None] * self.frequencies(stretch).to(where)  # (..., D/2)
-        cos, sin = (self.magnitude * angles.cos()).float(), (self.magnitude * angles.sin()).float()
+        cos, sin = (self.attention_scaling * angles.cos()).float(), (self.attention_scaling * angles.sin()).float()
         return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle; by none without a rope. x: (B, H, T, D)."""
+def apply_rotary_emb(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Rotate each pair (x[i], x[i + D/2]) by the angle of its position; rope None is no rotation. x: (B, H, T, D)."""
     if rope is None:
         return x
     cos, sin = rope

@@ -96,7 +96,7 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
 def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
     """A pattern, places, slopes, soft-cap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
     from thinker.model.patterns import TokenInfo, parse
-    from thinker.model.positions import slopes
+    from thinker.model.positions import alibi_slopes
 
     generator = torch.Generator().manual_seed(0)
     position, document, token = torch.arange(T), None, None
@@ -111,21 +111,22 @@ def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
     shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, D)] + [(H,)] * ("sinks" in features)
     leaves = [torch.randn(s, generator=generator).to("cuda", dtype).float().requires_grad_() for s in shapes]
     alibi, attn_logit_softcap = (
-        slopes(H, "cuda") if "alibi" in features else None,
+        alibi_slopes(H, "cuda") if "alibi" in features else None,
         1.5 if "attn_logit_softcap" in features else None,
     )
     return parse(text), places, alibi, attn_logit_softcap, leaves
 
 
 def values_and_gradients(kernel, dtype, pattern, places, alibi, attn_logit_softcap, leaves):
-    from thinker.model.attend import attend, look
+    from thinker.model.attend import attend
+    from thinker.model.masks import build_mask
 
     q, k, v, *sinks = leaves
     plain = attn_logit_softcap is None and not sinks
-    sight = look(pattern, places, places, q.shape[1], dtype, alibi, True, kernel, plain)
-    y = attend(*(x.to(dtype) for x in (q, k, v)), sight, None, attn_logit_softcap, *sinks)
+    mask = build_mask(pattern, places, places, q.shape[1], dtype, alibi, True, kernel, plain)
+    y = attend(*(x.to(dtype) for x in (q, k, v)), mask, None, attn_logit_softcap, *sinks)
     weight = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    return sight.kernel, [y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)]
+    return mask.kernel, [y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)]
 
 
 def assert_near(ours, known, tolerance):
@@ -177,16 +178,17 @@ def test_flex_takes_further_lengths_and_patterns_without_end():
 
 
 def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
-    from thinker.model.attend import attend, look
+    from thinker.model.attend import attend
+    from thinker.model.masks import build_mask
     from thinker.model.patterns import TokenInfo, parse
 
     places = TokenInfo(torch.arange(2**15, device="cuda"))
     q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    sight = look(parse("longformer(256, 4, 4)"), places, places, 2, q.dtype, None, True)
-    assert sight.kernel == "flex"
-    assert torch.isfinite(attend(q, q, q, sight)).all()
+    mask = build_mask(parse("longformer(256, 4, 4)"), places, places, 2, q.dtype, None, True)
+    assert mask.kernel == "flex"
+    assert torch.isfinite(attend(q, q, q, mask)).all()
     assert torch.cuda.max_memory_allocated() - before < 3 * 2**30  # positions' differences alone would be 8 GiB
 
 
@@ -226,7 +228,7 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
 
         def recorded(*given, make_context=make_context, used=used):
             context = make_context(*given)
-            used.update(sight.kernel for sight in context.sights)
+            used.update(mask.kernel for mask in context.masks)
             return context
 
         step.model.make_context = recorded

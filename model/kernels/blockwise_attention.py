@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 128  # queries of a block; keys behind its last one are never multiplied
+ROWS = 128  # queries of a block; keys after its last one are never multiplied
 SCORES = 2**20  # elements of a block, over its heads
 
 
 # Traced, the unrolled blocks took two minutes to compile and were no faster. torch.compiler.disable would do the same,
 # but import the compiler at once: a second, for commands that never come here.
 @torch._disable_dynamo
-def attend_blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ + bias) v under the causal mask: q, k, v (B, H, T, D) -> (B, H, T, D).
 
-    `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf where a query does not look; it looks at itself at least.
+    `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf for hidden keys; a query attends to itself at least.
 
     SDPA multiplies head by head; batched, the products are large enough for the processor's bf16 units. In exchange
     half of the (B, H, T, T) probabilities are kept for the backward pass.
@@ -30,7 +30,7 @@ def attend_blockwise(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor
 
 
 def _blocks(q: Tensor) -> list[tuple[slice, int, int]]:
-    """Of each block: its heads, its first query, and the one behind its last."""
+    """Each block as its slice of heads, its first query and the end of its queries."""
     N, T, _ = q.shape
     heads = max(1, SCORES // (min(T, ROWS) * T))
     return [(slice(n, n + heads), t, min(t + ROWS, T)) for n in range(0, N, heads) for t in range(0, T, ROWS)]

@@ -1,4 +1,4 @@
-"""Few queries over many keys on a CPU, as in decoding: two batched products at the memory's speed."""
+"""Few queries over many keys on a CPU, as in decoding: two batched products at the speed of the memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, sc
     """
     B, H, T, _ = q.shape
     K, S = k.shape[1:3]
-    queries = (q * scale).reshape(B * K, H // K * T, -1)  # the queries of one key head together: (B·K, H/K·T, D)
+    queries = (q * scale).reshape(B * K, H // K * T, -1)  # the queries of one KV head together: (B·K, H/K·T, D)
     scores = torch.bmm(queries, k.flatten(0, 1).transpose(1, 2))  # (B·K, H/K·T, S)
     if allowed is not None:
         by_head = scores.view(B, K, H // K, T, S)

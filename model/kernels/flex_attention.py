@@ -1,4 +1,4 @@
-"""Attention in sparse patterns on CUDA: only the blocks of scores that a pattern leaves are computed."""
+"""Attention in sparse patterns on CUDA: only blocks with visible pairs are computed."""
 
 from __future__ import annotations
 
@@ -11,64 +11,69 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from thinker.model.patterns import Pattern, TokenInfo
+
 BLOCK = 128  # queries and keys of a block
-SCORES = 2**26  # of so many at a time it is asked whether the pattern leaves them
-NARROWEST = 16  # width of a head that the GPU's matrix units take
+MAX_SCORES = 2**26  # pairs that are tested against the pattern at a time
+MIN_HEAD_DIM = 16  # what the GPU's matrix units take
 
 
-class Flex:
+class FlexAttention:
     """One pattern over one pass by FlexAttention (Dong et al. 2024, arXiv:2412.05496), prepared for all its layers.
 
     Args:
-        pattern: which keys each query sees: pattern(head, query, key) of places that broadcast.
-        query: the places of queries and keys alike, each of their tensors (T,) or (B, T).
+        pattern: which keys each query attends to: pattern(head, query, key) of TokenInfos that broadcast.
+        query: positions and ids of queries and keys alike, each of their tensors (T,) or (B, T).
         n_heads: H, query heads.
-        slopes: (H,), what a score loses with each position of distance.
+        alibi_slopes: (H,), what a score loses per position of distance.
 
-    On a CPU all scores are computed, and no gradients: to compare with.
+    On a CPU it computes all scores and no gradients: for comparisons.
     """
 
-    def __init__(self, pattern: Any, query: Any, n_heads: int, slopes: Tensor | None) -> None:
-        kind, known = type(query), (query.position, query.document, query.token)
-        fixed = torch.nn.Module()  # numbers found in one are constants to the compiler, and a pattern's shall be
-        fixed.pattern = pattern
+    def __init__(self, pattern: Pattern, query: TokenInfo, n_heads: int, alibi_slopes: Tensor | None) -> None:
+        tensors = query.position, query.document_id, query.token_id
+        module = torch.nn.Module()  # the compiler takes numbers inside a module for constants, as a pattern's are
+        module.pattern = pattern
 
-        def place(b: Tensor, i: Tensor) -> Any:
-            return kind(*[x if x is None else x[i] if x.dim() == 1 else x[b, i] for x in known])
+        def token_at(b: Tensor, i: Tensor) -> TokenInfo:
+            return TokenInfo(*[x if x is None else x[i] if x.dim() == 1 else x[b, i] for x in tensors])
 
-        def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return fixed.pattern(h, place(b, i), place(b, j))
+        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return module.pattern(h, token_at(b, i), token_at(b, j))
 
         def distance(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (place(b, i).position - place(b, j).position).abs()
+            return (token_at(b, i).position - token_at(b, j).position).abs()
 
-        self.slopes, self.distance, T = slopes, distance, query.position.shape[-1]
-        batch = max(x.numel() // T for x in known if x is not None)
-        left = count_left(allowed, batch, n_heads if pattern.by_head else 1, T, query.position.device)
-        whole = left == BLOCK * BLOCK  # here the kernel does not ask again, pair by pair
-        tables = (*_table((left > 0) & ~whole), *_table(whole))
-        self.blocks = BlockMask.from_kv_blocks(*tables, BLOCK, allowed, seq_lengths=(T, T))
+        self.alibi_slopes, self.distance = alibi_slopes, distance
+        T = query.position.shape[-1]
+        batch = max(x.numel() // T for x in tensors if x is not None)
+        counts = count_visible(mask_mod, batch, n_heads if pattern.by_head else 1, T, query.position.device)
+        is_full = counts == BLOCK * BLOCK  # here the kernel does not test pair by pair
+        tables = (*_block_table((counts > 0) & ~is_full), *_block_table(is_full))
+        self.block_mask = BlockMask.from_kv_blocks(*tables, BLOCK, mask_mod, seq_lengths=(T, T))
 
     @torch._disable_dynamo  # a compiled block breaks off here; this is compiled by itself, for all layers
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, attn_logit_softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); scale, softcap, sinks as in attend()."""
-        slopes, distance, width = self.slopes, self.distance, v.shape[-1]
+        """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D); the other arguments as in attend()."""
+        alibi_slopes, distance, head_dim = self.alibi_slopes, self.distance, v.shape[-1]
 
-        def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            score = (
-                score if attn_logit_softcap is None else attn_logit_softcap * torch.tanh(score / attn_logit_softcap)
-            )  # it is scaled already
-            return score if slopes is None else score - slopes[h] * distance(b, i, j)
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if attn_logit_softcap is not None:  # the score is scaled already
+                score = attn_logit_softcap * torch.tanh(score / attn_logit_softcap)
+            return score if alibi_slopes is None else score - alibi_slopes[h] * distance(b, i, j)
 
-        if width < NARROWEST:
-            q, k, v = (F.pad(x, (0, NARROWEST - width)) for x in (q, k, v))
-        change = None if attn_logit_softcap is None and slopes is None else changed
-        flex, grouped, want = _compiled() if q.is_cuda else flex_attention, q.shape[1] != k.shape[1], sinks is not None
-        y, aux = flex(q, k, v, change, self.blocks, scale, grouped, return_aux=AuxRequest(lse=want))
-        y = y[..., :width]  # where a query sees nothing 0, and its lse −inf
-        # A further score in the sum makes all weights smaller, by the factor sum / (sum + e^sink).
+        if head_dim < MIN_HEAD_DIM:
+            q, k, v = (F.pad(x, (0, MIN_HEAD_DIM - head_dim)) for x in (q, k, v))
+        modifies = attn_logit_softcap is not None or alibi_slopes is not None
+        flex, is_grouped = _compiled() if q.is_cuda else flex_attention, q.shape[1] != k.shape[1]
+        aux_request = AuxRequest(lse=sinks is not None)
+        y, aux = flex(
+            q, k, v, score_mod if modifies else None, self.block_mask, scale, is_grouped, return_aux=aux_request
+        )
+        y = y[..., :head_dim]  # without visible keys 0, and the lse −inf
+        # One more score in the sum makes all weights smaller, by the factor sum / (sum + e^sink).
         return y if sinks is None else y * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(y.dtype)
 
 
@@ -88,21 +93,21 @@ def _compiled() -> Callable:
     return call
 
 
-def count_left(allowed: Callable, batch: int, heads: int, T: int, device: torch.device) -> Tensor:
-    """How many scores of each block a pattern leaves: (batch or 1, heads or 1, blocks, blocks), rows after rows.
+def count_visible(mask_mod: Callable, batch: int, heads: int, T: int, device: torch.device) -> Tensor:
+    """The number of visible pairs in each block: (batch or 1, heads or 1, blocks, blocks), some rows at a time.
 
-    torch's create_block_mask holds all T · T of them; compiled it does, too, where a pattern has several parts.
+    torch's create_block_mask holds all T · T pairs; compiled it does, too, if a pattern has several parts.
     """
-    b, h, at = (torch.arange(n, device=device) for n in (batch, heads, T))
+    b, h, positions = (torch.arange(n, device=device) for n in (batch, heads, T))
     counts = []
-    for i in at.split(max(1, SCORES // (batch * heads * BLOCK * T)) * BLOCK):
-        seen = allowed(b[:, None, None, None], h[:, None, None], i[:, None], at)
-        seen = F.pad(seen[(None,) * (4 - seen.dim())], (0, -T % BLOCK, 0, -len(i) % BLOCK))
-        counts.append(seen.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5)))
+    for i in positions.split(max(1, MAX_SCORES // (batch * heads * BLOCK * T)) * BLOCK):
+        visible = mask_mod(b[:, None, None, None], h[:, None, None], i[:, None], positions)
+        visible = F.pad(visible[(None,) * (4 - visible.dim())], (0, -T % BLOCK, 0, -len(i) % BLOCK))
+        counts.append(visible.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).sum((3, 5)))
     return torch.cat(counts, dim=2)
 
 
-def _table(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of blocks how many are set, and their indices before all others, (..., blocks) bool -> int32."""
+def _block_table(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row of blocks the number that are set, and their indices before all others: (..., blocks) bool -> int32."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()

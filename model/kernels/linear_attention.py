@@ -35,7 +35,7 @@ def random_features(n_features: int, head_dim: int, seed: int) -> Tensor:
 
 @dataclass
 class LinearState:
-    """What a head knows of the keys it has seen, whatever their number; K heads of keys."""
+    """The state of each KV head after any number of keys."""
 
     sums: Tensor  # (B, K, m, D_v + 1): over the keys, exp(logarithm of the feature − shift) · (v, 1)
     shift: Tensor  # (B, K, 1, 1): the largest logarithm of all features so far, rounded up; fp64 with documents
@@ -50,7 +50,7 @@ class LinearState:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> LinearState:
-        """No key seen yet."""
+        """The state before the first key."""
         sums = torch.zeros(batch_size, kv_heads, n_features, value_dim + 1, device=device, dtype=dtype)
         return cls(sums, torch.full((batch_size, kv_heads, 1, 1), torch.finfo(dtype).min, device=device, dtype=dtype))
 

@@ -1,49 +1,69 @@
-"""A sequence cut into blocks that stand below each other as rows of a batch, each beside the keys it can reach.
+"""Attention of bounded distance, block by block: each block of queries becomes a row of the batch with its keys.
 
-What lies outside is never computed: attention in a window costs T · (block + window) instead of T².
+Keys outside are never computed: attention in a window costs T · (block + window) instead of T².
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MIN_BLOCK, MAX_BLOCK = 64, 256  # queries per block
 
-def fold_queries(x: Tensor, block: int) -> Tensor:
-    """Cut the positions into blocks, the last filled up: (B, H, T, D) -> (B·blocks, H, block, D)."""
-    x = F.pad(x, (0, 0, 0, -x.shape[2] % block)).unflatten(2, (-1, block))  # (B, H, blocks, block, D)
+
+class LocalBlocks(NamedTuple):
+    """How a sequence is cut into blocks of queries and the keys that each block can attend to."""
+
+    size: int  # queries per block
+    before: int  # keys before the block
+    n_global: int  # first keys of the sequence
+
+    @classmethod
+    def for_distance(cls, max_distance: int, n_global: int) -> LocalBlocks:
+        """Blocks for a pattern whose queries attend to the newest `max_distance` keys and the first `n_global`."""
+        before = max(0, max_distance - 1)
+        return cls(max(MIN_BLOCK, min(MAX_BLOCK, 1 << before.bit_length())), before, n_global)
+
+
+def to_blocks(x: Tensor, size: int) -> Tensor:
+    """Cut the queries into blocks, the last one padded: (B, H, T, D) -> (B·blocks, H, size, D)."""
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))  # (B, H, blocks, size, D)
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def fold_keys(x: Tensor, block: int, back: int, first: int = 0) -> Tensor:
-    """For each block of queries the `first` keys of all, `back` ones before it, and its own.
-
-    (B, K, T, D) -> (B·blocks, K, first + back + block, D). Before the beginning there are zeros.
-    """
-    near = F.pad(x, (0, 0, back, -x.shape[2] % block)).unfold(2, back + block, block)  # (B, K, blocks, D, back + block)
-    near = near.permute(0, 2, 1, 4, 3)  # (B, blocks, K, back + block, D)
-    if first:
-        begin = x[:, None, :, :first].expand(-1, near.shape[1], -1, -1, -1)  # (B, blocks, K, first, D)
-        near = torch.cat((begin, near), dim=3)
-    return near.flatten(0, 1)
-
-
-def unfold(y: Tensor, length: int) -> Tensor:
-    """The inverse of fold_queries: (B·blocks, H, block, D) -> (B, H, T, D)."""
+def from_blocks(y: Tensor, length: int) -> Tensor:
+    """The inverse of to_blocks: (B·blocks, H, size, D) -> (B, H, T, D)."""
     blocks = -(-length // y.shape[2])
     return y.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
-def fold_places(positions: Tensor, block: int, back: int, first: int, nowhere: int) -> tuple[Tensor, Tensor]:
-    """The same for what is known of each position, (T,) or (B, T): queries' (..., blocks, block) and keys'.
+def keys_to_blocks(x: Tensor, blocks: LocalBlocks) -> Tensor:
+    """For each block of queries the first keys of the sequence, those before the block, and the block's own.
 
-    A key that is not there gets `nowhere`; so does one that stands among the first already.
+    (B, K, T, D) -> (B·blocks, K, n_global + before + size, D). Before the beginning there are zeros.
     """
-    fill = -positions.shape[-1] % block
-    queries = F.pad(positions, (0, fill)).unflatten(-1, (-1, block))  # (..., blocks, block)
-    near = F.pad(positions, (back, fill), value=nowhere)
-    near[..., back : back + first] = nowhere
-    near = near.unfold(-1, back + block, block)  # (..., blocks, back + block)
-    begin = positions[..., None, :first].expand(*near.shape[:-1], -1)
-    return queries, torch.cat((begin, near), dim=-1)
+    size, before, n_global = blocks
+    near = F.pad(x, (0, 0, before, -x.shape[2] % size)).unfold(2, before + size, size)
+    near = near.permute(0, 2, 1, 4, 3)  # (B, blocks, K, before + size, D)
+    if n_global:
+        first = x[:, None, :, :n_global].expand(-1, near.shape[1], -1, -1, -1)  # (B, blocks, K, n_global, D)
+        near = torch.cat((first, near), dim=3)
+    return near.flatten(0, 1)
+
+
+def positions_to_blocks(positions: Tensor, blocks: LocalBlocks, invalid: int) -> tuple[Tensor, Tensor]:
+    """The same for a number per position, (T,) or (B, T): of the queries (..., blocks, size), and of the keys.
+
+    A key that does not exist gets `invalid`; so does one that is among the first keys already.
+    """
+    size, before, n_global = blocks
+    padding = -positions.shape[-1] % size
+    queries = F.pad(positions, (0, padding)).unflatten(-1, (-1, size))  # (..., blocks, size)
+    near = F.pad(positions, (before, padding), value=invalid)
+    near[..., before : before + n_global] = invalid
+    near = near.unfold(-1, before + size, size)  # (..., blocks, before + size)
+    first = positions[..., None, :n_global].expand(*near.shape[:-1], -1)
+    return queries, torch.cat((first, near), dim=-1)

@@ -1,4 +1,4 @@
-"""Isolated documents on CUDA: flash attention over sequences of unequal length, one after the other."""
+"""Document masking on CUDA: flash attention over sequences of unequal length, one after the other."""
 
 from __future__ import annotations
 
@@ -10,49 +10,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GRAIN = 8  # the width of a head must be a multiple of it
+HEAD_DIM_MULTIPLE = 8
 
 
-class Varlen:
+class VarlenAttention:
     """Attention within each document, causal, by torch's variable-length flash kernel; fp16 and bf16 alone.
 
-    FlashAttention-2 (Dao 2023, arXiv:2307.08691). What lies outside a document, or out of reach, is never computed.
+    FlashAttention-2 (Dao 2023, arXiv:2307.08691). Pairs of different documents, or beyond max_distance, are never computed.
 
     Args:
-        document: (B, T) int64, a number for each document of a row, never decreasing.
-        reach: keys that a query sees, its own included; None: all before it in its document.
+        document_ids: (B, T) int64, a number per document of a row, never decreasing.
+        max_distance: keys that a query attends to, its own included; None: all before it in its document.
     """
 
-    def __init__(self, document: Tensor, reach: int | None) -> None:
-        self.borders = borders(document)
-        # Their number is another one in each batch: said beforehand, or a compiled block would be compiled twice.
-        torch._dynamo.maybe_mark_dynamic(self.borders, 0)
-        self.window = (-1 if reach is None else reach - 1, 0)  # keys before the query's own, and after it
-        self.attend, self.grouped = _varlen_attn()
+    def __init__(self, document_ids: Tensor, max_distance: int | None) -> None:
+        self.cu_seqlens = cu_seqlens(document_ids)
+        # Their number differs from batch to batch: marked as dynamic, or a compiled block would be compiled twice.
+        torch._dynamo.maybe_mark_dynamic(self.cu_seqlens, 0)
+        self.window = (-1 if max_distance is None else max_distance - 1, 0)  # keys before the query's own, and after it
+        self.varlen_attn, self.has_gqa = _varlen_attn()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D)."""
         B, H, T, D = q.shape
         options = {"scale": scale, "window_size": self.window}
-        if self.grouped:
+        if self.has_gqa:
             options["enable_gqa"] = k.shape[1] != H
         elif k.shape[1] != H:
             k, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
-        if D % GRAIN:
-            q, k, v = (F.pad(x, (0, -D % GRAIN)) for x in (q, k, v))
+        if D % HEAD_DIM_MULTIPLE:
+            q, k, v = (F.pad(x, (0, -D % HEAD_DIM_MULTIPLE)) for x in (q, k, v))
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B·T, heads, D)
-        y = self.attend(q, k, v, self.borders, self.borders, T, T, **options)  # no document is longer than T
+        y = self.varlen_attn(q, k, v, self.cu_seqlens, self.cu_seqlens, T, T, **options)  # no document is longer than T
         return y[..., :D].unflatten(0, (B, T)).transpose(1, 2)
 
 
-def borders(document: Tensor) -> Tensor:
-    """Where each document begins, the rows (B, T) laid one behind the other, and the end: (documents + 1,) int32.
+def cu_seqlens(document_ids: Tensor) -> Tensor:
+    """The first index of each document, the rows of (B, T) laid end to end, and the end: (documents + 1,) int32.
 
-    The host waits for the device, which alone knows how many there are: once a pass, not once a layer.
+    The host waits for the device, which alone knows their number: once per pass, not once per layer.
     """
-    begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)  # (B, T): a row begins one, too
-    starts = begins.flatten().nonzero()[:, 0]
-    return F.pad(starts, (0, 1), value=document.numel()).int()
+    is_first = F.pad(
+        document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True
+    )  # (B, T): also at each row's start
+    starts = is_first.flatten().nonzero()[:, 0]
+    return F.pad(starts, (0, 1), value=document_ids.numel()).int()
 
 
 @cache

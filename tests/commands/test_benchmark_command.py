@@ -15,7 +15,7 @@ from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
 from thinker.benchmarks.scaling import PowerLaw
 from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.patterns import NAMES
+from thinker.model.patterns import PATTERNS
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
 from thinker.training.metrics import flops_per_token
@@ -312,7 +312,7 @@ def test_every_ablation_variant_is_a_valid_config():
             assert config.thinker_config(vocab_size=100).patterns
             assert config.train.batch_size >= batch_size
     all_overrides = " ".join(override for overrides in VARIANTS.values() for override in overrides)
-    assert {name for name in NAMES if name != "full" and name not in all_overrides} == {"random"}  # a part of bigbird
+    assert {name for name in PATTERNS if name != "full" and name not in all_overrides} == {"random"}  # a part of bigbird
     wrong = run_script(BENCHMARK, "ablation", "--only", "linear(65)")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "there is no variant 'linear(65)'; choose from: full; window(32)" in wrong.stderr

@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from thinker.interpretability.pattern_plots import COLORS, GALLERY, draw, kept, make_picture
 from thinker.model import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LinearLayer, RingLayer
-from thinker.model.patterns import NAMES, parse
+from thinker.model.patterns import PATTERNS, parse
 from thinker.runtime.errors import UserError
 from thinker.scripts.plot_patterns import main
 
@@ -58,7 +58,7 @@ def test_text_from_another_folder(tmp_path):
     [
         (["windw(3)"], "there is no windw; did you mean window?"),
         (["LLLG"], "LLLG are no layers: the letters are L (a window of model.window) and G (full)"),
-        (["random(1, 16777216)"], "random(1, 16777216) has 16,777,216, and at most 256 serve"),
+        (["random(1, 16777216)"], "random(1, 16777216) has 16,777,216; the maximum is 256"),
         (["linear(16777216)"], "linear(16777216) has 16,777,216, and at most 65,536 serve"),
         (["--length", "0"], "--length is 0; it must be from 1 to 128"),
         (["--heads", "two"], "invalid int value: 'two'"),
@@ -109,7 +109,7 @@ def test_pixels(tmp_path):
 
 def test_the_gallery_has_every_kind():
     text = "; ".join([*GALLERY, *(parse(each).text for each in GALLERY)])
-    assert [name for name in NAMES if name not in text] == []
+    assert [name for name in PATTERNS if name not in text] == []
 
 
 @pytest.mark.parametrize("text", [*GALLERY, "global(2)", "topk(4) & window(8)"])
@@ -119,7 +119,7 @@ def test_what_is_kept_is_what_the_cache_keeps(text):
     if isinstance(layer, LinearLayer):
         kind = f"a state of {layer.sums.shape[2]} sums"
     elif isinstance(layer, RingLayer):
-        kind = f"the first {layer.first} and " * (layer.first > 0) + f"a ring of {layer.size - layer.first}"
+        kind = f"the first {layer.n_global} and " * (layer.n_global > 0) + f"a ring of {layer.size - layer.n_global}"
     else:
         kind = "all"
     assert kept(parse(text)) == kind

@@ -1,4 +1,4 @@
-"""A rolling cache against full passes that keep everything and look only where the window and the sinks allow."""
+"""A sink cache against full passes that keep everything, masked by the window and the sinks."""
 
 import copy
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sink_cache import SinkCache
 from thinker.model.attend import AttentionMask, attention_weights
-from thinker.model.rope import rotate
+from thinker.model.rope import apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 KV_HEADS = st.sampled_from([4, 2, 1])  # multi-head, grouped, multi-query
@@ -56,8 +56,12 @@ def with_sinks(model, tokens, window, sinks):
 
     def mix(attention, x):
         q, k, v = attention.project(x, unturned)
-        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (rotate(k, turned), v))
-        far, near = (rotate(q, turn) @ k.transpose(-2, -1) for turn in (turned, turned_nearer))  # (B, H, T, T)
+        k, v = (
+            heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (apply_rotary_emb(k, turned), v)
+        )
+        far, near = (
+            apply_rotary_emb(q, turn) @ k.transpose(-2, -1) for turn in (turned, turned_nearer)
+        )  # (B, H, T, T)
         scores = torch.where(at < sinks, near, far) * attention.head_dim**-0.5
         return scores.masked_fill(~torch.tensor(seen), -torch.inf).softmax(dim=-1) @ v
 
@@ -226,12 +230,12 @@ def test_memory_does_not_grow_and_what_is_forgotten_is_counted(random_model):
     model = random_model()
     cache = SinkCache(model, 2, 6, 2)
     size = cache.nbytes
-    # Layers, rows, key heads, keys and values of every slot and the sinks' keys once more, width, fp32.
-    assert size == 2 * 2 * 2 * (2 * (6 + 2) + 2) * 8 * 4
+    # Layers, rows, key heads, keys and values of every slot, one that is never read, and the sinks' keys once more, width, fp32.
+    assert size == 2 * 2 * 2 * (2 * (6 + 2 + 1) + 2) * 8 * 4
     for tokens in draw_tokens(2, 90).split([3, 5, 1, 1, 20, 60], dim=1):
         model(tokens, cache=cache)
         assert cache.nbytes == size
-        assert all(layer.keys.shape[2] == layer.values.shape[2] == 8 for layer in cache.layers)
+        assert all(layer.keys.shape[2] == layer.values.shape[2] == 9 for layer in cache.layers)
         assert cache.n_evicted == max(0, cache.lengths[0] - 8)
     assert cache.lengths == [90, 90]
     assert model.new_cache(2).n_evicted == 0

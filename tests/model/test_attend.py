@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attend import AttentionMask, attend, attention_weights
-from thinker.model.rope import Rope, rotate
+from thinker.model.rope import Rope, apply_rotary_emb
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())
 
@@ -83,7 +83,7 @@ def test_rope():
     rope = Rope(2, example["theta"])
     for name, known in example["dot_products"].items():
         turned = [
-            rotate(heads([example["unit_vector"]]), rope(torch.tensor([int(at)]), 9, torch.float32))
+            apply_rotary_emb(heads([example["unit_vector"]]), rope(torch.tensor([int(at)]), 9, torch.float32))
             for at in name.split("_")[1:]
         ]
         close((turned[0] * turned[1]).sum(), known)
@@ -112,9 +112,9 @@ def test_kernel_equals_reference(kv_heads, length, earlier, seed):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(2, 4, length, 8, generator=generator)
     k, v = torch.randn(2, 2, kv_heads, earlier + length, 8, generator=generator)
-    sight = AttentionMask(torch.arange(earlier + length) <= torch.arange(earlier, earlier + length)[:, None])
-    reference = attention_weights(q, k, sight) @ v.repeat_interleave(4 // kv_heads, dim=1)
-    torch.testing.assert_close(attend(q, k, v, sight), reference, rtol=0, atol=1e-5)
+    mask = AttentionMask(torch.arange(earlier + length) <= torch.arange(earlier, earlier + length)[:, None])
+    reference = attention_weights(q, k, mask) @ v.repeat_interleave(4 // kv_heads, dim=1)
+    torch.testing.assert_close(attend(q, k, v, mask), reference, rtol=0, atol=1e-5)
     if earlier == 0:
         torch.testing.assert_close(attend(q, k, v, AttentionMask(is_causal=True)), reference, rtol=0, atol=1e-5)
 
@@ -149,14 +149,14 @@ def test_few_queries_equal_the_reference_and_the_kernel_under_grad(kv_heads, col
         if shape is not None:
             allowed = torch.rand(shape, generator=generator) < 0.5
             allowed[..., int(torch.randint(slots, (1,), generator=generator))] = True  # each looks somewhere
-        sight = AttentionMask(allowed)
-        known = attention_weights(q, k, sight, scale) @ v.repeat_interleave(4 // kv_heads, dim=1)
+        mask = AttentionMask(allowed)
+        known = attention_weights(q, k, mask, scale) @ v.repeat_interleave(4 // kv_heads, dim=1)
         before = [x.clone() for x in (q, k, v)]
         with torch.no_grad():
-            few = attend(q, k, v, sight, scale)
+            few = attend(q, k, v, mask, scale)
         assert few.shape == (2, 4, length, 8)
         torch.testing.assert_close(few, known, rtol=0, atol=1e-5)
-        torch.testing.assert_close(attend(q, k, v, sight, scale), few, rtol=0, atol=1e-5)
+        torch.testing.assert_close(attend(q, k, v, mask, scale), few, rtol=0, atol=1e-5)
         assert all(torch.equal(*pair) for pair in zip((q, k, v), before, strict=True))
 
 

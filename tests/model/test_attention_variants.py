@@ -139,7 +139,7 @@ def test_a_ring_goes_back_as_far_as_it_has_slack(random_model, one_thread, atten
             known = model(text)[:, -chunk:]
         close(model(text[:, -chunk:], cache=cache), known)
         back = min(back, slack, text.shape[1] - 1)
-        if cache.written[0] - (text.shape[1] - back) > slack:
+        if cache.high_water[0] - (text.shape[1] - back) > slack:
             back = 0  # it went further once, and has not come there again
         text = text[:, : text.shape[1] - back]
         cache.truncate([text.shape[1]])
@@ -157,7 +157,7 @@ def test_what_a_cache_keeps_follows_the_pattern(random_model):
 
 
 @pytest.mark.parametrize("attention", ["window(16)", "window(8) | global(4)", "linear(8)", ["window(4)", "linear(8)"]])
-def test_memory_does_not_grow_where_the_reach_is_bounded(random_model, attention):
+def test_memory_does_not_grow_where_the_distance_is_bounded(random_model, attention):
     model = random_model(attention=attention, positions="none")
     tokens = torch.randint(0, 61, (1, 1024), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache(1, 64)
@@ -337,7 +337,7 @@ def test_angles_that_depend_on_the_length_do_not_go_with_several_documents(rando
 
 
 def test_a_text_without_end_has_no_table_of_angles_without_end(random_model, monkeypatch):
-    monkeypatch.setattr("thinker.model.rope.LONGEST_TABLE", 32)
+    monkeypatch.setattr("thinker.model.rope.MAX_TABLE_LEN", 32)
     model, tokens = random_model(attention="window(8)"), torch.arange(120)[None] % 61
     whole = random_model(attention="window(8)")(tokens)  # a model with a table of its own
     cache, logits = model.new_cache(1, 10), []
@@ -435,8 +435,8 @@ def test_learning_goes_on_in_every_form(random_model):
 
 def test_forced_kernels_that_cannot_are_refused(random_model):
     model = Thinker(random_model(attention="strided(4)").config)
-    model.kernel = "fold"
-    with pytest.raises(UserError, match=r"the attention kernel 'fold' does not compute strided\(4\)"):
+    model.kernel = "local"
+    with pytest.raises(UserError, match=r"the attention kernel 'local' does not compute strided\(4\)"):
         model(torch.zeros(1, 9, dtype=torch.long))
     model.kernel = "fast"
     with pytest.raises(UserError, match="there are: auto, sdpa"):

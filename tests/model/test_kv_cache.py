@@ -193,10 +193,10 @@ def test_selecting_and_extending_keep_the_order_in_memory(random_model):
 def test_a_fixed_cache_reads_every_slot_under_a_mask_whatever_it_holds(random_model):
     cache = random_model().new_cache(2, 12)
     cache.fixed = True
-    places = [cache.append(2, length) for length in (3, 1, 2)]
+    contexts = [cache.append(2, length) for length in (3, 1, 2)]
     cache.truncate([2, 5])
-    places.append(cache.append(2, 1))
-    for place in places:
-        assert place.sights[0].held == 12
-        assert place.sights[0].allowed.shape[-1] == 12
-        assert not place.sights[0].is_causal
+    contexts.append(cache.append(2, 1))
+    for context in contexts:
+        assert context.slots[0].kv_len == 12
+        assert context.masks[0].allowed.shape[-1] == 12
+        assert not context.masks[0].is_causal

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import thinker.model.attend as module
-from thinker.model.attend import attend, look
+from thinker.model.attend import attend
 from thinker.model.kernels import blockwise_attention
+from thinker.model.masks import build_mask
 from thinker.model.patterns import TokenInfo, parse
-from thinker.model.positions import slopes
+from thinker.model.positions import alibi_slopes
 from thinker.runtime.errors import UserError
 
 KINDS = ("full", "window", "dilated", "global", "token", "block", "strided", "random", "prefix", "topk", "heads",
@@ -140,32 +140,32 @@ def check(situation, kernels, patch):
     key = TokenInfo(position, document, token)
     query = TokenInfo(*(x if x is None else x[:, S - T :] for x in (position, document, token)))
     attn_logit_softcap, sinks = 1.5 if has["attn_logit_softcap"] else None, normal(H) if has["sinks"] else None
-    alibi = slopes(H).double() if has["alibi"] else None
+    alibi = alibi_slopes(H).double() if has["alibi"] else None
     known = brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi)
     plain = attn_logit_softcap is None and sinks is None
     inputs = [x for x in (q, k, v, sinks) if x is not None]
     grad = torch.randn(known.shape, generator=generator, dtype=torch.float64)
     known_grads = torch.autograd.grad(known, inputs, grad, allow_unused=True) if known.requires_grad else []
-    if pattern.reach is None and not pattern.by_token and document is None:
+    if pattern.max_distance is None and not pattern.by_token and document is None:
         query, key = (TokenInfo(places.position[0]) for places in (query, key))  # as a batch of equal rows is described
     used = []
     for kernel in kernels:
-        patch.setattr(module, "BLOCK", 1 + seed % 7)  # so that short sequences have several blocks
+        patch.setattr(local_attention, "MIN_BLOCK", 1 + seed % 7)  # so that short sequences have several blocks
         patch.setattr(blockwise_attention, "ROWS", 1 + seed % 5)
         try:
-            sight = look(pattern, query, key, H, torch.float64, alibi, T == S, kernel, plain)
+            mask = build_mask(pattern, query, key, H, torch.float64, alibi, T == S, kernel, plain)
         except UserError:
             assert kernel not in ("auto", "reference")
             continue
         used.append(kernel)
-        ours = attend(q, k, v, sight, None, attn_logit_softcap, sinks)
+        ours = attend(q, k, v, mask, None, attn_logit_softcap, sinks)
         torch.testing.assert_close(ours, known, rtol=1e-9, atol=1e-9)
         for mine, right in zip(torch.autograd.grad(ours, inputs, grad, allow_unused=True), known_grads):
             torch.testing.assert_close(mine, torch.zeros_like(mine) if right is None else right, rtol=1e-8, atol=1e-8)
     return used
 
 
-CPU = ("auto", "sdpa", "blockwise", "fold", "reference")
+CPU = ("auto", "sdpa", "blockwise", "local", "reference")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "&", "|"])
@@ -183,6 +183,6 @@ def test_every_pattern_equals_brute_force(kind):
     if kind != "topk":
         assert "sdpa" in used
     if kind in ("window", "dilated", "global", "block", "longformer"):
-        assert "fold" in used
+        assert "local" in used
     if kind in ("full", "window", "dilated", "block", "strided", "longformer", "bigbird"):
         assert "blockwise" in used

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.benchmarks.baselines import as_transformers
-from thinker.model.rope import Rope, RopeScaling, rotate
+from thinker.model.rope import Rope, RopeScaling, apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -79,7 +79,7 @@ def their_tables(values, head_dim, theta, length, step=1, exact=False):
 
 
 def our_tables(rope, length, step=1):
-    """In their form: sin without the sign of rotate."""
+    """In their form: sin without the sign of apply_rotary_emb."""
     cos, sin = rope(torch.arange(0, length, step), length, torch.float32)
     return cos, torch.cat((-sin[:, : rope.head_dim // 2], sin[:, rope.head_dim // 2 :]), -1)
 
@@ -217,11 +217,11 @@ def test_scores_depend_on_distance_alone(name, seed, ends, shift):
     shift = min(shift, length - 1 - max(ends))
 
     def score(*places):
-        turned = [rotate(x, rope(torch.tensor([at]), length, torch.float64)) for x, at in zip((q, k), places)]
+        turned = [apply_rotary_emb(x, rope(torch.tensor([at]), length, torch.float64)) for x, at in zip((q, k), places)]
         return (turned[0] * turned[1]).sum()
 
     close([score(*ends)], [score(*(end + shift for end in ends))], 1e-5)
-    close([score(shift, shift)], [(q * k).sum() * rope.magnitude**2], 1e-5)
+    close([score(shift, shift)], [(q * k).sum() * rope.attention_scaling**2], 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ def test_scores_depend_on_distance_alone(name, seed, ends, shift):
         ({"mscale": 2, "mscale_all_dim": 0.5}, (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1)),
     ],
 )
-def test_magnitude(more, known):
+def test_attention_scaling(more, known):
     rope = Rope(16, 1e4, RopeScaling.from_dict({**YARN, "factor": 8, **more}))
-    assert rope.magnitude == pytest.approx(known)
+    assert rope.attention_scaling == pytest.approx(known)
     assert rope(torch.tensor([0]), 1, torch.float32)[0][0, 0].item() == pytest.approx(known)
-    assert Rope(16, 1e4).magnitude == Rope(16, 1e4, scaled("linear", 8)).magnitude == 1
+    assert Rope(16, 1e4).attention_scaling == Rope(16, 1e4, scaled("linear", 8)).attention_scaling == 1
 
 
 def test_a_cache_cannot_grow_under_dynamic_scaling():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attend import AttentionMask
-from thinker.model.rope import Rope, rotate
+from thinker.model.rope import Rope, apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 
@@ -57,7 +57,10 @@ def test_rope_scores_depend_on_distance_alone(distance, start, shift, theta):
     q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(distance % 7))
 
     def score(query_at, key_at):
-        turned = [rotate(x, rope(torch.tensor([at]), at + 1, torch.float32)) for x, at in ((q, query_at), (k, key_at))]
+        turned = [
+            apply_rotary_emb(x, rope(torch.tensor([at]), at + 1, torch.float32))
+            for x, at in ((q, query_at), (k, key_at))
+        ]
         return (turned[0] * turned[1]).sum()
 
     torch.testing.assert_close(
@@ -179,9 +182,8 @@ def test_attention_weights(random_model):
     rope = model.rope(torch.arange(11), 11, x.dtype)
     v = first.attention.project(x, rope)[2].repeat_interleave(2, dim=1)  # (B, H, T, D)
     seen = (weights[0] @ v).transpose(1, 2).flatten(2) @ first.attention.o_proj.weight.T
-    torch.testing.assert_close(
-        seen, first.attention(x, rope, AttentionMask(is_causal=True))
-    )  # they are the weights of the forward pass
+    output = first.attention(x, rope, AttentionMask(is_causal=True))
+    torch.testing.assert_close(seen, output)  # they are the weights of the forward pass
 
 
 def test_weights_stay_fp32_while_activations_are_bf16(random_model):

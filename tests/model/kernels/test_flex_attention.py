@@ -5,11 +5,12 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.attend import attend, look
+from thinker.model.attend import attend
 from thinker.model.kernels import flex_attention
-from thinker.model.kernels.flex_attention import Flex
+from thinker.model.kernels.flex_attention import FlexAttention
+from thinker.model.masks import build_mask
 from thinker.model.patterns import TokenInfo, parse
-from thinker.model.positions import slopes
+from thinker.model.positions import alibi_slopes
 
 PATTERNS = [
     "full",
@@ -41,7 +42,7 @@ def _traced_no_more_than_needed(monkeypatch):
 
 
 def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64, device="cpu"):
-    """Queries, keys, values, sinks; and what look() and attend() take, by the names of their arguments."""
+    """Queries, keys, values, sinks; and what build_mask() and attend() take, by the names of their arguments."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (B, H, T, D), "k": (B, K, T, D), "v": (B, K, T, D), "sinks": (H,)}
     inputs = {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
@@ -54,7 +55,7 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
     if pattern.by_token:
         token = torch.randint(12, (B, T), generator=generator)
     places = TokenInfo(*(x if x is None else x.to(device) for x in (position, document, token)))
-    alibi = slopes(H, device).to(torch.promote_types(dtype, torch.float32)) if "alibi" in features else None
+    alibi = alibi_slopes(H, device).to(torch.promote_types(dtype, torch.float32)) if "alibi" in features else None
     if "sinks" not in features:
         del inputs["sinks"]
     return pattern, places, inputs, alibi, 1.5 if "attn_logit_softcap" in features else None
@@ -62,9 +63,9 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
 
 def computed(kernel, pattern, places, inputs, alibi, attn_logit_softcap):
     q, plain = inputs["q"], attn_logit_softcap is None and "sinks" not in inputs
-    sight = look(pattern, places, places, q.shape[1], q.dtype, alibi, True, kernel, plain)
-    assert sight.kernel == kernel
-    return attend(q, inputs["k"], inputs["v"], sight, None, attn_logit_softcap, inputs.get("sinks"))
+    mask = build_mask(pattern, places, places, q.shape[1], q.dtype, alibi, True, kernel, plain)
+    assert mask.kernel == kernel
+    return attend(q, inputs["k"], inputs["v"], mask, None, attn_logit_softcap, inputs.get("sinks"))
 
 
 @pytest.mark.parametrize("text", PATTERNS)
@@ -110,17 +111,17 @@ def test_gradients_equal_the_references(text, features, monkeypatch):
 @pytest.mark.parametrize("text", PATTERNS)
 @pytest.mark.parametrize("features", ["", "documents"])
 def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypatch):
-    """A GPU computes what they name, and nothing else; a CPU does not look at them."""
+    """A GPU computes what they name, and nothing else; a CPU ignores them."""
     size, H = 32, 4
     T = 3 * size - 12  # the last block is not full
     monkeypatch.setattr(flex_attention, "BLOCK", size)
     pattern, places, *_ = situation(text, features, H=H, T=T)
-    sight = look(pattern, places, places, H, kernel="reference")  # not aligned: a mask for every pattern
-    seen = torch.nn.functional.pad(sight.allowed.expand(2, H, T, T), (0, 12, 0, 12))
+    mask = build_mask(pattern, places, places, H, kernel="reference")  # not aligned: a mask for every pattern
+    seen = torch.nn.functional.pad(mask.allowed.expand(2, H, T, T), (0, 12, 0, 12))
     count = seen.unflatten(3, (3, size)).unflatten(2, (3, size)).sum((3, 5))  # (B, H, 3, 3)
     for scores in (1, 2**26):  # a row of blocks at a time, and all together
-        monkeypatch.setattr(flex_attention, "SCORES", scores)
-        blocks = Flex(pattern, places, H, None).blocks
+        monkeypatch.setattr(flex_attention, "MAX_SCORES", scores)
+        blocks = FlexAttention(pattern, places, H, None).block_mask
         assert blocks.shape[-2:] == (T, T)
         assert list(blocks.BLOCK_SIZE) == [size, size]
         assert blocks.shape[1] == (H if pattern.by_head else 1)
@@ -135,7 +136,7 @@ def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypat
 def test_random_blocks_are_the_same_where_heads_are_counted_in_32_bits():
     """As the kernel counts them; the hash overflows 32 bits from the eleventh on, and keeps those that it needs."""
     pattern, places, *_ = situation("random(16, 3, 7)", H=16)
-    mask = Flex(pattern, places, 16, None).blocks.mask_mod
+    mask = FlexAttention(pattern, places, 16, None).block_mask.mask_mod
     b, h, at = torch.tensor(0), torch.arange(16)[:, None, None], torch.arange(150)
     seen = mask(b, h, at[:, None], at)
     assert torch.equal(mask(b.int(), h.int(), at[:, None].int(), at.int()), seen)

@@ -1,4 +1,4 @@
-"""What leads to the variable-length kernel: borders, shapes, windows. The kernel itself runs in tests/test_cuda.py."""
+"""What leads to the variable-length kernel: boundaries, shapes, windows. The kernel itself runs in tests/test_cuda.py."""
 
 import inspect
 import itertools
@@ -8,18 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.model.attend import attend, look
-from thinker.model.kernels.varlen_attention import Varlen, borders
+from thinker.model.attend import attend
+from thinker.model.kernels.varlen_attention import VarlenAttention, cu_seqlens
+from thinker.model.masks import build_mask
 from thinker.model.patterns import TokenInfo, parse
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
-def test_borders_stand_where_a_document_or_a_row_begins(steps):
+def test_boundaries_stand_where_a_document_or_a_row_begins(steps):
     document = torch.tensor(steps).cumsum(1)
-    found = borders(document)
-    assert found.dtype == torch.int32
+    starts = cu_seqlens(document)
+    assert starts.dtype == torch.int32
     flat = [(row, number) for row, numbers in enumerate(document.tolist()) for number in numbers]
-    assert found.tolist() == [at for at in range(len(flat)) if at == 0 or flat[at] != flat[at - 1]] + [len(flat)]
+    assert starts.tolist() == [at for at in range(len(flat)) if at == 0 or flat[at] != flat[at - 1]] + [len(flat)]
 
 
 def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
@@ -54,16 +55,16 @@ def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, groupe
     begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     position = torch.arange(T) - torch.where(begins, torch.arange(T), 0).cummax(1).values
     places = TokenInfo(position, document)
-    known = attend(q, k, v, look(parse(text), places, places, heads, kernel="reference", aligned=True), 0.3)
-    sight = look(parse(text), places, places, heads, kernel="varlen", aligned=True)
-    assert isinstance(sight.prepared, Varlen)
-    sight.prepared.attend, sight.prepared.grouped = stand_in, grouped
-    torch.testing.assert_close(attend(q, k, v, sight, 0.3), known)
+    known = attend(q, k, v, build_mask(parse(text), places, places, heads, kernel="reference", aligned=True), 0.3)
+    mask = build_mask(parse(text), places, places, heads, kernel="varlen", aligned=True)
+    assert isinstance(mask.kernel_state, VarlenAttention)
+    mask.kernel_state.varlen_attn, mask.kernel_state.has_gqa = stand_in, grouped
+    torch.testing.assert_close(attend(q, k, v, mask, 0.3), known)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_torchs_function_takes_what_it_is_given(kv_heads):
-    varlen = Varlen(torch.zeros(2, 8, dtype=torch.int64), None)
+    varlen = VarlenAttention(torch.zeros(2, 8, dtype=torch.int64), None)
     signature, taken = inspect.signature(varlen.attend), []
 
     def take(*values, **options):
@@ -87,7 +88,7 @@ def test_a_compiled_block_takes_any_number_of_documents_without_a_break():
     compiled = torch.compile(lambda q, k, v, varlen: varlen(q, k, v, 0.3), fullgraph=True, backend=backend)
     q, (k, v) = torch.randn(2, 4, 12, 16), torch.randn(2, 2, 2, 12, 16)
     for every in (2, 3, 4, 6):
-        compiled(q, k, v, Varlen((torch.arange(12) // every).expand(2, 12), 5))
+        compiled(q, k, v, VarlenAttention((torch.arange(12) // every).expand(2, 12), 5))
     assert len(programs) == 1
     assert any("varlen_attn" in str(node.target) for node in programs[0].graph.nodes)
     torch._dynamo.reset()
