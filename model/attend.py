@@ -33,6 +33,11 @@ class AttentionMask:
     kernel_state: Any = None  # what flex and varlen prepare once per pass; document ids for linear attention
     reference_rows: Callable[[slice], AttentionMask] | None = None  # builds plain rows, where a kernel's form differs
 
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether `allowed` has a dimension of heads."""
+        return self.allowed is not None and self.allowed.dim() == 4 and self.allowed.shape[1] > 1
+
     def slice_rows(self, rows: slice, q: Tensor, k: Tensor) -> AttentionMask:
         """The mask of some of the queries, for the reference."""
         allowed, score_mask = self.allowed, self.score_mask
@@ -130,7 +135,6 @@ def _attend_dense(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """attend() by a kernel that reads `allowed` as it is."""
-    differs_by_head = mask.allowed is not None and mask.allowed.dim() == 4 and mask.allowed.shape[1] > 1
     if softcap is not None or sinks is not None or mask.score_mask is not None or mask.kernel == "reference":
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
         chunks = chunked_attention_weights(q, k, lambda rows: mask.slice_rows(rows, q, k), scale, softcap, sinks)
@@ -138,7 +142,7 @@ def _attend_dense(
     if mask.kernel == "blockwise":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
         return blockwise_attention(q, k, v, scale, mask.allowed)
-    if differs_by_head and not torch.is_grad_enabled():
+    if mask.differs_by_head and not torch.is_grad_enabled():
         # SDPA turns a mask that differs by head into one number per score: bound that memory by chunks of queries.
         chunks = [slice(start, start + 8 * ROWS) for start in range(0, q.shape[2], 8 * ROWS)]
         return torch.cat([_sdpa(q[:, :, rows], k, v, mask.slice_rows(rows, q, k), scale) for rows in chunks], dim=2)
@@ -205,12 +209,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         if not needs_sdpa and q.shape[2] <= 16 and q.dtype == torch.float32:
             return decode_attention(q, k, v, allowed, scale)
         k = k.contiguous()  # SDPA's flash kernel reads rows only
-    elif (
-        is_grouped
-        and q.is_cuda
-        and q.shape[2] == 1
-        and (allowed is None or allowed.dim() == 2 or allowed.shape[1] == 1)
-    ):
+    elif is_grouped and q.is_cuda and q.shape[2] == 1 and not mask.differs_by_head:
         # One query per head: the query heads that share a KV head become its queries, and no key is read twice.
         B, H, _, D = q.shape
         q = q.reshape(B, k.shape[1], -1, D)  # (B, K, H/K, D)

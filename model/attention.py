@@ -74,7 +74,7 @@ class Attention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LayerCache | LinearLayer | None
     ) -> Tensor:
-        """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). `cache` is for layers that keep a state instead of keys."""
+        """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). `cache` is for layers that keep a state."""
         return attend(q, k, v, mask, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:

@@ -16,7 +16,7 @@ HEAD_DIM_MULTIPLE = 8
 class VarlenAttention:
     """Attention within each document, causal, by torch's variable-length flash kernel; fp16 and bf16 alone.
 
-    FlashAttention-2 (Dao 2023, arXiv:2307.08691). Pairs of different documents, or beyond max_distance, are never computed.
+    FlashAttention-2 (Dao 2023, arXiv:2307.08691). What lies outside a document or the window is never computed.
 
     Args:
         document_ids: (B, T) int64, a number per document of a row, never decreasing.

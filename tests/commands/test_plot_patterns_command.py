@@ -8,11 +8,11 @@ from matplotlib.image import imread
 from thinker.interpretability.pattern_plots import COLORS, GALLERY, draw, kept, make_picture
 from thinker.model import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LinearLayer, RingLayer
-from thinker.model.patterns import PATTERNS, parse
+from thinker.model.patterns import parse
 from thinker.runtime.errors import UserError
 from thinker.scripts.plot_patterns import main
 
-PATTERNS = ROOT / "scripts" / "plot_patterns.py"
+SCRIPT = ROOT / "scripts" / "plot_patterns.py"
 LATER, EARLIER, AHEAD, SEEN, SUMMED = range(5)  # what a cell holds
 
 WINDOW = """\
@@ -49,7 +49,7 @@ KEY = "rows: queries, columns: keys; ██ seen, ▓▓ later, and seen, ░░
 
 
 def test_text_from_another_folder(tmp_path):
-    done = run_script(PATTERNS, "window(3)", "prefix(3)  | global(1)", "linear(9)", "--length", "6", cwd=tmp_path)
+    done = run_script(SCRIPT, "window(3)", "prefix(3)  | global(1)", "linear(9)", "--length", "6", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{WINDOW}\n{PREFIX}\n{LINEAR}\n{KEY}", "")
 
 
@@ -65,7 +65,7 @@ def test_text_from_another_folder(tmp_path):
     ],
 )
 def test_mistakes(arguments, says, tmp_path):
-    done = run_script(PATTERNS, *arguments, cwd=tmp_path)
+    done = run_script(SCRIPT, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert says in done.stderr
@@ -89,7 +89,7 @@ def test_pixels(tmp_path):
         "dilated(6, 2) | global(1)": lambda head, q, k: k <= q and (q - k in (0, 2, 4) or k == 0),
         mixed: lambda head, q, k: (k <= q and (q - k < 2, q // 3 == k // 3, True)[head]) or (head == 2 and k < 4),
     }
-    done = run_script(PATTERNS, *both, "--length", "12", "--png", "a.png", cwd=tmp_path)
+    done = run_script(SCRIPT, *both, "--length", "12", "--png", "a.png", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "picture a.png\n"), done.stderr
     pixels = imread(tmp_path / "a.png")
     figure, panels = draw([make_picture(text, 12) for text in both])

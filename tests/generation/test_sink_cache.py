@@ -230,7 +230,7 @@ def test_memory_does_not_grow_and_what_is_forgotten_is_counted(random_model):
     model = random_model()
     cache = SinkCache(model, 2, 6, 2)
     size = cache.nbytes
-    # Layers, rows, key heads, keys and values of every slot, one that is never read, and the sinks' keys once more, width, fp32.
+    # Layers, rows, KV heads, keys and values of all slots (one is never read) and the sinks' keys, head_dim, fp32.
     assert size == 2 * 2 * 2 * (2 * (6 + 2 + 1) + 2) * 8 * 4
     for tokens in draw_tokens(2, 90).split([3, 5, 1, 1, 20, 60], dim=1):
         model(tokens, cache=cache)

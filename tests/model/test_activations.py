@@ -140,13 +140,13 @@ def test_mean_number_tensor_and_function(random_model, tokens):
     with model.record(name) as seen:
         model(tokens)
     known = seen[name]
-    for edit, expected in [
+    for patch, expected in [
         ("mean", known.mean(dim=(0, 1), keepdim=True).expand_as(known)),
         (0.5, torch.full_like(known, 0.5)),
         (known[:1], known[:1].expand_as(known)),
         (lambda x: 2 * x, 2 * known),
     ]:
-        with model.patch({name: edit}), model.record(name) as seen:
+        with model.patch({name: patch}), model.record(name) as seen:
             model(tokens)
         assert torch.equal(seen[name], expected)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.model.attend import attend
-from thinker.model.kernels import blockwise_attention
+from thinker.model.kernels import blockwise_attention, local_attention
 from thinker.model.masks import build_mask
 from thinker.model.patterns import TokenInfo, parse
 from thinker.model.positions import alibi_slopes

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attend import AttentionMask, attend, attention_weights
-from thinker.model.kernels import blockwise_attention
-from thinker.model.kernels.blockwise_attention import attend_blockwise
+from thinker.model.kernels import blockwise_attention as kernel
 
 
 def drawn(*shape, dtype=torch.float64):
@@ -25,9 +24,9 @@ def test_blocks_equal_the_reference(batch, heads, length, rows, scores, scale, s
     q, k, v = drawn(batch, heads, length, 4)
     at = torch.arange(length)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_attention, "ROWS", rows)
-        patch.setattr(blockwise_attention, "SCORES", scores)
-        ours = attend_blockwise(q, k, v, scale)
+        patch.setattr(kernel, "ROWS", rows)
+        patch.setattr(kernel, "SCORES", scores)
+        ours = kernel.blockwise_attention(q, k, v, scale)
         known = ((q @ k.mT) * scale).masked_fill(at > at[:, None], -torch.inf).softmax(-1) @ v
         torch.testing.assert_close(ours, known)
         grad = torch.randn_like(ours)

@@ -1,4 +1,4 @@
-"""What leads to the variable-length kernel: boundaries, shapes, windows. The kernel itself runs in tests/test_cuda.py."""
+"""What leads to the variable-length kernel: boundaries, shapes, windows. tests/test_cuda.py runs the kernel."""
 
 import inspect
 import itertools
