@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from thinker.interpretability.pattern_plots import COLORS, GALLERY, draw, kept, make_picture
 from thinker.model import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LinearLayer, RingLayer
-from thinker.model.patterns import parse
+from thinker.model.patterns import PATTERNS, parse
 from thinker.runtime.errors import UserError
 from thinker.scripts.plot_patterns import main
 
