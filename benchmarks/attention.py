@@ -112,11 +112,11 @@ class AttentionPass:
         self.qkv = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
         self.grad = torch.randn(shape, device=device, dtype=dtype)
         if isinstance(pattern, LinearAttentionSpec):
-            self.features = random_features(pattern.features, D, 0).to(device)
-            n_keys = 2.0 * pattern.features  # adding a key and reading the sums costs as much as this many keys
+            self.features = random_features(pattern.n_features, D, 0).to(device)
+            n_keys = 2.0 * pattern.n_features  # adding a key and reading the sums costs as much as this many keys
         else:
             tokens = TokenInfo(torch.arange(T, device=device))
-            self.sight = look(pattern, tokens, tokens, H, dtype, aligned=True, kernel=kernel)
+            self.mask = build_mask(pattern, tokens, tokens, H, dtype, aligned=True, kernel=kernel)
             n_keys = mean_visible_keys(CAUSAL if pattern.by_score else pattern, T)  # choosing needs all scores
         with LiveTensorMeter(device) as meter:
             self.train()
@@ -144,7 +144,7 @@ def mean_visible_keys(pattern: Pattern, length: int) -> float:
     positions, n_visible = torch.arange(length), 0.0
     for rows in positions.split(512):
         for head in range(2):
-            queries, keys = TokenInfo(rows[:, None], token=rows[:, None]), TokenInfo(positions, token=positions)
+            queries, keys = TokenInfo(rows[:, None], token_id=rows[:, None]), TokenInfo(positions, token_id=positions)
             n_visible += float(pattern(torch.tensor(head), queries, keys).sum())
     return n_visible / 2 / length
 

@@ -223,7 +223,7 @@ def test_isolated_documents_have_the_logits_that_they_have_alone(random_model, a
         tokens = draw_tokens(2, sum(lengths), seed)
         documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1) + 3
         with torch.no_grad():
-            packed = model(tokens, documents=documents)
+            packed = model(tokens, document_ids=documents)
             alone = [model(document) for document in tokens.split(lengths, dim=1)]
         close(packed, torch.cat(alone, dim=1))
 
@@ -235,12 +235,12 @@ def test_rows_may_have_their_borders_in_different_places(random_model):
     tokens = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
     documents = torch.tensor([[0] * 5 + [1] * 7, [4] * 9 + [9] * 3])
     with torch.no_grad():
-        packed = model(tokens, documents=documents)
+        packed = model(tokens, document_ids=documents)
         for row, border in ((0, 5), (1, 9)):
             for part in (slice(0, border), slice(border, 12)):
                 close(packed[row, part], model(tokens[row : row + 1, part])[0])
     with pytest.raises(UserError, match="one document a row"):
-        model(tokens, documents=documents, cache=model.new_cache(2, 12))
+        model(tokens, document_ids=documents, cache=model.new_cache(2, 12))
 
 
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
@@ -322,18 +322,18 @@ def test_tokens_that_are_asked_for_do_not_come_as_embeddings(random_model):
 @pytest.mark.parametrize("attention", ["linear(8)", "window(4) | global(2)"])
 def test_documents_may_have_any_numbers(random_model, attention):
     model, tokens = random_model(attention=attention), torch.arange(9)[None]
-    plain = model(tokens, documents=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
-    odd = model(tokens, documents=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
+    plain = model(tokens, document_ids=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
+    odd = model(tokens, document_ids=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
     assert torch.equal(plain, odd)
     with pytest.raises(UserError, match=r"documents are \(1, 9\)"):
-        model(tokens, documents=torch.zeros(1, 8, dtype=int))
+        model(tokens, document_ids=torch.zeros(1, 8, dtype=int))
 
 
 def test_angles_that_depend_on_the_length_do_not_go_with_several_documents(random_model):
     model = random_model(rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_seq_len": 8})
-    model(torch.zeros(1, 8, dtype=int), documents=torch.zeros(1, 8, dtype=int))
+    model(torch.zeros(1, 8, dtype=int), document_ids=torch.zeros(1, 8, dtype=int))
     with pytest.raises(UserError, match="isolated documents"):
-        model(torch.zeros(1, 9, dtype=int), documents=torch.zeros(1, 9, dtype=int))
+        model(torch.zeros(1, 9, dtype=int), document_ids=torch.zeros(1, 9, dtype=int))
 
 
 def test_a_text_without_end_has_no_table_of_angles_without_end(random_model, monkeypatch):
