@@ -15,6 +15,8 @@ from thinker.model.norm import RMSNorm
 from thinker.model.rope import apply_rotary_emb
 from thinker.runtime.errors import UserError
 
+AnyCache = LayerCache | LinearLayer | None
+
 
 class Attention(nn.Module):
     """Multi-head (K = H), grouped-query (K < H, Ainslie et al. 2023, arXiv:2305.13245) or multi-query (K = 1)."""
@@ -44,7 +46,7 @@ class Attention(nn.Module):
         x: Tensor,
         rope: tuple[Tensor, Tensor] | None,
         mask: AttentionMask,
-        cache: LayerCache | LinearLayer | None = None,
+        cache: AnyCache = None,
         slots: CacheSlots | None = None,
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -71,9 +73,7 @@ class Attention(nn.Module):
         )
         return apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope), v
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LayerCache | LinearLayer | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache) -> Tensor:
         """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). `cache` is for layers that keep a state."""
         return attend(q, k, v, mask, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
 
@@ -94,13 +94,7 @@ class Attention(nn.Module):
         return weights
 
     def _attend_with_hooks(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: AttentionMask,
-        cache: LayerCache | LinearLayer | None,
-        is_cached: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache, is_cached: bool
     ) -> Tensor:
         """attend() with hooks on its inputs, the weights and the output of each head."""
         for point, x in (("q", q), ("k", k), ("v", v)):

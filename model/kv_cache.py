@@ -175,7 +175,7 @@ class KVCache:
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows by {max_len} positions: both must be at least 1")
         self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
-        self.mask_builder = MaskBuilder.from_config(config, dtype, self.device)
+        self.mask_builder = MaskBuilder(config, dtype, self.device)
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
         self.layers = [
             self._new_layer(pattern, batch_size, config.head_counts(layer)[1])

@@ -36,34 +36,16 @@ class ForwardContext:
 
 
 class MaskBuilder:
-    """Builds the masks of one model: `patterns` per layer, and what all of its masks have in common."""
+    """Builds the masks of one model, from its patterns per layer and what all of its masks have in common."""
 
-    def __init__(
-        self,
-        patterns: list[Pattern | LinearAttentionSpec],
-        n_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernel: str = "auto",
-        *,
-        alibi: bool = False,
-        plain_scores: bool = True,
-    ) -> None:
-        self.patterns, self.n_heads, self.dtype, self.device, self.kernel = patterns, n_heads, dtype, device, kernel
-        self.plain_scores = plain_scores
-        self.alibi_slopes = alibi_slopes(n_heads, device) if alibi else None
-        self.by_token = any(pattern.by_token for pattern in patterns)
+    def __init__(self, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> None:
+        self.patterns, self.n_heads = config.patterns, config.n_heads
+        self.dtype, self.device, self.kernel = dtype, device, kernel
+        self.plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
+        self.alibi_slopes = alibi_slopes(self.n_heads, device) if config.positions == "alibi" else None
+        self.by_token = any(pattern.by_token for pattern in self.patterns)
         self._length = 0  # that the masks below were built for
         self._masks: dict[Pattern | LinearAttentionSpec, AttentionMask] = {}
-
-    @classmethod
-    def from_config(
-        cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto"
-    ) -> MaskBuilder:
-        """The builder for a model with this config."""
-        plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
-        alibi = config.positions == "alibi"
-        return cls(config.patterns, config.n_heads, dtype, device, kernel, alibi=alibi, plain_scores=plain_scores)
 
     def build(self, pattern: Pattern, query: TokenInfo, key: TokenInfo, aligned: bool = False) -> AttentionMask:
         """build_mask() with what all masks of the model have in common."""
@@ -132,7 +114,11 @@ def build_mask(
     mask = AttentionMask(kernel=kernel, may_be_empty=not pattern.includes_self)
     if kernel == "local":
         mask.local_blocks = LocalBlocks.for_distance(pattern.max_distance, pattern.n_global)
-        query, key = _split_blocks(query, mask.local_blocks)
+        info, blocks = query, mask.local_blocks
+        query, key = (  # (blocks or B·blocks, block) and (..., n_global + before + block)
+            _map_tensors(info, lambda x, i=i: positions_to_blocks(x, blocks, INVALID_POSITION)[i].flatten(0, -2))
+            for i in (0, 1)
+        )
     device = query.position.device
     if pattern.by_head or has_alibi:
         head = torch.arange(n_heads, device=device)[:, None, None]  # (H, 1, 1)
@@ -165,15 +151,6 @@ def _map_tensors(info: TokenInfo, function) -> TokenInfo:  # noqa: ANN001
     """The same tokens with a function applied to each of their tensors."""
     tensors = (getattr(info, field.name) for field in fields(info))
     return TokenInfo(*(None if x is None else function(x) for x in tensors))
-
-
-def _split_blocks(info: TokenInfo, blocks: LocalBlocks) -> tuple[TokenInfo, TokenInfo]:
-    """Queries (blocks or B·blocks, block) and keys (..., n_global + before + block) of the local kernel."""
-    query, key = (
-        _map_tensors(info, lambda x, side=side: positions_to_blocks(x, blocks, INVALID_POSITION)[side].flatten(0, -2))
-        for side in (0, 1)
-    )
-    return query, key
 
 
 def _unsqueeze(info: TokenInfo, dim: int) -> TokenInfo:

@@ -195,11 +195,7 @@ class Thinker(nn.Module):
         return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight)
 
     def make_context(
-        self,
-        inputs: Tensor,
-        tokens: Tensor | None,
-        document_ids: Tensor | None = None,
-        cache: KVCache | None = None,
+        self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
         """Positions and masks of a pass: of a whole sequence, or of the next positions of a cache.
 
@@ -226,7 +222,7 @@ class Thinker(nn.Module):
         built_for = self.dtype, inputs.device, self.kernel
         builder = self.mask_builder
         if builder is None or (builder.dtype, builder.device, builder.kernel) != built_for:
-            self.mask_builder = builder = MaskBuilder.from_config(self.config, *built_for)
+            self.mask_builder = builder = MaskBuilder(self.config, *built_for)
         return builder.whole_sequence(TokenInfo(positions, document_ids, tokens if builder.by_token else None))
 
     def embed(self, inputs: Tensor, context: ForwardContext) -> Tensor:
