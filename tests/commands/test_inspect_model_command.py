@@ -340,7 +340,7 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
     done = run_script(INSPECT, "map", tiny_run)
     assert (done.returncode, done.stderr) == (
         2,
-        "error: the following arguments are required: --prompt; --help lists what there is\n",
+        "error: the following arguments are required: --prompt; --help lists all flags\n",
     )
 
 
