@@ -157,7 +157,7 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
     ("arguments", "message"),
     [
         (["--long", "--factor", "0"], "at least 1"),
-        (["--long", "--tasks", "x"], "contradict"),
+        (["--long", "--tasks", "x"], "--long does not go with --tasks"),
         (["--tasks", "x", "--context", "8"], "--context does not go with --tasks"),
         (["--limit", "3"], "--limit does not go with a plain evaluation"),
         (["--factor", "3"], "--factor does not go with a plain evaluation"),
@@ -177,7 +177,7 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
         (["--long", "--source", "text"], "--path"),
         (["--long", "--path", "README.md"], "--source text"),
         (["--long", "--source", "text", "--path", "nowhere.txt"], "nowhere.txt"),
-        (["--long", "--rope-scaling", "{type: yarn"], "no table"),
+        (["--long", "--rope-scaling", "{type: yarn"], "is not a table"),
         (["--long", "--rope-scaling", "{type: jarn}"], "did you mean yarn"),
         (["--long", "--checkpoint", "step-7"], "no checkpoint step-7"),
         (["--long", "--device", "tpu"], "tpu"),
