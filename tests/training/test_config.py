@@ -1,5 +1,6 @@
 """A config is checked whole; a mistake is one line that names the key and what would be right."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import yaml
 
 from thinker.runtime.errors import UserError
 from thinker.training.config import Config, load_config, validate_config
+from thinker.training.config_docs import config_markdown, config_schema
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -128,3 +131,25 @@ def test_resolved_recipe_is_yaml():
     config = validate_config({"train": {"max_steps": 1}})
     again = yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))
     assert validate_config(again) == config
+
+
+def test_the_generated_page_and_schema_are_up_to_date():
+    hint = "run python scripts/config_docs.py"
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_markdown(), hint
+    assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == config_schema(), hint
+
+
+def test_every_key_has_a_description():
+    for name, section in Config.model_fields.items():
+        for key, field in section.annotation.model_fields.items():
+            assert field.description, f"{name}.{key}"
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, *sorted((ROOT / "benchmarks" / "configs").glob("*.yaml"))], ids=str)
+def test_every_config_names_the_schema_and_has_only_its_keys(path):
+    first_line = path.read_text(encoding="utf-8").splitlines()[0]
+    reference = first_line.removeprefix("# yaml-language-server: $schema=")
+    schema = json.loads((path.parent / reference).read_text(encoding="utf-8"))
+    for name, section in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        properties = schema["$defs"][schema["properties"][name]["$ref"].split("/")[-1]]["properties"]
+        assert section.keys() <= properties.keys()

@@ -1,0 +1,50 @@
+"""docs/config.md and configs/schema.json, generated from the fields of the config's sections."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from thinker.training.config import Config
+
+HEADER = """# Config keys
+
+Every key of a config file, generated from `training/config_sections.py` by `python scripts/config_docs.py`; do not edit
+this page. A key can also be set on the command line, as `section.key=value`.
+"""
+
+
+def config_markdown() -> str:
+    """A table of keys per section."""
+    parts = [HEADER]
+    for section_name, section_field in Config.model_fields.items():
+        section = section_field.annotation
+        schema = section.model_json_schema()
+        parts += [f"## {section_name}\n", f"{section.__doc__.strip()}\n", "| key | type | default | meaning |"]
+        parts.append("|---|---|---|---|")
+        for name, field in section.model_fields.items():
+            default = json.dumps(field.default, ensure_ascii=False)
+            type_name = _type_name(schema["properties"][name]).replace("|", "\\|")
+            parts.append(f"| `{name}` | {type_name} | `{default}` | {field.description} |")
+        parts.append("")
+    lines = "\n".join(parts).rstrip().splitlines()
+    return "\n".join(line.strip() for line in lines) + "\n"
+
+
+def config_schema() -> str:
+    """The JSON schema that editors check config files with."""
+    schema = Config.model_json_schema()
+    schema["title"] = "Thinker config"
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def _type_name(schema: dict[str, Any]) -> str:
+    """A short name of a JSON schema's type, such as "integer ≥ 1 | null"."""
+    if "anyOf" in schema:
+        return " | ".join(_type_name(option) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return " | ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    name = schema.get("type", "any")
+    bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {schema[key]:g}" for key, sign in bounds.items() if abs(schema.get(key, 1e38)) < 1e18]
+    return " ".join([name, ", ".join(limits)]).strip()
