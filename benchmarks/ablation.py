@@ -70,7 +70,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 overrides.append(f"train.batch_size={batch_size}")
                 folder = arguments.folder / f"{corpus}-{name.translate(str.maketrans(' (),|:', '------'))}-{seed}"
                 path = ROOT / "benchmarks" / "configs" / file
-                load_config(path, overrides)  # finds mistakes before the first hour of training
                 runs[corpus, name, seed] = TrainingRun(f"{corpus}, {name}, {seed}", path, overrides, folder)
     train_all(list(runs.values()), arguments.jobs)
     rows = []
@@ -80,16 +79,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"{corpus}, {len(seeds)} seeds: nats per token, difference from full, tokens/s, and relative to full")
         for name, values in losses.items():
             differences = [loss - full_loss for loss, full_loss in zip(values, losses["full"])]
-            row = {
-                "corpus": corpus,
-                "variant": name,
-                "losses": values,
-                "mean_loss": statistics.mean(values),
-                "loss_difference": statistics.mean(differences),
-                "loss_difference_std": statistics.stdev(differences) if len(values) > 1 else 0.0,
-                "tokens": runs[corpus, name, 1].final["tokens"],
-                **speeds[name],
-            }
+            row = {"corpus": corpus, "variant": name, "losses": values, "mean_loss": statistics.mean(values)}
+            row["loss_difference"] = statistics.mean(differences)
+            row["loss_difference_std"] = statistics.stdev(differences) if len(values) > 1 else 0.0
+            row |= {"tokens": runs[corpus, name, 1].final["tokens"], **speeds[name]}
             rows.append(row)
             print(
                 f"{name:<26} {row['mean_loss']:.4f}  {row['loss_difference']:+.4f} ± {row['loss_difference_std']:.4f}"

@@ -197,13 +197,9 @@ def print_table(rows: list[dict[str, Any]], fits: list[dict[str, Any]]) -> None:
     for fit in fits:
         cells = [f"{fit[key]:9.2f}" if (key := f"{name}_exponent") in fit else " " * 9 for name in QUANTITIES]
         longest = select(rows, fit["pattern"], fit["kernel"])[-1]
-        cells += [
-            f"{longest['length']:>6}",
-            f"{longest['forward_flops'] / 1e9:9.2f}",
-            f"{1e3 * longest['forward_s']:9.1f}",
-            f"{1e3 * longest['train_s']:9.1f}",
-            f"{longest['memory_bytes'] / 1e6:8.1f}",
-        ]
+        cells += [f"{longest['length']:>6}", f"{longest['forward_flops'] / 1e9:9.2f}"]
+        cells += [f"{1e3 * longest[key]:9.1f}" for key in ("forward_s", "train_s")]
+        cells.append(f"{longest['memory_bytes'] / 1e6:8.1f}")
         if "decode_s" in longest:
             cells.append(f"{1e6 * longest['decode_s']:9.0f}")
         print(f"{fit['pattern']:<26} {fit['kernel']:<6} {' '.join(cells)}")

@@ -109,10 +109,7 @@ def measure_saves(trainer: Trainer, folder: Path, n_saves: int) -> dict[str, flo
         copies.append(measure_seconds(copy, trainer.device))
         saves.append(measure_seconds(partial(save, foreground), trainer.device))
     background.close()
-    return {
-        "copy_s": statistics.median(copies),
-        "foreground_save_s": statistics.median(saves),
-        "delay_s": statistics.median(delays),
-        "delay_error_s": 1.25 * statistics.stdev(delays) / len(delays) ** 0.5,  # standard error of a median
-        "next_delay_s": statistics.median(next_delays),
-    }
+    samples = {"copy_s": copies, "foreground_save_s": saves, "delay_s": delays, "next_delay_s": next_delays}
+    result = {name: statistics.median(seconds) for name, seconds in samples.items()}
+    result["delay_error_s"] = 1.25 * statistics.stdev(delays) / len(delays) ** 0.5  # standard error of a median
+    return result

@@ -134,14 +134,9 @@ def run_rank(
         time.sleep(SETTLE_S)
         sent.append((loopback_bytes() - bytes_before) / n_ranks / arguments.steps)
     if rank == 0:
-        queue.put(
-            {
-                "sent_bytes": statistics.median(sent),
-                "computed_bytes": computed_bytes(step, n_ranks, parallel, arguments.precision),
-                "seconds": statistics.median(seconds),
-                "parameters": sum(parameter.numel() for parameter in step.model.parameters()),
-            }
-        )
+        result = {"sent_bytes": statistics.median(sent), "seconds": statistics.median(seconds)}
+        result["computed_bytes"] = computed_bytes(step, n_ranks, parallel, arguments.precision)
+        queue.put(result | {"parameters": sum(parameter.numel() for parameter in step.model.parameters())})
     if n_ranks > 1:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from thinker.benchmarks.baselines import to_transformers
-from thinker.benchmarks.environment import measure_bandwidth, measure_seconds
+from thinker.benchmarks.environment import time_alternately
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.inference_model import matrix_bytes
@@ -51,8 +49,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     names = arguments.variants or (CUDA_VARIANTS if device.type == "cuda" else CPU_VARIANTS)
     model = make_random_model(arguments.shape, arguments.prompt + arguments.new, device)
     variants = [make_variant(model, name, arguments.prompt, arguments.new) for name in names.split(",")]
-    bandwidth = measure(variants, arguments.new, arguments.repeats, device)
-    rows = [variant.summarize(arguments.new, arguments.prompt, bandwidth) for variant in variants]
+    data = torch.ones(1 << 26, device=device)
+    calls = [data.sum]
+    for variant in variants:
+        calls += [partial(variant.generate, 1), partial(variant.generate, arguments.new)]
+    data_s, *seconds = [statistics.median(s) for s in time_alternately(calls, arguments.repeats, device)]
+    bandwidth = data.nbytes / data_s
+    rows = []
+    for variant, prefill_s, total_s in zip(variants, seconds[::2], seconds[1::2]):
+        step_s = (total_s - prefill_s) / (arguments.new - 1)
+        rows.append(
+            {"name": variant.name, "batch": variant.batch, "first_token_ms": 1000 * prefill_s,
+             "prefill_tokens_per_second": variant.batch * arguments.prompt / prefill_s,
+             "decode_tokens_per_second": variant.batch / step_s, "step_bytes": variant.step_bytes,
+             "bandwidth_share": variant.step_bytes / step_s / bandwidth}
+        )  # fmt: skip
     print(f"{'':26} batch  first ms  prefill/s  decode/s  MB per step  of bandwidth")
     for row in rows:
         print(
@@ -65,30 +76,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result | {"bandwidth": bandwidth, "rows": rows}
 
 
-@dataclass
-class Variant:
+class Variant(NamedTuple):
     """One way to decode: `generate(n)` generates n tokens for each of `batch` prompts."""
 
     name: str
     batch: int
     step_bytes: int  # read by a step: each matrix once, and the keys and values of each row halfway through the run
     generate: Callable[[int], Any]
-    prefill_seconds: list[float] = field(default_factory=list)  # up to the first token
-    decode_seconds: list[float] = field(default_factory=list)  # for all further tokens
-
-    def summarize(self, n_new: int, n_prompt: int, bandwidth: float) -> dict[str, Any]:
-        """The medians, and which share of the memory bandwidth the steps reach."""
-        prefill = statistics.median(self.prefill_seconds)
-        step = statistics.median(self.decode_seconds) / (n_new - 1)
-        return {
-            "name": self.name,
-            "batch": self.batch,
-            "first_token_ms": 1000 * prefill,
-            "prefill_tokens_per_second": self.batch * n_prompt / prefill,
-            "decode_tokens_per_second": self.batch / step,
-            "step_bytes": self.step_bytes,
-            "bandwidth_share": self.step_bytes / step / bandwidth,
-        }
 
 
 def make_random_model(shape: str, max_seq_len: int, device: torch.device) -> Thinker:
@@ -160,17 +154,3 @@ def transformers_generate(
         assert output.shape[1] == n_prompt + count
 
     return generate, matrix_bytes(model) // 4 * dtype.itemsize
-
-
-def measure(variants: list[Variant], n_new: int, repeats: int, device: torch.device) -> float:
-    """Time all variants alternately, so that noise affects them alike. Returns the median memory bandwidth."""
-    for variant in tqdm(variants, desc="warming up", leave=False):
-        variant.generate(min(8, n_new))
-    bandwidths = []
-    for _ in tqdm(range(repeats), desc="measuring", leave=False):
-        bandwidths.append(measure_bandwidth(device))
-        for variant in variants:
-            prefill = measure_seconds(partial(variant.generate, 1), device)
-            variant.prefill_seconds.append(prefill)
-            variant.decode_seconds.append(measure_seconds(partial(variant.generate, n_new), device) - prefill)
-    return statistics.median(bandwidths)

@@ -74,14 +74,11 @@ def measure(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
     bytes_per_token = caches[64, "full"].nbytes / MAX_LEN
     rows = []
     for length in LENGTHS:
-        row = {
-            "length": length,
-            "full_ms": 1000 * statistics.median(seconds[length, "full"]),
-            "window_ms": 1000 * statistics.median(seconds[length, "window"]),
-            "bytes_ms": 1000 * (length - 64) * bytes_per_token / bandwidth,
-            "full_cache_bytes": int(length * bytes_per_token),
-            "window_cache_bytes": caches[length, "window"].nbytes,
-        }
+        row = {"length": length, "bytes_ms": 1000 * (length - 64) * bytes_per_token / bandwidth,
+               "full_cache_bytes": int(length * bytes_per_token),
+               "window_cache_bytes": caches[length, "window"].nbytes}  # fmt: skip
+        for kind in ("full", "window"):
+            row[f"{kind}_ms"] = 1000 * statistics.median(seconds[length, kind])
         if rows:
             row["ratio"] = (row["full_ms"] - rows[0]["full_ms"]) / row["bytes_ms"]
         rows.append(row)

@@ -39,7 +39,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             overrides = [*arguments.overrides, *sizes]
             if key:
                 overrides.append(f"{key}={scale_setting(load_config(arguments.config, overrides), key, setting)}")
-            load_config(arguments.config, overrides)  # finds mistakes before the first hour of training
             runs[shape].append(TrainingRun(name, arguments.config, overrides, arguments.folder / name))
     train_all([run for shape_runs in runs.values() for run in shape_runs], arguments.jobs)
     rows = []

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
+from thinker.training.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,6 +32,10 @@ class TrainingRun:
     resolved: dict[str, Any] = field(default_factory=dict)  # the run's config.yaml
     curve: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl with a validation loss
     peak_memory: int = 0  # bytes
+
+    def __post_init__(self) -> None:
+        """Find mistakes in the config before the first hour of training. Raises UserError."""
+        load_config(self.config, self.overrides)
 
     @property
     def final(self) -> dict[str, Any]:
