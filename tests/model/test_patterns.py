@@ -95,11 +95,15 @@ def brute_force(sees, q, k, v, query, key, attn_logit_softcap, sinks, alibi):
                 scores = k[b, kv] @ q[b, h, t] * D**-0.5  # (S,)
                 if attn_logit_softcap is not None:
                     scores = attn_logit_softcap * torch.tanh(scores / attn_logit_softcap)
-                spots = [Spot(int(p), int(i), s) for s, (p, i) in enumerate(zip(key.position[b], key.token[b]))]
-                mine = Spot(int(query.position[b, t]), int(query.token[b, t]), t)
+                spots = [Spot(int(p), int(i), s) for s, (p, i) in enumerate(zip(key.position[b], key.token_id[b]))]
+                mine = Spot(int(query.position[b, t]), int(query.token_id[b, t]), t)
                 if alibi is not None:
                     scores = scores - alibi[h] * (mine.at - key.position[b]).abs()
-                near = [s for s in spots if query.document is None or query.document[b, t] == key.document[b, s.index]]
+                near = [
+                    s
+                    for s in spots
+                    if query.document_id is None or query.document_id[b, t] == key.document_id[b, s.index]
+                ]
                 before = [s for s in near if s.at <= mine.at]
                 mine.higher = {s.index: sum(bool(scores[o.index] > scores[s.index]) for o in before) for s in near}
                 seen = [s.index for s in near if sees(h, mine, s)]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.benchmarks.baselines import as_transformers
+from thinker.benchmarks.baselines import to_transformers
 from thinker.model.rope import Rope, RopeScaling, apply_rotary_emb
 from thinker.runtime.errors import UserError
 
@@ -91,7 +91,7 @@ def close(ours, theirs, atol):
 
 def logits_of_transformers(model, values, tokens):
     """Of a fresh model with our weights: transformers' dynamic angles depend on the passes before."""
-    other = as_transformers(model)
+    other = to_transformers(model)
     config = copy.deepcopy(other.config)
     config.max_position_embeddings = values.get("original_max_seq_len", ORIGINAL)
     config.rope_parameters = their_parameters(values, model.config.rope_theta)

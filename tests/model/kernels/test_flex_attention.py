@@ -84,7 +84,7 @@ def test_a_query_that_sees_nothing_gives_0():
     for features in ("", "sinks"):
         pattern, places, inputs, *scores = situation("token(3)", features)
         y = computed("flex", pattern, places, inputs, *scores)
-        blind = (places.token == 3).cumsum(1) == 0  # nothing to see until the first of them has come
+        blind = (places.token_id == 3).cumsum(1) == 0  # nothing to see until the first of them has come
         assert blind.any()
         assert y.transpose(1, 2)[blind].abs().max() == 0
         assert y.transpose(1, 2)[~blind].abs().amin((-1, -2)).min() > 0

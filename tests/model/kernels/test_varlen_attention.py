@@ -65,13 +65,13 @@ def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, groupe
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_torchs_function_takes_what_it_is_given(kv_heads):
     varlen = VarlenAttention(torch.zeros(2, 8, dtype=torch.int64), None)
-    signature, taken = inspect.signature(varlen.attend), []
+    signature, taken = inspect.signature(varlen.varlen_attn), []
 
     def take(*values, **options):
         taken.append(signature.bind(*values, **options).arguments)
         return values[0]
 
-    varlen.attend = take
+    varlen.varlen_attn = take
     varlen(torch.randn(2, 4, 8, 16), *torch.randn(2, 2, kv_heads, 8, 16), 0.25)
     assert taken[0]["window_size"] == (-1, 0)  # what torch takes for causal
     assert taken[0]["scale"] == 0.25
