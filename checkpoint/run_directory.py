@@ -139,20 +139,20 @@ class RunDirectory:
 
         Raises UserError where every checkpoint is damaged, UnsupportedFormat where the newest is of another version.
         """
-        has_damaged = False
-        for folder in reversed(list_checkpoints(self.checkpoints)):
+        damaged: set[Path] = set()
+        while candidates := [folder for folder in list_checkpoints(self.checkpoints) if folder not in damaged]:
+            newest = candidates[-1]
             try:
-                verify(folder)
+                verify(newest)
             except CorruptCheckpoint as error:
-                if not folder.exists():
-                    return self.latest()  # a running training has just removed it, and written another
-                print(f"passing over a checkpoint: {error}", file=sys.stderr)
-                has_damaged = True
+                if newest.exists():  # otherwise a running training has just removed it, after it saved another
+                    print(f"passing over a checkpoint: {error}", file=sys.stderr)
+                    damaged.add(newest)
                 continue
-            if has_damaged:
-                print(f"using {folder} instead", file=sys.stderr)
-            return folder
-        if has_damaged:
+            if damaged:
+                print(f"using {newest} instead", file=sys.stderr)
+            return newest
+        if damaged:
             best = ", ".join(path.name for path in list_checkpoints(self.checkpoints, "best"))
             hint = f"; there is {best} to sample from (--checkpoint best)" if best else ""
             raise UserError(

@@ -1,4 +1,4 @@
-"""What the tests share: real commands in real processes, and one small model that a real training made."""
+"""What the tests share: real commands in processes of their own, a tiny trained run, random models."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 settings.register_profile("thinker", deadline=None)  # a busy machine is no failure
 settings.load_profile("thinker")
 
-# Small enough to train in a second; overrides of tests/fixtures/base.yaml.
+# Overrides of tests/fixtures/base.yaml: a run that trains in a second.
 TINY_OVERRIDES = [
     "model.d_model=32",
     "model.n_layers=2",
@@ -37,17 +37,21 @@ TINY_OVERRIDES = [
 ]
 
 
-def run_script(*arguments, cwd=ROOT, timeout=120, **environment):
-    """A command of ours as a user runs it. Returns the finished process with its text.
+def run_script(*args, cwd=ROOT, timeout=600, **variables):
+    """Run a script as a user does, with these environment variables; returns its exit status and output.
 
-    It is forked from one that has imported torch already, unless it wants an environment of its own from the start.
+    Our own scripts are forked from a process that has imported torch already. `timeout` only guards against hanging.
     """
-    arguments, everything = [str(argument) for argument in arguments], {**os.environ, "PYTHONUTF8": "1", **environment}
-    if not environment and Path(arguments[0]).is_relative_to(ROOT):
-        return fork_server.run(arguments, cwd, everything, timeout)
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=everything, capture_output=True, text=True, timeout=timeout
-    )
+    args, environment = [str(argument) for argument in args], {**os.environ, "PYTHONUTF8": "1", **variables}
+    if Path(args[0]).is_relative_to(ROOT):
+        return fork_server.run_script(args, cwd, environment, timeout)
+    command = [sys.executable, *args]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def start_script(*args, **options):
+    """Start one of our scripts and return at once, with a fork_server.ForkedCommand."""
+    return fork_server.ForkedCommand(args, **options)
 
 
 def pytest_addoption(parser):

@@ -1,21 +1,24 @@
-"""Commands of ours in processes of their own that a server forks: without the seconds that importing torch takes."""
+"""Commands and ranks in processes that a server forks, which spares each of them the seconds to import torch."""
 
 import atexit
+import contextlib
+import importlib.util
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LOADED = [
+PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -29,10 +32,13 @@ LOADED = [
 ]
 
 
-def server():
-    """The context whose processes are forked from one that has imported what our commands import."""
+def fork_context():
+    """The multiprocessing context whose server has imported what our commands import."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
+    if multiprocessing.forkserver._forkserver._forkserver_pid is None:
+        missing = [name for name in PRELOADED if importlib.util.find_spec(name) is None]
+        assert not missing, f"the fork server would skip {missing}"
+    context.set_forkserver_preload(PRELOADED)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
     multiprocessing.forkserver.ensure_running()
@@ -43,37 +49,40 @@ def server():
     return context
 
 
-def together(size, target, *given, timeout=300):
-    """Call target(dist, *given) in `size` processes, its ranks; returns what each gives back, JSON or None.
+# ------------------------------------------------------------------ ranks
 
-    Raises AssertionError with what they have written on standard error where one fails.
+
+def run_ranks(n_ranks, target, *args, timeout=600):
+    """Call target(dist, *args) in `n_ranks` processes, its ranks; returns what each of them returns, as JSON has it.
+
+    Raises AssertionError with the ranks' standard error if one fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        ended = outcomes(size, target, *given, timeout=timeout, folder=folder)
-        assert all(code == 0 for code, _ in ended), ended
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+        exits = run_ranks_to_exit(n_ranks, target, *args, timeout=timeout, folder=folder)
+        assert all(status == 0 for status, _ in exits), exits
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(n_ranks)]
 
 
-def outcomes(size, target, *given, timeout=300, folder, hanging=()):
-    """As together(), whatever becomes of them: (exit status, standard error) of each rank.
+def run_ranks_to_exit(n_ranks, target, *args, timeout=600, folder, hanging=()):
+    """As run_ranks(), for ranks that may fail: returns (exit status, standard error) of each rank.
 
-    Those that outlive `timeout`, or are `hanging` when the others have ended, are killed.
+    Ranks in `hanging` are killed when the others have ended; `timeout` (seconds) only guards against a hanging test.
     """
-    port = free_port()
+    port, context = free_port(), fork_context()
     processes = [
-        server().Process(target=_be_a_rank, args=(rank, size, port, str(folder), target, given)) for rank in range(size)
+        context.Process(target=_run_rank, args=(rank, n_ranks, port, str(folder), target, args))
+        for rank in range(n_ranks)
     ]
     for process in processes:
         process.start()
-    end = time.monotonic() + timeout
     for rank, process in enumerate(processes):
         if rank not in hanging:
-            process.join(max(0, end - time.monotonic()))
+            process.join(timeout)
     for process in processes:
         process.kill()
         process.join()
-    said = [Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(size)]
-    return [(process.exitcode, text) for process, text in zip(processes, said)]
+    errors = [Path(folder, f"{rank}.err").read_text(errors="replace") for rank in range(n_ranks)]
+    return [(process.exitcode, text) for process, text in zip(processes, errors)]
 
 
 def free_port():
@@ -82,16 +91,19 @@ def free_port():
         return free.getsockname()[1]
 
 
-def place(rank, size, port):
-    """The environment of a rank, as torchrun makes it."""
-    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def rank_environment(rank, n_ranks, port):
+    """The environment variables that torchrun gives a rank."""
+    variables = {"RANK": rank, "WORLD_SIZE": n_ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n_ranks}
+    return {name: str(value) for name, value in variables.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
-def _be_a_rank(rank, size, port, folder, target, given):
-    os.dup2(os.open(Path(folder, f"{rank}.err"), os.O_WRONLY | os.O_CREAT), 2)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False, buffering=1)  # noqa: SIM115
-    os.environ.update(place(rank, size, port) if size > 1 else {})
+def _run_rank(rank, n_ranks, port, folder, target, args):
+    _redirect(2, Path(folder, f"{rank}.err"))
+    if n_ranks > 1:
+        os.environ.update(rank_environment(rank, n_ranks, port))
     import torch
 
     from thinker.runtime.errors import run_command
@@ -101,51 +113,117 @@ def _be_a_rank(rank, size, port, folder, target, given):
 
     def main():
         with distributed_session() as dist:
-            found = target(dist, *given)
-        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+            result = target(dist, *args)
+        Path(folder, f"{rank}.json").write_text(json.dumps(result))
         return 0
 
-    status = 1
-    try:
-        run_command(main)
-    except SystemExit as end:
-        status = end.code
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)
+    _exit_as(lambda: run_command(main))
 
 
-def run(arguments, cwd, environment, timeout):
-    """As subprocess.run of a script of ours, with its text captured; raises TimeoutExpired as that does."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        process = server().Process(target=_be, args=(arguments, str(cwd), environment, str(out), str(err)))
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(arguments, timeout, out.read_text(), err.read_text())
-        text = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
-        return subprocess.CompletedProcess(arguments, process.exitcode, *text)
+# ------------------------------------------------------------------ commands
 
 
-def _be(arguments, cwd, environment, out, err):
-    """Become that command."""
-    for number, path in ((1, out), (2, err)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(file, number)
-        os.close(file)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
+class ForkedCommand:
+    """A script of ours in a process of its own, with the methods of subprocess.Popen that tests use.
+
+    Its output goes to files, standard error to `stderr` if given ("closed": to nowhere). It ignores the signals in
+    `ignored`, as under nohup.
+    """
+
+    def __init__(self, args, cwd=ROOT, environment=None, stderr=None, ignored=()):
+        self.args = [str(argument) for argument in args]
+        self._folder = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._folder.name, name) for name in ("out", "err"))
+        stderr = str(stderr or self._err)
+        environment = dict(os.environ if environment is None else environment)
+        self._process = fork_context().Process(
+            target=_run_script, args=(self.args, str(cwd), environment, str(self._out), stderr, ignored)
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=600):
+        """The exit status; raises subprocess.TimeoutExpired, and kills the process, after `timeout` seconds."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.kill()
+            self._process.join()
+            raise subprocess.TimeoutExpired(self.args, timeout, *self.output())
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def terminate(self):
+        self._process.terminate()
+
+    def kill(self):
+        self._process.kill()
+
+    def output(self):
+        """What it has written so far to standard output and to standard error."""
+        paths = (self._out, self._err)
+        return tuple(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in paths)
+
+    def communicate(self, timeout=600):
+        """Wait for its end; returns its standard output and standard error."""
+        self.wait(timeout)
+        return self.output()
+
+
+def run_script(args, cwd, environment, timeout):
+    """As subprocess.run() of one of our scripts, with its output captured as text."""
+    command = ForkedCommand(args, cwd, environment)
+    stdout, stderr = command.communicate(timeout)
+    return subprocess.CompletedProcess(args, command.returncode, stdout, stderr)
+
+
+def _run_script(args, cwd, environment, stdout, stderr, ignored):
+    _redirect(1, stdout)
+    if stderr == "closed":
+        os.close(2)
+        sys.stderr = None
+    else:
+        _redirect(2, stderr)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # whatever started the tests may ignore some
+        handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in ignored else handler)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv, sys.path[0] = list(arguments), str(Path(arguments[0]).parent)
+    sys.argv, sys.path[0] = list(args), str(Path(args[0]).parent)
+    _exit_as(lambda: runpy.run_path(args[0], run_name="__main__"))
+
+
+def _redirect(descriptor, path):
+    """Let the process write standard output (1) or standard error (2) to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(file, descriptor)
+    os.close(file)
+    is_error = descriptor == 2
+    stream = open(  # noqa: SIM115
+        descriptor,
+        "w",
+        encoding="utf-8",
+        errors="backslashreplace" if is_error else "strict",
+        buffering=1 if is_error else -1,
+        closefd=False,
+    )
+    setattr(sys, "stderr" if is_error else "stdout", stream)
+
+
+def _exit_as(function):
+    """Call the function and end the process as Python would end it, with its exit status."""
     status = 0
     try:
-        runpy.run_path(arguments[0], run_name="__main__")
+        function()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -154,5 +232,7 @@ def _be(arguments, cwd, environment, out, err):
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""What several ranks do in tests, each in a process of its own: targets for forks.together()."""
+"""What the ranks of tests do, each in a process of its own: targets for fork_server.run_ranks()."""
 
 import os
 import signal
@@ -12,6 +12,7 @@ from thinker import checkpoint
 from thinker.checkpoint import CheckpointManager
 from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
+from thinker.runtime import process_group
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import full_tensor
 from thinker.training import resume
@@ -58,28 +59,28 @@ def make_step(dist, model_config=CONFIG, optimizer="adamw", **train):
     train.setdefault("micro_batch_size", ROWS // dist.world_size)
     config = validate_config({"train": train, "optimizer": {"name": optimizer}, "data": {"seq_len": T}})
     if not torch.distributed.is_initialized():
-        dist.init_process_group("cpu", 60.0)
+        dist.init_process_group("cpu", 600.0)
     settings = resolve_settings(config, model_config, CPU, dist=dist)
     return TrainingStep(build_model(model_config, 1, CPU), settings, dist=dist)
 
 
-def everything(step):
+def full_state(step):
     """Weights and optimizer state, whole, as a safetensors file can hold them."""
     tensors = checkpoint.model_tensors(step.model) | step.optimizers.tensors()
     return {name: full_tensor(tensor.detach()).clone().contiguous() for name, tensor in tensors.items()}
 
 
-def learn(dist, out, steps, options):
+def train_steps(dist, out, steps, options):
     """Make so many steps. Returns (loss, gradient norm) of each; `out` gets all that there is then."""
     step = make_step(dist, **options)
     found = [[float(number) for number in step(batch(number, dist), 1.0)] for number in range(steps)]
-    tensors = everything(step)
+    tensors = full_state(step)
     if dist.is_main:
         save_file(tensors, out)
     return found
 
 
-def gradients(dist, folder, steps, options):
+def compare_gradients(dist, folder, steps, options):
     """The clipped gradients of each step, into a file each; where there are files already, from the weights in them.
 
     Returns: for each step how far each gradient is, relative to its norm, from that in the file.
@@ -119,13 +120,13 @@ def gradients(dist, folder, steps, options):
     return far
 
 
-def save(dist, folder, parallel):
+def save_checkpoints(dist, folder, parallel):
     """Two steps with each optimizer, then checkpoints of them, whole and sharded, and what was saved in them."""
     for optimizer in ("adamw", "muon"):
         step = make_step(dist, optimizer=optimizer, parallel=parallel)
         for number in range(2):
             step(batch(number, dist), 1.0)
-        tensors = everything(step)
+        tensors = full_state(step)
         for sharded in (False, True):
             place = Path(folder, f"{optimizer}-{dist.world_size}-{parallel}-{'sharded' if sharded else 'whole'}")
             if dist.is_main:
@@ -138,13 +139,13 @@ def save(dist, folder, parallel):
             dist.broadcast_object()  # rank 0 has written
 
 
-def load(dist, folder, parallel):
+def restore_checkpoints(dist, folder, parallel):
     """Take every checkpoint up. Returns what is not bit for bit as it was saved, and the loss of a step from each."""
     changed, losses = [], {}
     for place in sorted(Path(folder).iterdir()):
         step = make_step(dist, optimizer=place.name.split("-")[0], parallel=parallel)
         resume.restore(place / "step-00000002", step, RunState(step=2))
-        found, was = everything(step), load_file(place / "was.safetensors")
+        found, was = full_state(step), load_file(place / "was.safetensors")
         assert found.keys() == was.keys()
         assert any(name.startswith("optimizer.") for name in was)
         changed += [f"{place.name} {name}" for name in was if not torch.equal(found[name], was[name])]
@@ -152,7 +153,7 @@ def load(dist, folder, parallel):
     return changed, losses
 
 
-def train(dist, config, overrides):
+def train_and_record_inputs(dist, config, overrides):
     """Train by a config, from where its run stands. Returns the inputs of each step as this rank saw them."""
     trainer, seen = build_trainer(load_config(config, overrides), dist), []
 
@@ -169,7 +170,7 @@ def train(dist, config, overrides):
     return seen
 
 
-def frequent(dist, precision, parallel):
+def gradients_of_a_frequent_token(dist, precision, parallel):
     """The gradients of a batch in which every other one of 12,288 tokens is the same, unclipped; and how many of a
     matrix's numbers bf16 could hold.
     """
@@ -193,7 +194,7 @@ def frequent(dist, precision, parallel):
     )
 
 
-def when_summed(dist, parallel):
+def gradients_missing_before_micro_batches(dist, parallel):
     """Before each of two micro-batches: whether a matrix has no gradient yet, which FSDP2 sums before it is there."""
     step, seen = make_step(dist, parallel=parallel, micro_batch_size=2), []
     weight = step.optimizers.optimizers[0].param_groups[0]["params"][0]
@@ -202,7 +203,7 @@ def when_summed(dist, parallel):
     return seen
 
 
-def hear(dist, config, overrides):
+def evaluate_and_signal(dist, config, overrides):
     """A signal to the last rank alone, as all hear of it, and what an evaluation says before and after."""
     trainer = build_trainer(load_config(config, overrides), dist)
     before = trainer.evaluator(trainer.model, trainer.poll_signals)
@@ -213,25 +214,26 @@ def hear(dist, config, overrides):
     return before.loss, before.n_tokens, after, trainer.stopping
 
 
-def fail(dist, what):
-    """Rank 1 fails before the third step, in some way; the others wait for it."""
-    dist.init_process_group("cpu", 4.0)
+def fail_on_rank_1(dist, failure, timeout):
+    """Rank 1 fails before the third step, while the others wait for it; `timeout`: seconds that ranks wait at most."""
+    process_group.ROLL_CALL_SECONDS = 10.0  # on a busy machine the ranks find out at different times
+    dist.init_process_group("cpu", timeout)
     step = make_step(dist)
     for number in range(5):
         if number == 2 and dist.rank == 1:
-            if what == "raise":
+            if failure == "exception":
                 raise ZeroDivisionError("boom on rank 1")
-            if what == "network":
-                raise TimeoutError("the hub timed out")  # a fault of its own, not another rank's silence
-            if what == "mistake":
+            if failure == "network":
+                raise TimeoutError("the hub timed out")  # an error of its own, not another rank's silence
+            if failure == "user error":
                 raise UserError("rank 1 cannot read its data")
-            if what == "die":
+            if failure == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if what in ("hang", "silence"):
-                time.sleep(600)
-        if number == 2 and what == "silence":
-            dist.gather_objects(number)  # rank 1 does not come to it
-        if number == 2 and what == "mistake of all":
+            if failure.startswith("hangs"):
+                time.sleep(3600)  # the test kills it
+        if number == 2 and failure == "hangs before an object":
+            dist.gather_objects(number)  # rank 1 never comes here
+        if number == 2 and failure == "user error on all ranks":
             raise UserError("nobody can read the data")
         dist.all_gather_scalars(number)
         step(batch(number, dist), 1.0)

@@ -5,16 +5,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import fork_server
 import pytest
 import rank_workers
 import torch
-from conftest import ROOT
+from conftest import ROOT, start_script
 from safetensors.torch import load_file
-from training_runs import debris, last_step, numbers, steps
+from training_runs import checkpoint_steps, last_step, metrics_without_times, temporary_files, wait_for
 
 from thinker import checkpoint
 
@@ -22,7 +21,7 @@ CONFIG = """
 model: {d_model: 32, n_layers: 2, n_heads: 2, n_kv_heads: 1}
 data: {source: tales, max_documents: 60, seq_len: 64, tokenizer: byte}
 train: {max_steps: 60, batch_size: 8, eval_every: 30, save_every: 10, precision: fp32, compile: false, device: cpu,
-  dist_timeout_s: 20}
+  dist_timeout_s: 600}
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
@@ -36,18 +35,18 @@ def config(tmp_path_factory):
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """Start a training of two ranks under the real torchrun; what is left of it in the end is a failure."""
-    started, log = [], tmp_path / "log"
+    """Starts a training of two ranks under the real torchrun; a rank that outlives the test is a failure."""
+    processes, log = [], tmp_path / "log"
 
     def start(*arguments, options=()):
         with log.open("w") as out:
             command = [*TORCHRUN, *options, *map(str, arguments)]
-            started.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
-        return started[-1], log
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT))
+        return processes[-1], log
 
     yield start
-    for process in started:
-        left = [] if process.poll() is not None else ranks_of(process)
+    for process in processes:
+        left = [] if process.poll() is not None else rank_pids(process)
         process.kill()
         process.wait()
         for pid in left:
@@ -55,41 +54,43 @@ def torchrun(tmp_path):
         assert left == [], log.read_text()
 
 
-def ranks_of(process):
-    """The process numbers of torchrun's ranks, rank 0 first."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+def rank_pids(torchrun):
+    """The process ids of torchrun's ranks, rank 0 first."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children")
     try:
         pids = [int(pid) for pid in children.read_text().split()]
-        named = {pid: re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
+        ranks = {pid: re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
     except OSError:
         return []
-    return sorted((pid for pid in pids if named[pid]), key=lambda pid: int(named[pid][1]))
+    return sorted((pid for pid in pids if ranks[pid]), key=lambda pid: int(ranks[pid][1]))
 
 
-def wait_for(condition, log, seconds=90):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.01)
+@pytest.fixture
+def start_ranks():
+    """Starts the two ranks of a training without torchrun, which spares its processes the import of torch."""
+    commands = []
+
+    def start(*arguments):
+        port = fork_server.free_port()
+        environments = [os.environ | fork_server.rank_environment(rank, 2, port) for rank in range(2)]
+        ranks = [start_script(ROOT / "train.py", *arguments, environment=each) for each in environments]
+        commands.extend(ranks)
+        return ranks
+
+    yield start
+    for command in commands:
+        command.kill()
+        command.wait()
 
 
-def gone(pids):
+def has_ended(pids):
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.parametrize(("rank", "parallel", "sharded"), [(0, "ddp", False), (1, "fsdp", True)])
-def test_a_killed_rank_costs_only_time(torchrun, config, tmp_path, rank, parallel, sharded):
-    form = [f"train.parallel={parallel}", f"train.save_sharded={str(sharded).lower()}"]
-    run, calm = tmp_path / "run", tmp_path / "calm"
-    process, log = torchrun("train.py", config, f"run.dir={run}", *form, options=["--max-restarts", "1"])
-    wait_for(lambda: last_step(run) >= 24, log)
-    first = ranks_of(process)
-    os.kill(first[rank], signal.SIGKILL)
-    assert process.wait(120) == 0, log.read_text()
-    assert gone(first)
-    begun = re.findall(r"resuming from step (\d+)", log.read_text())
-    assert begun in (["20"], ["30"], ["40"])
-    fork_server.together(2, rank_workers.train, str(config), [f"run.dir={calm}", *form])
+def assert_as_if_uninterrupted(run, config, options, tmp_path):
+    """The run is, to the last bit, as one of two ranks that nobody kills."""
+    calm = tmp_path / "calm"
+    fork_server.run_ranks(2, rank_workers.train_and_record_inputs, str(config), [f"run.dir={calm}", *options])
     ours, theirs = (
         {path.name: load_file(path) for path in (folder / "checkpoints" / "step-00000060").glob("*.safetensors")}
         for folder in (run, calm)
@@ -98,40 +99,75 @@ def test_a_killed_rank_costs_only_time(torchrun, config, tmp_path, rank, paralle
     for file in theirs:
         assert ours[file].keys() == theirs[file].keys()
         assert all(torch.equal(ours[file][name], tensor) for name, tensor in theirs[file].items())
-    assert numbers(run) == numbers(calm)
+    assert metrics_without_times(run) == metrics_without_times(calm)
 
 
-@pytest.mark.parametrize("told", [0, 1, "torchrun"])
-def test_a_signal_to_any_rank_saves_on_all_at_the_same_step(torchrun, config, tmp_path, told):
-    run = tmp_path / "run"
-    process, log = torchrun(
-        "train.py",
-        config,
-        f"run.dir={run}",
-        "train.max_steps=100000",
-        "train.save_every=null",
-        "train.save_sharded=true",
-    )
-    wait_for(lambda: last_step(run) >= 10, log)
-    pids, start = ranks_of(process), time.monotonic()
-    os.kill(process.pid if told == "torchrun" else pids[told], signal.SIGTERM)
-    assert process.wait(60) != 0
-    assert time.monotonic() - start < 20  # torchrun would kill them after 30
-    assert gone(pids)
-    (step,) = steps(run)
+def test_torchrun_restarts_after_a_rank_was_killed(torchrun, config, tmp_path):
+    run, options = tmp_path / "run", ["train.parallel=ddp"]
+    process, log = torchrun("train.py", config, f"run.dir={run}", *options, options=["--max-restarts", "1"])
+    assert wait_for(lambda: last_step(run) >= 24, process), log.read_text()
+    pids = rank_pids(process)
+    os.kill(pids[0], signal.SIGKILL)
+    assert process.wait(600) == 0, log.read_text()
+    assert has_ended(pids)
+    resumed = re.findall(r"resuming from step (\d+)", log.read_text())
+    assert resumed in (["20"], ["30"], ["40"], ["50"])
+    assert_as_if_uninterrupted(run, config, options, tmp_path)
+
+
+def test_a_killed_rank_ends_the_others_and_costs_only_time(start_ranks, config, tmp_path):
+    run, options = tmp_path / "run", ["train.parallel=fsdp", "train.save_sharded=true"]
+    ranks = start_ranks(config, f"run.dir={run}", *options)
+    assert wait_for(lambda: last_step(run) >= 24, ranks[0]), ranks[0].output()
+    ranks[1].kill()
+    assert ranks[0].wait() == 1
+    assert re.search(r"rank 1 \(process \d+ on \S+\) of 2 has gone", ranks[0].output()[1])
+    ranks = start_ranks(config, f"run.dir={run}", *options)
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.output() for rank in ranks]
+    (resumed,) = re.findall(r"resuming from step (\d+)", ranks[0].output()[1])
+    assert resumed in ("20", "30", "40", "50")
+    assert_as_if_uninterrupted(run, config, options, tmp_path)
+
+
+ENDLESS = ["train.max_steps=100000", "train.save_every=null", "train.save_sharded=true"]
+
+
+def assert_saved_once_by_both(run, log):
+    (step,) = checkpoint_steps(run)
     assert step == last_step(run) >= 10
-    assert log.read_text().count(f"saved step {step} in {run}") == 1
+    assert log.count(f"saved step {step} in {run}") == 1
     folder = run / "checkpoints" / f"step-{step:08d}"
     checkpoint.verify(folder)
-    assert len(list(folder.glob("shard-*"))) == 2  # both have written their part
-    assert debris(run) == []
+    assert len(list(folder.glob("shard-*"))) == 2  # each rank has written its part
+    assert temporary_files(run) == []
 
 
-def test_a_mistake_is_shown_once_and_ends_all(torchrun, config, tmp_path):
-    process, log = torchrun("train.py", config, f"run.dir={tmp_path / 'run'}", "train.batch_size=7")
-    assert process.wait(60) != 0
-    errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
-    assert errors == [
+def test_a_signal_to_torchrun_saves_on_all_ranks_at_the_same_step(torchrun, config, tmp_path):
+    run = tmp_path / "run"
+    process, log = torchrun("train.py", config, f"run.dir={run}", *ENDLESS)
+    assert wait_for(lambda: last_step(run) >= 10, process), log.read_text()
+    pids = rank_pids(process)
+    process.terminate()
+    assert process.wait(600) != 0
+    assert has_ended(pids)
+    assert_saved_once_by_both(run, log.read_text())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_any_rank_saves_on_all_at_the_same_step(start_ranks, config, tmp_path, rank):
+    run = tmp_path / "run"
+    ranks = start_ranks(config, f"run.dir={run}", *ENDLESS)
+    assert wait_for(lambda: last_step(run) >= 10, ranks[0]), ranks[0].output()
+    ranks[rank].send_signal(signal.SIGTERM)
+    assert [each.wait() for each in ranks] == [143, 143]
+    assert_saved_once_by_both(run, "".join(each.output()[1] for each in ranks))
+
+
+def test_a_mistake_is_shown_once_and_ends_all(start_ranks, config, tmp_path):
+    ranks = start_ranks(config, f"run.dir={tmp_path / 'run'}", "train.batch_size=7")
+    assert [rank.wait() for rank in ranks] == [2, 2]
+    lines = [line for rank in ranks for line in rank.output()[1].splitlines()]
+    assert [line for line in lines if line.startswith("error:")] == [
         "error: train.batch_size (7) is split over 2 ranks: it must be a multiple of 2, such as 6 or 8; "
         "7 goes with so many ranks: 1, 7"
     ]
@@ -144,52 +180,61 @@ def test_a_rank_that_cannot_start_ends_the_others(torchrun, config, tmp_path):
     script.write_text(f'#!/bin/sh\n[ "$RANK" = 1 ] && exit 3\nexec {sys.executable} "$@"\n')
     script.chmod(0o755)
     process, log = torchrun(script, "train.py", config, f"run.dir={tmp_path / 'run'}", options=["--no-python"])
-    assert process.wait(60) != 0
+    assert process.wait(600) != 0
     assert "exitcode  : 3" in log.read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_never_comes_is_named(config, tmp_path, rank, monkeypatch):
+def test_a_rank_that_never_starts_is_named(config, tmp_path, rank):
     """Nobody else is started; without rank 0, which keeps the store, nobody can be asked."""
-    environment = os.environ | fork_server.place(rank, 2, fork_server.free_port())
-    code = (
-        "import runpy, sys; from thinker.runtime import process_group; process_group.CONNECT_SECONDS = 2; "
-        "del sys.argv[0]; runpy.run_path('train.py', None, '__main__')"
+    script = tmp_path / "impatient.py"
+    script.write_text(
+        "import runpy\nfrom thinker.runtime import process_group\nprocess_group.CONNECT_SECONDS = 2\n"
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, None, '__main__')\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code, "train.py", config, f"run.dir={tmp_path / 'run'}", "train.dist_timeout_s=2"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert found.returncode == 1
-    said = {0: "error: rank 1 of 2 did not start within 2 s", 1: "error: rank 1 of 2 found nobody at 127.0.0.1:"}
-    assert found.stderr.splitlines()[-1].startswith(said[rank])
-    assert "Traceback" not in found.stderr
+    environment = os.environ | fork_server.rank_environment(rank, 2, fork_server.free_port())
+    arguments = [script, config, f"run.dir={tmp_path / 'run'}", "train.dist_timeout_s=2"]
+    command = start_script(*arguments, environment=environment)
+    _, stderr = command.communicate()
+    assert command.returncode == 1
+    message = {0: "error: rank 1 of 2 did not start within 2 s", 1: "error: rank 1 of 2 found nobody at 127.0.0.1:"}
+    assert stderr.splitlines()[-1].startswith(message[rank])
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
-    ("what", "codes", "said"),
+    ("failure", "statuses", "messages"),
     [
-        ("raise", [1, 1, 1], [None, "ZeroDivisionError: boom on rank 1", None]),
+        ("exception", [1, 1, 1], [None, "ZeroDivisionError: boom on rank 1", None]),
         ("network", [1, 1, 1], [None, "TimeoutError: the hub timed out", None]),
-        ("mistake", [1, 2, 1], [None, "error: rank 1 cannot read its data", None]),
-        ("mistake of all", [2, 2, 2], ["error: nobody can read the data", None, None]),
-        ("die", [1, -9, 1], [r"rank 1 \(process \d+ on \S+\) of 4 has gone"]),
-        ("silence", [1, -9, 1], [r"rank 1 \(process \d+ on \S+\) of 4 gave no answer for 4 s"]),
-        ("hang", [1, -9, 1], [r"rank 1 \(process \d+ on \S+\) of 4 gave no answer for 4 s \(train.dist_timeout_s\)"]),
+        ("user error", [1, 2, 1], [None, "error: rank 1 cannot read its data", None]),
+        ("user error on all ranks", [2, 2, 2], ["error: nobody can read the data", None, None]),
     ],
 )
-def test_how_one_rank_of_four_fails_is_said_once(tmp_path, what, codes, said):
-    start = time.monotonic()
-    ended = fork_server.outcomes(
-        4, rank_workers.fail, what, folder=tmp_path, timeout=40, hanging=[1] * (what in ("hang", "silence"))
+def test_an_error_on_one_rank_of_four_is_shown_once(tmp_path, failure, statuses, messages):
+    exits = fork_server.run_ranks_to_exit(4, rank_workers.fail_on_rank_1, failure, 600.0, folder=tmp_path)
+    assert [status for status, _ in exits] == [*statuses, statuses[-1]]
+    for (_, text), message in zip(exits, [*messages, None]):
+        assert (message in text) if message else text == ""
+
+
+@pytest.mark.parametrize(
+    ("failure", "timeout", "message"),
+    [
+        ("killed", 600.0, "has gone"),
+        ("hangs before an object", 10.0, "gave no answer for 10 s"),
+        ("hangs before a tensor", 10.0, r"gave no answer for 10 s \(train.dist_timeout_s\)"),
+    ],
+)
+def test_a_rank_of_four_that_is_lost_is_named_once(tmp_path, failure, timeout, message):
+    hanging = [1] if failure.startswith("hangs") else []
+    exits = fork_server.run_ranks_to_exit(
+        4, rank_workers.fail_on_rank_1, failure, timeout, folder=tmp_path, hanging=hanging
     )
-    assert time.monotonic() - start < 30
-    assert [code for code, _ in ended] == [*codes, codes[-1]]
-    texts = [text for _, text in ended]
-    if len(said) == 3:
-        for text, wanted in zip(texts, [*said, None]):
-            assert (wanted in text) if wanted else text == ""
-    else:  # whoever misses it first says so, in one line
-        lines = [line for text in texts for line in text.splitlines()]
-        assert len(lines) == 1, texts
-        assert re.match(f"error: {said[0]}.*; the same command resumes", lines[0])
+    assert [status for status, _ in exits] == [1, -signal.SIGKILL, 1, 1]
+    lines = [line for _, text in exits for line in text.splitlines()]
+    assert len(lines) == 1, lines  # from whichever rank misses it first
+    rank_3 = r"(, 3 \(process \d+ on \S+\))?"  # it may still wait for those that have missed rank 1
+    rank_3 = rank_3 if failure == "killed" else ""
+    error = rf"error: rank 1 \(process \d+ on \S+\){rank_3} of 4 {message}.*; the same command resumes"
+    assert re.match(error, lines[0])

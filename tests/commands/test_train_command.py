@@ -1,27 +1,25 @@
 """train.py as a user meets it: runs, resumes, signals, mistakes. Every test starts the real command."""
 
-import json
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+import torch
 import yaml
-from conftest import ROOT, TINY_OVERRIDES, run_script
+from conftest import ROOT, TINY_OVERRIDES, run_script, start_script
+from training_runs import assert_same_tensors, checkpoint_steps, last_step, read_metrics, train_losses, wait_for
 
 from thinker import checkpoint
 from thinker.interop import load
 
 
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_leaves_what_is_promised(tiny_run):
-    lines = metrics(tiny_run)
+    lines = read_metrics(tiny_run)
     train = [line for line in lines if "train_loss" in line]
     val = [line for line in lines if "val_loss" in line]
     assert [line["step"] for line in train] == list(range(1, 41))
@@ -56,13 +54,16 @@ def test_a_line_for_several_steps_holds_their_mean(train_args, tiny_run, tmp_pat
     run = tmp_path / "run"
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40", "train.log_every=7", "train.eval_every=null")
     assert done.returncode == 0, done.stderr
-    each = {line["step"]: line for line in metrics(tiny_run) if "train_loss" in line}
-    lines = [line for line in metrics(run) if "train_loss" in line]
+    each = {line["step"]: line for line in read_metrics(tiny_run) if "train_loss" in line}
+    lines = [line for line in read_metrics(run) if "train_loss" in line]
     assert [line["step"] for line in lines] == [7, 14, 21, 28, 35]
     for line in lines:
         seven = [each[step]["train_loss"] for step in range(line["step"] - 6, line["step"] + 1)]
         assert line["train_loss"] == pytest.approx(sum(seven) / 7, rel=1e-9)
         assert (line["grad_norm"], line["lr"]) == (each[line["step"]]["grad_norm"], each[line["step"]]["lr"])
+
+
+NO_EVAL_NO_SAVE = ["train.eval_every=null", "train.save_every=null"]
 
 
 def test_it_writes_the_end_to_standard_output_and_progress_to_standard_error(train_args, tmp_path):
@@ -72,18 +73,6 @@ def test_it_writes_the_end_to_standard_output_and_progress_to_standard_error(tra
     assert "validation loss" in done.stdout
     assert "loss.png" in done.stdout
     assert "tokens/s" in done.stderr
-
-
-def same_end(a, b, step):
-    for name in ("model.safetensors", "training.safetensors"):
-        left, right = (checkpoint.read_tensors(run / "checkpoints" / f"step-{step:08d}" / name) for run in (a, b))
-        assert left.keys() == right.keys()
-        for key in left:
-            assert (left[key] == right[key]).all(), key
-    left, right = (
-        {line["step"]: line["train_loss"] for line in metrics(run) if "train_loss" in line} for run in (a, b)
-    )
-    assert left == right
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -97,7 +86,8 @@ def test_a_run_in_two_parts_equals_one_in_one(train_args, tmp_path, optimizer):
     done = run_script(*train_args, f"run.dir={parts}", *options)
     assert done.returncode == 0, done.stderr
     assert "resuming from step 3" in done.stderr
-    same_end(whole, parts, 6)
+    assert_same_tensors(whole, parts, 6)
+    assert train_losses(whole) == train_losses(parts)
 
 
 def test_the_same_command_after_the_end_changes_nothing(train_args, tiny_run):
@@ -112,57 +102,38 @@ def test_the_same_command_after_the_end_changes_nothing(train_args, tiny_run):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_same_command_goes_on(train_args, tmp_path, number, status):
+def test_a_signal_saves_and_the_same_command_resumes(train_args, tmp_path, number, status):
     run = tmp_path / "run"
-    command = [
-        *train_args,
-        f"run.dir={run}",
-        "train.max_steps=100000",
-        "train.eval_every=null",
-        "train.save_every=null",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_bytes()) < 2000:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    command = [*train_args, f"run.dir={run}", "train.max_steps=100000", *NO_EVAL_NO_SAVE]
+    process = start_script(*command)
+    assert wait_for(lambda: last_step(run) >= 5, process), process.output()
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    _, stderr = process.communicate()
     assert process.returncode == status
-    assert "the same command resumes from there" in said
-    assert "Traceback" not in said
+    assert "the same command resumes from there" in stderr
+    assert "Traceback" not in stderr
     saved = checkpoint.list_checkpoints(run / "checkpoints")[-1]
     step = checkpoint.read_json(saved / "state.json")["step"]
-    assert step == metrics(run)[-1]["step"] >= 5  # nothing that was logged is lost
+    assert step == last_step(run) >= 5  # nothing that was logged is lost
     done = run_script(*command, f"train.max_steps={step + 3}")
     assert done.returncode == 0, done.stderr
     assert f"resuming from step {step}" in done.stderr
-    assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, step + 4))
+    assert list(train_losses(run)) == list(range(1, step + 4))
 
 
 def test_a_kill_costs_no_more_than_the_steps_since_the_last_save(train_args, tmp_path):
     run = tmp_path / "run"
-    command = [*train_args, f"run.dir={run}", "train.max_steps=100000", "train.eval_every=null"]
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while not (run / "checkpoints" / "step-00000012").exists() and process.poll() is None:
-        time.sleep(0.01)
+    command = [*train_args, f"run.dir={run}", "train.eval_every=null"]
+    process = start_script(*command, "train.max_steps=100000")
+    assert wait_for(lambda: 12 in checkpoint_steps(run), process), process.output()
     process.kill()
     process.wait()
-    last = metrics_until_cut(run)
-    done = run_script(*command, "train.max_steps=60")
+    before = last_step(run)
+    done = run_script(*command, f"train.max_steps={before + 10}")
     assert done.returncode == 0, done.stderr
-    went_on = int(done.stderr.split("resuming from step ")[1].split()[0])
-    assert went_on >= max(12, last - 2)
-    assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 61))
-
-
-def metrics_until_cut(run):
-    return max(
-        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines(True) if line[-1] == "\n"
-    )
+    resumed = int(done.stderr.split("resuming from step ")[1].split()[0])
+    assert resumed >= max(12, before - 2)
+    assert list(train_losses(run)) == list(range(1, before + 11))
 
 
 def test_a_half_written_checkpoint_is_passed_over_and_said_so(train_args, tiny_run, tmp_path):
@@ -174,7 +145,7 @@ def test_a_half_written_checkpoint_is_passed_over_and_said_so(train_args, tiny_r
     assert done.returncode == 0
     assert f"passing over a checkpoint: {newest} is not as it was written" in done.stderr
     assert "resuming from step 38" in done.stderr
-    assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 42))
+    assert list(train_losses(run)) == list(range(1, 42))
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
@@ -199,7 +170,7 @@ def test_what_a_killed_first_attempt_left_is_no_hindrance(train_args, tmp_path):
     (run / "metrics.jsonl").write_text('{"step": 6, "val_loss": 0.1}\n{"step": 1, "tok')
     done = run_script(*train_args, f"run.dir={run}")
     assert done.returncode == 0, done.stderr
-    lines = metrics(run)
+    lines = read_metrics(run)
     assert [line["step"] for line in lines if "train_loss" in line] == list(range(1, 7))
     assert lines[-1]["val_loss"] > 1
     assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
@@ -214,7 +185,7 @@ def test_the_best_of_a_run_that_was_killed_before_its_first_save_is_put_aside(tr
     (best,) = checkpoint.list_checkpoints(run / "checkpoints", "best")
     done = run_script(*train_args, f"run.dir={run}", "data.tokenizer=byte")
     assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in metrics(run) if "train_loss" in line] == list(range(1, 7))
+    assert list(train_losses(run)) == list(range(1, 7))
     kept, tokenizer = load(run / "checkpoints" / f"earlier-{best.name}")
     assert kept.config.vocab_size == tokenizer.vocab_size == 300
     assert load(run)[1].vocab_size == 257
@@ -244,21 +215,16 @@ def test_a_worse_model_never_replaces_the_best_after_going_back(train_args, tiny
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_training_whose_folder_was_removed_stops_and_writes_into_no_other(train_args, tmp_path, replaced):
     run = tmp_path / "run"
-    command = [*train_args, f"run.dir={run}", "train.max_steps=100000", "train.save_every=20"]
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    while not checkpoint.list_checkpoints(run / "checkpoints"):
-        assert process.poll() is None
-        time.sleep(0.01)
+    process = start_script(*train_args, f"run.dir={run}", "train.max_steps=100000", "train.save_every=20")
+    assert wait_for(lambda: checkpoint_steps(run), process), process.output()
     run.rename(tmp_path / "away")
     if replaced:
         (run / "checkpoints").mkdir(parents=True)
         (run / ".lock").write_text("of another")
-    said = process.communicate(timeout=60)[1]
+    _, stderr = process.communicate()
     assert process.returncode == 1
-    assert "while the training was at work in it" in said.splitlines()[-1]
-    assert "Traceback" not in said
+    assert "while the training was at work in it" in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
     assert not run.exists() or not list((run / "checkpoints").iterdir())
 
 
@@ -287,30 +253,33 @@ def test_a_finished_run_without_its_metrics_says_so(train_args, tiny_run, tmp_pa
     assert "metrics.jsonl does not hold what came out" in done.stderr
 
 
-def test_no_standard_error_is_no_reason_to_end(train_args, tmp_path):
-    run = tmp_path / "run"
-    for where in ("2>&-", "2>/dev/full"):
-        command = " ".join(map(str, [sys.executable, *train_args, f"run.dir={run}", where]))
-        assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=60).returncode == 0, where
-        shutil.rmtree(run)
+@pytest.mark.parametrize("stderr", ["closed", "/dev/full"])
+def test_a_training_needs_no_standard_error(train_args, tmp_path, stderr):
+    assert start_script(*train_args, f"run.dir={tmp_path / 'run'}", stderr=stderr).wait() == 0
 
 
-def test_a_run_can_be_read_while_it_is_trained(train_args, tmp_path):
-    """Checkpoints go while they are being read."""
+@pytest.mark.parametrize("moment", ["verify", "load_model"])
+def test_a_run_can_be_read_while_it_is_trained(tiny_run, tmp_path, monkeypatch, moment):
+    """The training may save a new checkpoint and remove the one that is just being verified or loaded."""
     run = tmp_path / "run"
-    command = [*train_args, f"run.dir={run}", "train.max_steps=100000", "train.save_every=1", "train.keep_last=1"]
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        while not checkpoint.list_checkpoints(run / "checkpoints"):
-            assert process.poll() is None
-            time.sleep(0.01)
-        for _ in range(60):
-            load(run)
-    finally:
-        process.kill()
-        process.wait()
+    shutil.copytree(tiny_run, run)
+    old, new = (run / "checkpoints" / f"step-000000{step}" for step in (38, 40))
+    away = new.rename(tmp_path / new.name)
+    module = sys.modules["thinker.checkpoint.run_directory" if moment == "verify" else "thinker.interop.load"]
+    function, calls = getattr(module, moment), []
+
+    def train_first(folder, *args):
+        calls.append(folder.name)
+        if not new.exists():
+            away.rename(new)
+            shutil.rmtree(old)
+        return function(folder, *args)
+
+    monkeypatch.setattr(module, moment, train_first)
+    model, _ = load(run)
+    assert calls == ["step-00000038", "step-00000040"]
+    expected = checkpoint.load_model(new)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
 def test_a_key_that_is_newer_than_a_run_is_no_change(train_args, tiny_run, tmp_path):
@@ -333,20 +302,18 @@ def test_a_key_that_is_newer_than_a_run_is_no_change(train_args, tiny_run, tmp_p
 
 def test_two_trainings_do_not_share_a_directory(train_args, tmp_path):
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, *map(str, train_args), f"run.dir={run}", "train.max_steps=100000"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = start_script(*train_args, f"run.dir={run}", "train.max_steps=100000")
     try:
-        while not (run / "metrics.jsonl").exists() and process.poll() is None:
-            time.sleep(0.05)
+        assert wait_for(lambda: last_step(run), process), process.output()
         done = run_script(*train_args, f"run.dir={run}", "train.max_steps=100000")
         assert done.returncode == 2
-        assert "another training is at work" in done.stderr.splitlines()[-1]
+        owner = rf"another training is at work in .* \(process {process.pid} on .*\)"
+        assert re.search(owner, done.stderr.splitlines()[-1])
     finally:
-        process.terminate()
-        process.wait(30)
+        process.kill()
+        process.wait()
+    assert (run / ".lock").exists()
+    assert run_script(*train_args, f"run.dir={run}", f"train.max_steps={last_step(run) + 4}").returncode == 0
 
 
 def test_a_run_that_diverges_keeps_what_it_had(train_args, tmp_path):
@@ -377,19 +344,23 @@ def test_accumulation_changes_nothing_but_rounding(train_args, tmp_path):
             f"train.micro_batch_size={micro}",
         ]
         assert run_script(*train_args, f"run.dir={run}", *options).returncode == 0
-        losses.append([line["train_loss"] for line in metrics(run) if "train_loss" in line])
+        losses.append(list(train_losses(run).values()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_time_ends_a_run_and_its_schedule(train_args, tmp_path):
+    """By the run's own clock: the first step that ends after max_minutes is the last, and the rate follows."""
     run = tmp_path / "run"
-    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=null", "train.max_minutes=0.03",
-                      "train.warmup_steps=0", "train.eval_every=null", "train.save_every=null")  # fmt: skip
+    done = run_script(*train_args, f"run.dir={run}", "train.max_steps=null", "train.max_minutes=0.02",
+                      "train.warmup_steps=0", "train.schedule=cosine", "train.min_lr_ratio=0",
+                      *NO_EVAL_NO_SAVE)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    train = [line for line in metrics(run) if "train_loss" in line]
-    assert 1.8 <= train[-1]["elapsed_s"] <= 3
-    assert train[0]["lr"] == pytest.approx(0.02)
-    assert train[-1]["lr"] < 0.004
+    lines = [line for line in read_metrics(run) if "train_loss" in line]
+    ends = [line["elapsed_s"] for line in lines]
+    assert ends[-1] >= 1.2
+    assert all(end < 1.2 for end in ends[:-1])
+    for line, begin in zip(lines, [0.0, *ends]):
+        assert line["lr"] == pytest.approx(0.02 * (1 + math.cos(math.pi * begin / 1.2)) / 2, abs=1e-4)
 
 
 def test_compiled_equals_eager(train_args, tmp_path):
@@ -399,7 +370,7 @@ def test_compiled_equals_eager(train_args, tmp_path):
         options = ["optimizer.name=adamw", "optimizer.lr=0.002", "optimizer.eps=1e-6", f"train.compile={compiled}"]
         done = run_script(*train_args, f"run.dir={run}", *options, timeout=300)
         assert done.returncode == 0, done.stderr
-        losses.append([line["train_loss"] for line in metrics(run) if "train_loss" in line])
+        losses.append(list(train_losses(run).values()))
         names = checkpoint.read_tensors(run / "checkpoints" / "step-00000006" / "model.safetensors").keys()
         assert not any("_orig_mod" in name for name in names)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -413,7 +384,7 @@ def test_bf16_follows_fp32(train_args, tmp_path):
             run_script(*train_args, f"run.dir={run}", f"train.precision={precision}", "train.max_steps=30").returncode
             == 0
         )
-        ends.append(metrics(run)[-1]["val_loss"])
+        ends.append(read_metrics(run)[-1]["val_loss"])
     assert ends[1] == pytest.approx(ends[0], rel=0.02)
 
 

@@ -3,8 +3,8 @@
 import signal
 
 import pytest
-from conftest import run_script
-from training_runs import assert_same, last_step, start, steps, wait_for
+from conftest import run_script, start_script
+from training_runs import assert_same_run, checkpoint_steps, kill_inside_checkpoints, last_step
 
 HARD = [  # everything that could differ: dropout, micro-batches, evaluations, saves in between, a falling rate
     "model.dropout=0.1",
@@ -41,22 +41,22 @@ def test_seven_steps_a_kill_and_the_rest(train_args, tmp_path, precision, compil
                f"optimizer.name={optimizer}", f"train.log_every={log_every}",
                f"train.async_save={str(background).lower()}"]  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = run_script(*train_args, f"run.dir={whole}", *options, timeout=400)
+    done = run_script(*train_args, f"run.dir={whole}", *options)
     assert done.returncode == 0, done.stderr
-    process = start(*train_args, f"run.dir={parts}", *options)
-    assert wait_for(lambda: steps(parts), process, 400)
-    process.send_signal(signal.SIGKILL)
+    command = [*train_args, f"run.dir={parts}", *options]
+    process = start_script(*kill_inside_checkpoints(tmp_path, "saving", 8, 0), *command)  # the second checkpoint
     assert process.wait() == -signal.SIGKILL
+    assert checkpoint_steps(parts) == [7]
     assert last_step(parts) < 20
-    done = run_script(*train_args, f"run.dir={parts}", *options, timeout=400)
+    done = run_script(*command)
     assert done.returncode == 0, done.stderr
     assert "resuming from step 7" in done.stderr
-    assert_same(whole, parts, 20)
+    assert_same_run(whole, parts, 20)
 
 
-def test_the_same_recipe_twice(train_args, tmp_path):
+def test_the_same_config_twice(train_args, tmp_path):
     options = ["train.deterministic=true", "model.dropout=0.1", "train.precision=auto"]
     for name in "ab":
         done = run_script(*train_args, f"run.dir={tmp_path / name}", *options)
         assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "a", tmp_path / "b", 6)
+    assert_same_run(tmp_path / "a", tmp_path / "b", 6)

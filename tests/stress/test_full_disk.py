@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from conftest import ROOT, run_script
-from training_runs import assert_same
+from training_runs import assert_same_run
 
 INSIDE = """
 import os, subprocess, sys
@@ -22,7 +22,7 @@ assert said[-1].startswith("error: the disk is full"), full.stderr
 assert sum(line.startswith("error: ") for line in said) == 1 and "Traceback" not in full.stderr, full.stderr
 folder = mount / "run" / "checkpoints"
 kept = sorted(path.name for path in folder.iterdir())
-assert all(name.startswith(("step-", "best-")) for name in kept), kept  # no debris
+assert all(name.startswith(("step-", "best-")) for name in kept), kept  # no temporary_files
 for name in kept:
     checkpoint.verify(folder / name)
     for file in ("model.safetensors", "training.safetensors"):
@@ -65,7 +65,7 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(train_args, tmp_path, stre
             assert done.returncode == 0, done.stderr
             made.append(int(done.stdout))
             if background == "false":
-                assert_same(whole, place / "copy", 20)
+                assert_same_run(whole, place / "copy", 20)
             shutil.rmtree(place)
     assert not stress or min(made) < max(made)  # the end did come at different places
     print(f"checkpoints there when the disk was full: {made}")

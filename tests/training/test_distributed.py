@@ -8,9 +8,9 @@ import shutil
 import pytest
 import rank_workers
 import torch
-from fork_server import together as run
+from fork_server import run_ranks
 from safetensors.torch import load_file
-from training_runs import metrics
+from training_runs import read_metrics
 
 from thinker import checkpoint
 
@@ -39,7 +39,12 @@ def training(tmp_path_factory):
         if key not in made:
             path = folder / str(len(made))
             places = [f"run.dir={path}", f"data.cache_dir={folder / 'cache'}", "train.parallel=ddp"]
-            made[key] = path, run(size, rank_workers.train, str(folder / "config.yaml"), [*places, *overrides])
+            made[key] = (
+                path,
+                run_ranks(
+                    size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), [*places, *overrides]
+                ),
+            )
         return made[key]
 
     return by
@@ -54,7 +59,7 @@ def test_fifty_losses_do_not_depend_on_the_ranks(training, size, parallel, optim
     (theirs, _), (ours, seen) = (training(n, *overrides) for n in (1, size))
     counts = [sum(sum(x != row[0] for x in row) for row in rank[0]) for rank in seen]
     assert len(set(counts)) == size  # the ranks do not learn from equally many tokens
-    theirs, ours = metrics(theirs), metrics(ours)
+    theirs, ours = read_metrics(theirs), read_metrics(ours)
     assert [line["step"] for line in ours if "train_loss" in line] == [*range(1, 51)]
     assert [(line["step"], line["tokens"]) for line in ours] == [(line["step"], line["tokens"]) for line in theirs]
     limit = 1e-6 if optimizer == "adamw" else 1e-3
@@ -66,7 +71,9 @@ def test_fifty_losses_do_not_depend_on_the_ranks(training, size, parallel, optim
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
     options = {"optimizer": optimizer, "micro_batch_size": rank_workers.ROWS // 2}
-    ours, theirs = (run(size, rank_workers.learn, str(tmp_path / f"{size}"), 50, options) for size in (2, 1))
+    ours, theirs = (
+        run_ranks(size, rank_workers.train_steps, str(tmp_path / f"{size}"), 50, options) for size in (2, 1)
+    )
     assert ours == [theirs[0]] * 2  # every loss and every norm, known to both ranks
     assert (tmp_path / "2").read_bytes() == (tmp_path / "1").read_bytes()
 
@@ -74,7 +81,9 @@ def test_two_ranks_are_two_micro_batches_to_the_bit(tmp_path, optimizer):
 def test_ranks_accumulate_too(gradients):
     """Two ranks with two micro-batches each; under FSDP2 gradients are summed over ranks at the last one only."""
     for parallel in ("ddp", "fsdp"):
-        far = run(2, rank_workers.gradients, str(gradients), 3, {"parallel": parallel, "micro_batch_size": 2})[0]
+        far = run_ranks(
+            2, rank_workers.compare_gradients, str(gradients), 3, {"parallel": parallel, "micro_batch_size": 2}
+        )[0]
         assert max(max(step.values()) for step in far) <= 1e-6
 
 
@@ -82,14 +91,16 @@ def test_ranks_accumulate_too(gradients):
 def gradients(tmp_path_factory):
     """Weights and gradients of fifty steps of one process."""
     folder = tmp_path_factory.mktemp("gradients")
-    run(1, rank_workers.gradients, str(folder), 50, {"optimizer": "muon"})
+    run_ranks(1, rank_workers.compare_gradients, str(folder), 50, {"optimizer": "muon"})
     return folder
 
 
 @pytest.mark.parametrize(("size", "parallel"), FORMS)
 def test_every_gradient_is_that_of_one_process(gradients, size, parallel):
     """From the same weights at each step: Muon magnifies the last bit of what went before."""
-    far = run(size, rank_workers.gradients, str(gradients), 50, {"optimizer": "muon", "parallel": parallel})[0]
+    far = run_ranks(
+        size, rank_workers.compare_gradients, str(gradients), 50, {"optimizer": "muon", "parallel": parallel}
+    )[0]
     assert len(far) == 50
     assert len(far[0]) == len(load_file(gradients / "0.safetensors")) // 2 + 1  # and the norm of all
     worst = {name: max(step[name] for step in far) for name in far[0]}
@@ -97,14 +108,14 @@ def test_every_gradient_is_that_of_one_process(gradients, size, parallel):
 
 
 def test_gradients_are_summed_at_the_last_micro_batch_alone():
-    assert run(2, rank_workers.when_summed, "fsdp") == [[True, True]] * 2
+    assert run_ranks(2, rank_workers.gradients_missing_before_micro_batches, "fsdp") == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_gradients_in_bf16_are_as_good_as_one_process_has_them(parallel):
     """A token that is every fourth one has its embedding's gradients added in fp32, and ranks theirs likewise."""
     (exact, _), (alone, _), (ours, short) = (
-        run(size, rank_workers.frequent, precision, parallel)[0]
+        run_ranks(size, rank_workers.gradients_of_a_frequent_token, precision, parallel)[0]
         for size, precision in ((1, "fp32"), (1, "bf16"), (2, "bf16"))
     )
     assert short < 0.7  # where the ranks' gradients are added in bf16 it is 1
@@ -120,7 +131,9 @@ def test_ranks_evaluate_each_window_once_and_all_hear_of_a_signal(training, tmp_
     folder, _ = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
     overrides = [f"run.dir={tmp_path / 'run'}", f"data.cache_dir={folder.parent / 'cache'}", "train.micro_batch_size=1"]
     overrides += [f"train.eval_sequences={windows}", "train.parallel=fsdp"]
-    alone, told = (run(n, rank_workers.hear, str(folder.parent / "config.yaml"), overrides) for n in (1, size))
+    alone, told = (
+        run_ranks(n, rank_workers.evaluate_and_signal, str(folder.parent / "config.yaml"), overrides) for n in (1, size)
+    )
     assert told == [told[0]] * size
     assert told[0][0] == pytest.approx(alone[0][0], rel=1e-6)
     assert told[0][1:] == alone[0][1:]
@@ -157,7 +170,7 @@ def test_each_sample_comes_once_an_epoch_though_the_ranks_change(training, tmp_p
     windows = len(set(rows))
     assert 2 * windows < len(rows)  # two epochs and more
     assert len(set(rows[:windows])) == len(set(rows[windows : 2 * windows])) == windows
-    assert [line["step"] for line in metrics(tmp_path) if "train_loss" in line] == [*range(1, 51)]
+    assert [line["step"] for line in read_metrics(tmp_path) if "train_loss" in line] == [*range(1, 51)]
 
 
 @pytest.fixture(scope="module")
@@ -165,14 +178,14 @@ def saved(tmp_path_factory):
     """Checkpoints of the same two steps, as each form saves them."""
     folder = tmp_path_factory.mktemp("saved")
     for size, parallel in ALL_FORMS:
-        run(size, rank_workers.save, str(folder), parallel)
+        run_ranks(size, rank_workers.save_checkpoints, str(folder), parallel)
     return folder
 
 
 @pytest.mark.parametrize(("size", "parallel"), ALL_FORMS)
 def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel):
     """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank has none."""
-    told = run(size, rank_workers.load, str(saved), parallel)
+    told = run_ranks(size, rank_workers.restore_checkpoints, str(saved), parallel)
     assert all(changed == [] for changed, _ in told)
     for optimizer in ("adamw", "muon"):
         losses = [loss for _, losses in told for name, loss in losses.items() if name.startswith(optimizer)]

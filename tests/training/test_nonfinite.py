@@ -9,7 +9,7 @@ from conftest import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_step import CONFIG, CPU, a_batch
-from training_runs import metrics
+from training_runs import read_metrics
 
 from thinker import checkpoint
 from thinker.data.batches import BatchLoader, PackedDataset
@@ -226,7 +226,7 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     assert "step 2: the loss is nan" in done.stderr
     assert "skipped, 1 of 3" in done.stderr
     assert "skipped, 2 of 3" in done.stderr
-    assert [line["step"] for line in metrics(run)] == [1]
+    assert [line["step"] for line in read_metrics(run)] == [1]
     assert checkpoint.read_json(run / "checkpoints" / "step-00000002" / "state.json")["skipped"] == 1
     report = json.loads((run / "nonfinite-step-00000003.json").read_text())
     assert len(report["sample_ids"]) == 4

@@ -4,8 +4,8 @@ import json
 import signal
 
 import pytest
-from conftest import run_script
-from training_runs import last_step, metrics, start, wait_for
+from conftest import run_script, start_script
+from training_runs import last_step, read_metrics, wait_for
 
 
 def records(path):
@@ -71,7 +71,7 @@ def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(train_a
         monkeypatch.setenv(name, str(tmp_path))
     run = tmp_path / "run"
     options = ["tracking.wandb=offline", "train.max_steps=300", f"train.save_every={save_every}", "train.eval_every=50"]
-    process = start(*train_args, f"run.dir={run}", *options)
+    process = start_script(*train_args, f"run.dir={run}", *options)
     assert wait_for(lambda: last_step(run) >= 203, process)  # enough to fill a block of wandb's file
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -85,7 +85,7 @@ def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(train_a
     assert 0 < max(first) <= handed_over
     assert second.keys() == set(range(handed_over + 1, 301))
     sent = first | second
-    for line in metrics(run):
+    for line in read_metrics(run):
         for key in ("train_loss", "val_loss", "lr", "tokens"):
             if key in line and line["step"] in sent:
                 assert sent[line["step"]][key] == line[key], (line["step"], key)
