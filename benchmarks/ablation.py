@@ -15,7 +15,7 @@ from thinker.benchmarks.training_runs import ROOT, TrainingRun, train_all
 from thinker.data.prefetch import Batch
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
-from thinker.runtime.plotting import BLUE, GREY, new_figure
+from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config import load_config
 from thinker.training.resolve import resolve_settings
 from thinker.training.step import TrainingStep, build_model

@@ -21,7 +21,7 @@ from thinker.model.masks import build_mask
 from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo, parse
 from thinker.runtime.device import DTYPES, configure_backend
 from thinker.runtime.errors import UserError
-from thinker.runtime.plotting import new_figure
+from thinker.runtime.plot_style import new_figure
 from thinker.training.memory_estimate import LiveTensorMeter
 
 PATTERNS = ("full", "window(128)", "dilated(512, 4)", "window(128) | global(16)", "block(128, 2)", "strided(64)",

@@ -17,7 +17,7 @@ from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sink_cache import SinkCache
 from thinker.model import Thinker
 from thinker.runtime.device import choose_device
-from thinker.runtime.plotting import BLUE, GREY, ORANGE, new_figure
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 MAX_LEN = max(LENGTHS) + 1

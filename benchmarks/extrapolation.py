@@ -19,7 +19,7 @@ from thinker.evaluation.long_context import loss_by_position, override_rope_scal
 from thinker.interop import load
 from thinker.runtime.device import choose_device, configure_backend
 from thinker.runtime.errors import UserError
-from thinker.runtime.plotting import GREY, new_figure
+from thinker.runtime.plot_style import GREY, new_figure
 from thinker.training.config import load_config
 from thinker.training.corpus import prepare_training_data
 

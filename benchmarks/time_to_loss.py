@@ -10,7 +10,7 @@ from typing import Any
 from thinker.benchmarks.gpt2 import Gpt2Run
 from thinker.benchmarks.training_runs import TrainingRun, parse_assignments, train_all
 from thinker.runtime.errors import UserError
-from thinker.runtime.plotting import BLUE, GREY, new_figure
+from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config import load_config
 
 

@@ -18,7 +18,7 @@ from thinker.benchmarks.environment import measure_seconds, time_alternately
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device, choose_precision, configure_backend
-from thinker.runtime.plotting import BLUE, GREY, new_figure
+from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config import validate_config
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.resolve import resolve_settings

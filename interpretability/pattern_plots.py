@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo, parse
-from thinker.runtime.plotting import BLUE, GREY, ORANGE, new_figure
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
     "full", "window(8)", "dilated(16, 2)", "window(6) | global(2)", "token(5)", "block(8, 2)", "strided(6)",

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from thinker.interpretability.reports import Panel
 from thinker.runtime.errors import UserError
-from thinker.runtime.plotting import GREY, new_figure
+from thinker.runtime.plot_style import GREY, new_figure
 
 ANNOTATED = 200  # cells at most that carry their number
 LABELLED = 64  # rows or columns at most that carry their label, of more every so many

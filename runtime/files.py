@@ -1,4 +1,4 @@
-"""Files that are complete or absent, whatever happens while they are written."""
+"""Files that are complete or absent, even if the process is killed while it writes them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import os
 from pathlib import Path
 
 
-def atomic_write(path: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all, through to the disk; a link of that name is replaced, not followed.
+def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
+    """Write a file completely or not at all; a link of that name is replaced, not followed.
 
-    Text is written as UTF-8 with the line ends it has. Raises OSError, and then leaves what was there before.
+    Text is encoded as UTF-8, and its line ends are not converted. With `sync` the content is on the disk before the
+    file gets its name: it survives a power failure. Raises OSError, and then leaves the previous file in place.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         with temporary.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

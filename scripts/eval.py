@@ -118,7 +118,7 @@ def find_tokens(
 
 def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
     """Loss by position, an eighth of the trained length a point, beside the needles' accuracy by distance."""
-    from thinker.runtime.plotting import BLUE, GREY, ORANGE, new_figure
+    from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
     figure, panels = new_figure(11 if needles else 6, 4.2, 2 if needles else 1, share=False)
     length, T = loss.trained_length, loss.nats.shape[1]

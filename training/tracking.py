@@ -1,4 +1,4 @@
-"""Weights & Biases, when asked for. The training loop writes metrics.jsonl in any case."""
+"""Weights & Biases, if the config enables it. The training loop writes metrics.jsonl in any case."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from thinker.training.settings import Settings
 
 
 class Tracker:
-    """A wandb run that continues under the same id when the training resumes; does nothing when disabled.
+    """A wandb run that continues under the same id when the training resumes; does nothing if disabled.
 
-    wandb cannot take a step back, so tracking.json holds the last step handed over, and it is on the disk before wandb
-    gets that step. However often the training is killed and resumed and trains steps again, no step is sent twice.
-    A kill loses only what wandb had in memory: the newest steps, which metrics.jsonl still has. Whatever metrics.jsonl
-    holds beyond the last step, such as what was trained while tracking was disabled, is sent at the start.
+    wandb accepts steps in increasing order only. So tracking.json stores the last step sent, and is replaced before
+    wandb gets that step: no step is sent twice, even if the training is killed and repeats steps. The file is replaced
+    atomically but not synced: the page cache outlives a killed process. A kill loses only the newest steps, those that
+    wandb still had in memory; metrics.jsonl has them. At the start everything in metrics.jsonl after the last step sent
+    is sent, such as steps trained while tracking was disabled.
     """
 
     def __init__(self, settings: Settings, run: RunDirectory) -> None:
         """Start or continue the wandb run; metrics.jsonl must have been truncated to where training resumes.
 
-        Raises UserError where wandb is missing or cannot be reached.
+        Raises UserError if wandb is missing or cannot be reached.
         """
         self.run: Any = None
         self.path = run.path / "tracking.json"
@@ -82,4 +83,4 @@ class Tracker:
         self.pending = {}
 
     def _save(self) -> None:
-        atomic_write(self.path, json.dumps({"wandb_id": self.run_id, "last_step": self.last_step}) + "\n")
+        atomic_write(self.path, json.dumps({"wandb_id": self.run_id, "last_step": self.last_step}) + "\n", sync=False)

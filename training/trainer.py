@@ -23,12 +23,12 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy, write_nonfinite_report
+from thinker.training.report import print_summary
 from thinker.training.resume import RunState
 from thinker.training.schedule import lr_multiplier
 from thinker.training.settings import Settings
 from thinker.training.signals import SignalHandler, is_compile_error
 from thinker.training.step import TrainingStep
-from thinker.training.summary import print_summary
 from thinker.training.tracking import Tracker
 
 

@@ -1,0 +1,73 @@
+"""What a run prints and plots at its end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+from thinker.training.resume import RunState
+
+
+def print_summary(run: RunDirectory, state: RunState, prefix_len: int = 0, is_chat: bool = False) -> None:
+    """Print the result and plot the loss curve.
+
+    Args: prefix_len: tokens that a prompt must have; is_chat: the model was trained on conversations.
+    """
+    if not run.writes:
+        return
+    lines = list(run.read_metrics())
+    val = next((line for line in reversed(lines) if "val_loss" in line), None)
+    if val is None:
+        print(f"finished: {state.step} steps; {run.metrics} does not hold its result", file=sys.stderr)
+        return
+    plot = run.path / "loss.png"
+    plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
+    floor = val.get("entropy_floor")
+    print(f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of training")
+    print(f"validation loss {val['val_loss']:.4f} nats per token, {val['val_bits_per_byte']:.4f} bits per byte")
+    if state.skipped:
+        print(f"{state.skipped} steps were skipped: their loss or gradient was not finite (nonfinite-step-*.json)")
+    if floor is not None:
+        above = val["val_loss"] / floor - 1
+        print(f"entropy of the corpus {floor:.4f} nats per token: the model is {above:.1%} above the best possible")
+    print(f"loss curve {plot}")
+    python = Path(sys.executable)
+    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    prompt = f' --prompt "at least {prefix_len} tokens of text"' if prefix_len else ""  # the BOS token is one
+    prompt = ' --chat --prompt "your message"' if is_chat else prompt
+    print(f"sample from it: {python} generate.py {run.path}{prompt}")
+
+
+def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Plot training and validation loss by step from the lines of metrics.jsonl, and the entropy floor if known."""
+    train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
+    val = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    floor = next((line["entropy_floor"] for line in reversed(lines) if line.get("entropy_floor")), None)
+    figure, (axes,) = new_figure(8, 4.5)
+    if train:
+        steps, losses = zip(*train)
+        axes.plot(steps, losses, color=BLUE, alpha=0.35, linewidth=1, label="training")
+    if val:
+        steps, losses = zip(*val)
+        axes.plot(steps, losses, color=ORANGE, marker="o", markersize=4, linewidth=1.8, label="validation")
+        axes.annotate(
+            f"{losses[-1]:.3f}", (steps[-1], losses[-1]), xytext=(0, 9), textcoords="offset points", ha="right",
+            color=ORANGE, fontweight="bold",
+        )  # fmt: skip
+    if floor:
+        axes.axhline(floor, color=GREY, linestyle="--", linewidth=1.2, label=f"entropy of the corpus, {floor:.3f}")
+    lowest = min([loss for _, loss in train + val] + ([floor] if floor else []))
+    highest = max([loss for _, loss in train + val], default=lowest + 1)
+    if lowest > 0 and highest > 3 * lowest:
+        axes.set_yscale("log")
+        axes.set_ylim(lowest * 0.93, highest * 1.05)
+        ticks = [t for t in (0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 10, 12) if lowest * 0.93 <= t <= highest * 1.05]
+        axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
+        axes.minorticks_off()
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.legend(frameon=False)
+    path.unlink(missing_ok=True)  # a link in its place is not followed
+    figure.savefig(path)
