@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from conftest import ROOT
-from training_runs import last_step, steps
+from training_runs import checkpoint_steps, last_step
 
 WITHOUT_POSIX = """
 import ctypes, os, runpy, signal, sys
@@ -57,7 +57,7 @@ def test_a_run_is_stopped_resumed_and_sampled_without_posix(train_args, tmp_path
     command = [*train_args, f"run.dir={run}", "train.max_steps=6", "train.save_every=3", "train.eval_every=null"]
     stopped = run_without_posix(*command, extra=STOP_AFTER_A_CHECKPOINT)
     assert stopped.returncode == 130, stopped.stderr
-    assert steps(run)[-1] < 6
+    assert checkpoint_steps(run)[-1] < 6
     resumed = run_without_posix(*command)
     assert resumed.returncode == 0, resumed.stderr
     assert last_step(run) == 6

@@ -106,6 +106,7 @@ def test_a_closed_terminal_saves(train_args, tmp_path):
     run = tmp_path / "run"
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, *map(str, train_args), f"run.dir={run}", *LONG])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))  # or the bar would show nothing
