@@ -5,25 +5,34 @@ import signal
 
 import pytest
 from conftest import run_script, start_script
-from training_runs import last_step, read_metrics, wait_for
+from training_runs import read_metrics, wait_for
+
+BLOCK_BYTES = 32768  # wandb writes its offline file in blocks
 
 
-def records(path):
-    """The protobuf records of an offline file: a LevelDB log (blocks of 32 KiB, each record perhaps in parts)."""
+@pytest.fixture(autouse=True)
+def wandb_folders(tmp_path, monkeypatch):
+    """wandb reads no settings of this machine, and leaves nothing outside tmp_path."""
+    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+
+
+def read_records(path):
+    """The protobuf records of an offline file: a LevelDB log in blocks, whose records may be split into parts."""
     data = path.read_bytes()
     assert data[:4] == b":W&B"
-    at, parts = 7, b""
-    while at + 7 <= len(data):
-        left = 32768 - at % 32768
-        if left < 7:  # the rest of a block that no header fits into
-            at += left
+    position, record = 7, b""
+    while position + 7 <= len(data):
+        left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
+        if left_in_block < 7:  # too few bytes for a header: padding
+            position += left_in_block
             continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        parts += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield parts
-            parts = b""
+        size, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        record += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a complete record, or the last part of one
+            yield record
+            record = b""
 
 
 def read_offline(folder):
@@ -31,7 +40,7 @@ def read_offline(folder):
     from wandb.proto import wandb_internal_pb2
 
     history, run_id = {}, None
-    for data in records(next(folder.glob("*.wandb"))):
+    for data in read_records(next(folder.glob("*.wandb"))):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "run":
@@ -42,60 +51,57 @@ def read_offline(folder):
     return run_id, history
 
 
-def test_offline_losses_equal_metrics(train_args, tmp_path):
-    run = tmp_path / "run"
-    quiet = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path), "WANDB_CACHE_DIR": str(tmp_path)}
-    done = run_script(*train_args, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=4", **quiet)
-    assert done.returncode == 0, done.stderr
-    done = run_script(*train_args, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=6", **quiet)
-    assert done.returncode == 0, done.stderr
-    parts = sorted((run / "wandb").glob("offline-run-*"))
-    assert len(parts) == 2
-    (first_id, first), (second_id, second) = map(read_offline, parts)
-    assert first_id == second_id  # a resumed run keeps its id
-    assert set(first) == {1, 2, 3, 4}
-    assert set(second) == {5, 6}
-    sent = first | second
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) > 6
-    for line in lines:
-        for key in ("train_loss", "val_loss", "lr", "tokens"):
-            if key in line:
-                assert sent[line["step"]][key] == line[key], (line["step"], key)
+def read_runs(run):
+    """What read_offline() gives for each of the run's trainings, oldest first."""
+    return [read_offline(folder) for folder in sorted((run / "wandb").glob("offline-run-*"))]
 
 
-@pytest.mark.parametrize("save_every", [4, 100], ids=["from a checkpoint", "from the beginning"])
-def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(train_args, tmp_path, save_every, monkeypatch):
-    """Lost are at most the steps that wandb had been handed and had not written yet; metrics.jsonl has them."""
-    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    run = tmp_path / "run"
-    options = ["tracking.wandb=offline", "train.max_steps=300", f"train.save_every={save_every}", "train.eval_every=50"]
-    process = start_script(*train_args, f"run.dir={run}", *options)
-    assert wait_for(lambda: last_step(run) >= 203, process)  # enough to fill a block of wandb's file
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    handed_over = json.loads((run / "tracking.json").read_text())["last_step"]
-    done = run_script(*train_args, f"run.dir={run}", *options)
-    assert done.returncode == 0, done.stderr
-    parts = sorted((run / "wandb").glob("offline-run-*"))
-    (first_id, first), (second_id, second) = map(read_offline, parts)
-    assert first_id == second_id
-    assert first.keys() == set(range(1, max(first) + 1))  # what wandb has written has no gap
-    assert 0 < max(first) <= handed_over
-    assert second.keys() == set(range(handed_over + 1, 301))
-    sent = first | second
+def assert_equals_metrics(sent, run):
+    """The steps that were sent hold the values of metrics.jsonl."""
     for line in read_metrics(run):
         for key in ("train_loss", "val_loss", "lr", "tokens"):
             if key in line and line["step"] in sent:
                 assert sent[line["step"]][key] == line[key], (line["step"], key)
 
 
-def test_what_was_trained_while_wandb_was_off_is_sent_when_it_is_on(train_args, tmp_path, monkeypatch):
-    for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
+def test_offline_losses_equal_metrics(train_args, tmp_path):
+    run = tmp_path / "run"
+    for n_steps in (4, 6):
+        done = run_script(*train_args, f"run.dir={run}", "tracking.wandb=offline", f"train.max_steps={n_steps}")
+        assert done.returncode == 0, done.stderr
+    (first_id, first), (second_id, second) = read_runs(run)
+    assert first_id == second_id  # a resumed run keeps its id
+    assert set(first) == {1, 2, 3, 4}
+    assert set(second) == {5, 6}
+    assert len(read_metrics(run)) > 6
+    assert_equals_metrics(first | second, run)
+
+
+@pytest.mark.parametrize("save_every", [20, 1000], ids=["from a checkpoint", "from the beginning"])
+def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(train_args, tmp_path, save_every):
+    """At most the steps that wandb had received but not yet written are lost; metrics.jsonl has them."""
+    run = tmp_path / "run"
+    options = ["tracking.wandb=offline", "train.max_steps=200", f"train.save_every={save_every}", "train.eval_every=50"]
+    process = start_script(*train_args, f"run.dir={run}", *options)
+    files = (run / "wandb").glob
+    assert wait_for(lambda: any(f.stat().st_size >= BLOCK_BYTES for f in files("offline-run-*/*.wandb")), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    last_sent = json.loads((run / "tracking.json").read_text())["last_step"]
+    assert last_sent < 200
+    done = run_script(*train_args, f"run.dir={run}", *options)
+    assert done.returncode == 0, done.stderr
+    (first_id, first), (second_id, second) = read_runs(run)
+    assert first_id == second_id
+    assert first.keys() == set(range(1, max(first) + 1))  # what wandb has written has no gap
+    assert 0 < max(first) <= last_sent
+    assert second.keys() == set(range(last_sent + 1, 201))
+    assert_equals_metrics(first | second, run)
+
+
+def test_steps_trained_while_tracking_was_disabled_are_sent_once_it_is_enabled(train_args, tmp_path):
     run = tmp_path / "run"
     assert run_script(*train_args, f"run.dir={run}", "train.max_steps=4").returncode == 0
     assert run_script(*train_args, f"run.dir={run}", "tracking.wandb=offline", "train.max_steps=6").returncode == 0
-    _, sent = read_offline(next((run / "wandb").glob("offline-run-*")))
+    ((_, sent),) = read_runs(run)
     assert set(sent) == set(range(1, 7))
