@@ -13,12 +13,12 @@ from torch import Tensor
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.inference_model import prepare_for_inference
+from thinker.generation.option_checks import check_generator_options, check_prompt_length
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score, Sequence, sample_next, top_logprobs
 from thinker.generation.sink_cache import SinkCache
 from thinker.generation.speculation import DraftModel, PromptLookup, check_draft_model, max_draft_len
-from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.model.patterns import LinearAttentionSpec
+from thinker.model import KVCache, Thinker
 from thinker.runtime.errors import UserError
 
 PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
@@ -69,14 +69,20 @@ class Generator:
         draft: Thinker | None = None,
     ) -> None:
         config = model.config
+        check_generator_options(
+            config,
+            use_cache=use_cache,
+            compile=compile,
+            window=window,
+            sinks=sinks,
+            speculate=speculate,
+            has_draft=draft is not None,
+        )
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
         self.window, self.sinks, self.speculate = window, sinks, speculate
         self.supports_window = use_cache and config.is_plain
         self.is_unbounded = window is not None or (config.is_unbounded and use_cache)
-        self.context_len = (
-            config.max_cached_len if use_cache else config.max_seq_len
-        )  # of a text, unless it is unbounded
-        self._check_options(compile, draft is not None)
+        self.context_len = config.max_cached_len if use_cache else config.max_seq_len  # unless is_unbounded
         dtype = dtype or model.dtype
         self.model = prepare_for_inference(model, dtype, int8)
         self.decode_model = CompiledThinker(self.model) if compile else self.model
@@ -85,38 +91,10 @@ class Generator:
             check_draft_model(model, draft, self.is_unbounded)
             self.draft = prepare_for_inference(draft, dtype, int8)
 
-    def _check_options(self, compile: bool, has_draft: bool) -> None:
-        config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
-        if sinks < 0 or (window is None and sinks):
-            raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
-        if window is not None and not 1 <= window <= config.max_seq_len - sinks:
-            raise UserError(
-                f"a window of {window} and {sinks} sinks; the window must be at least 1, and both together at most "
-                f"the model's context, {config.max_seq_len}: it was not trained on tokens further apart"
-            )
-        if not 0 <= speculate <= 64:
-            raise UserError(f"speculate is {speculate}; it must lie between 0 (none) and 64 drafted tokens per step")
-        if has_draft and not speculate:
-            raise UserError("a draft model needs speculate, the number of tokens to draft per step")
-        for name, value in {"window": window, "speculate": speculate, "compile": compile}.items():
-            if value and not self.use_cache:
-                raise UserError(f"{name} needs the cache; it does not go with use_cache=False")
-        if compile and not config.is_plain:
-            raise UserError("compile supports models with full attention, RoPE and plain scores; leave it out")
-        if speculate and any(isinstance(layer, LinearAttentionSpec) for layer in config.patterns):
-            raise UserError("speculate must drop rejected drafts, and a linear layer's state cannot be rolled back")
-        if window is not None and not config.is_plain:
-            raise UserError(
-                "window needs a model with full attention and RoPE; leave it out: this model has "
-                f"model.attention={config.attention}, model.positions={config.positions}"
-            )
-        if window is not None and (speculate or compile):
-            raise UserError(f"a window does not go with {'speculate' if speculate else 'compile'}")
-
     def generate(
         self, prompts: list[str], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Continue all prompts in one batch; a prompt that occurs several times is read once.
+        """Continue all prompts in one batch; equal prompts are read once.
 
         Args:
             prompts: texts of any length up to the context.
@@ -152,15 +130,13 @@ class Generator:
             prompt_tokens: the prompts' token ids; by default those of encode().
 
         Yields:
-            (index of the completion, the text that has become certain).
+            (index of the completion, the text that became certain).
         """
         if params is None or isinstance(params, SamplingParams):
             base = params or SamplingParams()
             params = [dataclasses.replace(base, seed=base.seed + index) for index in range(len(completions))]
         if len(params) != len(completions):
-            raise UserError(
-                f"{len(completions)} prompts and {len(params)} sampling parameters: give one for each, or one"
-            )
+            raise UserError(f"{len(completions)} prompts and {len(params)} sampling parameters: give one each, or one")
         if prompt_tokens is None:
             prompt_tokens = [self.encode(completion.prompt) for completion in completions]
         sequences = [
@@ -237,9 +213,9 @@ class Generator:
             for row, (sequence, sampled) in enumerate(zip(sequences, sample_next(sequences, drafts, logits))):
                 completion = sequence.completion
                 completion.drafted += len(drafts[row])
-                for offset, one in enumerate(sampled):
-                    text, ended = sequence.append(one)
-                    completion.accepted += drafts[row][offset : offset + 1] == [one.token]
+                for offset, sampled_token in enumerate(sampled):
+                    text, ended = sequence.append(sampled_token)
+                    completion.accepted += drafts[row][offset : offset + 1] == [sampled_token.token]
                     if text:
                         completion.text += text
                         yield sequence.index, text
@@ -263,8 +239,8 @@ class Generator:
         """The log-probability of every token of a text, computed by the same passes as generation.
 
         A text longer than the context is read in windows that overlap by half, and every token is counted once, after
-        at least half a context. With a window of its own, the model reads the text in one go. Tokens inside a
-        bidirectional prefix are not predicted and not counted.
+        at least half a context. With `window`, the text is read in one pass. Tokens inside a bidirectional prefix are
+        not predicted and not counted.
 
         Args:
             text: any text, without the BOS token.
@@ -345,16 +321,3 @@ class Generator:
             for sequence in sequences
         ]
         return torch.cat(logits)
-
-
-def check_prompt_length(tokens: list[int], config: ThinkerConfig, max_len: float, hint: str = "") -> None:
-    """Raise UserError if a prompt is longer than `max_len` or shorter than the model's bidirectional prefix."""
-    if len(tokens) < config.prefix:
-        raise UserError(
-            f"the prompt has {len(tokens)} tokens; the model's bidirectional prefix needs at least {config.prefix}"
-        )
-    if len(tokens) > max_len:
-        raise UserError(
-            f"the prompt has {len(tokens)} tokens and the model's context is {max_len}; "
-            f"shorten it to at most {max_len} tokens{hint}"
-        )
