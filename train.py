@@ -27,8 +27,8 @@ def main() -> int:
 
         config = load_config(arguments.config, arguments.overrides)
 
+        from thinker.training.run import train
         from thinker.training.signals import resilient_output
-        from thinker.training.train import train
 
         with resilient_output():
             return train(config, dist)

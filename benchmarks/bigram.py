@@ -17,7 +17,7 @@ from thinker.data.batches import PackedDataset, sequential_batches
 from thinker.data.shards import TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.training.config import load_config
-from thinker.training.train import build_trainer
+from thinker.training.run import build_trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

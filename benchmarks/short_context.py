@@ -18,7 +18,7 @@ from thinker.data import tales
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.training.config import load_config
-from thinker.training.train import build_trainer
+from thinker.training.run import build_trainer
 
 LN_2 = 0.6932
 

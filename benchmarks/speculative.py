@@ -16,7 +16,7 @@ from thinker.benchmarks.training_runs import ROOT
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.runtime.device import DTYPES
 from thinker.training.config import load_config
-from thinker.training.train import build_trainer
+from thinker.training.run import build_trainer
 from thinker.training.trainer import Trainer
 
 NGRAM = 4  # tokens; a text that repeats more n-grams than real texts do is looping

@@ -22,7 +22,7 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
-    "thinker.training.train",
+    "thinker.training.run",
     "thinker.training.plan",
     "thinker.generation.terminal",
     "thinker.evaluation.long_context",

@@ -19,8 +19,8 @@ from thinker.training import resume
 from thinker.training.config import load_config, validate_config
 from thinker.training.resolve import resolve_settings
 from thinker.training.resume import RunState
+from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep, build_model
-from thinker.training.train import build_trainer
 
 CPU, ROWS, T = torch.device("cpu"), 8, 24
 SHAPE = {

@@ -11,13 +11,13 @@ from pydantic import ValidationError, model_validator
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.training.config_sections import (
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    RunSection,
-    Section,
-    TrackingSection,
-    TrainSection,
+    ConfigSection,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainConfig,
 )
 
 # What pydantic calls these types of input would puzzle a reader of configs.
@@ -42,15 +42,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class Config(Section):
+class Config(ConfigSection):
     """What the user wrote: every section with its defaults. Keys that contradict each other are refused."""
 
-    run: RunSection = RunSection()
-    model: ModelSection = ModelSection()
-    data: DataSection = DataSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    train: TrainSection = TrainSection()
-    tracking: TrackingSection = TrackingSection()
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig = TrainConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -15,7 +15,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A part of a config: frozen, and it refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True)
@@ -32,7 +32,7 @@ class Section(BaseModel):
         return values
 
 
-class RunSection(Section):
+class RunConfig(ConfigSection):
     """Where the run is stored, its seed, and the model it starts from."""
 
     dir: str | None = None
@@ -43,7 +43,7 @@ class RunSection(Section):
     """Start from the weights and tokenizer of this run, checkpoint or Hugging Face folder. null: random weights."""
 
 
-class ModelSection(Section):
+class ModelConfig(ConfigSection):
     """The architecture, in ThinkerConfig's names. Keys left at null follow from the others."""
 
     vocab_size: Positive | None = None
@@ -96,7 +96,7 @@ class ModelSection(Section):
     """Number of KV heads of each layer, where some have fewer than n_kv_heads. null: n_kv_heads everywhere."""
 
 
-class DataSection(Section):
+class DataConfig(ConfigSection):
     """What is read, how it becomes tokens, and how the tokens become sequences."""
 
     source: str = "tales"
@@ -133,7 +133,7 @@ class DataSection(Section):
     """Folder of the tokenized corpora."""
 
 
-class OptimizerSection(Section):
+class OptimizerConfig(ConfigSection):
     """AdamW for everything, or Muon for the matrices and AdamW for the embedding and the norm weights.
 
     Learning rates at null follow the rules in training/optimizers.py; the numbers below are for 16 and more sequences
@@ -160,7 +160,7 @@ class OptimizerSection(Section):
     """Muon's momentum. null: 0.95 with muon; adamw has none."""
 
 
-class TrainSection(Section):
+class TrainConfig(ConfigSection):
     """How long, in which batches, on which device, and when to evaluate and save."""
 
     max_steps: Positive | None = None
@@ -225,7 +225,7 @@ class TrainSection(Section):
     """Prompt of the printed samples."""
 
 
-class TrackingSection(Section):
+class TrackingConfig(ConfigSection):
     """Weights & Biases, in addition to metrics.jsonl."""
 
     wandb: Literal["disabled", "offline", "online"] = "disabled"

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.training.config import Config
-from thinker.training.config_sections import OptimizerSection
+from thinker.training.config_sections import OptimizerConfig
 from thinker.training.muon import Muon
 
 
 def resolve_learning_rates(
-    section: OptimizerSection, model_config: ThinkerConfig, batch_size: int, lr_scale: float = 1.0
-) -> OptimizerSection:
-    """The section with every rate that it leaves out, by rules that hold across widths and batches (docs/training.md).
+    optimizer_config: OptimizerConfig, model_config: ThinkerConfig, batch_size: int, lr_scale: float = 1.0
+) -> OptimizerConfig:
+    """The config with every rate that it leaves out, by rules that hold across widths and batches (docs/training.md).
 
     Under Muon a matrix moves by its rate in every direction, whatever its size, so neither lr nor head_lr depends on
     the width. An embedding's row is read alone: its entries, of order one, move by embedding_lr. AdamW moves every
@@ -28,7 +28,7 @@ def resolve_learning_rates(
     size (Malladi et al. 2022, arXiv:2205.10287). Above, the rates stay. `lr_scale` multiplies all of them.
     """
     scale = lr_scale * min(1.0, batch_size / 16) ** 0.5
-    if section.name == "muon":
+    if optimizer_config.name == "muon":
         embedding_lr = 2.0 / model_config.d_model if model_config.tie_embeddings else 0.3
         defaults = {
             "lr": 0.04 * scale,
@@ -38,12 +38,12 @@ def resolve_learning_rates(
             "momentum": 0.95,
         }
     else:
-        lr = section.lr or 1.0 / model_config.d_model * scale
+        lr = optimizer_config.lr or 1.0 / model_config.d_model * scale
         defaults = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "norm_lr": lr}
     if model_config.tie_embeddings:
         del defaults["head_lr"]
-    missing = {name: value for name, value in defaults.items() if getattr(section, name) is None}
-    return section.model_copy(update=missing)
+    missing = {name: value for name, value in defaults.items() if getattr(optimizer_config, name) is None}
+    return optimizer_config.model_copy(update=missing)
 
 
 def finetune_lr_scale(config: Config) -> float:
@@ -59,24 +59,26 @@ class Optimizers:
     (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with similar neighbours stay apart (docs/experiments.md).
     """
 
-    def __init__(self, model: Thinker, section: OptimizerSection) -> None:
-        """`section`: with every learning rate."""
-        groups = _parameter_groups(model, section)
+    def __init__(self, model: Thinker, optimizer_config: OptimizerConfig) -> None:
+        """`optimizer_config`: with every learning rate."""
+        groups = _parameter_groups(model, optimizer_config)
         self.optimizers: list[torch.optim.Optimizer] = []
-        if section.name == "muon":
+        if optimizer_config.name == "muon":
             self.optimizers.append(
                 Muon(
                     [groups.pop(kind) for kind in ("matrices", "head") if kind in groups],
                     dtype=torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32,
-                    momentum=section.momentum,
+                    momentum=optimizer_config.momentum,
                 )
             )
         fused = model.device.type in ("cpu", "cuda")
         self.optimizers.append(
-            torch.optim.AdamW(list(groups.values()), betas=section.betas, eps=section.eps, fused=fused)
+            torch.optim.AdamW(
+                list(groups.values()), betas=optimizer_config.betas, eps=optimizer_config.eps, fused=fused
+            )
         )
         self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
-        self.lr = section.lr
+        self.lr = optimizer_config.lr
 
     def set_lr(self, multiplier: float) -> None:
         """Set every group's learning rate to `multiplier` times its peak."""
@@ -143,13 +145,13 @@ class Optimizers:
                     yield optimizer, name, parameter
 
 
-def _parameter_groups(model: Thinker, section: OptimizerSection) -> dict[str, dict[str, Any]]:
+def _parameter_groups(model: Thinker, optimizer_config: OptimizerConfig) -> dict[str, dict[str, Any]]:
     """torch's parameter groups by kind: matrices, embedding, head, norms. Only matrices and the head decay."""
     groups: dict[str, dict[str, Any]] = {
-        "matrices": {"params": [], "lr": section.lr, "weight_decay": section.weight_decay},
-        "embedding": {"params": [], "lr": section.embedding_lr, "weight_decay": 0.0},
-        "head": {"params": [], "lr": section.head_lr, "weight_decay": section.weight_decay},
-        "norms": {"params": [], "lr": section.norm_lr, "weight_decay": 0.0},
+        "matrices": {"params": [], "lr": optimizer_config.lr, "weight_decay": optimizer_config.weight_decay},
+        "embedding": {"params": [], "lr": optimizer_config.embedding_lr, "weight_decay": 0.0},
+        "head": {"params": [], "lr": optimizer_config.head_lr, "weight_decay": optimizer_config.weight_decay},
+        "norms": {"params": [], "lr": optimizer_config.norm_lr, "weight_decay": 0.0},
     }
     kinds = {"embedding": "embedding", "positions": "embedding", "lm_head": "head"}
     for name, parameter in model.named_parameters():

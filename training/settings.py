@@ -8,17 +8,17 @@ from pydantic import BeforeValidator
 
 from thinker.model import ThinkerConfig
 from thinker.training.config_sections import (
-    DataSection,
-    OptimizerSection,
+    ConfigSection,
+    DataConfig,
+    OptimizerConfig,
     Positive,
-    RunSection,
-    Section,
-    TrackingSection,
-    TrainSection,
+    RunConfig,
+    TrackingConfig,
+    TrainConfig,
 )
 
 
-class TrainSettings(TrainSection):
+class TrainSettings(TrainConfig):
     """The section `train` with every choice made."""
 
     precision: Literal["fp32", "bf16", "fp16"]
@@ -31,15 +31,15 @@ def _to_thinker_config(value: Any) -> Any:
     return ThinkerConfig.from_dict(value) if isinstance(value, dict) else value
 
 
-class Settings(Section):
+class Settings(ConfigSection):
     """A resolved config, in the same sections: widths, learning rates, precision, micro-batch size, tokenizer."""
 
-    run: RunSection
+    run: RunConfig
     model: Annotated[ThinkerConfig, BeforeValidator(_to_thinker_config)]
-    data: DataSection
-    optimizer: OptimizerSection
+    data: DataConfig
+    optimizer: OptimizerConfig
     train: TrainSettings
-    tracking: TrackingSection
+    tracking: TrackingConfig
 
     def with_train(self, **changes: Any) -> Settings:
         """A copy with other values in the section `train`."""

@@ -33,7 +33,7 @@ from thinker.training.tracking import Tracker
 
 
 class Trainer:
-    """The loop of one run. With several ranks, each has its own. thinker.training.train builds it from a config.
+    """The loop of one run. With several ranks, each has its own. thinker.training.run builds it from a config.
 
     Attributes:
         state: where the run stands; saved with each checkpoint.

@@ -1,4 +1,4 @@
-"""Fine-tuning: from a Hugging Face folder, on answers, whole or by adapters that peft opens."""
+"""Fine-tuning a Hugging Face folder on answers: all weights, or LoRA adapters that peft opens."""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ from thinker.interop.peft_adapter import load_adapter, save_adapter
 from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
+from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep
-from thinker.training.train import build_trainer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,7 +33,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model made by transformers, of random weights, with a tokenizer and a chat template."""
+    """A random model made by transformers, with a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("base")
     tokenizer = make_tokenizer("bpe:300", ["user: what is 12 times 7? assistant: it is 84. " * 30])
     config = transformers.LlamaConfig(
@@ -44,33 +44,35 @@ def base(tmp_path_factory):
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(8 if parameter.dim() == 2 else 1)  # of a size that adapters alone can do something with
+            parameter.mul_(8 if parameter.dim() == 2 else 1)  # large enough for adapters to matter
     model.save_pretrained(folder)
     tokenizer_conversion.write(tokenizer.with_chat_template(TEMPLATE), folder, 64)
     return folder
 
 
 @pytest.fixture(scope="module")
-def talks(tmp_path_factory):
-    path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
-    talk = [[f"what is {i} times {j}?", f"it is {i * j}."] for i in range(12) for j in range(8)]
-    rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in talk]
+def conversations(tmp_path_factory):
+    path = tmp_path_factory.mktemp("conversations") / "conversations.jsonl"
+    pairs = [[f"what is {i} times {j}?", f"it is {i * j}."] for i in range(12) for j in range(8)]
+    rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture
-def trainer(base, talks, tmp_path):
-    """A training of the base on the talks' answers."""
+def make_trainer(base, conversations, tmp_path):
+    """Builds a Trainer that fine-tunes `base` on the answers in the conversations."""
     config = tmp_path / "config.yaml"
     config.write_text("train: {max_steps: 40}")
 
     def make(*overrides, folder="run"):
-        given = [f"run.init_from={base}", f"run.dir={tmp_path / folder}", "data.source=jsonl", f"data.path={talks}",
-                 "data.assistant_only_loss=true", "data.packing=documents", "data.seq_len=48",
-                 f"data.cache_dir={tmp_path}", "train.batch_size=8", "train.precision=fp32",
-                 "train.compile=false", "train.device=cpu", "train.eval_every=20", "optimizer.lr=0.01"]  # fmt: skip
-        return build_trainer(load_config(config, [*given, *overrides]))
+        defaults = [
+            f"run.init_from={base}", f"run.dir={tmp_path / folder}", "data.source=jsonl",
+            f"data.path={conversations}", "data.assistant_only_loss=true", "data.packing=documents",
+            "data.seq_len=48", f"data.cache_dir={tmp_path}", "train.batch_size=8", "train.precision=fp32",
+            "train.compile=false", "train.device=cpu", "train.eval_every=20", "optimizer.lr=0.01",
+        ]  # fmt: skip
+        return build_trainer(load_config(config, [*defaults, *overrides]))
 
     return make
 
@@ -79,56 +81,57 @@ def losses(trainer, key):
     return [line[key] for line in trainer.run.read_metrics() if key in line]
 
 
-@pytest.mark.parametrize("lora", [[], ["train.lora_rank=4", "train.lora_alpha=4"]], ids=["whole", "lora"])
-def test_the_loss_on_answers_falls_and_the_run_goes_out_again(trainer, base, tmp_path, lora):
-    training = trainer(*lora)
-    before = training.evaluator(training.model).loss
-    assert training.train() == 0
-    after = losses(training, "val_loss")[-1]
+@pytest.mark.parametrize("lora", [[], ["train.lora_rank=4", "train.lora_alpha=4"]], ids=["full", "lora"])
+def test_finetuning_lowers_the_loss_and_the_run_exports(make_trainer, base, tmp_path, lora):
+    trainer = make_trainer(*lora)
+    before = trainer.evaluator(trainer.model).loss
+    assert trainer.train() == 0
+    after = losses(trainer, "val_loss")[-1]
     assert after < 0.7 * before
-    assert losses(training, "train_loss")[-1] < losses(training, "train_loss")[0]
+    assert losses(trainer, "train_loss")[-1] < losses(trainer, "train_loss")[0]
     model, tokenizer = load(tmp_path / "run")
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.content_hash == load_tokenizer(base).content_hash
     assert not any(isinstance(module, LoraLinear) for module in model.modules())
     tokens = torch.randint(tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours = model(tokens)
-        torch.testing.assert_close(ours, training.model.eval()(tokens), rtol=0, atol=1e-5)
+        logits = model(tokens)
+        tolerance = 1e-5 * max(1.0, float(logits.abs().max()))  # as verify_export(); here logits reach 30
+        torch.testing.assert_close(logits, trainer.model.eval()(tokens), rtol=0, atol=1e-5)
         (tmp_path / "out").mkdir()
         save_pretrained(model, tokenizer, tmp_path / "out")
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
+        hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        torch.testing.assert_close(hf_model(tokens).logits, logits, rtol=0, atol=tolerance)
 
 
-def test_positions_that_are_masked_get_no_gradient(trainer):
-    """What enters the head has a gradient exactly where a target is counted, and the loss is theirs alone."""
-    training = trainer()
-    batch = training.loader.batch(0)
-    seen = []
+def test_assistant_only_loss_gives_masked_positions_no_gradient(make_trainer):
+    """The head's input has a gradient exactly where a target counts, and the loss is the sum over these positions."""
+    trainer = make_trainer()
+    batch = trainer.loader.batch(0)
+    head_inputs = []
 
-    def keep(module, args, out):
+    def record(module, args, out):
         out.retain_grad()
-        seen.append(out)
+        head_inputs.append(out)
 
-    hook = training.model.norm.register_forward_hook(keep)
-    loss_sum, count = training.model(batch[0], targets=batch[1])
+    hook = trainer.model.norm.register_forward_hook(record)
+    loss_sum, count = trainer.model(batch[0], targets=batch[1])
     loss_sum.backward()
     hook.remove()
     counted = batch[1] >= 0
     assert 0 < counted.sum() == count < counted.numel() / 3
-    sizes = seen[0].grad.abs().sum(dim=-1)
+    sizes = head_inputs[0].grad.abs().sum(dim=-1)
     assert (sizes[~counted] == 0).all()
     assert (sizes[counted] > 0).all()
     with torch.no_grad():
-        nats = torch.nn.functional.cross_entropy(training.model(batch[0])[counted], batch[1][counted], reduction="sum")
+        nats = torch.nn.functional.cross_entropy(trainer.model(batch[0])[counted], batch[1][counted], reduction="sum")
     torch.testing.assert_close(loss_sum, nats)
     ids = [tokens[row].tolist() for tokens, row in ((batch[1][i], counted[i]) for i in range(len(counted)))]
-    answers = [training.corpus.tokenizer.decode(row) for row in ids]
+    answers = [trainer.corpus.tokenizer.decode(row) for row in ids]
     assert all(answer.startswith("it is ") and "what" not in answer for answer in answers)
 
 
-def test_an_adapter_of_zeros_changes_no_logit_and_merged_equals_unmerged():
+def test_zero_lora_keeps_logits_and_merging_keeps_them_too():
     model, tokens = random_model(attention_bias=True, qk_norm=False), torch.randint(61, (2, 30))
     with torch.no_grad():
         before = model(tokens)
@@ -145,30 +148,30 @@ def test_an_adapter_of_zeros_changes_no_logit_and_merged_equals_unmerged():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_only_adapters_move(trainer, base):
-    training = trainer("train.lora_rank=2", "train.max_steps=5")
-    frozen = {name: p.clone() for name, p in training.model.named_parameters() if "lora" not in name}
-    assert {name for name in training.step.optimizers.tensors() if "lora" not in name} == set()
-    training.train()
-    for name, parameter in training.model.named_parameters():
+def test_lora_trains_adapters_only(make_trainer, base):
+    trainer = make_trainer("train.lora_rank=2", "train.max_steps=5")
+    frozen = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora" not in name}
+    assert {name for name in trainer.step.optimizers.tensors() if "lora" not in name} == set()
+    trainer.train()
+    for name, parameter in trainer.model.named_parameters():
         if "lora" in name:
             assert parameter.requires_grad
             assert parameter.abs().sum() > 0
         else:
             assert torch.equal(parameter, frozen[name])
             assert parameter.grad is None
-    names = {name for name in training.step.optimizers.tensors() if name.startswith("optimizer.")}
+    names = {name for name in trainer.step.optimizers.tensors() if name.startswith("optimizer.")}
     assert all("lora" in name for name in names)
     assert len(names) == 3 * 2 * 7 * 2  # three tensors of AdamW, A and B, seven matrices, two layers
 
 
-@pytest.mark.parametrize("lora", [[], ["train.lora_rank=2"]], ids=["whole", "lora"])
-def test_a_run_goes_on_to_the_bit_without_the_folder_it_began_with(trainer, base, tmp_path, lora):
-    whole = trainer(*lora, "train.max_steps=8", "train.schedule=cosine", folder="whole")
+@pytest.mark.parametrize("lora", [[], ["train.lora_rank=2"]], ids=["full", "lora"])
+def test_resuming_is_bitwise_without_the_init_from_folder(make_trainer, base, tmp_path, lora):
+    whole = make_trainer(*lora, "train.max_steps=8", "train.schedule=cosine", folder="whole")
     whole.train()
     moved = shutil.copytree(base, tmp_path / "base")
     given = [*lora, f"run.init_from={moved}", "train.schedule=cosine", "train.max_steps=8"]
-    first = trainer(*given, folder="parts")
+    first = make_trainer(*given, folder="parts")
     first.bar = tqdm(disable=True)
     for _ in range(3):
         first.train_step()
@@ -177,7 +180,7 @@ def test_a_run_goes_on_to_the_bit_without_the_folder_it_began_with(trainer, base
     first.checkpoints.close()
     first.run.unlock()
     shutil.rmtree(moved)
-    second = trainer(*given, folder="parts")
+    second = make_trainer(*given, folder="parts")
     assert second.state.step == 3
     second.train()
     ours = [read_tensors(sorted((tmp_path / run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
@@ -186,9 +189,9 @@ def test_a_run_goes_on_to_the_bit_without_the_folder_it_began_with(trainer, base
     assert all(torch.equal(ours[0][name], ours[1][name]) for name in ours[0])
 
 
-def test_peft_loads_our_adapter(trainer, base, tmp_path):
+def test_peft_loads_exported_adapters(make_trainer, base, tmp_path):
     peft = pytest.importorskip("peft")
-    trainer("train.lora_rank=3", "train.lora_alpha=12", "train.max_steps=10").train()
+    make_trainer("train.lora_rank=3", "train.lora_alpha=12", "train.max_steps=10").train()
     checkpoint = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
     (tmp_path / "adapter").mkdir()
     model, _ = load(tmp_path / "run")
@@ -204,7 +207,7 @@ def test_peft_loads_our_adapter(trainer, base, tmp_path):
     again, tokenizer = load(tmp_path / "adapter")
     assert tokenizer.chat_template == TEMPLATE  # the base's
     torch.testing.assert_close(again(tokens), ours, rtol=0, atol=1e-5)
-    trainer("train.max_steps=1", folder="plain").train()
+    make_trainer("train.max_steps=1", folder="plain").train()
     plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
     with pytest.raises(UserError, match="has no adapters"):
         save_adapter(plain, model.config, base, tmp_path / "adapter")
@@ -213,7 +216,7 @@ def test_peft_loads_our_adapter(trainer, base, tmp_path):
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_we_load_adapters_that_peft_made(base, tmp_path, rslora):
+def test_load_adapters_made_by_peft(base, tmp_path, rslora):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=rslora,
                              init_lora_weights=False)  # fmt: skip
@@ -259,41 +262,41 @@ def test_we_load_adapters_that_peft_made(base, tmp_path, rslora):
         (["model.attn_logit_softcap=5"], "model.attn_logit_softcap is 5.0, but .* has null"),
     ],
 )
-def test_what_contradicts_the_model_is_refused(trainer, tmp_path, overrides, message):
+def test_configs_that_contradict_the_initial_model_are_refused(make_trainer, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
-        trainer(*overrides)
+        make_trainer(*overrides)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_longer_context_and_dropout_may_be_asked_for(trainer):
-    training = trainer("model.max_seq_len=128", "model.dropout=0.1", "data.seq_len=80",
+def test_context_length_and_dropout_may_change(make_trainer):
+    trainer = make_trainer("model.max_seq_len=128", "model.dropout=0.1", "data.seq_len=80",
                        "model.rope_scaling={type: yarn, factor: 2, original_max_seq_len: 64}")  # fmt: skip
-    assert training.model.config.max_seq_len == 128
-    assert training.model.rope.scaling.type == "yarn"
-    assert training.model.dropout.p == 0.1
-    training.batches.close()
-    training.checkpoints.close()
+    assert trainer.model.config.max_seq_len == 128
+    assert trainer.model.rope.scaling.type == "yarn"
+    assert trainer.model.dropout.p == 0.1
+    trainer.batches.close()
+    trainer.checkpoints.close()
 
 
-def test_rates_of_what_is_good_already(trainer):
+def test_default_learning_rates_of_finetuning(make_trainer):
     rates = {}
     for name, given in {"whole": [], "lora": ["train.lora_rank=2"]}.items():
-        training = trainer("optimizer.lr=null", "train.batch_size=16", *given, folder=name)
-        rates[name] = training.settings.optimizer.lr
-        assert training.settings.optimizer.name == "adamw"
-        training.batches.close()
-        training.checkpoints.close()
-        training.run.unlock()
+        trainer = make_trainer("optimizer.lr=null", "train.batch_size=16", *given, folder=name)
+        rates[name] = trainer.settings.optimizer.lr
+        assert trainer.settings.optimizer.name == "adamw"
+        trainer.batches.close()
+        trainer.checkpoints.close()
+        trainer.run.unlock()
     assert rates == pytest.approx({"whole": 0.1 / 32, "lora": 1 / 32})
 
 
-def test_a_step_of_lora_in_bf16_and_with_blocks_computed_again(trainer):
-    training = trainer(
+def test_lora_step_in_bf16_with_activation_checkpointing(make_trainer):
+    trainer = make_trainer(
         "train.lora_rank=2", "train.precision=bf16", "train.checkpoint_every_n_blocks=1", "train.max_steps=2"
     )
-    loss, norm = training.step(Batch(*training.loader.batch(0), 50), 1.0)
-    assert isinstance(training.step, TrainingStep)
+    loss, norm = trainer.step(Batch(*trainer.loader.batch(0), 50), 1.0)
+    assert isinstance(trainer.step, TrainingStep)
     assert torch.isfinite(loss)
     assert norm > 0
-    training.batches.close()
-    training.checkpoints.close()
+    trainer.batches.close()
+    trainer.checkpoints.close()

@@ -4,7 +4,7 @@ import torch
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training.config import validate_config
-from thinker.training.config_sections import OptimizerSection
+from thinker.training.config_sections import OptimizerConfig
 from thinker.training.optimizers import Optimizers, resolve_learning_rates
 
 SHAPE = {"vocab_size": 61, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 64}
@@ -14,10 +14,10 @@ def config(**changes):
     return ThinkerConfig(**{**SHAPE, **changes})
 
 
-def rates(model, section):
+def rates(model, optimizer_config):
     """The name of each parameter: its optimizer's class, its rate and its weight decay."""
     found = {}
-    for optimizer in Optimizers(model, resolve_learning_rates(section, model.config, 16)).optimizers:
+    for optimizer in Optimizers(model, resolve_learning_rates(optimizer_config, model.config, 16)).optimizers:
         for group in optimizer.param_groups:
             for name in group["param_names"]:
                 assert name not in found
@@ -35,8 +35,8 @@ def kind(name):
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_moves_the_matrices_and_adamw_the_rest(random_model, tied):
     model = random_model(tie_embeddings=tied)
-    section = OptimizerSection(lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, weight_decay=0.1)
-    found = rates(model, section)
+    optimizer_config = OptimizerConfig(lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, weight_decay=0.1)
+    found = rates(model, optimizer_config)
     assert found.keys() == dict(model.named_parameters()).keys()
     expected = {"matrix": ("Muon", 0.5, 0.1), "embedding": ("AdamW", 0.4, 0.0), "head": ("Muon", 0.3, 0.1),
                 "gain": ("AdamW", 0.2, 0.0)}  # fmt: skip
@@ -46,28 +46,28 @@ def test_muon_moves_the_matrices_and_adamw_the_rest(random_model, tied):
 
 
 def test_adamw_alone_moves_everything_at_its_one_rate(random_model):
-    found = rates(random_model(), OptimizerSection(name="adamw", lr=0.5, weight_decay=0.1))
+    found = rates(random_model(), OptimizerConfig(name="adamw", lr=0.5, weight_decay=0.1))
     for name, group in found.items():
         assert group == ("AdamW", 0.5, 0.1 if kind(name) in ("matrix", "head") else 0.0), name
 
 
 @pytest.mark.parametrize("width", [32, 64, 768])
 def test_rates_that_are_left_out_follow_the_width(width):
-    muon = resolve_learning_rates(OptimizerSection(), config(d_model=width), 16)
+    muon = resolve_learning_rates(OptimizerConfig(), config(d_model=width), 16)
     assert None not in muon.model_dump().values()
-    narrow = resolve_learning_rates(OptimizerSection(), config(), 16)
+    narrow = resolve_learning_rates(OptimizerConfig(), config(), 16)
     assert muon == narrow
-    adamw = resolve_learning_rates(OptimizerSection(name="adamw"), config(d_model=width), 16)
+    adamw = resolve_learning_rates(OptimizerConfig(name="adamw"), config(d_model=width), 16)
     assert adamw.lr == adamw.embedding_lr == adamw.head_lr == adamw.norm_lr == 1 / width
     assert adamw.momentum is None
 
 
 def test_rates_that_are_given_stay():
     given = {"lr": 0.5, "embedding_lr": 0.4, "head_lr": 0.3, "norm_lr": 0.2, "momentum": 0.1}
-    assert resolve_learning_rates(OptimizerSection(**given), config(), 16) == OptimizerSection(**given)
-    adamw = resolve_learning_rates(OptimizerSection(name="adamw", lr=0.5, head_lr=0.3), config(), 16)
+    assert resolve_learning_rates(OptimizerConfig(**given), config(), 16) == OptimizerConfig(**given)
+    adamw = resolve_learning_rates(OptimizerConfig(name="adamw", lr=0.5, head_lr=0.3), config(), 16)
     assert (adamw.embedding_lr, adamw.head_lr) == (0.5, 0.3)
-    tied = resolve_learning_rates(OptimizerSection(embedding_lr=0.3), config(tie_embeddings=True), 16)
+    tied = resolve_learning_rates(OptimizerConfig(embedding_lr=0.3), config(tie_embeddings=True), 16)
     assert (tied.embedding_lr, tied.head_lr) == (0.3, None)
     with pytest.raises(UserError, match="head_lr is read by a head of its own only"):
         validate_config({"model": {"tie_embeddings": True}, "optimizer": {"head_lr": 0.3}, "train": {"max_steps": 1}})
@@ -76,28 +76,28 @@ def test_rates_that_are_given_stay():
 def test_an_embedding_that_is_also_the_head_moves_as_a_head_of_adamw():
     for width in (32, 64):
         assert (
-            resolve_learning_rates(OptimizerSection(), config(d_model=width, tie_embeddings=True), 16).embedding_lr
+            resolve_learning_rates(OptimizerConfig(), config(d_model=width, tie_embeddings=True), 16).embedding_lr
             == 2 / width
         )
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_rates_fall_with_the_root_of_a_small_batch(name):
-    whole = resolve_learning_rates(OptimizerSection(name=name), config(), 16)
-    assert resolve_learning_rates(OptimizerSection(name=name), config(), 512) == whole
-    quarter = resolve_learning_rates(OptimizerSection(name=name), config(), 4)
+    whole = resolve_learning_rates(OptimizerConfig(name=name), config(), 16)
+    assert resolve_learning_rates(OptimizerConfig(name=name), config(), 512) == whole
+    quarter = resolve_learning_rates(OptimizerConfig(name=name), config(), 4)
     for rate in ("lr", "embedding_lr", "head_lr", "norm_lr"):
         assert getattr(quarter, rate) == pytest.approx(getattr(whole, rate) / 2)
-    assert resolve_learning_rates(OptimizerSection(name=name, lr=0.5), config(), 4).lr == 0.5  # what is given stays
+    assert resolve_learning_rates(OptimizerConfig(name=name, lr=0.5), config(), 4).lr == 0.5  # what is given stays
 
 
-@pytest.mark.parametrize("section", [OptimizerSection(), OptimizerSection(name="adamw")], ids=["muon", "adamw"])
-def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(section):
+@pytest.mark.parametrize("optimizer_config", [OptimizerConfig(), OptimizerConfig(name="adamw")], ids=["muon", "adamw"])
+def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(optimizer_config):
     """What the rule of the head says, measured: one step on one token, whose logits move the same way at any width."""
     moved = []
     for width in (64, 256, 1024):
         model = Thinker(config(vocab_size=2048, d_model=width))
-        optimizers = Optimizers(model, resolve_learning_rates(section, model.config, 16))
+        optimizers = Optimizers(model, resolve_learning_rates(optimizer_config, model.config, 16))
         x = torch.randn(width, generator=torch.Generator().manual_seed(0))
         (model.lm_head.weight @ x)[7].backward()
         before = model.lm_head.weight.detach() @ x.sign()
@@ -109,8 +109,8 @@ def test_a_logit_of_a_wide_model_moves_as_far_as_one_of_a_narrow_model(section):
 
 
 def test_the_schedule_scales_every_rate(random_model):
-    section = OptimizerSection(lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, momentum=0.9)
-    optimizers = Optimizers(random_model(), section)
+    optimizer_config = OptimizerConfig(lr=0.5, embedding_lr=0.4, head_lr=0.3, norm_lr=0.2, momentum=0.9)
+    optimizers = Optimizers(random_model(), optimizer_config)
     optimizers.set_lr(0.25)
     optimizers.set_lr(0.5)
     found = sorted(group["lr"] for optimizer in optimizers.optimizers for group in optimizer.param_groups)

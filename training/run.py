@@ -16,7 +16,7 @@ from thinker.runtime.device import choose_device, configure_backend, enable_dete
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
 from thinker.training.config import Config
-from thinker.training.config_sections import TrackingSection
+from thinker.training.config_sections import TrackingConfig
 from thinker.training.corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
@@ -85,7 +85,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
         resume.resume_run(run, folder, state, step, settings, dist)
     state = state or RunState()
     run.truncate_metrics(state.step, state.evaluated_at)
-    tracked = settings if dist.is_main else settings.model_copy(update={"tracking": TrackingSection()})
+    tracked = settings if dist.is_main else settings.model_copy(update={"tracking": TrackingConfig()})
     tracker = Tracker(tracked, run)
     state.tokenizer, state.corpus = corpus.tokenizer.content_hash, corpus.sha256
     state.machine = resume.describe_machine(device, dist, settings.train.parallel)
