@@ -1,4 +1,4 @@
-"""From the name of a source to tokens on disk: split, tokenizer, shards, and a cache of them."""
+"""Prepare a corpus: read a source, split it, tokenize it into shards, and cache them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -27,15 +27,15 @@ from thinker.runtime.errors import FULL_DISK, UserError
 from thinker.runtime.files import atomic_write
 
 INDEX_FORMAT = 3  # of corpus.json
-BATCH_CHARS = 4 << 20  # text that is tokenized at once, in threads
-ABANDONED_SECONDS = 24 * 3600  # a folder still being built after this long belongs to a process that was killed
+BATCH_CHARS = 4 << 20  # characters tokenized together, in threads
+ABANDONED_SECONDS = 24 * 3600  # a folder that has been under construction for longer belongs to a killed process
 
-Labelled = tuple[bool, Document]  # whether it belongs to validation, and the document
+SplitDocument = tuple[str, Document]  # "train" or "val", and the document
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus: its tokenizer, its two splits, a sha256 of all their tokens, and the cache's folder."""
+    """A tokenized corpus: the tokenizer, both splits, the sha256 of all their tokens, and the folder in the cache."""
 
     tokenizer: Tokenizer
     train: TokenShards
@@ -47,55 +47,42 @@ class Corpus:
 def prepare_corpus(
     *,
     source: str,
-    path: str | None = None,
-    config: str | None = None,
-    split: str = "train",
-    column: str = "text",
-    streaming: bool = True,
     tokenizer: str | Tokenizer = "bpe:4096",
     assistant_only_loss: bool = False,
     val_fraction: float = 0.05,
-    max_documents: int | None = None,
-    seed: int = 0,
     cache_dir: str | Path = ".cache",
     progress: bool = True,
     shard_tokens: int = SHARD_TOKENS,
+    **source_options: Any,
 ) -> Corpus:
-    """Tokenize a source into memory-mapped shards, or open what an earlier call made of the same.
+    """Tokenize a source into memory-mapped shards, or open the shards that an earlier call with these options made.
 
-    Validation is the last val_fraction of a single text; of documents those whose content hash falls below
-    val_fraction, so that equal documents never lie in both splits. The tokenizer is trained on the training split
-    alone. Documents without text are left out, and said so. Memory does not grow with the corpus.
+    Validation is the last val_fraction of a single text. Documents go there if their content hash is below
+    val_fraction, so equal documents are always in the same split. The tokenizer is trained on the training split only.
+    Documents without text are skipped with a message. Memory does not grow with the corpus.
 
     Args:
-        tokenizer: a tokenizer, or its name: see tokenizer_factory.check_spec.
-        assistant_only_loss: in conversations only what the assistant says is a target.
+        tokenizer: a tokenizer, or the name of one: see tokenizer_factory.check_spec.
+        assistant_only_loss: in conversations only the assistant's messages are targets.
         progress: show bars and messages on standard error.
-        shard_tokens: a shard file is closed after the document that reaches this many tokens.
-        The other arguments are those of sources.open_source.
+        shard_tokens: a shard is closed after the document that reaches this many tokens.
+        source_options: of sources.open_source.
 
     Raises UserError for wrong options, and for text that is missing, unreadable, or too little to split.
     """
-    kind = check_spec(tokenizer) if isinstance(tokenizer, str) else "given"
+    kind = check_spec(tokenizer) if isinstance(tokenizer, str) else tokenizer.kind
     if not 0 < val_fraction < 1:
         raise UserError(f"data.val_fraction={val_fraction}: it must lie between 0 and 1, for example 0.05")
-    opened = open_source(
-        source,
-        path=path,
-        config=config,
-        split=split,
-        column=column,
-        streaming=streaming,
-        max_documents=max_documents,
-        seed=seed,
-    )
-    saved = load_tokenizer(tokenizer) if kind == "path" else tokenizer if kind == "given" else None
-    if source == "repeated_random" and (saved.kind if saved else kind) not in ("byte", "char"):
+    opened = open_source(source, **source_options)
+    spec = load_tokenizer(tokenizer) if kind == "path" else tokenizer
+    if source == "repeated_random" and (spec.kind if isinstance(spec, Tokenizer) else kind) not in ("byte", "char"):
         raise UserError(
-            f"data.tokenizer={tokenizer}: data.source=repeated_random needs byte or char, one token a character"
+            f"data.tokenizer={tokenizer}: data.source=repeated_random needs byte or char, one token per character"
         )
-    parts = [INDEX_FORMAT, FORMAT, opened.key, saved.content_hash if saved else tokenizer, val_fraction, shard_tokens]
-    parts += ["answers"] * assistant_only_loss
+    tokenizer_key = spec.content_hash if isinstance(spec, Tokenizer) else spec
+    parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
+    if assistant_only_loss:
+        parts.append("assistant_only_loss")
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     if folder.exists():
@@ -112,8 +99,8 @@ def prepare_corpus(
     _remove_abandoned(folder)
     building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=folder.parent))
     try:
-        _build(building, opened, saved or tokenizer, assistant_only_loss, val_fraction, progress, shard_tokens)
-        _move(building, folder)
+        _build(building, opened, spec, assistant_only_loss, val_fraction, progress, shard_tokens)
+        _publish(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return _open(folder)
@@ -130,8 +117,8 @@ def _open(folder: Path) -> Corpus:
     return Corpus(tokenizer, train, val, sha256, folder)
 
 
-def _move(building: Path, folder: Path) -> None:
-    """Put a finished folder in its place, unless another process has just put the same there."""
+def _publish(building: Path, folder: Path) -> None:
+    """Rename a finished folder to its final name, unless another process has just published the same."""
     if folder.exists():
         try:
             _open(folder)
@@ -164,96 +151,89 @@ def _build(
     progress: bool,
     shard_tokens: int,
 ) -> None:
-    """Read the source once: what trained the tokenizer (a bounded sample) is kept, and tokenized first."""
+    """Write a corpus into an empty folder. The source is read once: what trains the tokenizer is kept in memory."""
     documents = _split(source, val_fraction)
-    kept: deque[Labelled] = deque()
-    if isinstance(spec, Tokenizer):
-        tokenizer = spec
-    else:
+    sample: list[SplitDocument] = []  # bounded: tokenizers are trained on at most SAMPLE_BYTES
+    tokenizer = spec
+    if isinstance(spec, str):
         if progress and spec.startswith("bpe:"):
             print(f"training {spec} on {source.name} ...", file=sys.stderr)
-        tokenizer = make_tokenizer(spec, _training_texts(source, val_fraction, documents, kept))
+        tokenizer = make_tokenizer(spec, _training_texts(source, val_fraction, documents, sample))
         if spec.startswith("bpe:") and tokenizer.vocab_size < int(spec[4:]):
-            found = f"the vocabulary has {tokenizer.vocab_size} tokens"
-            print(f"the text is too short for {spec}: {found}", file=sys.stderr)
+            size = f"the vocabulary has {tokenizer.vocab_size} tokens"
+            print(f"the text is too short for {spec}: {size}", file=sys.stderr)
     tokenizer.save(folder)
-    train, val = (ShardWriter(folder, name, tokenizer, shard_tokens) for name in ("train", "val"))
-    everything = itertools.chain((kept.popleft() for _ in range(len(kept))), documents)
-    for in_val, document, ids, loss_mask in _encode(tokenizer, everything, source, assistant_only_loss, progress):
-        writer = val if in_val else train
-        continues = source.whole_text and writer.started
-        writer.add(ids, len(document.text.encode()), document.log_prob, continues, loss_mask)
-    for name, writer in (("train", train), ("val", val)):
+    writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
+    if source.whole_text:
+        scale = {"total": source.n_bytes, "unit": "B", "unit_scale": True}
+    else:
+        scale = {"total": source.n_documents, "unit": " documents"}
+    n_tokens = 0
+    with tqdm(desc="tokenizing", disable=not progress, **scale) as bar:
+        for batch in _batches(itertools.chain(sample, documents)):
+            encoded = encode_all(tokenizer, [document for _, document in batch], assistant_only_loss)
+            for (split, document), (ids, loss_mask) in zip(batch, encoded):
+                n_bytes = len(document.text.encode())
+                continues = source.whole_text and writers[split].started
+                writers[split].add(ids, n_bytes, document.log_prob, continues, loss_mask)
+                n_tokens += len(ids)
+                bar.update(n_bytes if source.whole_text else 1)
+            bar.set_postfix_str(f"{n_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s")
+    for split, writer in writers.items():
         if not writer.started:
-            raise _nothing_in(name, source, val_fraction)
+            raise _empty_split_error(split, source, val_fraction)
         writer.close()
+    train, val = writers.values()
     digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
     atomic_write(folder / "corpus.json", json.dumps({"train": train.files, "val": val.files, "sha256": digest}))
 
 
-def _split(source: Source, val_fraction: float) -> Iterator[Labelled]:
-    """Every document (or piece of a single text) that holds text, with whether it belongs to validation."""
-    empty = found = 0
-    cut = min(max(round((source.n_bytes or 0) * (1 - val_fraction)), 1), (source.n_bytes or 0) - 1)
-    position = 0  # in a single text, in bytes
+def _split(source: Source, val_fraction: float) -> Iterator[SplitDocument]:
+    """Every document, or piece of a single text, that holds text, with its split."""
+    n_empty = n_documents = position = 0  # position: in a single text, in bytes
+    n_bytes = source.n_bytes or 0
+    cut = min(max(round(n_bytes * (1 - val_fraction)), 1), n_bytes - 1)
     for document in source.documents():
         data = document.text.encode()
-        found += 1
+        n_documents += 1
         if not data:
-            empty += 1
+            n_empty += 1
         elif source.whole_text:
-            head = data[: max(cut - position, 0)].decode(errors="ignore")  # a cut within a character lies before it
+            head = data[: max(cut - position, 0)].decode(errors="ignore")  # the cut moves to the start of a character
             tail = document.text[len(head) :]
             position += len(data)
-            yield from ((in_val, Document(text)) for in_val, text in ((False, head), (True, tail)) if text)
+            if head:
+                yield "train", Document(head)
+            if tail:
+                yield "val", Document(tail)
         else:
             number = int.from_bytes(hashlib.sha256(data).digest()[:4], "big")
-            yield number < val_fraction * 2**32, document
-    if found == empty:
+            yield "val" if number < val_fraction * 2**32 else "train", document
+    if n_documents == n_empty:
         wanted = "a file with text" if source.whole_text else "at least two documents with text"
         raise UserError(f"data.source={source.name}: the corpus is empty; give it {wanted}")
-    if empty:
-        print(f"{empty} of {found} documents hold no text and are left out", file=sys.stderr)
+    if n_empty:
+        print(f"{n_empty} of {n_documents} documents hold no text and are left out", file=sys.stderr)
 
 
 def _training_texts(
-    source: Source, val_fraction: float, documents: Iterator[Labelled], kept: deque[Labelled]
+    source: Source, val_fraction: float, documents: Iterator[SplitDocument], sample: list[SplitDocument]
 ) -> Iterator[str]:
-    """The texts of the training split, for as long as they are asked for; every document that is read is kept."""
-    any_text = False
-    for in_val, document in documents:
-        kept.append((in_val, document))
-        if not in_val:
-            any_text = True
+    """The texts of the training split. Every document that is read, from either split, is appended to `sample`."""
+    for split, document in documents:
+        sample.append((split, document))
+        if split == "train":
             yield document.text
-    if not any_text:
-        raise _nothing_in("train", source, val_fraction)
-
-
-def _encode(
-    tokenizer: Tokenizer, documents: Iterable[Labelled], source: Source, assistant_only_loss: bool, progress: bool
-) -> Iterator[tuple[bool, Document, np.ndarray, np.ndarray | None]]:
-    n_tokens = 0
-    scale = {"total": source.n_bytes, "unit": "B", "unit_scale": True}
-    if not source.whole_text:
-        scale = {"total": source.n_documents, "unit": " documents"}
-    with tqdm(desc="tokenizing", disable=not progress, **scale) as bar:
-        for batch in _batches(documents):
-            for (in_val, document), (ids, loss_mask) in zip(
-                batch, encode_all(tokenizer, [d for _, d in batch], assistant_only_loss)
-            ):
-                yield in_val, document, ids, loss_mask
-                n_tokens += len(ids)
-                bar.update(len(document.text.encode()) if source.whole_text else 1)
-            bar.set_postfix_str(f"{n_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s")
+    if not any(split == "train" for split, _ in sample):
+        raise _empty_split_error("train", source, val_fraction)
 
 
 def encode_all(
     tokenizer: Tokenizer, documents: list[Document], assistant_only_loss: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """The ids of each document, and which of them are to be learned, None for all.
+    """The ids of each document, and which of them are targets (None: all).
 
-    Raises UserError where documents are no conversations and only answers are wanted, or some are and others not.
+    Raises UserError if only some documents are conversations, or if none is and assistant_only_loss is set.
     """
     if len({document.messages is None for document in documents}) > 1:
         raise UserError("some rows are conversations and others are text; give them in files of their own")
@@ -269,11 +249,12 @@ def encode_all(
         yield ids, answers if assistant_only_loss else np.ones_like(answers)
 
 
-def _batches(documents: Iterable[Labelled]) -> Iterator[list[Labelled]]:
+def _batches(documents: Iterable[SplitDocument]) -> Iterator[list[SplitDocument]]:
+    """Group documents into lists of about BATCH_CHARS characters."""
     batch, size = [], 0
-    for labelled in documents:
-        batch.append(labelled)
-        size += len(labelled[1].text)
+    for split, document in documents:
+        batch.append((split, document))
+        size += len(document.text)
         if size >= BATCH_CHARS:
             yield batch
             batch, size = [], 0
@@ -281,11 +262,11 @@ def _batches(documents: Iterable[Labelled]) -> Iterator[list[Labelled]]:
         yield batch
 
 
-def _nothing_in(name: str, source: Source, val_fraction: float) -> UserError:
-    change = "raise" if name == "val" else "lower"
+def _empty_split_error(split: str, source: Source, val_fraction: float) -> UserError:
+    change = "raise" if split == "val" else "lower"
     remedy = "give it more text" if source.whole_text else f"{change} data.val_fraction or give it more documents"
-    equal = "" if source.whole_text else " (equal documents fall together)"
+    equal = "" if source.whole_text else " (equal documents go into the same split)"
     return UserError(
-        f"data.source={source.name}: with data.val_fraction={val_fraction} nothing falls into the {name} split{equal};"
+        f"data.source={source.name}: with data.val_fraction={val_fraction} nothing falls into the {split} split{equal};"
         f" {remedy}"
     )

@@ -1,4 +1,4 @@
-"""Text in: the generated corpora, Python's own library, files, and the Hugging Face hub, each a stream of documents."""
+"""Sources of documents: generated corpora, Python's standard library, files, and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,20 +21,29 @@ from thinker.data.chat import Message, check_messages
 from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
 SOURCES = ("tales", "pysource", "repeated_random", "text", "jsonl", "parquet", "hub")
-GENERATED_DOCUMENTS = 25_000  # of tales and repeats, which have no end of their own, unless max_documents says other
+GENERATED_DOCUMENTS = 25_000  # of tales and repeated_random, which never end, if max_documents is not set
 PIECE_BYTES = 1 << 20  # a single text is read in pieces of about this size
 REPEAT_ALPHABET = "".join(chr(c) for c in range(33, 127))
 REPEAT_LENGTHS = range(16, 65)
-# Folders of the standard library that are no library: tests, installed packages, bundled wheels, the IDLE editor.
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+# Folders beside the standard library's modules: tests, installed packages, bundled wheels, the IDLE editor.
+EXCLUDED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "__pycache__",
+}
 EXTENSIONS = {"text": "", "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"), "parquet": ".parquet"}
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text; log_prob is ln P(text) in nats where the corpus knows it.
+    """One text, or one conversation: `messages`, whose JSON is `text`.
 
-    Or one conversation: `messages`, of which `text` is the JSON.
+    log_prob is ln P(text) in nats for the generated sources, None for others.
     """
 
     text: str
@@ -44,27 +53,23 @@ class Document:
 
 @dataclass(frozen=True)
 class Source:
-    """A stream of documents that can be read again and again.
+    """A stream of documents that can be read any number of times.
 
     Attributes:
         name: one of SOURCES.
-        key: changes whenever the documents would (a hub dataset's does not when its owner changes it).
-        read: gives the documents, from the first.
+        key: changes whenever the documents change (but not when the owner of a hub dataset changes it).
+        documents: returns an iterator over all documents. Raises UserError if the text cannot be read.
         whole_text: the documents are consecutive pieces of one single text.
-        n_documents: how many there are, where that is known beforehand.
+        n_documents: how many there are, if that is known before reading.
         n_bytes: the size of a whole text, in bytes of UTF-8.
     """
 
     name: str
     key: str
-    read: Callable[[], Iterator[Document]]
+    documents: Callable[[], Iterator[Document]]
     whole_text: bool = False
     n_documents: int | None = None
     n_bytes: int | None = None
-
-    def documents(self) -> Iterator[Document]:
-        """The documents, from the first. Raises UserError where the text cannot be read."""
-        return self.read()
 
 
 def open_source(
@@ -82,13 +87,13 @@ def open_source(
 
     Args:
         source: one of SOURCES.
-        path: a file, folder or glob (text, jsonl, parquet), or a dataset's name or folder (hub).
-        config, split, streaming: what to load from the hub, and whether without downloading it as a whole.
-        column: the one that holds the text (jsonl, parquet, hub).
-        max_documents: an upper bound; GENERATED_DOCUMENTS for tales and repeats where it is None.
-        seed: of the generated sources, tales and repeats.
+        path: a file, folder or glob (text, jsonl, parquet), or the name or folder of a dataset (hub).
+        config, split, streaming: what to load from the hub, and whether to stream it instead of downloading it first.
+        column: the column that holds the text (jsonl, parquet, hub).
+        max_documents: an upper bound; for tales and repeated_random None means GENERATED_DOCUMENTS.
+        seed: of the generated sources, tales and repeated_random.
 
-    Raises UserError for an unknown source, a missing file, and an option that the source would not read.
+    Raises UserError for an unknown source, a missing file, or an option that the source does not read.
     """
     if source not in SOURCES:
         raise UserError(f"data.source={source}: there are {', '.join(SOURCES)}{did_you_mean(source, SOURCES)}")
@@ -102,15 +107,17 @@ def open_source(
         "streaming": not streaming and source != "hub",
         "column": column != "text" and source not in ("jsonl", "parquet", "hub"),
     }
-    for option, given in unread.items():
-        if given:
+    for option, is_set in unread.items():
+        if is_set:
             raise UserError(f"data.{option} is set, but data.source={source} does not read it; leave it out")
     if reads_path and not path:
         wanted = "a dataset's name or folder" if source == "hub" else "a file, folder or glob"
         raise UserError(f"data.source={source} needs data.path={wanted}")
 
-    if source in ("tales", "repeated_random"):
-        return _generated(source, max_documents or GENERATED_DOCUMENTS, seed)
+    if source == "tales":
+        return _tales(max_documents or GENERATED_DOCUMENTS, seed)
+    if source == "repeated_random":
+        return _repeated_random(max_documents or GENERATED_DOCUMENTS, seed)
     if source == "pysource":
         return _pysource(max_documents)
     if source == "hub":
@@ -119,14 +126,16 @@ def open_source(
     if source == "text":
         return _text(files, max_documents)
     key = _key(source, _stamps(files), column, max_documents)
-    return Source(source, key, lambda: _bounded(_read_table(source, files, column), max_documents))
+    return Source(source, key, lambda: _bounded(_read_tables(source, files, column), max_documents))
 
 
-def _bounded(documents: Iterable[Document], most: int | None) -> Iterator[Document]:
-    """The first documents; that there are more is said, since the bound may come from a config's author."""
+def _bounded(documents: Iterable[Document], max_documents: int | None) -> Iterator[Document]:
+    """The first documents, with a message if there are more: the author of the config may have set the bound."""
     for number, document in enumerate(documents):
-        if number == most:
-            print(f"data.max_documents: the first {most:,} documents are taken, there are more", file=sys.stderr)
+        if number == max_documents:
+            print(
+                f"data.max_documents: the first {max_documents:,} documents are taken, there are more", file=sys.stderr
+            )
             return
         yield document
 
@@ -136,7 +145,7 @@ def _key(*parts: Any) -> str:
 
 
 def _stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
-    """What changes when files do: absolute path, size and time of last change."""
+    """What identifies the content of files: absolute path, size and modification time."""
     status = [(os.path.abspath(file), os.stat(file)) for file in files]
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in status]
 
@@ -144,10 +153,7 @@ def _stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
 # Generated text
 
 
-def _generated(name: str, count: int, seed: int) -> Source:
-    if name == "repeated_random":
-        key = _key(name, seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
-        return Source(name, key, lambda: (_repeat(seed, i) for i in range(count)), n_documents=count)
+def _tales(count: int, seed: int) -> Source:
     from thinker.data import tales
 
     def read() -> Iterator[Document]:
@@ -155,11 +161,16 @@ def _generated(name: str, count: int, seed: int) -> Source:
             story = tales.generate_story(seed, index)
             yield Document(story.text, story.log_prob)
 
-    return Source(name, _key(name, seed, count, tales.GRAMMAR_HASH), read, n_documents=count)
+    return Source("tales", _key("tales", seed, count, tales.GRAMMAR_HASH), read, n_documents=count)
+
+
+def _repeated_random(count: int, seed: int) -> Source:
+    key = _key("repeated_random", seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
+    return Source("repeated_random", key, lambda: (_repeat(seed, i) for i in range(count)), n_documents=count)
 
 
 def _repeat(seed: int, index: int) -> Document:
-    """n random printable characters, then the same n again, n uniform in REPEAT_LENGTHS."""
+    """n random printable characters, then the same n again; n is uniform over REPEAT_LENGTHS."""
     rng = random.Random(f"{seed}:{index}")
     n = rng.choice(REPEAT_LENGTHS)
     half = "".join(rng.choices(REPEAT_ALPHABET, k=n))
@@ -173,13 +184,13 @@ def _pysource(max_documents: int | None) -> Source:
     root = sysconfig.get_paths()["stdlib"]
     files = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - NOT_LIBRARY)
+        subfolders[:] = sorted(set(subfolders) - EXCLUDED_FOLDERS)
         files += [os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")]
 
     def read() -> Iterator[Document]:
         for file in files:
             try:
-                with tokenize.open(file) as opened:  # reads the encoding that the file declares
+                with tokenize.open(file) as opened:  # in the encoding that the file declares
                     text = opened.read()
             except (SyntaxError, UnicodeDecodeError):  # a few files hold broken encodings on purpose
                 continue
@@ -190,19 +201,22 @@ def _pysource(max_documents: int | None) -> Source:
 
 
 def _find_files(source: str, path: str) -> list[str]:
-    """The files that a path, folder or glob stands for, sorted; in folders hidden files are left out."""
+    """The files that match a path, folder or glob, sorted; hidden files in folders are skipped."""
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
-        found = [os.path.join(path, name) for name in glob.glob("**", root_dir=path, recursive=True)]
-        found = [file for file in found if file.lower().endswith(EXTENSIONS[source])]
+        names = glob.glob("**", root_dir=path, recursive=True)
+        paths = [os.path.join(path, name) for name in names if name.lower().endswith(EXTENSIONS[source])]
     else:
-        found = glob.glob(os.path.expanduser(path), recursive=True)
-    files = sorted(file for file in found if os.path.isfile(file))
+        paths = glob.glob(os.path.expanduser(path), recursive=True)
+    files = sorted(file for file in paths if os.path.isfile(file))
     if not files:
         wanted = "file" if source == "text" else f"{source} file"
-        reason = f"matches no {wanted}" if glob.has_magic(path) else "does not exist"
-        reason = f"holds no {wanted}" if os.path.isdir(path) else reason
+        reason = "does not exist"
+        if os.path.isdir(path):
+            reason = f"holds no {wanted}"
+        elif glob.has_magic(path):
+            reason = f"matches no {wanted}"
         raise UserError(f"data.path={path} {reason}; give a file, a folder or a glob such as 'folder/*.txt'")
     return files
 
@@ -220,7 +234,7 @@ def _text(files: list[str], max_documents: int | None) -> Source:
 
 
 def _pieces(file: str) -> Iterator[Document]:
-    """The text of a file in pieces of at least PIECE_BYTES characters that end with a line where they can."""
+    """The text of a file in pieces of about PIECE_BYTES characters, cut at the end of a line if possible."""
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
             while text := opened.read(PIECE_BYTES):
@@ -238,41 +252,34 @@ def _pieces(file: str) -> Iterator[Document]:
 
 
 def _hub(path: str, config: str | None, split: str, column: str, streaming: bool, max_documents: int | None) -> Source:
-    files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none for a dataset's name
-    key = _key(
-        "hub", path, config, split, column, max_documents, _stamps(files)
-    )  # streamed or not, it is the same text
-    where = f"data.path={path}"
-
-    def read() -> Iterator[Document]:
-        arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
-        return _bounded(_read_rows(where, column, arguments), max_documents)
-
-    return Source("hub", key, read)
+    files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none if path is a dataset's name
+    key = _key("hub", path, config, split, column, max_documents, _stamps(files))  # `streaming` changes no text
+    arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
+    return Source("hub", key, lambda: _bounded(_read_rows(f"data.path={path}", column, arguments), max_documents))
 
 
-def _read_table(source: str, files: list[str], column: str) -> Iterator[Document]:
-    kind = {"jsonl": "json", "parquet": "parquet"}[source]
+def _read_tables(source: str, files: list[str], column: str) -> Iterator[Document]:
+    loader = {"jsonl": "json", "parquet": "parquet"}[source]
     for file in files:  # one at a time: their other columns may differ
-        if os.path.getsize(file):  # datasets stumbles over empty ones
-            arguments = {"path": kind, "data_files": [os.path.abspath(file)], "split": "train", "streaming": True}
+        if os.path.getsize(file):  # datasets cannot read empty files
+            arguments = {"path": loader, "data_files": [os.path.abspath(file)], "split": "train", "streaming": True}
             yield from _read_rows(f"data.path={file}", column, arguments)
 
 
 def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[Document]:
-    """The column of each row: text, or a conversation. A row without text (null) is an empty document."""
+    """A document from each row's column: text, or a conversation. A null becomes an empty document."""
     try:
         import datasets
     except ImportError as error:
         raise UserError("this data.source needs the datasets library: pip install datasets") from error
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would report what we raise
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become ours
     try:
         for number, row in enumerate(datasets.load_dataset(**arguments)):
             if column == "text" and column not in row and "messages" in row:
                 column = "messages"
             if column not in row:
-                near = did_you_mean(column, row)
-                raise UserError(f"data.column={column}: {where} has the columns {', '.join(row)}{near}")
+                hint = did_you_mean(column, row)
+                raise UserError(f"data.column={column}: {where} has the columns {', '.join(row)}{hint}")
             text = row[column]
             if isinstance(text, list):
                 messages = check_messages(text, f"data.column={column}: row {number} of {where}")

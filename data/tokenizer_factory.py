@@ -1,8 +1,9 @@
-"""The tokenizer that a config names: bytes, characters, trained BPE, tiktoken's named encodings, or a saved one."""
+"""Make the tokenizer that a config names: bytes, characters, trained BPE, an encoding of tiktoken, or a saved one."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -14,8 +15,8 @@ from thinker.data import tokenizer_conversion
 from thinker.data.tokenizer import BOS_TOKEN, FILE_NAME, MAX_VOCAB, ONE_CHARACTER, PIECE_CHARS, Tokenizer
 from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
-SAMPLE_BYTES = 32 << 20  # UTF-8 bytes of text that a tokenizer is trained on at most
-# GPT-4's split without its possessive quantifiers, which other libraries read differently.
+SAMPLE_BYTES = 32 << 20  # a tokenizer is trained on at most this many bytes of UTF-8
+# GPT-4's pattern without its possessive quantifiers, which other libraries read differently.
 WORDS = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -33,7 +34,7 @@ def check_spec(spec: str) -> str:
     if kind == "bpe":
         if not re.fullmatch("[0-9]{1,9}", option) or not 258 <= int(option) <= MAX_VOCAB:
             raise UserError(
-                f"data.tokenizer={spec}: bpe:VOCAB needs a whole number from 258 (256 bytes, one merge, one boundary"
+                f"data.tokenizer={spec}: bpe:VOCAB needs a whole number from 258 (256 bytes, one merge, the BOS"
                 f" token) to {MAX_VOCAB}, for example bpe:4096"
             )
         return kind
@@ -51,11 +52,10 @@ def check_spec(spec: str) -> str:
 
 
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """Build the tokenizer that spec names (see check_spec), training it on texts where it has to be trained.
+    """Make the tokenizer that spec names (see check_spec); "char" and "bpe" are trained on texts.
 
-    At most SAMPLE_BYTES of texts are read, and none of them for "byte", "tiktoken:NAME" or a path.
-    bpe:VOCAB makes fewer tokens where the texts are too short for so many.
-    Raises UserError for a wrong spec, texts too short for any merge, or a failed download.
+    At most SAMPLE_BYTES of texts are read, and nothing for other kinds. If the texts are too short, bpe:VOCAB makes
+    fewer tokens. Raises UserError for a wrong spec, texts too short for a single merge, or a failed download.
     """
     kind = check_spec(spec)
     option = spec.partition(":")[2]
@@ -63,26 +63,24 @@ def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     if kind == "byte":
         return _with_bos("byte", single_bytes)
     if kind == "char":
-        seen: set[str] = set()
-        for piece in _sample(texts):
-            seen.update(piece)
-        return _with_bos("char", single_bytes + [c.encode() for c in sorted(seen) if ord(c) > 127])
+        characters = set(itertools.chain.from_iterable(_sample(texts)))
+        return _with_bos("char", single_bytes + [c.encode() for c in sorted(characters) if ord(c) > 127])
     if kind == "bpe":
         return _train_bpe(int(option), texts)
     if kind == "tiktoken":
-        return _named(option)
+        return _load_tiktoken(option)
     return load_tokenizer(spec)
 
 
 def has_tokenizer(folder: str | Path) -> bool:
-    """Whether a folder holds one, of ours or of Hugging Face."""
+    """Whether a folder holds a tokenizer, ours or Hugging Face's."""
     return any((Path(folder) / name).is_file() for name in (FILE_NAME, tokenizer_conversion.FILE_NAME))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """One that was saved: path is a run's folder or a Hugging Face folder, or the file in the first.
+    """Load a saved tokenizer: path is a run's folder, the tokenizer file in it, or a Hugging Face folder.
 
-    Raises UserError where there is none, or it is not whole.
+    Raises UserError if there is none, or if it is damaged.
     """
     if (Path(path) / tokenizer_conversion.FILE_NAME).is_file() and not (Path(path) / FILE_NAME).is_file():
         return tokenizer_conversion.read(Path(path))
@@ -111,11 +109,11 @@ def _train_bpe(vocab_size: int, texts: Iterable[str]) -> Tokenizer:
     trainer.train_from_iterator(_sample(texts), vocab_size - 1, pattern=WORDS)
     ranks = sorted((rank, bytes(token)) for token, rank in trainer.get_mergeable_ranks())
     if len(ranks) == 256 < vocab_size - 1:
-        raise UserError(f"data.tokenizer=bpe:{vocab_size}: no two bytes come together twice in the text; use byte")
+        raise UserError(f"data.tokenizer=bpe:{vocab_size}: no two bytes occur together twice in the text; use byte")
     return _with_bos("bpe", [token for _, token in ranks], WORDS)
 
 
-def _named(name: str) -> Tokenizer:
+def _load_tiktoken(name: str) -> Tokenizer:
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:  # requests' errors are OSErrors too

@@ -1,4 +1,4 @@
-"""What is fetched ahead is what would have been fetched."""
+"""What is fetched prefetcher is what would have been fetched."""
 
 import time
 
@@ -28,38 +28,38 @@ class Numbers:
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 5])
 def test_batches_are_those_of_the_loader_in_any_order(num_workers):
     loader = Numbers()
-    ahead = Prefetcher(loader, num_workers=num_workers)
+    prefetcher = Prefetcher(loader, num_workers=num_workers)
     for step in [0, 1, 2, 7, 3, 3]:
-        batch = ahead.batch(step)
+        batch = prefetcher.batch(step)
         assert (batch.inputs == step).all()
         assert batch.targets.tolist() == [[step, step, -1], [-1, -1, step]]
         assert batch.n_targets == 3
         assert (batch.document_ids == step + 1).all()
-    ahead.close()
+    prefetcher.close()
     assert sorted(loader.asked)[:3] == [0, 1, 2]  # each once
 
 
 def test_a_rank_gets_its_rows():
-    ahead = Prefetcher(Numbers(), rows=slice(1, 2), num_workers=0)
-    batch = ahead.batch(4)
+    prefetcher = Prefetcher(Numbers(), rows=slice(1, 2), num_workers=0)
+    batch = prefetcher.batch(4)
     assert batch.targets.tolist() == [[-1, -1, 4]]
     assert batch.n_targets == 1
-    ahead.close()
+    prefetcher.close()
 
 
-def test_the_next_batch_is_made_while_nobody_asks():
+def test_the_next_batch_is_prepared_before_it_is_requested():
     loader = Numbers(seconds=0.02)
-    ahead = Prefetcher(loader)
-    ahead.batch(0)
-    assert ahead.waited > 0
-    ahead._coming[1].result()
+    prefetcher = Prefetcher(loader)
+    prefetcher.batch(0)
+    assert prefetcher.waited > 0
+    prefetcher._pending[1].result()
     assert loader.asked == [0, 1]
-    ahead.close()
+    prefetcher.close()
 
 
 def test_what_fails_in_the_thread_fails_where_it_is_asked_for():
-    ahead = Prefetcher(Numbers())
-    ahead.batch(8)
+    prefetcher = Prefetcher(Numbers())
+    prefetcher.batch(8)
     with pytest.raises(OSError, match="gone"):
-        ahead.batch(9)
-    ahead.close()
+        prefetcher.batch(9)
+    prefetcher.close()
