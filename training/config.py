@@ -1,4 +1,4 @@
-"""A config: what the user wrote, as a checked tree, with overrides section.key=value from the command line."""
+"""A config: what the user wrote, validated, with overrides section.key=value from the command line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from thinker.training.config_sections import (
     TrainConfig,
 )
 
-# What pydantic calls these types of input would puzzle a reader of configs.
-WORDING = {
+# Plainer words for pydantic's types of errors.
+EXPECTED = {
     "int_": "it must be a whole number",
     "float_": "it must be a number",
     "bool_": "it must be true or false",
@@ -31,19 +31,19 @@ WORDING = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key that is there twice is a mistake, not the last one's victory."""
+    """YAML that refuses duplicate keys, where PyYAML silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        names: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is there twice", problem_mark=key.start_mark)
-            seen.add(key.value)
+            if key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice", problem_mark=key.start_mark)
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 class Config(ConfigSection):
-    """What the user wrote: every section with its defaults. Keys that contradict each other are refused."""
+    """What the user wrote, and defaults for the rest. Raises where keys contradict each other."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -58,7 +58,7 @@ class Config(ConfigSection):
         """The two defaults that depend on run.init_from."""
         sections = {name: (tree or {}).get(name, {}) for name in ("run", "data", "optimizer")}
         if not all(isinstance(section, dict) for section in sections.values()):
-            return tree  # validation says what is wrong
+            return tree  # validation reports it
         data, optimizer = dict(sections["data"]), dict(sections["optimizer"])
         if sections["run"].get("init_from") is not None:
             optimizer.setdefault("name", "adamw")
@@ -67,8 +67,9 @@ class Config(ConfigSection):
         return {**tree, "data": data, "optimizer": optimizer}
 
     @model_validator(mode="after")
-    def _consistent(self) -> Config:
-        train, optimizer, run = self.train, self.optimizer, self.run
+    def _check_consistency(self) -> Config:
+        train, optimizer, data, run = self.train, self.optimizer, self.data, self.run
+        max_seq_len = self.model.max_seq_len or data.seq_len
         if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
             raise ValueError("train.lora_rank goes with run.init_from and optimizer.name=adamw")
         if train.lora_alpha is not None and train.lora_rank is None:
@@ -76,59 +77,47 @@ class Config(ConfigSection):
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("train.max_steps or train.max_minutes must say when to stop")
         if isinstance(train.micro_batch_size, int) and train.batch_size % train.micro_batch_size:
-            divisors = [d for d in range(1, train.batch_size + 1) if train.batch_size % d == 0]
             raise ValueError(
                 f"train.batch_size ({train.batch_size}) must be a multiple of train.micro_batch_size "
-                f"({train.micro_batch_size}); possible: {', '.join(map(str, divisors))}"
+                f"({train.micro_batch_size}); possible: {list_divisors(train.batch_size)}"
             )
         if train.async_save and train.save_sharded is True:
-            raise ValueError("train.async_save writes whole files; with train.save_sharded=true leave it out")
+            raise ValueError("train.async_save writes unsharded files; leave it out with train.save_sharded=true")
         if train.schedule == "cosine" and train.decay_fraction is not None:
-            raise ValueError(
-                "train.decay_fraction is read by the schedule wsd only; with cosine write train.decay_fraction=null"
-            )
+            raise ValueError("train.decay_fraction is read with train.schedule=wsd only; leave it out")
         if optimizer.name == "adamw" and optimizer.momentum is not None:
-            raise ValueError("optimizer.momentum is read by muon only; with adamw write optimizer.momentum=null")
+            raise ValueError("optimizer.momentum is read with optimizer.name=muon only; leave it out")
         if self.model.tie_embeddings and optimizer.head_lr is not None:
-            raise ValueError(
-                "optimizer.head_lr is read by a head of its own only; with model.tie_embeddings=true write "
-                "optimizer.embedding_lr instead"
-            )
+            raise ValueError("optimizer.head_lr is read by an untied head only; set optimizer.embedding_lr instead")
         if train.deterministic and train.max_minutes is not None:
             raise ValueError("train.deterministic needs train.max_minutes=null: no two runs take the same time")
         if train.deterministic and train.micro_batch_size == "auto":
-            raise ValueError("train.deterministic needs a train.micro_batch_size: what is free differs from run to run")
-        if self.data.document_masking and self.thinker_config(vocab_size=1).prefix:
+            raise ValueError("train.deterministic needs a train.micro_batch_size: free memory differs between runs")
+        if data.seq_len > max_seq_len:
+            raise ValueError(f"data.seq_len ({data.seq_len}) is longer than model.max_seq_len ({max_seq_len})")
+        model_config = self.thinker_config(vocab_size=1)  # raises UserError where its values do not fit together
+        if data.document_masking and model_config.prefix:
+            raise ValueError("data.document_masking does not go with a prefix, which begins each sequence only once")
+        if model_config.prefix > data.seq_len:
             raise ValueError(
-                "a prefix is given at the beginning of each window; it does not go with data.document_masking"
+                f"the prefix in model.attention has {model_config.prefix} tokens, which leaves none of data.seq_len "
+                f"({data.seq_len}) to predict; shorten it"
             )
-        max_seq_len = self.model.max_seq_len or self.data.seq_len
-        if self.data.seq_len > max_seq_len:
+        if data.document_masking and model_config.max_cached_len < data.seq_len:
             raise ValueError(
-                f"data.seq_len ({self.data.seq_len}) is longer than model.max_seq_len ({max_seq_len}); "
-                "raise the second or lower the first"
-            )
-        config = self.thinker_config(vocab_size=1)  # refuses what does not fit together
-        if config.prefix > self.data.seq_len:
-            raise ValueError(
-                f"model.attention reads {config.prefix} tokens both ways, which leaves none of data.seq_len "
-                f"({self.data.seq_len}) to predict; shorten the prefix"
-            )
-        if self.data.document_masking and config.max_cached_len < self.data.seq_len:
-            raise ValueError(
-                "model.rope_scaling of type dynamic turns by a window's length; data.document_masking puts several "
-                "texts into one"
+                "data.document_masking does not go with model.rope_scaling of type dynamic, which depends on the "
+                "length of the whole sequence"
             )
         return self
 
     def thinker_config(self, vocab_size: int) -> ThinkerConfig:
-        """The model's shape for a tokenizer of that size. Raises UserError where the two do not fit."""
+        """The architecture with a tokenizer of this size. Raises UserError where the two do not fit together."""
         values = self.model.model_dump()
         values["max_seq_len"] = values["max_seq_len"] or self.data.seq_len
         if (values["vocab_size"] or vocab_size) < vocab_size:
             raise UserError(
                 f"model.vocab_size ({values['vocab_size']}) is smaller than the tokenizer's ({vocab_size}); "
-                "leave it out, and it follows from the tokenizer"
+                "leave it out to take the tokenizer's"
             )
         values["vocab_size"] = values["vocab_size"] or vocab_size
         return ThinkerConfig(**values)
@@ -141,33 +130,28 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
     """
     path = Path(path)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader) or {}
     except FileNotFoundError as error:
-        there = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
-        raise UserError(f"there is no config {path}" + (f"; there are: {there}" if there else "")) from error
+        available = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
+        hint = f"; available: {available}" if available else ""
+        raise UserError(f"there is no config {path}{hint}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a config: {getattr(error, 'strerror', error)}") from error
-    except RecursionError as error:
-        raise UserError(f"{path} is no config: it is nested too deeply") from error
-    except ValueError as error:  # a date or number that cannot be
-        raise UserError(f"{path} is no config: {error}") from error
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path} is no YAML{line}: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {error}") from error
-    if not isinstance(tree or {}, dict):
-        raise UserError(f"{path} is no config: it must hold the sections {', '.join(Config.model_fields)}")
-    tree = tree or {}
-    for name, section in list(tree.items()):
-        if section is None:  # a section whose keys are all commented out
-            tree[name] = {}
+        raise UserError(f"{path} is not valid YAML{line}: {error.problem}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is not a config, which has the sections {', '.join(Config.model_fields)}")
+    # A section whose keys are all commented out is None.
+    tree = {name: {} if section is None else section for name, section in tree.items()}
     for override in overrides:
         dotted, equals, text = override.partition("=")
         dotted = dotted.strip()
         section, dot, key = dotted.partition(".")
         if not (equals and dot and key):
-            raise UserError(f"{override!r} is no override; write section.key=value, such as train.max_steps=100")
+            raise UserError(f"{override!r} is not an override; write section.key=value, such as train.max_steps=100")
         _check_name(section, list(Config.model_fields), dotted)
         if not isinstance(tree.setdefault(section, {}), dict):
             raise UserError(f"{path}: {section} must hold keys, not {tree[section]!r}")
@@ -182,7 +166,7 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
 
 
 def validate_config(tree: dict[str, Any]) -> Config:
-    """A Config from plain dictionaries. Raises UserError that names the first key that is wrong."""
+    """A Config from plain dictionaries. Raises UserError that names the first wrong key."""
     for section, keys in tree.items():
         _check_name(section, list(Config.model_fields), section)
         for key in keys if isinstance(keys, dict) else ():
@@ -190,25 +174,33 @@ def validate_config(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][:2] if isinstance(part, str))
-        message = ", or ".join(_wording(each) for each in error.errors() if each["loc"][:2] == first["loc"][:2])
+        errors = error.errors()
+        location = errors[0]["loc"][:2]
+        name = ".".join(part for part in location if isinstance(part, str))
+        # One key has several errors if its type is a union.
+        message = ", or ".join(_error_message(each) for each in errors if each["loc"][:2] == location)
         message = message.replace(", or it must be", ", or")
-        raise UserError(
-            f"{where} is {first['input']!r}; {message}"
-            if where and first["type"] != "value_error"
-            else f"{where + ': ' if where else ''}{message}"
-        ) from error
+        if name and errors[0]["type"] != "value_error":
+            message = f"{name} is {errors[0]['input']!r}; {message}"
+        elif name:
+            message = f"{name}: {message}"
+        raise UserError(message) from error
 
 
-def _wording(error: Any) -> str:
-    """What would be right, in words for readers of configs."""
-    known = next((text for kind, text in WORDING.items() if error["type"].startswith(kind)), None)
-    return known or error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+def list_divisors(n: int) -> str:
+    """The divisors of n, for messages."""
+    return ", ".join(str(divisor) for divisor in range(1, n + 1) if n % divisor == 0)
 
 
-def _check_name(name: Any, known: list[str], dotted: Any) -> None:
-    if name not in known:
-        form = str(dotted).replace(str(name), "{}", 1)
-        hint = did_you_mean(str(name), known, form) or f"; there are: {', '.join(known)}"
+def _error_message(error: Any) -> str:
+    for error_type, message in EXPECTED.items():
+        if error["type"].startswith(error_type):
+            return message
+    return error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+
+
+def _check_name(name: Any, valid_names: list[str], dotted: Any) -> None:
+    if name not in valid_names:
+        template = str(dotted).replace(str(name), "{}", 1)
+        hint = did_you_mean(str(name), valid_names, template) or f"; valid keys: {', '.join(valid_names)}"
         raise UserError(f"the config has no key {dotted}{hint}")

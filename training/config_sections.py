@@ -16,13 +16,13 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigSection(BaseModel):
-    """A part of a config: frozen, and it refuses unknown keys."""
+    """A part of a config: frozen, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _no_bool_for_a_number(cls, values: Any) -> Any:
+    def _refuse_bool_for_number(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
             if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
@@ -204,7 +204,7 @@ class TrainConfig(ConfigSection):
     eval_every: Positive | None = 250
     """Steps between evaluations. null: only at the end."""
     eval_sequences: Positive | None = None
-    """Evaluate on the first so many sequences of the validation set. null: on all."""
+    """Evaluate on this many sequences of the validation set. null: on all."""
     save_every: Positive | None = 500
     """Steps between checkpoints. null: only at the end."""
     keep_last: Positive = 2

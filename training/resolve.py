@@ -12,7 +12,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import choose_precision, matmul_flops
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.config import Config
+from thinker.training.config import Config, list_divisors
 from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch, usable_fraction
 from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.optimizers import finetune_lr_scale, resolve_learning_rates
@@ -80,17 +80,13 @@ def check_batch_split(config: Config, dist: DistContext) -> None:
         raise UserError(
             f"train.batch_size ({batch_size}) is split over {dist.world_size} ranks: it must be a multiple of "
             f"{dist.world_size}, such as {' or '.join(map(str, near))}; {batch_size} goes with these numbers of "
-            f"ranks: {_divisors(batch_size)}"
+            f"ranks: {list_divisors(batch_size)}"
         )
     if isinstance(micro_batch_size, int) and rows % micro_batch_size:
         raise UserError(
             f"train.micro_batch_size ({micro_batch_size}) must divide what each of {dist.world_size} ranks has of "
-            f"train.batch_size ({batch_size}), {rows} sequences; possible: {_divisors(rows)}"
+            f"train.batch_size ({batch_size}), {rows} sequences; possible: {list_divisors(rows)}"
         )
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, n + 1) if n % divisor == 0)
 
 
 def rank_rows(settings: Settings, dist: DistContext) -> slice:

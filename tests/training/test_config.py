@@ -1,21 +1,24 @@
-"""A config is checked whole; a mistake is one line that names the key and what would be right."""
+"""Configs: validation, overrides, and one-line messages that name the wrong key and what would be right."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training.config import Config, load_config, validate_config
 from thinker.training.config_docs import config_markdown, config_schema
+from thinker.training.config_sections import ModelConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_recipe_in_configs_is_right_and_says_what_to_expect(path):
+def test_every_config_is_valid_and_names_hardware_and_loss(path):
     config = load_config(path, [])
     assert config.run.dir == f"runs/{path.stem}"
     head = path.read_text().split("\n\n")[0]
@@ -26,10 +29,9 @@ def test_every_recipe_in_configs_is_right_and_says_what_to_expect(path):
 
 def test_every_key_is_read_somewhere():
     """Nothing is accepted and ignored: each key's name is used in the code outside the config."""
-    root = Path(__file__).parents[2]
     code = "".join(
-        path.read_text() for room in ("training", "model", "data", "storage") for path in (root / room).glob("*.py")
-        if path.name != "config.py"
+        path.read_text() for room in ("training", "model", "data") for path in (ROOT / room).glob("*.py")
+        if path.name not in ("config.py", "config_sections.py")
     )  # fmt: skip
     for name, section in Config.model_fields.items():
         for key in section.annotation.model_fields:
@@ -56,7 +58,7 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("train.max_step=5", "no key train.max_step; did you mean train.max_steps"),
         ("trian.max_steps=5", "no key trian.max_steps; did you mean train.max_steps"),
@@ -88,32 +90,32 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
         ("data.path=7", "data.path is 7"),
     ],
 )
-def test_mistakes(tmp_path, override, says):
+def test_wrong_values_and_keys(tmp_path, override, message):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\n")
-    with pytest.raises(UserError, match=says) as found:
+    with pytest.raises(UserError, match=message) as error:
         load_config(path, [override])
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
 
 
-def test_keys_that_another_choice_would_ignore_are_refused():
-    for tree, says in (
-        ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "muon only"),
-        ({"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}}, "wsd only"),
+def test_keys_that_another_key_disables_are_refused():
+    for tree, message in (
+        ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "optimizer.name=muon only"),
+        ({"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}}, "train.schedule=wsd only"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             validate_config({"train": {"max_steps": 1}, **tree})
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path):
+def test_duplicate_keys_are_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train:\n  max_steps: 3\n  max_steps: 4\n")
-    with pytest.raises(UserError, match="in line 3: the key max_steps is there twice"):
+    with pytest.raises(UserError, match="in line 3: the key max_steps is given twice"):
         load_config(path, [])
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "train: [", "train: 5\n", "\x00", "[a]: 1\n"])
-def test_files_that_are_no_config(tmp_path, text):
+def test_files_that_are_not_configs(tmp_path, text):
     path = tmp_path / "r.yaml"
     path.write_text(text)
     with pytest.raises(UserError):
@@ -127,7 +129,7 @@ def test_vocabulary_smaller_than_the_tokenizers():
     assert config.thinker_config(90).vocab_size == 100
 
 
-def test_resolved_recipe_is_yaml():
+def test_config_survives_yaml():
     config = validate_config({"train": {"max_steps": 1}})
     again = yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json")))
     assert validate_config(again) == config
@@ -137,6 +139,14 @@ def test_the_generated_page_and_schema_are_up_to_date():
     hint = "run python scripts/config_docs.py"
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_markdown(), hint
     assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == config_schema(), hint
+
+
+def test_model_keys_are_those_of_thinker_config():
+    """Same names, order and defaults, but for vocab_size and max_seq_len, which follow from tokenizer and data."""
+    fields = {field.name: field.default for field in dataclasses.fields(ThinkerConfig)}
+    keys = {name: field.default for name, field in ModelConfig.model_fields.items()}
+    assert list(fields) == list(keys)
+    assert {name for name in keys if keys[name] != fields[name]} == {"vocab_size", "max_seq_len"}
 
 
 def test_every_key_has_a_description():

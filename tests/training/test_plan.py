@@ -1,4 +1,4 @@
-"""What a plan says is what a training then takes."""
+"""Memory estimates and plans agree with what training then takes."""
 
 import json
 import os
@@ -25,22 +25,25 @@ def settings(**train):
     return resolve_settings(validate_config({"data": {"seq_len": 128}, "train": train}), CONFIG, CPU)
 
 
-def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
+def test_estimated_weights_gradients_and_optimizer_are_exact():
     memory = estimate_memory(settings(), 8, CPU)
     parameters = dict(Thinker(CONFIG).named_parameters())
-    by_muon = [p for name, p in parameters.items() if "proj" in name or name == "lm_head.weight"]
-    matrices, total = (sum(p.numel() for p in found) for found in (by_muon, parameters.values()))
+    matrices = [p for name, p in parameters.items() if "proj" in name or name == "lm_head.weight"]
+    n_muon = sum(p.numel() for p in matrices)
+    total = sum(p.numel() for p in parameters.values())
     assert memory.weights == memory.gradients == 4 * total
-    steps = 4 * (len(parameters) - len(by_muon))  # AdamW counts the steps of each of its parameters
-    rows = 4 * sum(p.shape[0] for p in by_muon)  # Muon's, for each row
+    step_counts = 4 * (len(parameters) - len(matrices))  # AdamW has one per parameter
+    row_second_moments = 4 * sum(p.shape[0] for p in matrices)  # Muon
     rope = 2 * 4 * 128 * 32  # two tables for 128 positions, made in the first step
-    assert memory.optimizer == 4 * matrices + 8 * (total - matrices) + steps + rows + rope
+    positions = 8 * 128  # int64, held by the cached mask
+    state = 4 * n_muon + 8 * (total - n_muon) + step_counts + row_second_moments
+    assert memory.optimizer == state + rope + positions
     assert memory.peak > memory.weights + memory.optimizer + memory.activations
 
 
 @pytest.mark.parametrize(("micro", "every"), [(16, None), (4, None), (16, 1)])
-def test_the_predicted_peak_is_what_a_step_takes(micro, every, tmp_path):
-    """In a fresh process whose malloc gives back what is free: what remains is tensors."""
+def test_estimated_peak_matches_a_measured_step(micro, every, tmp_path):
+    """In a fresh process whose malloc returns freed memory at once, so that only tensors count."""
     shape = {"vocab_size": 2048, "d_model": 256, "n_layers": 4, "n_heads": 4, "max_seq_len": 256}
     train = {"micro_batch_size": micro, "checkpoint_every_n_blocks": every, "batch_size": 16, "precision": "fp32",
              "compile": False, "max_steps": 9}  # fmt: skip
@@ -67,11 +70,11 @@ print(meter.peak())
     assert int(done.stdout) == pytest.approx(predicted, rel=0.15)
 
 
-def test_less_is_kept_where_it_is_computed_again_and_nothing_is_changed():
+def test_checkpointing_lowers_activations_and_estimating_keeps_the_rng_state():
     torch.manual_seed(7)
-    kept = [estimate_memory(settings(checkpoint_every_n_blocks=n), 8, CPU).activations for n in (1, 2, None)]
-    assert kept[0] < 0.5 * kept[2]
-    assert kept[0] < kept[1] < kept[2]
+    activations = [estimate_memory(settings(checkpoint_every_n_blocks=n), 8, CPU).activations for n in (1, 2, None)]
+    assert activations[0] < 0.5 * activations[2]
+    assert activations[0] < activations[1] < activations[2]
     torch.manual_seed(7)
     first = torch.rand(1)
     torch.manual_seed(7)
@@ -79,23 +82,23 @@ def test_less_is_kept_where_it_is_computed_again_and_nothing_is_changed():
     assert torch.equal(torch.rand(1), first)
 
 
-def test_the_largest_micro_batch_that_fits():
+def test_largest_micro_batch():
     peaks = {size: estimate_memory(settings(), size, CPU).peak for size in (1, 2, 4, 8)}
     assert peaks[1] < peaks[2] < peaks[4] < peaks[8]
     for size in (1, 2, 4):
-        between = (peaks[size] + peaks[2 * size]) / 2 / 0.6
-        assert largest_micro_batch(settings(), CPU, int(between)) == size
+        free = (peaks[size] + peaks[2 * size]) / 2 / 0.6
+        assert largest_micro_batch(settings(), CPU, int(free)) == size
     assert largest_micro_batch(settings(), CPU, 2**40) == 8
     with pytest.raises(UserError, match=r"one sequence of 128 tokens takes .* GB .*checkpoint_every_n_blocks=1"):
         largest_micro_batch(settings(), CPU, peaks[1])
     assert 2**20 < free_memory(CPU) < 2**50
 
 
-def test_the_command(run_script, tmp_path):
+def test_plan_command(run_script, tmp_path):
     arguments = [ROOT / "scripts" / "plan.py", ROOT / "configs" / "quickstart.yaml", "model.vocab_size=3072"]
     done = run_script(*arguments, "train.batch_size=2", "train.max_minutes=null", cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
-    for word in ("parameters", "weights", "gradients", "optimizer", "activations", "GFLOP a token", "s a step",
+    for word in ("parameters", "weights", "gradients", "optimizer", "activations", "GFLOP per token", "s per step",
                  "of the compute-optimal", "time  "):  # fmt: skip
         assert word in done.stdout, done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -109,7 +112,7 @@ def test_the_command(run_script, tmp_path):
     assert done.stderr.startswith("error: train.offload_activations moves activations off a CUDA GPU")
 
 
-def test_plan_and_training_agree(train_args, run_script, tmp_path):
+def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     """The memory that a plan measures is what the training then reports."""
     larger = ["model.d_model=256", "model.n_layers=4", "train.batch_size=32", "data.seq_len=128", "train.max_steps=4"]
     overrides = [*train_args[2:], *larger, "train.eval_every=null", f"run.dir={tmp_path / 'run'}"]
