@@ -102,7 +102,7 @@ class ThinkerLM(TemplateLM):
                 )
             completion = Completion(context)
             tokens = self.tok_encode(context)[-room:] or [self.prefix_token_id]
-            for _ in self.generator.stream_all([completion], params, [tokens]):
+            for _ in self.generator.stream_batch([completion], params, [tokens]):
                 pass
             texts.append(completion.text)
         return texts

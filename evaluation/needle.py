@@ -29,10 +29,10 @@ from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
 # What stands before a fact's word both times. The lists of words have the facts' names.
-MARKS = {"town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was"}
-MARKS |= {"pet": "the", "food": "some", "look": "very", "wild": "old"}
+PHRASES = {"town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was"}
+PHRASES |= {"pet": "the", "food": "some", "look": "very", "wild": "old"}
 GRAMMAR = tales.GRAMMAR  # told here in parts; tales.generate_story() tells whole stories
-WORDS = {name: [item[""] for item in GRAMMAR.lists[name]] for name in MARKS}
+WORDS = {name: [item[""] for item in GRAMMAR.lists[name]] for name in PHRASES}
 VALUES = {
     name: [w for w in words if not any(o != w and o.startswith(w) for o in words)] for name, words in WORDS.items()
 }
@@ -73,9 +73,9 @@ def needles_of(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list[N
     tokens, needles = tokenizer.encode(text), []
     number = {at: n for n, at in enumerate(accumulate((len(tokenizer.token_bytes(i)) for i in tokens), initial=0))}
     words = [(found.start() - 1, found.group()) for found in re.finditer(r"[\w-]+", text)]  # each with its space
-    for name in [name for name in MARKS if facts.get(name) in VALUES[name]]:
+    for name in [name for name in PHRASES if facts.get(name) in VALUES[name]]:
         places = [at for at, word in words if word == facts[name]][:2]
-        marked = all(text[:at].lower().endswith(MARKS[name]) and at in number for at in places)
+        marked = all(text[:at].lower().endswith(PHRASES[name]) and at in number for at in places)
         if marked and len(places) == 2:
             first, again = (number[at] for at in places)
             before = [tokenizer.bos_id, *tokens[:again]]

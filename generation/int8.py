@@ -1,4 +1,4 @@
-"""Matrices in int8: a quarter of the bytes that decoding reads."""
+"""Linear layers with int8 weights: decoding reads a quarter of the bytes of fp32."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor, nn
 
 
 class Int8Linear(nn.Module):
-    """A matrix in int8, symmetric, with one scale an output channel: weight ≈ quantized · scale.
+    """A linear layer with int8 weights: symmetric, one scale per output channel, weight ≈ quantized · scale.
 
-    On a CPU the activations of each position are rounded to int8 by a scale of their own, so that the product is one
-    of integers, exact, and does not depend on which rows stand beside it (LLM.int8(), Dettmers et al. 2022,
-    arXiv:2208.07339, equation 4). Elsewhere, or where the CPU's integer product overflows, the weights are cast.
+    On a CPU, the activations are quantized too, with one scale per position. The int8 product is exact, so a row's
+    result does not depend on the other rows (LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339, equation 4). On
+    other devices, and on CPUs whose int8 product overflows, the weights are cast to the dtype of the activations.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight: (n_out, n_in), floating; bias: (n_out,), in the precision of the activations."""
+        """weight: (n_out, n_in), floating point; bias: (n_out,), in the dtype of the activations."""
         super().__init__()
         scale = weight.detach().float().abs().amax(dim=1).clamp_min(1e-30) / 127  # (n_out,)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach())
         self.register_buffer("quantized", (weight.detach().float() / scale[:, None]).round().to(torch.int8))
-        self.by_integers = weight.device.type == "cpu" and weight.shape[1] >= 8 and integer_products_are_exact()
+        self.use_int8_matmul = weight.device.type == "cpu" and weight.shape[1] >= 8 and int8_matmul_is_exact()
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
@@ -31,16 +31,16 @@ class Int8Linear(nn.Module):
 
     def multiply(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), without the bias."""
-        if not self.by_integers:
+        if not self.use_int8_matmul:
             return F.linear(x, self.quantized.to(x.dtype)) * self.scale.to(x.dtype)
-        flat = x.reshape(-1, x.shape[-1])  # (rows, n_in)
-        step = flat.abs().amax(dim=1, keepdim=True).float().clamp_min(1e-30) / 127  # (rows, 1)
-        digits = (flat / step).round().to(torch.int8)
-        product = torch._int_mm(digits, self.quantized.t())  # (rows, n_out) int32
-        return (product * (step * self.scale)).to(x.dtype).view(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])  # (N, n_in)
+        x_scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min(1e-30) / 127  # (N, 1)
+        x_int8 = (rows / x_scale).round().to(torch.int8)
+        product = torch._int_mm(x_int8, self.quantized.t())  # (N, n_out) int32
+        return (product * (x_scale * self.scale)).to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def integer_products_are_exact() -> bool:
-    """Whether this CPU multiplies int8 without overflow: those before VNNI may add pairs in 16 bits that saturate."""
+def int8_matmul_is_exact() -> bool:
+    """Whether this CPU multiplies int8 without overflow; CPUs without VNNI may saturate sums of pairs at 16 bits."""
     largest = torch.full((2, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(largest, -largest.t()) == -64 * 127 * 127).all())

@@ -34,21 +34,21 @@ def command(monkeypatch):
     return run
 
 
-def test_tables_and_picture(run_script, tiny_run, tmp_path):
-    done = run_script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
-    assert done.returncode == 0, done.stderr
-    assert "trained length  32\n" in done.stdout
-    assert "no needles" in done.stdout
-    assert done.stdout.count("beyond the training") == 3
+def test_long_tables_and_plot(run_script, tiny_run, tmp_path):
+    completed = run_script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
+    assert completed.returncode == 0, completed.stderr
+    assert "trained length  32\n" in completed.stdout
+    assert "no needles" in completed.stdout
+    assert completed.stdout.count("beyond the training") == 3
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_json(command, tiny_run, capsys):
-    found = []
+def test_long_json(command, tiny_run, capsys):
+    results = []
     for extra in [], ["--rope-scaling", YARN]:
         assert command(tiny_run, "--long", "--factor", 3, "--device", "cpu", "--json", *extra) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    plain, scaled = found
+        results.append(json.loads(capsys.readouterr().out))
+    plain, scaled = results
     assert (plain["source"], plain["window_length"], plain["needle"]) == ("text", 96, None)
     assert plain["tokens"] == sum(plain["long"]["counts"]) == sum(s["n_tokens"] for s in plain["long"]["segments"])
     assert len(plain["long"]["by_position"]) == 96
@@ -57,43 +57,43 @@ def test_json(command, tiny_run, capsys):
     assert scaled["long"]["by_position"] != plain["long"]["by_position"]
 
 
-def test_the_trained_length_is_that_of_the_data_and_windows_end_with_the_text(command, tiny_run, tmp_path, capsys):
+def test_trained_length_and_windows_of_a_short_text(command, tiny_run, tmp_path, capsys):
     run = shutil.copytree(tiny_run, tmp_path / "run")
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["data"]["seq_len"] = 16
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     assert command(run, "--long", "--factor", 10**13, "--device", "cpu") == 0
-    shown = capsys.readouterr().out
-    assert "trained length  16\n" in shown
-    assert "  16-31  " in shown
-    assert "the text is as short; longer texts cannot be read" in shown
+    output = capsys.readouterr().out
+    assert "trained length  16\n" in output
+    assert "  16-31  " in output
+    assert "the text is as short; longer texts cannot be read" in output
     with pytest.raises(UserError, match="it must be a table such as"):
         command(run, "--long", "--rope-scaling", "", "--device", "cpu")
 
 
 @pytest.mark.parametrize(("source", "extra"), [("text", ["--path", ROOT / "README.md"]), ("tales", [])])
-def test_another_source_in_the_models_own_tokens(command, tiny_run, tmp_path, capsys, monkeypatch, source, extra):
+def test_long_on_another_source(command, tiny_run, tmp_path, capsys, monkeypatch, source, extra):
     monkeypatch.setattr(needle, "TRIES", 1)
     run = shutil.copytree(tiny_run, tmp_path / "run")
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["data"] |= {"max_documents": 200, "cache_dir": str(tmp_path / "cache")}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     picture = tmp_path / "a.png"
-    given = ["--source", source, *extra, "--factor", 2, "--windows", 2, "--png", picture, "--device", "cpu"]
-    assert command(run, "--long", *given) == 0
-    shown = capsys.readouterr().out
-    assert f"source  {source}\n" in shown
-    assert ("accuracy" in shown) == (source == "tales")
+    options = ["--source", source, *extra, "--factor", 2, "--windows", 2, "--png", picture, "--device", "cpu"]
+    assert command(run, "--long", *options) == 0
+    output = capsys.readouterr().out
+    assert f"source  {source}\n" in output
+    assert ("accuracy" in output) == (source == "tales")
     assert picture.stat().st_size > 10_000
 
 
-def test_losses_of_a_run_and_of_its_export(command, tiny_run, tmp_path, capsys):
+def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys):
     """The run's own validation, which its last line of metrics.jsonl has too; and any text, of either."""
     assert command(tiny_run, "--device", "cpu", "--json", "--context", "8,32") == 0
-    found = json.loads(capsys.readouterr().out)
+    results = json.loads(capsys.readouterr().out)
     last = [line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line][-1]
-    short, trained = found["losses"]
-    assert trained["context_length"] == found["trained_length"] == 32
+    short, trained = results["losses"]
+    assert trained["context_length"] == results["trained_length"] == 32
     assert trained["nats_per_token"]["mean"] == pytest.approx(last["val_loss"], rel=1e-5)
     assert trained["bits_per_byte"]["mean"] == pytest.approx(last["val_bits_per_byte"], rel=1e-5)
     assert short["nats_per_token"]["mean"] > trained["nats_per_token"]["mean"]
@@ -102,55 +102,55 @@ def test_losses_of_a_run_and_of_its_export(command, tiny_run, tmp_path, capsys):
     folder.mkdir()
     huggingface.save_pretrained(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 32)
-    given = ["--source", "text", "--path", ROOT / "README.md", "--max-tokens", 700, "--device", "cpu"]
-    both = []
+    options = ["--source", "text", "--path", ROOT / "README.md", "--max-tokens", 700, "--device", "cpu"]
+    tables = []
     for path in tiny_run, folder:
-        assert command(path, *given, "--png", tmp_path / "a.png") == 0
-        shown = capsys.readouterr().out
-        both.append(shown.splitlines()[-6:])
-        assert "perplexity" in shown
-    assert both[0] == both[1]
+        assert command(path, *options, "--png", tmp_path / "a.png") == 0
+        output = capsys.readouterr().out
+        tables.append(output.splitlines()[-6:])
+        assert "perplexity" in output
+    assert tables[0] == tables[1]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="say which with --source"):
         command(folder, "--device", "cpu")
 
 
-def test_a_table_is_as_wide_as_its_numbers(command, tiny_run, tmp_path, capsys):
+def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
     """PackedDataset that overlap; a text that the model finds very odd; no floor where there is none."""
     odd = tmp_path / "odd.txt"
     odd.write_text("ÿþ\x00" * 2000)
-    given = ["--source", "text", "--path", odd, "--context", "16,32", "--stride", 8, "--device", "cpu"]
-    assert command(tiny_run, *given) == 0
-    shown = capsys.readouterr().out
-    assert f"path  {odd}\n" in shown
-    assert "stride  8\n" in shown
-    head, *rows = next(part for part in shown.split("\n\n") if "perplexity" in part).splitlines()
+    options = ["--source", "text", "--path", odd, "--context", "16,32", "--stride", 8, "--device", "cpu"]
+    assert command(tiny_run, *options) == 0
+    output = capsys.readouterr().out
+    assert f"path  {odd}\n" in output
+    assert "stride  8\n" in output
+    head, *rows = next(part for part in output.split("\n\n") if "perplexity" in part).splitlines()
     assert len(rows) == 2
     assert {len(row) for row in rows} == {len(head)}
     assert "floor" not in head
     assert [row.split()[0] for row in rows] == ["16", "32"]
     assert command(tiny_run, "--source", "tales", "--max-tokens", 3000, "--context", 600, "--device", "cpu") == 0
-    shown = capsys.readouterr().out
-    assert "over the floor" in shown
-    assert "the least that is possible" in shown
+    output = capsys.readouterr().out
+    assert "over the floor" in output
+    assert "the minimum" in output
 
 
-def test_learned_positions_say_where_they_end(command, tiny_run, random_model, capsys, monkeypatch):
+def test_learned_positions_limit_long_windows(command, tiny_run, random_model, capsys, monkeypatch):
     model, tokenizer = interop.load(tiny_run)
     learned = random_model(vocab_size=model.config.vocab_size, max_seq_len=32, positions="learned")
     monkeypatch.setattr(interop, "load", lambda *_: (learned, tokenizer))
     assert command(tiny_run, "--long", "--windows", 2, "--device", "cpu") == 0
-    shown = capsys.readouterr().out
-    assert "the model has learned 32 positions" in shown
-    assert "beyond the training" not in shown
+    output = capsys.readouterr().out
+    assert "the model has learned 32 positions" in output
+    assert "beyond the training" not in output
     with pytest.raises(UserError, match="RoPE"):
         command(tiny_run, "--long", "--rope-scaling", YARN, "--device", "cpu")
 
 
-def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
-    done = run_script(EVAL, tiny_run, "--long", "--stride", 4)
-    assert done.returncode == 2
-    assert done.stderr == "error: --stride does not go with --long; leave it out\n"
+def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
+    completed = run_script(EVAL, tiny_run, "--long", "--stride", 4)
+    assert completed.returncode == 2
+    assert completed.stderr == "error: --stride does not go with --long; leave it out\n"
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
         (["--long", "--windows", "1", "--png", "tests", "--device", "cpu"], "cannot write tests"),
     ],
 )
-def test_mistakes(command, tiny_run, arguments, message):
+def test_invalid_arguments_raise(command, tiny_run, arguments, message):
     with pytest.raises(UserError, match=message):
         command(tiny_run, *arguments)
 
 
-def test_a_checkpoint_outside_its_run_and_a_corpus_that_changed(command, tiny_run, tmp_path):
+def test_checkpoint_outside_its_run(command, tiny_run, tmp_path):
     (checkpoint,) = sorted((tiny_run / "checkpoints").glob("step-*"))[-1:]
     alone = shutil.copytree(checkpoint, tmp_path / "a" / "b" / "alone")
     with pytest.raises(UserError, match="no tokenizer"):

@@ -20,15 +20,15 @@ from thinker.runtime.errors import UserError
 GENERATE = ROOT / "generate.py"
 
 
-def test_text_to_standard_output_everything_else_to_standard_error(tiny_run):
-    done = run_script(GENERATE, tiny_run, "--prompt", "Line 7", "--max-new-tokens", "12")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Line 7")
-    assert len(done.stdout) > len("Line 7\n")
-    assert done.stderr.startswith("seed ")
+def test_text_goes_to_stdout_and_logs_to_stderr(tiny_run):
+    completed = run_script(GENERATE, tiny_run, "--prompt", "Line 7", "--max-new-tokens", "12")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("Line 7")
+    assert len(completed.stdout) > len("Line 7\n")
+    assert completed.stderr.startswith("seed ")
 
 
-def test_a_seed_repeats_the_text_and_no_cache_changes_nothing(tiny_run):
+def test_the_seed_determines_the_text_with_and_without_cache(tiny_run):
     texts = [
         run_script(GENERATE, tiny_run, "--prompt", "Line", "--seed", "5", "--max-new-tokens", "20", *more).stdout
         for more in ([], ["--no-cache"], ["--precision", "fp32", "--device", "cpu"])
@@ -38,10 +38,10 @@ def test_a_seed_repeats_the_text_and_no_cache_changes_nothing(tiny_run):
     assert other != texts[0]
 
 
-def test_json_has_one_object_a_sample_with_a_seed_that_repeats_it(tiny_run):
+def test_json_has_one_object_per_sample(tiny_run):
     common = [GENERATE, tiny_run, "--prompt", "Line", "--max-new-tokens", "9", "--json"]
-    done = run_script(*common, "--num-samples", "3", "--seed", "4")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    completed = run_script(*common, "--num-samples", "3", "--seed", "4")
+    rows = [json.loads(line) for line in completed.stdout.splitlines()]
     assert [row["seed"] for row in rows] == [4, 5, 6]
     for row in rows:
         assert row.keys() >= {"prompt", "text", "token_ids", "logprobs", "finish_reason", "seed"}
@@ -51,19 +51,19 @@ def test_json_has_one_object_a_sample_with_a_seed_that_repeats_it(tiny_run):
     assert alone["token_ids"] == rows[2]["token_ids"]
 
 
-def test_samples_are_set_apart_and_a_stop_string_ends_each(tiny_run):
+def test_several_samples_with_a_stop_string(tiny_run):
     command = [GENERATE, tiny_run, "--prompt", "Line", "--num-samples", "2", "--max-new-tokens", "40"]
-    done = run_script(*command, "--stop", "t", "--greedy")
-    assert done.returncode == 2  # greedy has one answer
+    completed = run_script(*command, "--stop", "t", "--greedy")
+    assert completed.returncode == 2  # greedy has one answer
     assert "t" in run_script(*command, "--seed", "1").stdout
-    done = run_script(*command, "--stop", "t", "--seed", "1")
-    first, second = done.stdout.split("\n\n---\n\n")
+    completed = run_script(*command, "--stop", "t", "--seed", "1")
+    first, second = completed.stdout.split("\n\n---\n\n")
     assert first.startswith("Line")
     assert second.startswith("Line")
-    assert "t" not in done.stdout
+    assert "t" not in completed.stdout
 
 
-def test_greedy_is_temperature_zero(tiny_run):
+def test_greedy_equals_temperature_zero(tiny_run):
     common = [GENERATE, tiny_run, "--prompt", "Line", "--max-new-tokens", "15"]
     assert run_script(*common, "--greedy").stdout == run_script(*common, "--temperature", "0", "--seed", "9").stdout
 
@@ -77,7 +77,7 @@ def test_the_best_checkpoint_and_a_checkpoint_by_path(tiny_run):
     assert by_name.stdout == by_path.stdout
 
 
-def test_text_appears_while_it_is_made(tiny_run):
+def test_text_is_streamed(tiny_run):
     process = subprocess.Popen(
         [sys.executable, GENERATE, tiny_run, "--prompt", "Line 1", "--max-new-tokens", "25", "--seed", "1"],
         stdout=subprocess.PIPE,
@@ -88,7 +88,7 @@ def test_text_appears_while_it_is_made(tiny_run):
     assert process.wait(timeout=60) == 0
 
 
-def test_a_reader_that_leaves(tiny_run):
+def test_a_closed_pipe_is_not_a_traceback(tiny_run):
     process = subprocess.Popen(
         [sys.executable, GENERATE, tiny_run, "--num-samples", "200", "--max-new-tokens", "25", "--seed", "1"],
         stdout=subprocess.PIPE,
@@ -96,14 +96,14 @@ def test_a_reader_that_leaves(tiny_run):
     )
     process.stdout.read(10)
     process.stdout.close()
-    said = process.stderr.read().decode()
+    stderr = process.stderr.read().decode()
     assert process.wait(timeout=60) == 1
-    assert "Traceback" not in said
-    assert "Exception" not in said
+    assert "Traceback" not in stderr
+    assert "Exception" not in stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--temperature", "-1"], "temperature is -1.0; it must be 0"),
         (["--top-p", "0"], "top_p is 0.0"),
@@ -148,34 +148,36 @@ def test_a_reader_that_leaves(tiny_run):
         (["--precision", "fp8"], "invalid choice"),
     ],
 )
-def test_mistakes(tiny_run, monkeypatch, capsys, arguments, says):
+def test_invalid_arguments_raise(tiny_run, monkeypatch, capsys, arguments, message):
     """In this process, for speed; the tests below start the command."""
     decoded = [argument if isinstance(argument, str) else os.fsdecode(argument) for argument in arguments]
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tiny_run), *decoded])
-    with pytest.raises(UserError, match=re.escape(says)):
+    with pytest.raises(UserError, match=re.escape(message)):
         generate.main()
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "")
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", "")
 
 
 @pytest.mark.parametrize("arguments", [["--top-p", "7"], ["--temprature", "1"], ["--prompt", b"\xff"]])
-def test_a_mistake_is_one_line_and_status_2(tiny_run, arguments):
+def test_user_errors_are_one_line_and_status_2(tiny_run, arguments):
     command = [sys.executable, GENERATE, tiny_run, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert done.stderr.startswith("error: ")
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (completed.returncode, completed.stdout, len(completed.stderr.splitlines())) == (2, "", 1)
+    assert completed.stderr.startswith("error: ")
 
 
-def test_a_file_that_is_not_utf8(tiny_run, tmp_path):
+def test_a_prompt_file_that_is_not_utf8(tiny_run, tmp_path):
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9")
     for flag in ("--prompt-file", "--score"):
-        done = run_script(GENERATE, tiny_run, flag, latin)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.splitlines() == [f"error: {latin} is not UTF-8 (byte 3); convert it, for example with iconv"]
+        completed = run_script(GENERATE, tiny_run, flag, latin)
+        assert (completed.returncode, completed.stdout) == (2, "")
+        assert completed.stderr.splitlines() == [
+            f"error: {latin} is not UTF-8 (byte 3); convert it, for example with iconv"
+        ]
 
 
-def test_a_prompt_from_a_file_or_a_pipe_and_the_empty_one(tiny_run, tmp_path):
+def test_prompts_from_file_pipe_and_none(tiny_run, tmp_path):
     (tmp_path / "prompt.txt").write_text("Line 7")
     common = ["--greedy", "--max-new-tokens", "8"]
     given = run_script(GENERATE, tiny_run, "--prompt", "Line 7", *common)
@@ -188,7 +190,7 @@ def test_a_prompt_from_a_file_or_a_pipe_and_the_empty_one(tiny_run, tmp_path):
     assert (empty.returncode, empty.stdout) == (0, run_script(GENERATE, tiny_run, *common).stdout)
 
 
-def test_faster_ways_give_the_same_text(tiny_run):
+def test_fast_decoding_options_give_the_same_text(tiny_run):
     common = [GENERATE, tiny_run, "--prompt", "Line 3: the cat", "--max-new-tokens", "20", "--seed", "2"]
     plain = run_script(*common)
     drafted = run_script(*common, "--speculate", "4")
@@ -200,20 +202,22 @@ def test_faster_ways_give_the_same_text(tiny_run):
     assert (int8.returncode, int8.stderr.splitlines()[0]) == (0, "seed 2, int8 weights, fp32 on cpu")
 
 
-def test_a_window_goes_beyond_the_context_and_says_what_it_forgets(tiny_run):
-    done = run_script(
+def test_window_goes_beyond_the_context_and_reports_evictions(tiny_run):
+    completed = run_script(
         GENERATE, tiny_run, "--prompt", "Line 1: the cat " * 20, "--window", "12", "--sinks", "2", "--max-new-tokens",
         "50", "--logit-bias", f"{load(tiny_run)[1].eos_id}=-inf", "--json",
     )  # fmt: skip
-    row = json.loads(done.stdout)
+    row = json.loads(completed.stdout)
     assert (len(row["token_ids"]), row["finish_reason"]) == (50, "length")
     assert row["n_evicted"] == row["prompt_tokens"] + 50 - 1 - 14 > 100
-    said = run_script(GENERATE, tiny_run, "--window", "12", "--sinks", "2", "--max-new-tokens", "40", "--seed", "1")
-    if len(said.stdout) > 100:
-        assert "evicted at the end: tokens 3 to" in said.stderr
+    completed = run_script(
+        GENERATE, tiny_run, "--window", "12", "--sinks", "2", "--max-new-tokens", "40", "--seed", "1"
+    )
+    if len(completed.stdout) > 100:
+        assert "evicted at the end: tokens 3 to" in completed.stderr
 
 
-def test_scores_and_logprobs_agree(tiny_run, tmp_path):
+def test_score_and_logprobs(tiny_run, tmp_path):
     row = json.loads(run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--json").stdout)
     (tmp_path / "text.txt").write_text(row["text"])
     score = json.loads(run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--json").stdout)
@@ -221,8 +225,8 @@ def test_scores_and_logprobs_agree(tiny_run, tmp_path):
         assert score["logprobs"] == pytest.approx(row["logprobs"], abs=1e-4)
     assert score["nats"] == pytest.approx(-sum(score["logprobs"]))
     assert score["bits_per_byte"] == pytest.approx(score["nats"] / math.log(2) / score["bytes"])
-    shown = run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--logprobs", "2", "--int8")
-    *tokens, summary, cost = shown.stdout.splitlines()
+    output = run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--logprobs", "2", "--int8")
+    *tokens, summary, cost = output.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
     assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; int8 costs ")
@@ -230,7 +234,7 @@ def test_scores_and_logprobs_agree(tiny_run, tmp_path):
     assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(row["logprobs"], abs=1e-4)
 
 
-def test_a_conversation_by_pipe(tiny_run):
+def test_interactive_by_pipe(tiny_run):
     lines = [
         "Line 1: the",
         "",
@@ -243,23 +247,23 @@ def test_a_conversation_by_pipe(tiny_run):
         "/quit",
         "never",
     ]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, GENERATE, tiny_run, "--interactive", "--max-new-tokens", "6", "--seed", "3"],
         input="\n".join(lines), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = done.stderr.splitlines()
-    assert said[1:] == [
+    assert completed.returncode == 0, completed.stderr
+    stderr = completed.stderr.splitlines()
+    assert stderr[1:] == [
         "temperature is 0",
         "removed",
         "error: top_p is 3; it must be a number in (0, 1]",
         "error: /undu is not a command; /help lists them; did you mean /undo?",
     ]
-    assert "\nLine 1: the" in done.stdout  # what /show shows
+    assert "\nLine 1: the" in completed.stdout  # what /show shows
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_a_conversation_at_a_terminal_survives_an_interruption(tiny_run):
+def test_interactive_at_a_terminal_survives_an_interruption(tiny_run):
     import pty
 
     here, there = pty.openpty()
@@ -269,29 +273,29 @@ def test_a_conversation_at_a_terminal_survives_an_interruption(tiny_run):
         stdin=there, stdout=there, stderr=there, start_new_session=True,
     )  # fmt: skip
     os.close(there)
-    shown = b""
+    output = b""
 
     def wait_for(text):
-        nonlocal shown
+        nonlocal output
         deadline = time.monotonic() + 60
-        while text not in shown:
-            assert select.select([here], [], [], deadline - time.monotonic())[0], shown
-            shown += os.read(here, 4096)
-        shown = shown.split(text, 1)[1]
+        while text not in output:
+            assert select.select([here], [], [], deadline - time.monotonic())[0], output
+            output += os.read(here, 4096)
+        output = output.split(text, 1)[1]
 
     wait_for(b"> ")
     os.write(here, b"Line 5: the\n")
     wait_for(b"Line 5: the\r\n")
-    shown += os.read(here, 1)  # it is talking
+    output += os.read(here, 1)  # it is talking
 
     def repeat(action, text):
         """A signal may fall on any instant; Python's readline sees one that comes before it waits for keys too late."""
-        nonlocal shown
-        while text not in shown:
+        nonlocal output
+        while text not in output:
             action()
             if select.select([here], [], [], 1)[0]:
-                shown += os.read(here, 4096)
-        shown = shown.split(text, 1)[1]
+                output += os.read(here, 4096)
+        output = output.split(text, 1)[1]
 
     def press():
         """As an impatient person does."""
@@ -310,13 +314,13 @@ def test_a_conversation_at_a_terminal_survives_an_interruption(tiny_run):
 
 
 @pytest.mark.parametrize("kind", ["nowhere", "empty folder", "file"])
-def test_a_path_that_is_no_run(tmp_path, kind):
+def test_a_path_that_is_not_a_model(tmp_path, kind):
     path = tmp_path / "thing"
     if kind == "empty folder":
         path.mkdir()
     if kind == "file":
         path.write_text("hello")
-    done = run_script(GENERATE, path)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {path} ")
-    assert len(done.stderr.splitlines()) == 1
+    completed = run_script(GENERATE, path)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith(f"error: {path} ")
+    assert len(completed.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""EleutherAI's harness gives a Thinker what it gives the same model through its own adapter for transformers."""
+"""EleutherAI's harness gives a Thinker what it gives the same model through hf_results own adapter for transformers."""
 
 import json
 import math
@@ -32,30 +32,30 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
     save_pretrained(model, tokenizer, folder)
     tokenizer_conversion.write(tokenizer, folder, 48)
-    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4, max_length=48, add_bos_token=True)
-    return ThinkerLM(model, tokenizer, batch_size=3), theirs
+    hf = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4, max_length=48, add_bos_token=True)
+    return ThinkerLM(model, tokenizer, batch_size=3), hf
 
 
 def requests(kind, arguments):
-    return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
+    return [Instance(kind, {}, arguments_of_request, index) for index, arguments_of_request in enumerate(arguments)]
 
 
-def test_the_same_tokens(models):
-    ours, theirs = models
+def test_tokens_equal_the_hf_adapters(models):
+    ours, hf = models
     for text in ["Once upon", "", " a", "<|bos|>cat", "naïve  "]:
-        assert ours.tok_encode(text) == theirs.tok_encode(text)
-        assert ours.tok_encode(text, add_special_tokens=False) == theirs.tok_encode(text, add_special_tokens=False)
-    assert (ours.prefix_token_id, ours.eot_token_id) == (theirs.prefix_token_id, theirs.eot_token_id)
+        assert ours.tok_encode(text) == hf.tok_encode(text)
+        assert ours.tok_encode(text, add_special_tokens=False) == hf.tok_encode(text, add_special_tokens=False)
+    assert (ours.prefix_token_id, ours.eot_token_id) == (hf.prefix_token_id, hf.eot_token_id)
 
 
 def test_loglikelihood(models):
-    ours, theirs = models
+    ours, hf = models
     pairs = [("Once upon a", " time"), ("Once upon a ", "time there was"), ("", "cat"),
              ("The dog", " sat on the mat, and"),
              ("x" * 70, " and the cat"), ("The", SAMPLE[:150]), ("a", "b")]  # fmt: skip
-    mine = ours.loglikelihood(requests("loglikelihood", pairs))
-    its = theirs.loglikelihood(requests("loglikelihood", pairs))
-    for (nats, greedy), (known, known_greedy) in zip(mine, its, strict=True):
+    our_results = ours.loglikelihood(requests("loglikelihood", pairs))
+    hf_results = hf.loglikelihood(requests("loglikelihood", pairs))
+    for (nats, greedy), (known, known_greedy) in zip(our_results, hf_results, strict=True):
         assert nats == pytest.approx(known, abs=1e-4)
         assert greedy == known_greedy
     likeliest = ours.generate_until(requests("generate_until", [("The dog", {"until": [], "max_gen_toks": 3})]))
@@ -63,24 +63,24 @@ def test_loglikelihood(models):
 
 
 def test_loglikelihood_rolling(models):
-    ours, theirs = models
+    ours, hf = models
     texts = [(SAMPLE[:400],), ("cat",), (SAMPLE[:60],)]
-    mine = ours.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
-    its = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
-    assert mine == pytest.approx(its, abs=1e-3)
+    our_results = ours.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+    hf_results = hf.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+    assert our_results == pytest.approx(hf_results, abs=1e-3)
 
 
 def test_generate_until(models):
-    ours, theirs = models
+    ours, hf = models
     greedy = [("Once upon a", {"until": ["zzz"], "max_gen_toks": 20}),
               ("The dog sat", {"until": [" "], "max_gen_toks": 12}),
               (SAMPLE[:300], {"until": [], "max_gen_toks": 10, "temperature": 0.0})]  # fmt: skip
-    mine = ours.generate_until(requests("generate_until", greedy))
-    assert mine == theirs.generate_until(requests("generate_until", greedy))
-    assert any(mine)
+    our_results = ours.generate_until(requests("generate_until", greedy))
+    assert our_results == hf.generate_until(requests("generate_until", greedy))
+    assert any(our_results)
 
 
-def test_what_a_task_may_ask_of_sampling():
+def test_sampling_params_of_a_task():
     params = sampling_params({"until": "\n", "max_gen_toks": 7, "do_sample": True, "temperature": 0.5, "top_p": 0.9})
     assert (params.stop, params.max_new_tokens, params.temperature, params.top_p) == (("\n",), 7, 0.5, 0.9)
     assert sampling_params({"until": ["a", ""], "do_sample": False, "temperature": 0.7}).temperature == 0
@@ -100,7 +100,7 @@ doc_to_target: "{{{{answer}}}}"
 """
 
 
-def test_a_task_on_local_files(models, tmp_path):
+def test_tasks_on_local_files(models, tmp_path):
     ours = models[0]
     rows = [{"question": f"The {a} sat on the", "answer": i % 2, "choices": [" mat", " dog"],
              "text": SAMPLE[i * 9 :][:120]}
@@ -114,21 +114,21 @@ def test_a_task_on_local_files(models, tmp_path):
         if kind == "loglikelihood_rolling":
             text = text.replace("{{question}}", "").replace("{{answer}}", "{{text}}")
         (tmp_path / f"{name}.yaml").write_text(text)
-    found = run_tasks(ours.model, ours.tokenizer, ["two_words", "stories"], include=tmp_path)
-    assert found.keys() == {"two_words", "stories"}
-    picks = []
+    results = run_tasks(ours.model, ours.tokenizer, ["two_words", "stories"], include=tmp_path)
+    assert results.keys() == {"two_words", "stories"}
+    predictions = []
     for row in rows:
         scores = ours.loglikelihood(requests("x", [(row["question"], choice) for choice in row["choices"]]))
-        picks.append(int(scores[1] > scores[0]))
-    assert found["two_words"]["acc"] == sum(p == row["answer"] for p, row in zip(picks, rows)) / len(rows)
+        predictions.append(int(scores[1] > scores[0]))
+    assert results["two_words"]["acc"] == sum(p == row["answer"] for p, row in zip(predictions, rows)) / len(rows)
     nats = -sum(ours.loglikelihood_rolling(requests("x", [(row["text"],) for row in rows])))
     n_bytes = sum(len(row["text"].encode()) for row in rows)
-    assert found["stories"]["bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2))
-    assert "acc_stderr" in found["two_words"]
+    assert results["stories"]["bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2))
+    assert "acc_stderr" in results["two_words"]
     limited = run_tasks(ours.model, ours.tokenizer, ["two_words"], include=tmp_path, limit=2, n_shots=0)
     assert limited["two_words"]["acc"] in (0.0, 0.5, 1.0)
     assert limited["two_words"]["questions"] == 2
-    assert found["two_words"].keys() == {"acc", "acc_stderr", "questions"}
+    assert results["two_words"].keys() == {"acc", "acc_stderr", "questions"}
     with pytest.raises(UserError, match="the harness cannot run two_words: "):
         run_tasks(ours.model, ours.tokenizer, ["two_words"], include=tmp_path, n_shots=99)
     data.rename(tmp_path / "gone.jsonl")
@@ -138,12 +138,12 @@ def test_a_task_on_local_files(models, tmp_path):
         run_tasks(ours.model, ours.tokenizer, ["two_word"], include=tmp_path)
 
 
-def test_the_model_is_not_trained_by_it(models):
+def test_the_model_has_no_gradients(models):
     assert not any(parameter.grad is not None for parameter in models[0].model.parameters())
     assert isinstance(models[0].model.lm_head.weight, torch.nn.Parameter)
 
 
-def test_what_a_continuation_without_a_context_is_seen_after():
+def test_prefix_and_eot_tokens():
     """As in the harness's own adapter: what begins a text by the tokenizer's own file, or else what ends one there."""
     base = make_tokenizer("byte", [])
     tokens = [base.token_bytes(i) for i in range(256)] + [None, None]

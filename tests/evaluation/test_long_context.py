@@ -46,7 +46,7 @@ def by_hand(model, windows, n):
      {"attention": "window(9)", "positions": "none"}],
     ids=str,
 )  # fmt: skip
-def test_every_position_by_hand(random_model, corpus, form):
+def test_loss_by_position_equals_a_direct_computation(random_model, corpus, form):
     model = random_model(vocab_size=257, max_seq_len=16, **form)
     windows = long_windows(model.config, corpus.val, 64)
     assert windows.seq_len == 64
@@ -65,7 +65,7 @@ def test_every_position_by_hand(random_model, corpus, form):
     assert weighted.item() == pytest.approx(evaluation.loss, rel=1e-5)
 
 
-def test_documents_that_are_isolated(random_model, tmp_path):
+def test_loss_with_document_masking(random_model, tmp_path):
     corpus = prepare_corpus(source="tales", max_documents=60, tokenizer="byte", cache_dir=tmp_path, progress=False)
     model = random_model(vocab_size=257, max_seq_len=256)
     windows = PackedDataset(corpus.val, 1024, "contiguous", document_masking=True)
@@ -73,7 +73,7 @@ def test_documents_that_are_isolated(random_model, tmp_path):
     assert found.by_position.tolist() == pytest.approx(by_hand(model, windows, 1)[0], rel=1e-4)
 
 
-def test_segments_and_their_errors(model, corpus):
+def test_segments_and_standard_errors(model, corpus):
     windows = long_windows(model.config, corpus.val, 64)
     model.train()
     found = loss_by_position(model, windows, 2, limit=5)
@@ -88,7 +88,7 @@ def test_segments_and_their_errors(model, corpus):
     assert found.table().count("beyond the training") == 3
 
 
-def test_the_error_of_windows_that_are_not_full(model, corpus):
+def test_standard_error_of_partial_windows(model, corpus):
     windows = long_windows(model.config, corpus.val, 64)
     found = loss_by_position(model, windows, 8)
     part = found.segment(0, 64)
@@ -99,7 +99,7 @@ def test_the_error_of_windows_that_are_not_full(model, corpus):
     assert part.error == pytest.approx(math.sqrt(spread * len(rows) / (len(rows) - 1)) / n, rel=1e-4)
 
 
-def test_learned_positions_end_at_the_trained_length(random_model, corpus):
+def test_windows_end_with_the_learned_positions(random_model, corpus):
     model = random_model(vocab_size=257, max_seq_len=16, positions="learned")
     windows = long_windows(model.config, corpus.val, 64)
     assert windows.seq_len == 16
@@ -107,7 +107,7 @@ def test_learned_positions_end_at_the_trained_length(random_model, corpus):
 
 
 @pytest.mark.parametrize("given", [YARN, "{type: yarn, factor: 4.0, original_max_seq_len: 16}"])
-def test_stretched_as_if_made_so(model, corpus, given):
+def test_override_rope_scaling_equals_a_model_built_with_it(model, corpus, given):
     windows = long_windows(model.config, corpus.val, 64)
     before = loss_by_position(model, windows, 4, limit=4).nats
     made = Thinker(ThinkerConfig(**{**model.config.to_dict(), "rope_scaling": YARN})).eval()
@@ -118,7 +118,7 @@ def test_stretched_as_if_made_so(model, corpus, given):
     assert not torch.allclose(before, after)
 
 
-def test_scalings_that_are_refused(random_model, model):
+def test_invalid_rope_scaling_raises(random_model, model):
     with pytest.raises(UserError, match="alibi"):
         override_rope_scaling(random_model(positions="alibi"), YARN)
     for wrong in ("{type: yarn", "4", "{type: jarn, factor: 4}", "{type: linear}"):

@@ -34,7 +34,7 @@ def documents(token_set):
             yield torch.from_numpy(shard.tokens[start : end + 1].astype("int64"))
 
 
-def test_document_aligned_loss_floor_and_bits(corpus, model):
+def test_loss_floor_and_bits_of_aligned_documents(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
     windows = PackedDataset(corpus.val, max(len(d) for d in documents(corpus.val)), "documents")
     found = Evaluator(windows, 3, lengths)(model)
@@ -55,13 +55,13 @@ def test_document_aligned_loss_floor_and_bits(corpus, model):
     assert found.loss == pytest.approx(nats / tokens, rel=0.02)
 
 
-def test_the_floor_is_unknown_where_stories_are_cut_or_windows_are_not_aligned(corpus, model):
+def test_no_entropy_floor_for_cut_or_unaligned_documents(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
     assert Evaluator(PackedDataset(corpus.val, 40, "documents"), 3, lengths).floor is None
     assert Evaluator(PackedDataset(corpus.val, 600, "contiguous"), 3, lengths).floor is None
 
 
-def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, model):
+def test_a_limit_evaluates_the_first_windows(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
     windows = PackedDataset(corpus.val, 400, "documents")
     part = Evaluator(windows, 2, lengths, limit=1)(model)
@@ -71,7 +71,7 @@ def test_a_limit_evaluates_the_first_windows_and_their_floor(corpus, model):
     assert part.entropy_floor == pytest.approx(whole.entropy_floor, rel=0.3)
 
 
-def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, model):
+def test_masked_documents_have_the_same_loss_as_alone(corpus, model):
     windows = PackedDataset(corpus.val, 500, "documents", document_masking=True)
     found = Evaluator(windows, 3, token_byte_lengths(corpus.tokenizer))(model)
     model.eval()
@@ -85,7 +85,7 @@ def test_isolated_documents_have_the_loss_that_they_have_alone(corpus, model):
     assert together.n_tokens == found.n_tokens
 
 
-def test_what_is_given_is_not_counted_and_has_no_floor(corpus, model):
+def test_the_bidirectional_prefix_is_not_counted_and_has_no_floor(corpus, model):
     lengths, limit = token_byte_lengths(corpus.tokenizer), 2
     windows = PackedDataset(corpus.val, 500, "documents", prefix_len=20)
     evaluator = Evaluator(windows, 3, lengths, limit)

@@ -47,12 +47,12 @@ def pattern(ops):
 
 @pytest.mark.parametrize("spec", ["bpe", "byte"])
 @pytest.mark.parametrize("distance", [16, 32, 128, 300, 1000])
-def test_a_needle_is_what_it_says(request, monkeypatch, spec, distance):
-    tokenizer, told, tell = request.getfixturevalue(spec), {}, tales.generate_story
+def test_needles_match_their_story(request, monkeypatch, spec, distance):
+    tokenizer, stories, generate_story = request.getfixturevalue(spec), {}, tales.generate_story
 
     def remember(seed, index):
-        story = tell(seed, index)
-        told[story.text.split("\n\n")[0]] = story
+        story = generate_story(seed, index)
+        stories[story.text.split("\n\n")[0]] = story
         return story
 
     monkeypatch.setattr(tales, "generate_story", remember)
@@ -64,14 +64,14 @@ def test_a_needle_is_what_it_says(request, monkeypatch, spec, distance):
     encounter = re.compile(pattern(needle.GRAMMAR.read_text("\n\n<go>\n\n<meet> <kind>", 0)))
     for text, value, name, tokens, found in needles:
         assert tokens == [tokenizer.bos_id, *tokenizer.encode(text)]
-        (first,) = re.finditer(rf"\b{needle.MARKS[name]}( {value})\b", text, re.IGNORECASE)
+        (first,) = re.finditer(rf"\b{needle.PHRASES[name]}( {value})\b", text, re.IGNORECASE)
         assert found == len(tokenizer.encode(text)) - len(tokenizer.encode(text[: first.start(1)]))
         assert abs(found - distance) <= distance / 16
         assert len(re.findall(rf"\b{value}\b", text)) == 1
-        assert text.endswith(needle.MARKS[name])
+        assert text.endswith(needle.PHRASES[name])
 
         opening = text.split("\n\n")[0]
-        story = told[opening]
+        story = stories[opening]
         assert tales.parse(story.text) == story
         assert ("fact", name, value) in [choice[:3] for choice in story.choices]
         at, encounters = len(opening), 0
@@ -84,14 +84,14 @@ def test_a_needle_is_what_it_says(request, monkeypatch, spec, distance):
             assert encounters <= distance // 30
 
 
-def test_the_same_seed_gives_the_same_needles(bpe):
+def test_the_seed_determines_the_needles(bpe):
     needles = needle.make_needles(bpe, 64, 5, seed=1)
     assert needles == needle.make_needles(bpe, 64, 5, seed=1)
     assert needles != needle.make_needles(bpe, 64, 5, seed=2)
     assert len({one.text for one in needles}) == 5
 
 
-def test_values_are_the_grammars_and_none_begins_another():
+def test_values_are_grammar_words_and_none_is_a_prefix_of_another():
     for name, values in needle.VALUES.items():
         words = [item[""] for item in needle.GRAMMAR.lists[name]]
         assert set(values) <= set(words)
@@ -101,7 +101,7 @@ def test_values_are_the_grammars_and_none_begins_another():
         assert not [(a, b) for a in values for b in values if a != b and a.startswith(b)]
 
 
-def direct(model, tokenizer, one):
+def reference_log_probs(model, tokenizer, one):
     """ln P of every value in its place, each by a pass of its own."""
     sums = []
     for value in needle.VALUES[one.name]:
@@ -113,13 +113,13 @@ def direct(model, tokenizer, one):
 
 
 @pytest.mark.parametrize(("spec", "form"), [("bpe", {}), ("byte", {}), ("byte", {"attention": "window(70)"})])
-def test_scores_are_those_of_whole_passes(request, random_model, spec, form):
+def test_log_probs_equal_full_forward_passes(request, random_model, spec, form):
     tokenizer = request.getfixturevalue(spec)
     model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=64, n_layers=1, **form)
     distance = 64 if spec == "bpe" else 160
     right, given = [], []
     for one in needle.make_needles(tokenizer, distance, 4, seed=0):
-        expected = direct(model, tokenizer, one)
+        expected = reference_log_probs(model, tokenizer, one)
         ids = [tokenizer.encode(f" {value}") for value in needle.VALUES[one.name]]
         assert needle.log_probs(model, one.tokens, ids).tolist() == pytest.approx(expected, abs=2e-4)
         best = needle.VALUES[one.name][max(range(len(expected)), key=expected.__getitem__)]
@@ -132,13 +132,13 @@ def test_scores_are_those_of_whole_passes(request, random_model, spec, form):
     assert found["probability"] == pytest.approx(sum(given) / 4, rel=1e-3)
 
 
-def test_a_likelier_word_is_found_and_errors_are_binomial(random_model, bpe):
+def test_accuracy_and_binomial_error(random_model, bpe):
     """A head that prefers the words of half the needles, whatever the context."""
     model = random_model(vocab_size=bpe.vocab_size, max_seq_len=512, tie_embeddings=False)
     needles = needle.make_needles(bpe, 32, 8, seed=0)
-    favourites = {one.name: one.value for one in needles}
-    expected = sum(favourites[one.name] == one.value for one in needles) / 8
-    single = {bpe.encode(f" {value}")[-1] for value in favourites.values()}
+    preferred = {one.name: one.value for one in needles}
+    expected = sum(preferred[one.name] == one.value for one in needles) / 8
+    single = {bpe.encode(f" {value}")[-1] for value in preferred.values()}
     with torch.no_grad():
         model.norm.weight.fill_(0)
         model.norm.weight[0] = 1
@@ -146,7 +146,7 @@ def test_a_likelier_word_is_found_and_errors_are_binomial(random_model, bpe):
     model.norm.register_forward_hook(lambda module, given, x: x.abs())
     with torch.no_grad():
         model.lm_head.weight[sorted(single), 0] = 50.0
-    assert all(len(bpe.encode(f" {value}")) == 1 for value in favourites.values())
+    assert all(len(bpe.encode(f" {value}")) == 1 for value in preferred.values())
     found = needle.needle_test(model, bpe, 32, n_examples=8)
     assert found["accuracy"] == expected
     assert 0 < expected < 1
@@ -154,7 +154,7 @@ def test_a_likelier_word_is_found_and_errors_are_binomial(random_model, bpe):
     assert 1 / 160 < found["chance"] < 1 / 20
 
 
-def test_what_cannot_be_reached_says_why(random_model, bpe, byte):
+def test_unreachable_distances_have_a_reason(random_model, bpe, byte):
     model = random_model(vocab_size=bpe.vocab_size, max_seq_len=200, positions="learned")
     assert needle.needle_test(model, bpe, 32, n_examples=2)["n_examples"] == 2
     far = needle.needle_test(model, bpe, 256, n_examples=2)
@@ -166,6 +166,6 @@ def test_what_cannot_be_reached_says_why(random_model, bpe, byte):
     assert "200 positions" in lines[1]
 
 
-def test_a_prefix_that_would_see_the_answer(random_model, bpe):
+def test_a_prefix_that_includes_the_answer(random_model, bpe):
     found = needle.needle_test(random_model(vocab_size=bpe.vocab_size, attention="prefix(999)"), bpe, 32, 2)
     assert "both ways" in found["unreachable"]

@@ -50,7 +50,7 @@ def by_hand(model, length, stride):
 
 
 @pytest.mark.parametrize(("length", "stride"), [(32, 32), (32, 8), (50, 13), (64, 1), (4096, 4096)])
-def test_equals_a_computation_by_hand(model, tokens, length, stride):
+def test_text_loss_equals_a_direct_computation(model, tokens, length, stride):
     windows = PackedDataset(tokens, length, "contiguous", stride=stride)
     found = text_loss(model, windows, token_byte_lengths(BYTES))
     expected = by_hand(model, length, stride)
@@ -62,7 +62,7 @@ def test_equals_a_computation_by_hand(model, tokens, length, stride):
     assert found.by_position.counts.sum() == found.n_tokens
 
 
-def test_strided_and_unstrided_agree_where_they_must(random_model, tokens):
+def test_strided_and_unstrided_losses_agree(random_model, tokens):
     """Where no window is full, and where a model sees no further back than the overlap anyway."""
     lengths = token_byte_lengths(BYTES)
     local = random_model(vocab_size=257, attention="window(5)")  # two layers: 9 tokens back, itself included
@@ -83,7 +83,7 @@ def test_strided_and_unstrided_agree_where_they_must(random_model, tokens):
 
 
 @given(length=st.integers(1, 60), stride=st.integers(1, 60), n=st.integers(2, 200))
-def test_every_token_is_counted_once_whatever_the_stride(length, stride, n):
+def test_every_stride_counts_each_token_once(length, stride, n):
     from thinker.data.shards import Shard, TokenShards
 
     stream = np.arange(n, dtype=np.uint16)
@@ -102,7 +102,7 @@ def test_every_token_is_counted_once_whatever_the_stride(length, stride, n):
     assert seen == list(range(1, n))
 
 
-def test_a_stride_goes_with_contiguous_windows(tokens):
+def test_a_stride_needs_contiguous_windows(tokens):
     with pytest.raises(UserError, match="contiguous"):
         PackedDataset(tokens, 32, "documents", stride=8)
     with pytest.raises(UserError, match="prefix"):
@@ -110,7 +110,7 @@ def test_a_stride_goes_with_contiguous_windows(tokens):
 
 
 @pytest.mark.parametrize(("n", "confidence"), [(2, 0.95), (3, 0.9), (12, 0.95), (60, 0.8)])
-def test_the_interval_covers_as_often_as_it_says(n, confidence):
+def test_confidence_intervals_have_their_coverage(n, confidence):
     """Draws of uneven size whose tokens are alike: the interval about their ratio holds the true one."""
     rng = random.Random(n)
     covered, trials = 0, 3000
@@ -124,12 +124,12 @@ def test_the_interval_covers_as_often_as_it_says(n, confidence):
     assert covered / trials < confidence + 0.02 + 3 * error
 
 
-def test_one_window_has_no_interval(model, tokens):
+def test_a_single_window_has_no_interval(model, tokens):
     found = text_loss(model, PackedDataset(tokens, 4096, "contiguous"), token_byte_lengths(BYTES))
     assert (found.nats_per_token.low, found.perplexity.high) == (None, None)
 
 
-def test_the_floor_of_tales_and_whole_stories(model, tmp_path):
+def test_entropy_floor_of_tales(model, tmp_path):
     source = open_source("tales", max_documents=100, seed=5)
     tokens = tokenize(source, BYTES, 4000, tmp_path)
     assert 4000 <= tokens.n_tokens < 7000
@@ -140,7 +140,7 @@ def test_the_floor_of_tales_and_whole_stories(model, tmp_path):
     assert found.n_tokens == tokens.n_tokens - 1
 
 
-def test_a_single_text_is_cut_where_enough_is_read(tmp_path):
+def test_a_single_text_is_cut_at_max_tokens(tmp_path):
     (tmp_path / "my.txt").write_text(TEXT)
     tokens = tokenize(open_source("text", path=str(tmp_path / "my.txt")), BYTES, 100, tmp_path)
     assert tokens.n_tokens == 102
@@ -149,7 +149,7 @@ def test_a_single_text_is_cut_where_enough_is_read(tmp_path):
         tokenize(open_source("text", path=str(tmp_path / "empty.txt")), BYTES, 100, tmp_path)
 
 
-def test_of_conversations_the_answers_are_counted(model, tmp_path):
+def test_only_assistant_tokens_of_conversations_are_counted(model, tmp_path):
     template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '?' }}{% endfor %}"
     talk = [{"role": "user", "content": "where"}, {"role": "assistant", "content": "here"}]
     (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 5)
@@ -159,7 +159,7 @@ def test_of_conversations_the_answers_are_counted(model, tmp_path):
     assert (found.n_tokens, found.n_bytes) == (5 * len("here<"), 5 * len("here"))
 
 
-def test_the_floor_counts_what_the_windows_count(tmp_path):
+def test_the_entropy_floor_covers_the_counted_tokens(tmp_path):
     """Where texts end with a token of their own, the BOS token behind it is no target."""
     tokens = [BYTES.token_bytes(i) for i in range(256)] + [None, None]
     ended = Tokenizer("hf", tokens, {"<s>": 256, "</s>": 257}, "<s>", eos_ids=[257])

@@ -23,14 +23,14 @@ def texts(model, prompts, params=PARAMS, **options):
 
 
 @pytest.mark.parametrize("attention", ["(token(97) & window(8)) | window(4)", "topk(4) & window(16)", "prefix(3)"])
-def test_rows_of_unequal_length_and_drafts_change_no_text(attention):
+def test_batching_and_speculation_do_not_change_the_text(attention):
     model, prompts = make(attention), ["abcab", "ab" * 4, "cab"]
     assert not model.config.is_unbounded
     plain = texts(model, prompts, use_cache=False)
     assert texts(model, prompts) == texts(model, prompts, speculate=4) == plain
 
 
-def test_drafts_of_many_rows_keep_within_learned_positions():
+def test_drafts_stay_within_learned_positions():
     model, draft = make(positions="learned"), make(positions="learned", seed=1)
     params = SamplingParams(max_new_tokens=40, temperature=1.0, logit_bias={TOKENIZER.eos_id: -100.0})
     prompts = ["ab" * n for n in range(3, 9)]
@@ -39,7 +39,7 @@ def test_drafts_of_many_rows_keep_within_learned_positions():
     assert texts(model, prompts, params, speculate=8, draft=draft) == plain
 
 
-def test_drafts_of_models_that_cannot_are_refused():
+def test_speculation_with_unsupported_models_raises():
     for main, draft, says in [
         (make(), make("linear(8)"), "linear"),
         (make("window(8)"), make(), "have no end"),
@@ -52,7 +52,7 @@ def test_drafts_of_models_that_cannot_are_refused():
     Generator(make("window(8)"), TOKENIZER, speculate=2, draft=make("window(4)"))
 
 
-def test_dynamic_angles_end_a_text_at_the_original_length_with_a_cache():
+def test_dynamic_rope_ends_a_text_at_the_original_length_with_a_cache():
     model = make(rope_scaling={"type": "dynamic", "factor": 2, "original_max_seq_len": 20})
     (cached,) = Generator(model, TOKENIZER).generate(["abc"], PARAMS)
     (uncached,) = Generator(model, TOKENIZER, use_cache=False).generate(["abc"], PARAMS)
@@ -61,7 +61,7 @@ def test_dynamic_angles_end_a_text_at_the_original_length_with_a_cache():
     assert cached.finish_reason == "length"
 
 
-def test_what_is_read_both_ways_is_not_scored():
+def test_tokens_in_the_bidirectional_prefix_are_not_scored():
     model, text = make("prefix(8)", vocab_size=257), "the old cat sat on the mat"
     ids = TOKENIZER.encode(text)
     tokens = torch.tensor([[TOKENIZER.bos_id, *ids]])
@@ -78,12 +78,12 @@ def test_what_is_read_both_ways_is_not_scored():
 
 
 @pytest.mark.parametrize("prefix", [1, 20, 40, 48])
-def test_texts_longer_than_the_context_are_scored_after_each_windows_prefix(prefix):
+def test_long_texts_with_a_prefix_are_scored(prefix):
     score = Generator(make(f"prefix({prefix})"), TOKENIZER).score("abcdefg" * 30)
     assert len(score.logprobs) == 210 - max(0, prefix - 1)
 
 
-def test_a_prefix_longer_than_a_pass_over_a_prompt(monkeypatch):
+def test_a_prefix_longer_than_the_prefill_chunk(monkeypatch):
     monkeypatch.setattr("thinker.generation.engine.PREFILL_CHUNK", 8)
     model, prompts = make("prefix(20)"), ["abcdefg" * 4]
     assert texts(model, prompts) == texts(model, prompts, use_cache=False)
@@ -91,7 +91,7 @@ def test_a_prefix_longer_than_a_pass_over_a_prompt(monkeypatch):
         texts(model, ["abc"])
 
 
-def test_a_turn_taken_back_to_before_the_prefix():
+def test_undo_to_before_the_prefix():
     conversation = Conversation(Generator(make("prefix(8)"), TOKENIZER))
     params = SamplingParams(max_new_tokens=4, seed=1)
     first = "".join(conversation.reply("abcdefghij", params))
@@ -100,7 +100,7 @@ def test_a_turn_taken_back_to_before_the_prefix():
 
 
 @pytest.mark.parametrize("speculate", [0, 3])
-def test_a_conversation_goes_on_beyond_a_window_as_wide_as_the_context(speculate):
+def test_a_conversation_continues_beyond_a_window_as_wide_as_the_context(speculate):
     model = make("window(48)")
     conversation = Conversation(Generator(model, TOKENIZER, speculate=speculate))
     said = "".join("".join(conversation.reply(text, PARAMS)) for text in ("abc", "de", "fgh"))
@@ -109,7 +109,7 @@ def test_a_conversation_goes_on_beyond_a_window_as_wide_as_the_context(speculate
     assert "".join("".join(fresh.reply(text, PARAMS)) for text in ("abc", "de", "fgh")) == said
 
 
-def test_a_window_wider_than_the_context_has_an_end():
+def test_a_window_wider_than_the_context_is_bounded():
     assert make("window(48)").config.is_unbounded
     assert not make("window(49)").config.is_unbounded
     assert not make("window(40) | global(9)").config.is_unbounded

@@ -33,7 +33,7 @@ def counted(generator):
 
 
 @pytest.mark.parametrize("how", [{}, {"speculate": 3}, {"window": 12, "sinks": 2}, {"window": 90}])
-def test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(model, how):
+def test_every_turn_equals_a_fresh_prefill_and_reads_only_new_tokens(model, how):
     generator = Generator(model, TOKENIZER, **how)
     conversation, passes = Conversation(generator), counted(generator)
     for text in ("Once upon", " a time", "", ", there was a fox"):
@@ -46,7 +46,7 @@ def test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(model, how):
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 12, "sinks": 2}])
-def test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(model, how):
+def test_text_continues_correctly_after_undo_and_interruption(model, how):
     generator = Generator(model, TOKENIZER, **how)
     conversation = Conversation(generator)
     list(conversation.reply("The first turn is long enough to roll.", PARAMS))
@@ -70,7 +70,7 @@ def test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_be
     assert (conversation.text, conversation.undo()) == ("", False)
 
 
-def test_a_failure_in_the_middle_of_a_pass_is_forgotten(model, monkeypatch):
+def test_recovers_from_a_failed_forward_pass(model, monkeypatch):
     """As when Ctrl-C comes while a layer is being computed: the cache says more than it holds."""
     generator = Generator(model, TOKENIZER)
     conversation = Conversation(generator)
@@ -93,7 +93,7 @@ def test_a_failure_in_the_middle_of_a_pass_is_forgotten(model, monkeypatch):
     assert conversation.tokens == expected
 
 
-def test_the_end_of_text_does_not_end_the_conversation(model):
+def test_an_end_of_text_token_does_not_end_the_conversation(model):
     with torch.no_grad():
         conversation = Conversation(Generator(model, TOKENIZER))
     only_eos = SamplingParams(max_new_tokens=5, logit_bias={TOKENIZER.eos_id: 1e9})
@@ -102,7 +102,7 @@ def test_the_end_of_text_does_not_end_the_conversation(model):
     assert conversation.tokens == [TOKENIZER.bos_id, *TOKENIZER.encode("ab")]
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(model):
+def test_a_text_that_does_not_fit_raises_and_changes_nothing(model):
     conversation = Conversation(Generator(model, TOKENIZER))
     list(conversation.reply("a" * 60, PARAMS))
     before = list(conversation.tokens)
@@ -113,7 +113,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model):
 
 
 @pytest.mark.parametrize("attention", ["window(10) | global(2)", "linear(8)", "strided(4)"])
-def test_turns_and_undo_in_models_that_forget_and_that_cannot(random_model, attention):
+def test_turns_and_undo_with_attention_variants(random_model, attention):
     model = random_model(vocab_size=264, max_seq_len=96, attention=attention)
-    test_every_turn_equals_a_fresh_start_and_feeds_only_what_is_new(model, {})
-    test_undo_and_an_interruption_leave_a_text_that_goes_on_as_if_nothing_had_been(model, {})
+    test_every_turn_equals_a_fresh_prefill_and_reads_only_new_tokens(model, {})
+    test_text_continues_correctly_after_undo_and_interruption(model, {})

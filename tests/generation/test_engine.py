@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams, engine
-from thinker.generation.sampler import distribution, draw
+from thinker.generation.sampler import distribution, sample_from_probs
 from thinker.generation.sink_cache import SinkCache
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
@@ -57,7 +57,7 @@ PROMPTS = ["", "a", "Once upon", "the quick brown fox jumps over", "é漢"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_ragged_batch_gives_what_each_row_gives_alone(model, temperature):
+def test_a_ragged_batch_equals_single_prompts(model, temperature):
     generator = Generator(model, TOKENIZER)
     together = generator.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=temperature, seed=5))
     for index, (prompt, row) in enumerate(zip(PROMPTS, together)):
@@ -83,7 +83,7 @@ def test_logprobs_equal_a_teacher_forced_pass(model):
     assert completion.logprobs == pytest.approx(known.tolist(), abs=1e-4)
 
 
-def test_greedy_takes_the_likeliest(model):
+def test_greedy_samples_the_likeliest_token(model):
     completion = Generator(model, TOKENIZER).generate(["Hello"], SamplingParams(max_new_tokens=8, temperature=0))[0]
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode("Hello")]
     for token in completion.token_ids:
@@ -92,7 +92,7 @@ def test_greedy_takes_the_likeliest(model):
         ids.append(token)
 
 
-def test_streaming_equals_generate_and_leaves_the_model_as_it_was(model):
+def test_streaming_equals_generate_and_does_not_change_the_model(model):
     generator, params = Generator(model, TOKENIZER), SamplingParams(max_new_tokens=30, seed=9)
     model.train()
     pieces = list(generator.stream("The", params))
@@ -104,13 +104,13 @@ def test_streaming_equals_generate_and_leaves_the_model_as_it_was(model):
     assert "".join(piece for _, piece in generator.stream_batch([completion], params)) == completion.text
 
 
-def test_same_seed_same_text_other_seed_other_text(model):
+def test_the_seed_determines_the_text(model):
     generator = Generator(model, TOKENIZER)
     texts = [generator.generate(["x"], SamplingParams(max_new_tokens=20, seed=seed))[0].text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_ids_without_meaning_are_never_drawn(model):
+def test_padding_ids_are_never_sampled(model):
     completions = Generator(model, TOKENIZER).generate(["a"] * 20, SamplingParams(max_new_tokens=40, temperature=3.0))
     assert all(token < TOKENIZER.vocab_size for c in completions for token in c.token_ids)
 
@@ -143,7 +143,7 @@ def test_finish_reasons(model):
     assert (full.finish_reason, len(full.token_ids)) == ("length", 48 + 1 - 3)  # the last token is never fed
 
 
-def test_a_finished_row_leaves_the_others_alone(model):
+def test_a_finished_sequence_does_not_change_the_others(model):
     generator = Generator(model, TOKENIZER)
     prompts = ["q" * 45, "a", "b" * 30]  # the context ends for each at another time
     together = generator.generate(prompts, SamplingParams(max_new_tokens=40, seed=1))
@@ -153,7 +153,7 @@ def test_a_finished_row_leaves_the_others_alone(model):
         assert alone.token_ids == row.token_ids
 
 
-def test_a_prompt_that_fills_the_context_is_refused(model):
+def test_a_prompt_longer_than_the_context_raises(model):
     with pytest.raises(UserError, match="49 tokens and the model's context is 48; shorten it to at most 48"):
         Generator(model, TOKENIZER).generate(["a" * 48])
     assert len(Generator(model, TOKENIZER).generate(["a" * 47])[0].token_ids) == 1
@@ -162,7 +162,7 @@ def test_a_prompt_that_fills_the_context_is_refused(model):
 
 @settings(max_examples=25, **SAME_EXAMPLES)
 @given(batch=batches())
-def test_any_batch_gives_each_row_what_it_gets_alone_and_without_a_cache(model, batch):
+def test_any_batch_equals_single_prompts_and_uncached_decoding(model, batch):
     prompts, params = batch
     generator = Generator(model, TOKENIZER)
     together = generator.generate(prompts, params)
@@ -175,7 +175,7 @@ def test_any_batch_gives_each_row_what_it_gets_alone_and_without_a_cache(model, 
             assert row.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def shapes_fed(generator, prompts, params):
+def generate_and_record_shapes(generator, prompts, params):
     """The completions, and the (rows, positions) of every pass on the way to them."""
     shapes = []
     hook = generator.model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
@@ -185,60 +185,62 @@ def shapes_fed(generator, prompts, params):
         hook.remove()
 
 
-def test_the_same_prompt_is_read_once_and_prompts_of_equal_length_together(model):
+def test_prefill_reads_equal_prompts_once_and_equal_lengths_together(model):
     generator, params = Generator(model, TOKENIZER), SamplingParams(max_new_tokens=4, seed=3)
-    completions, shapes = shapes_fed(generator, ["Hello"] * 5, params)
+    completions, shapes = generate_and_record_shapes(generator, ["Hello"] * 5, params)
     assert shapes == [(1, 6), (5, 1), (5, 1), (5, 1)]
     assert len({tuple(c.token_ids) for c in completions}) == 5  # each sample draws by its own seed
-    _, shapes = shapes_fed(generator, ["abc", "Hello", "xyz", "abc", ""], params)
+    _, shapes = generate_and_record_shapes(generator, ["abc", "Hello", "xyz", "abc", ""], params)
     assert shapes == [(1, 1), (2, 4), (1, 6), (5, 1), (5, 1), (5, 1)]
 
 
-def plain_loop(model, prompt, params, counted_prompt=False):
-    """What sampling is, one full pass a token; `counted_prompt` makes the mistake of penalising the prompt too."""
+def reference_loop(model, prompt, params, penalize_prompt=False):
+    """What sampling is, one full pass a token; `penalize_prompt` makes the mistake of penalising the prompt too."""
     ids, numbers = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)], random.Random(params.seed)
-    start = 0 if counted_prompt else len(ids)
+    start = 0 if penalize_prompt else len(ids)
     for _ in range(params.max_new_tokens):
         with torch.no_grad():
             logits = model(torch.tensor([ids]))[:, -1, : TOKENIZER.vocab_size]  # (1, V)
         counts = torch.bincount(torch.tensor(ids[start:], dtype=torch.int64), minlength=TOKENIZER.vocab_size)
-        seen = torch.bincount(torch.tensor(ids), minlength=TOKENIZER.vocab_size) > 0
-        probs = distribution(logits, params, seen[None], counts[None])
-        ids.append(draw(probs, torch.tensor([numbers.random()], dtype=torch.float64)).item())
+        in_text = torch.bincount(torch.tensor(ids), minlength=TOKENIZER.vocab_size) > 0
+        probs = distribution(logits, params, in_text[None], counts[None])
+        ids.append(sample_from_probs(probs, torch.tensor([numbers.random()], dtype=torch.float64)).item())
     return ids[-params.max_new_tokens :]
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_presence_and_frequency_count_what_was_drawn_and_repetition_the_prompt_too(model, name):
+def test_penalties_count_generated_tokens_and_only_repetition_the_prompt(model, name):
     prompt, generator = "abacabad", Generator(model, TOKENIZER)
     few = dict.fromkeys(b"abcd", 50.0)  # so few tokens that all of them come again, in the prompt and after it
-    mattered = 0
+    n_different = 0
     for seed in range(10):
         params = SamplingParams(max_new_tokens=10, logit_bias=few, seed=seed, **{name: 2.0})
-        drawn = generator.generate([prompt], params)[0].token_ids
-        assert drawn == plain_loop(model, prompt, params)
-        mattered += drawn != generator.generate([prompt], SamplingParams(10, logit_bias=few, seed=seed))[0].token_ids
+        sampled = generator.generate([prompt], params)[0].token_ids
+        assert sampled == reference_loop(model, prompt, params)
+        n_different += (
+            sampled != generator.generate([prompt], SamplingParams(10, logit_bias=few, seed=seed))[0].token_ids
+        )
         if name != "repetition_penalty":
-            mattered += drawn != plain_loop(model, prompt, params, counted_prompt=True)
-    assert mattered > 5  # else none of it was tested
+            n_different += sampled != reference_loop(model, prompt, params, penalize_prompt=True)
+    assert n_different > 5  # else none of it was tested
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("memory", [{}, {"window": 5, "sinks": 2}, {"window": 30}])
-def test_a_prompt_read_in_pieces_leads_to_the_same_text(model, monkeypatch, size, memory):
+def test_prefill_chunk_size_does_not_change_the_text(model, monkeypatch, size, memory):
     params = SamplingParams(max_new_tokens=8, seed=4)
     prompts = [*PROMPTS, "y" * 40]
     whole = Generator(model, TOKENIZER, **memory).generate(prompts, params)
     monkeypatch.setattr(engine, "PREFILL_CHUNK", size)
     generator = Generator(model, TOKENIZER, **memory)
-    pieces, shapes = shapes_fed(generator, prompts, params)
+    pieces, shapes = generate_and_record_shapes(generator, prompts, params)
     assert max(positions for _, positions in shapes) == size
     for a, b in zip(whole, pieces):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
-def test_parameters_and_prompts_must_be_equally_many_and_biases_within_the_vocabulary(model):
+def test_invalid_params_raise(model):
     generator = Generator(model, TOKENIZER)
     with pytest.raises(UserError, match="3 prompts and 2 sampling parameters"):
         generator.generate(["a", "b", "c"], [SamplingParams()] * 2)
@@ -250,7 +252,7 @@ def test_parameters_and_prompts_must_be_equally_many_and_biases_within_the_vocab
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"sinks": 2}, "sinks is 2.*goes with a window"),
         ({"window": 8, "sinks": -1}, "sinks is -1"),
@@ -266,12 +268,12 @@ def test_parameters_and_prompts_must_be_equally_many_and_biases_within_the_vocab
         ({"use_cache": False, "compile": True}, "compile needs the cache"),
     ],
 )
-def test_options_that_do_not_go_together_are_named(model, options, said):
-    with pytest.raises(UserError, match=said):
+def test_contradictory_options_raise(model, options, message):
+    with pytest.raises(UserError, match=message):
         Generator(model, TOKENIZER, **options)
 
 
-def test_the_likeliest_tokens_are_those_of_a_teacher_forced_pass(model):
+def test_top_logprobs_equal_a_teacher_forced_pass(model):
     params = [SamplingParams(max_new_tokens=20, temperature=t, seed=6, logprobs=n) for t, n in [(0, 1), (1, 5), (2, 0)]]
     found = 0
     for completion, own in zip(Generator(model, TOKENIZER).generate(["Hello", "Hello", "You"], params), params):
@@ -287,21 +289,21 @@ def test_the_likeliest_tokens_are_those_of_a_teacher_forced_pass(model):
             assert list(top) == tokens[place].tolist()
             assert list(top.values()) == pytest.approx(values[place].tolist(), abs=1e-4)
             assert list(top.values()) == sorted(top.values(), reverse=True)
-            drawn = completion.token_ids[place]
-            if drawn in top:
+            sampled = completion.token_ids[place]
+            if sampled in top:
                 found += 1
-                assert top[drawn] == completion.logprobs[place]
+                assert top[sampled] == completion.logprobs[place]
     assert found > 20  # greedy decoding draws the likeliest, always
 
 
-def test_ids_without_meaning_are_not_among_the_likeliest(model):
+def test_padding_ids_are_not_in_top_logprobs(model):
     top = Generator(model, TOKENIZER).generate(["a"], SamplingParams(1, logprobs=1000))[0].top_logprobs[0]
     assert sorted(top) == list(range(TOKENIZER.vocab_size))
     assert math.fsum(map(math.exp, top.values())) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (6, 0), (5, 3), (44, 4)])
-def test_under_a_window_texts_grow_beyond_the_context_each_as_if_alone(model, window, sinks):
+def test_with_a_window_texts_grow_beyond_the_context(model, window, sinks):
     generator = Generator(model, TOKENIZER, window=window, sinks=sinks)
     prompts = ["", "Once upon", "é漢", "z" * 70, "the quick brown fox", "abc" * 3]
     bans = {TOKENIZER.eos_id: -math.inf}
@@ -329,7 +331,7 @@ def _through_a_rolling_cache(model, completion, window, sinks):
     return known[-len(completion.token_ids) :]
 
 
-def test_a_window_that_forgets_nothing_changes_nothing(model):
+def test_a_window_that_evicts_nothing_changes_nothing(model):
     params = SamplingParams(max_new_tokens=20, seed=2)
     rolling = Generator(model, TOKENIZER, window=46, sinks=2).generate(PROMPTS[:3], params)
     plain = Generator(model, TOKENIZER).generate(PROMPTS[:3], params)
@@ -339,7 +341,7 @@ def test_a_window_that_forgets_nothing_changes_nothing(model):
 
 @settings(max_examples=50, **SAME_EXAMPLES)
 @given(batch=batches(), options=st.sampled_from([{}, {"window": 7, "sinks": 1}, {"speculate": 3}]))
-def test_the_pieces_of_a_stream_are_the_tokens_decoded_up_to_stop_or_end(model, batch, options):
+def test_streamed_pieces_equal_the_decoded_tokens(model, batch, options):
     (prompt, *_), (params, *_) = batch
     generator, completion = Generator(model, TOKENIZER, **options), Completion(prompt)
     pieces = [piece for _, piece in generator.stream_batch([completion], params)]

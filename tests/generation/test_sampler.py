@@ -1,4 +1,4 @@
-"""The distribution that is drawn from, and the drawing."""
+"""Sampling probabilities, the sampling itself, and the checks of its parameters."""
 
 import dataclasses
 import math
@@ -7,24 +7,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation import logits_process as theirs
+from transformers.generation import logits_process as logits_process
 
-from thinker.generation.sampler import SamplingParams, distribution, draw
+from thinker.generation.sampler import SamplingParams, distribution, sample_from_probs
 from thinker.runtime.errors import UserError
 
 INF = math.inf
 LOGITS = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
 
 
-def reference(logits, params, seen=None, counts=None):
+def reference(logits, params, in_text=None, counts=None):
     """One row's probabilities step by step, as distribution() documents them, on plain lists of floats."""
     size = len(logits)
-    seen, counts = seen or [False] * size, counts or [0] * size
+    in_text, counts = in_text or [False] * size, counts or [0] * size
     scores = list(logits)
     for token in range(size):
-        if seen[token] and scores[token] > 0:
+        if in_text[token] and scores[token] > 0:
             scores[token] /= params.repetition_penalty
-        elif seen[token]:
+        elif in_text[token]:
             scores[token] *= params.repetition_penalty
     for token in range(size):
         if counts[token] > 0:
@@ -41,22 +41,22 @@ def reference(logits, params, seen=None, counts=None):
     if params.top_k is not None:
         probs = _renormalised(probs, order[: params.top_k])
     if params.top_p is not None:
-        kept, together = [], 0.0
+        expected_tokens, total_prob = [], 0.0
         for token in order:
-            if together >= params.top_p - 1e-12:  # less than that is rounding
+            if total_prob >= params.top_p - 1e-12:  # less than that is rounding
                 break
-            kept.append(token)
-            together += probs[token]
-        probs = _renormalised(probs, kept)
+            expected_tokens.append(token)
+            total_prob += probs[token]
+        probs = _renormalised(probs, expected_tokens)
     if params.min_p is not None:
         least = params.min_p * max(probs) - 1e-12
         probs = _renormalised(probs, [token for token in order if probs[token] >= least])
     return probs
 
 
-def _renormalised(probs, kept):
-    total = sum(probs[token] for token in kept)
-    return [prob / total if token in kept else 0.0 for token, prob in enumerate(probs)]
+def _renormalised(probs, expected_tokens):
+    total = sum(probs[token] for token in expected_tokens)
+    return [prob / total if token in expected_tokens else 0.0 for token, prob in enumerate(probs)]
 
 
 def support(**params):
@@ -67,7 +67,7 @@ def support(**params):
 
 
 @pytest.mark.parametrize(
-    ("params", "kept"),
+    ("params", "expected_tokens"),
     [
         ({}, [0, 1, 2, 3]),
         ({"temperature": 0}, [0]),
@@ -101,20 +101,20 @@ def support(**params):
         ({"logit_bias": {0: -INF, 1: -INF}, "min_p": 1}, [2, 3]),
     ],
 )
-def test_support(params, kept):
-    assert support(**params) == kept
+def test_tokens_with_nonzero_probability(params, expected_tokens):
+    assert support(**params) == expected_tokens
 
 
-def test_values():
+def test_probabilities_by_hand():
     close = torch.testing.assert_close
     close(distribution(LOGITS, SamplingParams()), LOGITS.exp())
     close(distribution(LOGITS, SamplingParams(top_k=2)), torch.tensor([[2 / 3, 1 / 3, 0, 0]]))
     close(distribution(LOGITS, SamplingParams(temperature=0.5)), (LOGITS.exp() ** 2) / (LOGITS.exp() ** 2).sum())
-    seen = torch.tensor([[False, True, False, False]])
+    in_text = torch.tensor([[False, True, False, False]])
     known = torch.tensor([[0.5, 0.25**2, 0.125, 0.125]])  # a negative logit is multiplied by the penalty
-    close(distribution(LOGITS, SamplingParams(repetition_penalty=2.0), seen), known / known.sum())
-    positive = distribution(LOGITS + 3, SamplingParams(repetition_penalty=2.0), seen)  # a positive one is divided
-    close(positive, (LOGITS + 3).where(~seen, (LOGITS + 3) / 2).softmax(-1))
+    close(distribution(LOGITS, SamplingParams(repetition_penalty=2.0), in_text), known / known.sum())
+    positive = distribution(LOGITS + 3, SamplingParams(repetition_penalty=2.0), in_text)  # a positive one is divided
+    close(positive, (LOGITS + 3).where(~in_text, (LOGITS + 3) / 2).softmax(-1))
 
 
 @given(
@@ -125,7 +125,7 @@ def test_values():
     min_p=st.none() | st.floats(0, 1),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_filter_never_removes_everything_nor_the_likeliest(logits, temperature, top_k, top_p, min_p):
+def test_filters_always_keep_the_likeliest_token(logits, temperature, top_k, top_p, min_p):
     logits = torch.tensor([logits])
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     probs = distribution(logits, params)
@@ -135,12 +135,12 @@ def test_a_filter_never_removes_everything_nor_the_likeliest(logits, temperature
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-20])
-def test_a_tiny_temperature_is_nearly_greedy(temperature):
+def test_tiny_temperatures_are_nearly_greedy(temperature):
     probs = distribution(torch.tensor([[1.0, 3.0, 2.0, -1e30]]), SamplingParams(temperature=temperature, top_p=0.9))
     assert probs.tolist() == [[0, 1, 0, 0]]
 
 
-def test_top_p_counts_exactly():
+def test_top_p_sums_exactly():
     wide = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(1))
     assert (distribution(wide, SamplingParams(top_p=1.0)) > 0).all()
     equal = torch.zeros(1, 16)
@@ -153,7 +153,7 @@ def test_top_p_counts_exactly():
 
 
 TOKENS = [2.0, 1.5, 1.5, 1.0, 0.5, 0.0, -0.5, -0.5, -1.0, -3.0, -INF, 1.5]  # ties, both signs, one that is nothing
-SEEN = [False, True, False, True, False, True, True, False, False, False, True, True]
+IN_TEXT = [False, True, False, True, False, True, True, False, False, False, True, True]
 COUNTS = [0, 1, 0, 3, 0, 0, 2, 0, 0, 0, 1, 1]
 BIAS = {0: -0.7, 4: 1.3, 5: -INF, 10: 5.0}
 SINGLE_PROCESS = [
@@ -196,40 +196,40 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize("chosen", SINGLE_PROCESS + TOGETHER, ids=str)
-def test_draws_follow_the_reference(chosen):
-    params, n = SamplingParams(**chosen), 200_000
-    expected = torch.tensor(reference(TOKENS, params, SEEN, COUNTS), dtype=torch.float64)
-    probs = distribution(torch.tensor([TOKENS]), params, torch.tensor([SEEN]), torch.tensor([COUNTS]))
+@pytest.mark.parametrize("options", SINGLE_PROCESS + TOGETHER, ids=str)
+def test_samples_follow_the_reference(options):
+    params, n = SamplingParams(**options), 200_000
+    expected = torch.tensor(reference(TOKENS, params, IN_TEXT, COUNTS), dtype=torch.float64)
+    probs = distribution(torch.tensor([TOKENS]), params, torch.tensor([IN_TEXT]), torch.tensor([COUNTS]))
     torch.testing.assert_close(probs[0].double(), expected, atol=1e-6, rtol=0)
     assert ((probs[0] > 0) == (expected > 0)).all()
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    drawn = draw(probs.expand(n, -1), uniforms).bincount(minlength=len(TOKENS))
-    assert (drawn[expected == 0] == 0).all()
-    assert p_value(drawn, n * expected) > 1e-4
+    sampled = sample_from_probs(probs.expand(n, -1), uniforms).bincount(minlength=len(TOKENS))
+    assert (sampled[expected == 0] == 0).all()
+    assert p_value(sampled, n * expected) > 1e-4
 
 
-def p_value(drawn, expected):
+def p_value(sampled, expected):
     """Pearson's chi-square test; what is expected fewer than 5 times shares one bin."""
     rare = (expected > 0) & (expected < 5)
     common = expected >= 5
-    drawn = torch.cat([drawn[common], drawn[rare].sum()[None]]) if rare.any() else drawn[common]
+    sampled = torch.cat([sampled[common], sampled[rare].sum()[None]]) if rare.any() else sampled[common]
     expected = torch.cat([expected[common], expected[rare].sum()[None]]) if rare.any() else expected[common]
     if len(expected) == 1:
         return 1.0
-    chi2 = ((drawn - expected) ** 2 / expected).sum()
+    chi2 = ((sampled - expected) ** 2 / expected).sum()
     return torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2, dtype=torch.float64), chi2 / 2).item()
 
 
-def test_draws_follow_given_probabilities():
+def test_samples_follow_the_probabilities():
     probs, n = torch.tensor([0.5, 0.2, 0.0, 0.25, 0.05]), 100_000
     uniforms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    drawn = draw(probs.expand(n, -1), uniforms).bincount(minlength=5)
-    assert drawn[2] == 0
-    assert p_value(drawn, n * probs.double()) > 1e-4
+    sampled = sample_from_probs(probs.expand(n, -1), uniforms).bincount(minlength=5)
+    assert sampled[2] == 0
+    assert p_value(sampled, n * probs.double()) > 1e-4
 
 
-def test_the_p_value_is_right_and_finds_a_wrong_distribution():
+def test_p_value_detects_a_wrong_distribution():
     expected = torch.tensor([100.0, 100, 100], dtype=torch.float64)
     observed = torch.tensor([110, 100, 90])  # chi2 = 2 with 2 degrees of freedom: exp(-1)
     assert p_value(observed, expected) == pytest.approx(math.exp(-1))
@@ -239,7 +239,7 @@ def test_the_p_value_is_right_and_finds_a_wrong_distribution():
 ROW = st.lists(st.sampled_from([-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 4.0]), min_size=6, max_size=6)
 BATCH = st.tuples(
     st.lists(ROW, min_size=1, max_size=5),
-    st.integers(0, 2**31),  # seeds what was seen, what was counted and which tokens stand for nothing
+    st.integers(0, 2**31),  # seeds the tokens in the text, their counts and the logits of -inf
 )
 PARAMS = st.builds(
     SamplingParams,
@@ -260,20 +260,20 @@ def _tensors(batch):
     logits = torch.tensor(rows)
     nothing = torch.rand(logits.shape, generator=random) < 0.1
     nothing[:, -1] = False
-    seen = torch.rand(logits.shape, generator=random) < 0.5
-    counts = torch.randint(0, 3, logits.shape, generator=random) * seen
-    return logits.masked_fill(nothing, -INF), seen, counts
+    in_text = torch.rand(logits.shape, generator=random) < 0.5
+    counts = torch.randint(0, 3, logits.shape, generator=random) * in_text
+    return logits.masked_fill(nothing, -INF), in_text, counts
 
 
 @given(batch=BATCH, params=PARAMS)
 @settings(max_examples=300, deadline=None)
 def test_every_row_equals_the_reference(batch, params):
-    logits, seen, counts = _tensors(batch)
-    probs = distribution(logits, params, seen, counts)
+    logits, in_text, counts = _tensors(batch)
+    probs = distribution(logits, params, in_text, counts)
     assert probs.dtype == torch.float32
     torch.testing.assert_close(probs.double().sum(-1), torch.ones(len(probs)).double(), atol=1e-6, rtol=0)
-    for row, *own in zip(probs, logits.tolist(), seen.tolist(), counts.tolist()):
-        expected = torch.tensor(reference(own[0], params, *own[1:]), dtype=torch.float64)
+    for row, *row_inputs in zip(probs, logits.tolist(), in_text.tolist(), counts.tolist()):
+        expected = torch.tensor(reference(row_inputs[0], params, *row_inputs[1:]), dtype=torch.float64)
         assert ((row > 0) == (expected > 0)).all()
         torch.testing.assert_close(row.double(), expected, atol=1e-6, rtol=0)
     if params.temperature == 0:
@@ -282,23 +282,23 @@ def test_every_row_equals_the_reference(batch, params):
 
 @given(batch=BATCH, params=PARAMS, data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_row_does_not_depend_on_its_neighbours(batch, params, data):
+def test_rows_are_independent(batch, params, data):
     tensors = _tensors(batch)
-    together = distribution(tensors[0], params, *tensors[1:])
-    for i in range(len(together)):
+    total_prob = distribution(tensors[0], params, *tensors[1:])
+    for i in range(len(total_prob)):
         alone = [tensor[i : i + 1] for tensor in tensors]
-        assert torch.equal(distribution(alone[0], params, *alone[1:]), together[i : i + 1])
-    order = data.draw(st.permutations(range(len(together))))
+        assert torch.equal(distribution(alone[0], params, *alone[1:]), total_prob[i : i + 1])
+    order = data.draw(st.permutations(range(len(total_prob))))
     shuffled = [tensor[order] for tensor in tensors]
-    assert torch.equal(distribution(shuffled[0], params, *shuffled[1:]), together[order])
+    assert torch.equal(distribution(shuffled[0], params, *shuffled[1:]), total_prob[order])
 
 
-@pytest.mark.parametrize("chosen", [{}, {"top_k": 40_000}, {"top_p": 0.9999}, {"top_k": 40_000, "min_p": 1e-6}])
-def test_a_wide_row_does_not_depend_on_its_neighbours(chosen):
+@pytest.mark.parametrize("options", [{}, {"top_k": 40_000}, {"top_p": 0.9999}, {"top_k": 40_000, "min_p": 1e-6}])
+def test_rows_of_a_large_vocabulary_are_independent(options):
     logits = 3 * torch.randn(3, 50_304, generator=torch.Generator().manual_seed(0))
-    params = SamplingParams(**chosen)
-    together = distribution(logits, params)
-    assert all(torch.equal(distribution(logits[i : i + 1], params), together[i : i + 1]) for i in range(3))
+    params = SamplingParams(**options)
+    total_prob = distribution(logits, params)
+    assert all(torch.equal(distribution(logits[i : i + 1], params), total_prob[i : i + 1]) for i in range(3))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -306,7 +306,7 @@ def test_agrees_with_transformers(seed):
     random = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(4, 50, generator=random, dtype=torch.float64)
     text = torch.randint(0, 50, (4, 15), generator=random)
-    seen = torch.zeros(4, 50, dtype=torch.bool).scatter_(1, text, True)
+    in_text = torch.zeros(4, 50, dtype=torch.bool).scatter_(1, text, True)
     penalty, temperature, top_p, min_p = torch.rand(4, generator=random, dtype=torch.float64).tolist()
     top_k = int(torch.randint(1, 50, (1,), generator=random))
     params = SamplingParams(
@@ -318,24 +318,24 @@ def test_agrees_with_transformers(seed):
     )
     scores = logits
     for processor in (
-        theirs.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
-        theirs.TemperatureLogitsWarper(params.temperature),
-        theirs.TopKLogitsWarper(top_k),
-        theirs.TopPLogitsWarper(top_p),
-        theirs.MinPLogitsWarper(params.min_p),
+        logits_process.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+        logits_process.TemperatureLogitsWarper(params.temperature),
+        logits_process.TopKLogitsWarper(top_k),
+        logits_process.TopPLogitsWarper(top_p),
+        logits_process.MinPLogitsWarper(params.min_p),
     ):
         scores = processor(text, scores)
-    torch.testing.assert_close(distribution(logits, params, seen).double(), scores.softmax(-1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(distribution(logits, params, in_text).double(), scores.softmax(-1), atol=1e-5, rtol=0)
 
 
-def test_presence_is_taken_once_and_frequency_every_time():
+def test_presence_and_frequency_penalties():
     counts = torch.tensor([[0, 1, 3, 0]])
     presence = distribution(LOGITS, SamplingParams(presence_penalty=1.5), counts=counts)
     frequency = distribution(LOGITS, SamplingParams(frequency_penalty=1.5), counts=counts.float())
     torch.testing.assert_close(presence, (LOGITS - torch.tensor([0, 1.5, 1.5, 0])).softmax(-1))
     torch.testing.assert_close(frequency, (LOGITS - torch.tensor([0, 1.5, 4.5, 0])).softmax(-1))
-    for chosen in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.5}, {"repetition_penalty": 1.5}):
-        assert torch.equal(distribution(LOGITS, SamplingParams(**chosen)), distribution(LOGITS, SamplingParams()))
+    for options in ({"presence_penalty": 1.5}, {"frequency_penalty": 1.5}, {"repetition_penalty": 1.5}):
+        assert torch.equal(distribution(LOGITS, SamplingParams(**options)), distribution(LOGITS, SamplingParams()))
 
 
 EXTREMES = [
@@ -357,19 +357,19 @@ EXTREMES = [
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
-@pytest.mark.parametrize("chosen", EXTREMES, ids=str)
+@pytest.mark.parametrize("options", EXTREMES, ids=str)
 @pytest.mark.parametrize("used", [False, True])
-def test_extremes_give_no_nan_and_nothing_to_an_infinitely_unlikely_token(chosen, filters, used):
+def test_extreme_parameters_give_valid_probabilities(options, filters, used):
     largest = torch.finfo(torch.float32).max
     logits = torch.tensor([[1.0, -2.0, 0.0, 3.0, -INF], [largest, -largest, 1e-45, largest, -INF]])
-    seen = torch.full_like(logits, used, dtype=torch.bool)
-    probs = distribution(logits, SamplingParams(**chosen, **filters), seen, seen * 3)
+    in_text = torch.full_like(logits, used, dtype=torch.bool)
+    probs = distribution(logits, SamplingParams(**options, **filters), in_text, in_text * 3)
     assert (probs >= 0).all()
     torch.testing.assert_close(probs.double().sum(-1), torch.ones(2).double(), atol=1e-6, rtol=0)
     assert (probs[:, 4] == 0).all()
 
 
-def test_temperature_at_both_ends():
+def test_tiny_and_huge_temperatures():
     logits = torch.tensor([[1.0, 3.0, 3.0, -INF]])
     assert distribution(logits, SamplingParams(temperature=1e-30)).tolist() == [[0, 0.5, 0.5, 0]]
     assert distribution(logits, SamplingParams(temperature=0)).tolist() == [[0, 1, 0, 0]]
@@ -377,17 +377,17 @@ def test_temperature_at_both_ends():
     torch.testing.assert_close(flat, torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0]]))
 
 
-def test_the_arguments_stay_as_they_are():
-    logits, seen, counts = torch.randn(2, 5).double(), torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5)
-    before = [tensor.clone() for tensor in (logits, seen, counts)]
+def test_arguments_are_not_modified():
+    logits, in_text, counts = torch.randn(2, 5).double(), torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5)
+    before = [tensor.clone() for tensor in (logits, in_text, counts)]
     everything = {"repetition_penalty": 2.0, "presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {1: -INF}}
     for filters in ({}, {"top_k": 2, "top_p": 0.5, "min_p": 0.5}, {"temperature": 0}):
         for penalties in ({}, everything):
-            distribution(logits, SamplingParams(**penalties, **filters), seen, counts)
-    assert all(torch.equal(*pair) for pair in zip(before, (logits, seen, counts)))
+            distribution(logits, SamplingParams(**penalties, **filters), in_text, counts)
+    assert all(torch.equal(*pair) for pair in zip(before, (logits, in_text, counts)))
 
 
-def test_a_bias_that_fits_no_model():
+def test_invalid_logit_bias_raises():
     with pytest.raises(UserError, match=r"logit_bias.* 4;.* 4$"):
         distribution(LOGITS, SamplingParams(logit_bias={4: 1.0}))
     nothing = torch.tensor([[0.0, -INF], [0.0, 1.0]])  # the first row has one token to ban
@@ -398,12 +398,14 @@ def test_a_bias_that_fits_no_model():
                 distribution(logits, params)
 
 
-def test_draw_at_the_borders():
+def test_sample_from_probs_at_the_boundaries():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     last = 1 - 2**-53
-    assert [draw(probs, torch.tensor([u], dtype=torch.float64)).item() for u in (0.0, 0.49, 0.5, last)] == [1, 1, 3, 3]
+    assert [
+        sample_from_probs(probs, torch.tensor([u], dtype=torch.float64)).item() for u in (0.0, 0.49, 0.5, last)
+    ] == [1, 1, 3, 3]
     thirds = torch.full((1, 3), 1 / 3)
-    assert draw(thirds, torch.tensor([last], dtype=torch.float64)).item() == 2
+    assert sample_from_probs(thirds, torch.tensor([last], dtype=torch.float64)).item() == 2
 
 
 NUMBERS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("stop", "logit_bias")]
@@ -411,7 +413,7 @@ WHOLE = ["max_new_tokens", "top_k", "seed", "logprobs"]
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [
         *({name: value} for name in NUMBERS for value in ("a", "1", True, False, [1], math.nan, INF, -INF)),
         *({name: None} for name in NUMBERS if name not in ("top_k", "top_p", "min_p")),
@@ -448,20 +450,20 @@ WHOLE = ["max_new_tokens", "top_k", "seed", "logprobs"]
         {"logit_bias": {1: 10**400}},
         {"logit_bias": ((1, 0.0), (2, 0.0), (1, 0.0))},
     ],
-    ids=lambda wrong: str(wrong)[:60],
+    ids=lambda invalid: str(invalid)[:60],
 )
-def test_values_out_of_range_are_refused(wrong):
-    ((name, value),) = wrong.items()
+def test_invalid_values_raise(invalid):
+    ((name, value),) = invalid.items()
     with pytest.raises(UserError) as refusal:
-        SamplingParams(**wrong)
+        SamplingParams(**invalid)
     message = str(refusal.value)
     assert message.startswith(name)
     assert "\n" not in message
-    assert ";" in message  # what is wrong; what would be right
+    assert ";" in message  # names the mistake and the correct values
     assert name == "logit_bias" or repr(value) in message
 
 
-def test_tuples_from_a_dict_and_a_list():
+def test_logit_bias_and_stop_become_tuples():
     params = SamplingParams(logit_bias={7: 1, 3: -INF}, stop=["b", "a"])
     assert params.logit_bias == ((3, -INF), (7, 1.0))
     assert params.stop == ("b", "a")
@@ -476,7 +478,7 @@ def test_tuples_from_a_dict_and_a_list():
     settings_of=st.sampled_from([{"top_k": 7}, {"top_p": 0.7}, {"top_p": 0.9999}, {"top_k": 300, "top_p": 0.5}]),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_large_vocabulary_is_ranked_as_if_all_of_it_were_sorted(seed, levels, scale, settings_of):
+def test_ranking_of_a_large_vocabulary_equals_a_full_sort(seed, levels, scale, settings_of):
     """With few levels there are ties everywhere, also across every border; small scales need more than a few tokens."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(0, levels, (3, 5000), generator=generator).float() / levels * scale

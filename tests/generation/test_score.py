@@ -31,7 +31,7 @@ def teacher_forced(model, tokens):
 
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(text=st.text("ab é漢\n", max_size=16) | st.text(max_size=12))  # at most 48 bytes: what the context predicts
-def test_up_to_the_context_each_token_has_its_log_probability_in_one_full_pass(text):
+def test_a_text_within_the_context_equals_one_forward_pass(text):
     model = small_model()
     score = Generator(model, TOKENIZER).score(text)
     ids = TOKENIZER.encode(text)
@@ -42,7 +42,7 @@ def test_up_to_the_context_each_token_has_its_log_probability_in_one_full_pass(t
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 48])
-def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(size):
+def test_a_longer_text_is_scored_in_overlapping_windows(size):
     model = small_model(size)
     generator, step = Generator(model, TOKENIZER), size - size // 2
     for length in {1, size - 1, size, size + 1, size + step, size + step + 1, 3 * size + 2, 90} - {0}:
@@ -63,7 +63,7 @@ def test_a_longer_text_is_counted_once_with_half_a_context_before_every_token(si
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (9, 0), (6, 3)])
-def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
+def test_with_a_sink_cache_a_text_is_read_in_one_pass(window, sinks):
     model = small_model(12)
     tokens = [TOKENIZER.bos_id, *TOKENIZER.encode(TEXT)]
     cache, expected = SinkCache(model, 1, window, sinks), []
@@ -75,7 +75,7 @@ def test_under_a_window_a_text_is_read_in_one_rolling_pass(window, sinks):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 9, "sinks": 2}])
-def test_it_does_not_matter_in_which_pieces_a_text_is_read(monkeypatch, options):
+def test_prefill_chunk_size_does_not_change_the_score(monkeypatch, options):
     generator = Generator(small_model(24), TOKENIZER, **options)
     whole = generator.score(TEXT, n_top=3)
     for size in (1, 2, 5, 23, 24, 25):
@@ -86,7 +86,7 @@ def test_it_does_not_matter_in_which_pieces_a_text_is_read(monkeypatch, options)
 
 
 @pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"window": 20, "sinks": 2}, {"use_cache": False}])
-def test_generation_reports_the_numbers_of_scoring(options):
+def test_scores_equal_the_logprobs_of_generation(options):
     generator = Generator(small_model(), TOKENIZER, **options)
     letters = dict.fromkeys(b"abcdefgh ", 30.0)  # bytes that are characters, so that the text has these tokens again
     prompts = ["", "Hello, é", "ab" * 10]
@@ -99,7 +99,7 @@ def test_generation_reports_the_numbers_of_scoring(options):
         assert [list(top) for top in score.top_logprobs[-drawn:]] == [list(top) for top in completion.top_logprobs]
 
 
-def test_the_likeliest_tokens_stand_at_every_place():
+def test_top_logprobs_at_every_position():
     model = small_model(16)
     generator = Generator(model, TOKENIZER)
     score = generator.score(TEXT, n_top=4)  # over several windows
@@ -118,7 +118,7 @@ def test_the_likeliest_tokens_stand_at_every_place():
     assert sorted(everything) == list(range(TOKENIZER.vocab_size))  # the model's own ids end at 263
 
 
-def test_nats_and_bits_per_byte_by_arithmetic():
+def test_nats_and_bits_per_byte():
     score = Score([1, 2, 3], [-1.0, -2.5, -0.5], [], 8)
     assert score.nats == 4.0
     assert score.bits_per_byte == pytest.approx(4.0 / math.log(2) / 8)
@@ -127,7 +127,7 @@ def test_nats_and_bits_per_byte_by_arithmetic():
     assert one.bits_per_byte == pytest.approx(-sum(one.logprobs) / math.log(2) / 5)
 
 
-def test_a_certain_text_costs_nothing_and_an_uncertain_one_eight_bits_a_byte():
+def test_bits_per_byte_of_certain_and_uniform_predictions():
     model = small_model()
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -136,13 +136,13 @@ def test_a_certain_text_costs_nothing_and_an_uncertain_one_eight_bits_a_byte():
     assert uniform.nats == pytest.approx(len(uniform.token_ids) * math.log(TOKENIZER.vocab_size), rel=1e-6)
 
 
-def test_an_empty_text_has_no_tokens_and_costs_nothing():
+def test_an_empty_text_has_no_tokens_and_no_nats():
     for options in ({}, {"window": 4}):
         score = Generator(small_model(), TOKENIZER, **options).score("", n_top=3)
         assert score == Score([], [], [], 0)
         assert (str(score.nats), str(score.bits_per_byte)) == ("0.0", "0.0")  # and not -0.0
 
 
-def test_half_a_surrogate_pair_counts_as_the_character_that_it_is_read_as():
+def test_bytes_of_a_lone_surrogate():
     generator = Generator(small_model(), TOKENIZER)
     assert generator.score("a\ud800b") == generator.score("a\ufffdb")

@@ -84,7 +84,7 @@ def assert_same(plain, speculated):
         assert 0 <= b.accepted <= b.drafted
 
 
-def test_speculation_draws_the_very_tokens_of_plain_decoding():
+def test_speculation_samples_the_same_tokens_as_plain_decoding():
     tally, accepting = Counter(), Counter()
 
     @settings(max_examples=200, **SAME_EXAMPLES)
@@ -118,7 +118,7 @@ def test_speculation_draws_the_very_tokens_of_plain_decoding():
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
-def test_every_limit_within_a_draft_is_kept(model, drafter):
+def test_max_new_tokens_may_fall_inside_a_draft(model, drafter):
     draft = {"lookup": None, "other": small_model(2), "itself": model}[drafter]
     prompts, limits = ["abab", "b"] * 12, [*range(1, 13), *range(1, 13)]
     params = [SamplingParams(n, n % 2, logit_bias=few(b"ab"), seed=i) for i, n in enumerate(limits)]
@@ -134,7 +134,7 @@ def test_every_limit_within_a_draft_is_kept(model, drafter):
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
-def test_the_context_is_filled_to_its_end_and_not_beyond(model, drafter):
+def test_generation_stops_at_the_end_of_the_context(model, drafter):
     draft = {"lookup": None, "other": small_model(2), "itself": model}[drafter]
     prompts = ["ab" * 20, "a" * 47, "", "aba" * 15]  # 47: all but the one token that is drawn and never fed
     params = SamplingParams(1000, 0.7, logit_bias=few(b"ab"))
@@ -145,7 +145,7 @@ def test_the_context_is_filled_to_its_end_and_not_beyond(model, drafter):
     assert sum(c.accepted for c in speculated) > 10
 
 
-def test_each_accepted_draft_saves_a_pass(model):
+def test_each_accepted_draft_saves_a_forward_pass(model):
     for draft in (None, small_model(2), model):
         generator, passes = Generator(model, TOKENIZER, speculate=4, draft=draft), []
         generator.model.register_forward_pre_hook(lambda module, args, passes=passes: passes.append(args[0].shape))
@@ -153,7 +153,7 @@ def test_each_accepted_draft_saves_a_pass(model):
         assert len(passes) == 40 - completion.accepted < 40  # one of them read the prompt
 
 
-def test_the_model_as_its_own_draft_is_right_every_time(model):
+def test_drafts_of_the_same_model_are_always_accepted(model):
     generator = Generator(model, TOKENIZER, speculate=3, draft=model)
     completions = generator.generate(["", "abc", "é漢"], SamplingParams(30, logit_bias=ENDLESS, presence_penalty=1.0))
     # The prompt leads to one token, then each pass to three drafts and one more, the last to what is still wanted.
@@ -161,7 +161,7 @@ def test_the_model_as_its_own_draft_is_right_every_time(model):
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "itself"])
-def test_a_text_may_end_inside_a_draft(model, drafter):
+def test_a_stop_string_or_eos_may_fall_inside_a_draft(model, drafter):
     # Some documents in the prompt, so that prompt lookup drafts the BOS token between them.
     document = [*b"ab", EOS]
     ends = []
@@ -191,7 +191,7 @@ def test_a_text_may_end_inside_a_draft(model, drafter):
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
-def test_a_row_that_ends_leaves_the_others_alone(model, drafter):
+def test_a_finished_sequence_does_not_change_the_others(model, drafter):
     draft = {"lookup": None, "other": small_model(2), "itself": model}[drafter]
     generator = Generator(model, TOKENIZER, speculate=4, draft=draft)
     prompts = ["abab", "b" * 30, "", "abab", "ba", "c" * 44]
@@ -207,7 +207,7 @@ def test_a_row_that_ends_leaves_the_others_alone(model, drafter):
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other"])
-def test_three_tokens_have_the_joint_distribution_of_the_model(drafter):
+def test_samples_follow_the_models_joint_distribution(drafter):
     letters, prompt = b"abcd", "aabacadbbcbdccdda"  # every pair of letters: prompt lookup always finds one
     samples, batch = 20_000, 1_000  # rows of a batch
     model = small_model(4)
@@ -285,7 +285,7 @@ def followed_before(tokens):
     length=st.integers(1, 8),
     limit=st.integers(1, 30),
 )
-def test_prompt_lookup_proposes_what_followed_the_latest_longest_match(parts, length, limit):
+def test_prompt_lookup_proposes_the_continuation_of_the_longest_match(parts, length, limit):
     lookup, tokens = PromptLookup(length), CountedList()
     row = Sequence(3, Completion(""), SamplingParams(), tokens, limit, TOKENIZER)
     now, guess = length, []
@@ -303,7 +303,7 @@ def test_prompt_lookup_proposes_what_followed_the_latest_longest_match(parts, le
         assert guess == followed_before(list(tokens))[: min(now, row.n_remaining - 1)]
 
 
-def test_prompt_lookup_costs_as_much_at_the_end_of_a_long_text_as_at_its_beginning():
+def test_prompt_lookup_takes_constant_time_per_token():
     tokens = CountedList(i * i % 251 for i in range(5000))
     row = Sequence(0, Completion(""), SamplingParams(), tokens, 1000, TOKENIZER)
     lookup = PromptLookup(4)
@@ -317,7 +317,7 @@ def test_prompt_lookup_costs_as_much_at_the_end_of_a_long_text_as_at_its_beginni
     assert max(costs[-10:]) <= max(costs[:10]) + 1 <= 30
 
 
-def test_prompt_lookup_sees_each_row_by_itself():
+def test_prompt_lookup_treats_sequences_independently():
     lookup = PromptLookup(4)
     texts = {5: [1, 2, 3, 1, 2], 0: [1, 2, 9, 1, 2], 2: [4, 5, 6]}
     rows = [
@@ -329,7 +329,7 @@ def test_prompt_lookup_sees_each_row_by_itself():
     assert lookup.propose(rows[:0:-1]) == [[6, 4, 5], [1, 2, 9]]  # the first row has left
 
 
-def test_a_draft_model_proposes_what_it_would_sample_alone_after_any_mixture_of_accepted_and_rejected(model):
+def test_a_draft_model_proposes_its_own_samples_after_accepted_and_rejected_drafts(model):
     def prefill(model, rows, slack):
         # Texts of unequal length in one cache, one position at a time.
         cache = model.new_cache(len(rows), 48 + slack)
@@ -360,7 +360,7 @@ def test_a_draft_model_proposes_what_it_would_sample_alone_after_any_mixture_of_
                         row.append(SampledToken(token, 0.0, {}))
 
 
-def test_a_draft_model_must_share_the_tokens_and_reach_as_far(model):
+def test_a_draft_model_must_have_the_same_vocabulary_and_context(model):
     with pytest.raises(UserError, match="the draft model has 300 token ids and the model 264"):
         Generator(model, TOKENIZER, speculate=2, draft=small_model(vocab_size=300))
     with pytest.raises(UserError, match="the draft model's context is 47 tokens, shorter than the model's 48"):

@@ -58,10 +58,10 @@ def check(pieces, stop=(), tokenizer=None, ids=None):
         if expected is None and any(s in text for s in stop):
             expected = cut(text, stop)
         if expected is None:
-            held = max((n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0)
-            assert (streamed, stream.held) == (text[: len(text) - held], text[len(text) - held :])
+            n_pending = max((n for s in stop for n in range(len(s)) if text.endswith(s[:n])), default=0)
+            assert (streamed, stream.pending) == (text[: len(text) - n_pending], text[len(text) - n_pending :])
         else:
-            assert (streamed, stream.held) == (expected, "")
+            assert (streamed, stream.pending) == (expected, "")
         assert stream.stopped == (expected is not None)
     streamed += stream.finish()
     if expected is None:
@@ -69,7 +69,7 @@ def check(pieces, stop=(), tokenizer=None, ids=None):
         assert text == tokenizer.decode(ids)
         expected = cut(text, stop) if any(s in text for s in stop) else text
         assert stream.stopped == (expected != text)
-    assert (streamed, stream.held, stream.finish()) == (expected, "", "")
+    assert (streamed, stream.pending, stream.finish()) == (expected, "", "")
     return streamed
 
 
@@ -89,11 +89,11 @@ def cut_bytes(draw, parts=PARTS):
 @given(pieces=cut_bytes() | st.lists(st.binary(max_size=4), max_size=12))
 @example(pieces=[b"\xed", b"\xa0", b"\xbd"])  # half of a surrogate pair is no character, clear at its second byte
 @settings(max_examples=400, deadline=None)
-def test_pieces_are_the_text_decoded_at_once(pieces):
+def test_joined_pieces_equal_the_text_decoded_at_once(pieces):
     check(pieces)
 
 
-def test_every_short_run_of_bytes():
+def test_all_short_byte_sequences():
     for length in (1, 2, 3):
         for data in map(bytes, product(KINDS, repeat=length)):
             check([bytes([b]) for b in data], (), BYTES, data)
@@ -101,7 +101,7 @@ def test_every_short_run_of_bytes():
 
 @pytest.mark.parametrize("data", ["👍🏽a".encode(), "é\x00漢\ufffd".encode(), b"\xf0\x9f\xed\xa0\x80\xe2\x82\xf4\x90b"])
 @pytest.mark.parametrize("stop", [(), ("🏽",), ("\ufffd", "漢\ufffd")])
-def test_every_split(data, stop):
+def test_every_split_into_tokens(data, stop):
     spans = list(combinations(range(len(data) + 1), 2))
     tokenizer, ids = tokens_for([data[a:b] for a, b in spans])
     token_of = dict(zip(spans, ids))
@@ -119,7 +119,7 @@ FEW = ["a", "b", "😀", "é", b"\xff", b"\xed", b"\xa0"]
     stop=st.lists(st.text("ab", min_size=1, max_size=6) | st.text("ab😀é\ufffd", min_size=1, max_size=4), max_size=4),
 )
 @settings(max_examples=600, deadline=None)
-def test_a_stop_string_never_leaks(pieces, stop):
+def test_no_part_of_a_stop_string_is_returned(pieces, stop):
     check(pieces, stop)
 
 
@@ -139,22 +139,22 @@ def test_a_stop_string_never_leaks(pieces, stop):
         (["xa"], ["ab", "aab"], "xa"),  # no stop string after all
     ],
 )
-def test_which_stop_string_wins(pieces, stop, text):
+def test_which_stop_string_ends_the_text(pieces, stop, text):
     pieces = [piece.encode() for piece in pieces]
     assert check(pieces, stop) == check(pieces, stop[::-1]) == text
 
 
 @pytest.mark.parametrize("stop", [("\ufffd",), ("b\ufffd", "zz"), ("ab\ufffd",)])
-def test_only_the_end_can_complete_a_stop_string(stop):
+def test_finish_may_complete_a_stop_string(stop):
     stream = TextStreamer(BYTES, stop)
     before = "".join(stream.feed(b) for b in b"xab\xf0\x9f\x98")
     assert not stream.stopped
     assert before + stream.finish() == cut("xab\ufffd", stop)
     assert stream.stopped
-    assert (stream.held, stream.feed(ord("c")), stream.finish()) == ("", "", "")
+    assert (stream.pending, stream.feed(ord("c")), stream.finish()) == ("", "", "")
 
 
-def test_special_tokens_are_no_text_and_part_nothing():
+def test_special_tokens_have_no_text_and_split_nothing():
     stream = TextStreamer(BYTES, ("ab",))
     bos = BYTES.bos_id
     fed = [bos, *"é".encode()[:1], bos, *"é".encode()[1:], bos, ord("a"), bos, BYTES.eos_id, ord("b"), bos]
@@ -165,18 +165,18 @@ def test_special_tokens_are_no_text_and_part_nothing():
 
 
 @pytest.mark.parametrize("stop", [("\n\n",), ("b c", "zzz")])
-def test_text_before_a_possible_stop_is_held_no_longer_than_needed(stop):
+def test_text_is_held_back_no_longer_than_needed(stop):
     stream = TextStreamer(BYTES, stop)
     assert [stream.feed(token) for token in b"a b"] == (["a", " ", "b"] if stop[0] == "\n\n" else ["a", " ", ""])
 
 
-def test_long_stop_strings_hold_and_cost_no_more_than_their_length():
+def test_long_stop_strings_take_linear_time():
     length = 20_000
     stop = ("a" * length + "z", "b" * length, "ab" * length)  # the second is never begun while the first waits
     stream, given_out, start = TextStreamer(BYTES, stop), 0, time.process_time()
     for count in range(1, 2 * length + 1):
         given_out += len(stream.feed(ord("a")))
-        assert len(stream.held) == min(count, length) == count - given_out
+        assert len(stream.pending) == min(count, length) == count - given_out
     assert time.process_time() - start < 10  # a quarter of a second; minutes if each token tried every beginning
     assert stream.feed(ord("c")) == "a" * length + "c"
-    assert stream.held == ""
+    assert stream.pending == ""
