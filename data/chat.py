@@ -1,4 +1,4 @@
-"""Conversations as text, by a tokenizer's own template, and which of their tokens are answers."""
+"""Conversations rendered by the tokenizer's chat template, and which of their tokens belong to answers."""
 
 from __future__ import annotations
 
@@ -11,65 +11,65 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
 JSON = (str, int, float, bool, list, dict, type(None))
-Message = dict[str, Any]  # {"role": "user", "content": "..."}; roles are those that the template knows
+Message = dict[str, Any]  # {"role": "user", "content": "..."}; the template defines the roles
 
 
 def check_messages(value: Any, where: str) -> list[Message]:
-    """The messages of one row of a table. Raises UserError, naming the row, where these are none."""
-    good = isinstance(value, list) and all(isinstance(message, dict) for message in value)
-    if not good or not all(isinstance(message.get("role"), str) for message in value):
+    """The messages of one row of a table, without null values. Raises UserError, which names the row, if invalid."""
+    is_valid = isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
+    )
+    if not is_valid:
         raise UserError(f'{where} is not a conversation: it must be a list of {{"role": ..., "content": ...}}')
-    if odd := next((part for message in value for part in message.values() if not isinstance(part, JSON)), None):
-        raise UserError(
-            f"{where}: {odd!r} was read as a {type(odd).__name__}; write all messages so that they are text"
-        )
+    for part in (part for message in value for part in message.values()):
+        if not isinstance(part, JSON):  # the datasets library turns some strings into dates
+            raise UserError(f"{where}: {part!r} was read as a {type(part).__name__}; write all messages as text")
     if not any(message["role"] == "assistant" for message in value):
         raise UserError(f"{where} has no message whose role is assistant, and so no answer")
     return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
 def render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False) -> str:
-    """The conversation as text; with add_generation_prompt, up to where the next answer begins.
+    """The conversation as text; with add_generation_prompt it ends where the next answer begins.
 
-    Raises UserError where there is no template, or it fails on these messages.
+    Raises UserError if there is no template, or if it fails on these messages.
     """
     return _render(tokenizer, messages, add_generation_prompt, mark_answers=False)[0]
 
 
 def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, bool]]:
-    """The conversation's text in pieces, each with whether it is an answer, the token that ends it included.
+    """The conversation's text in pieces, each with whether it is an answer, including the EOS token after it.
 
-    Where the template marks answers, by {% generation %}, these are taken; elsewhere an answer is what a conversation
-    up to it has more than one that is asked for it. Raises UserError where a template tells earlier turns otherwise
-    once there are later ones, so that this cannot be said.
+    If the template marks answers with {% generation %}, those are used. Otherwise an answer is the difference between
+    the conversation rendered up to and including it, and the one before it with the generation prompt. Raises UserError
+    if the template renders earlier turns differently once later ones follow, because then answers cannot be located.
     """
-    said = re.sub(r"\{#.*?#\}", "", tokenizer.chat_template or "", flags=re.DOTALL)  # without its comments
-    if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", said):
+    code = re.sub(r"\{#.*?#\}", "", tokenizer.chat_template or "", flags=re.DOTALL)  # without comments
+    if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", code):
         text, spans = _render(tokenizer, messages, add_generation_prompt=False, mark_answers=True)
     else:
         text, spans = render(tokenizer, messages), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = (
-                render(tokenizer, messages[:number], add_generation_prompt=True),
-                render(tokenizer, messages[: number + 1]),
-            )
+            before = render(tokenizer, messages[:number], add_generation_prompt=True)
+            after = render(tokenizer, messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
                 raise UserError(
                     "the chat template renders a turn differently when others follow, so that answers cannot be "
                     "located; mark them by {% generation %} and {% endgeneration %} in your own (data.chat_template)"
                 )
-            spans.append((len(before), len(before) + _end(tokenizer, after[len(before) :])))
-    parts, at = [], 0
+            spans.append((len(before), len(before) + _answer_length(tokenizer, after[len(before) :])))
+    parts, position = [], 0
     for start, end in spans:
-        parts += [(text[at:start], False), (text[start:end], True)]
-        at = end
-    return [(part, answer) for part, answer in [*parts, (text[at:], False)] if part]
+        parts += [(text[position:start], False), (text[start:end], True)]
+        position = end
+    parts.append((text[position:], False))
+    return [(part, is_answer) for part, is_answer in parts if part]
 
 
-def _end(tokenizer: Tokenizer, answer: str) -> int:
-    """Where an answer ends: with the token that ends it, not with the line break that a template writes behind."""
+def _answer_length(tokenizer: Tokenizer, answer: str) -> int:
+    """The length of an answer up to and including its EOS token, without a line break that the template adds."""
     names = [name for name, number in tokenizer.special_tokens.items() if number in tokenizer.eos_ids]
     names += [tokenizer.special_tokens_map[name] for name in ("eos_token",) if name in tokenizer.special_tokens_map]
     stripped = answer.rstrip()
@@ -77,22 +77,23 @@ def _end(tokenizer: Tokenizer, answer: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (n,) uint32, and which of them belong to answers, (n,) bool. A BOS token in front is left out.
+    """Ids (n,) uint32, and which of them belong to answers, (n,) bool. A BOS token at the start is left out.
 
-    Answers are tokenized apart from what is before them, as when the model is asked.
+    Answers are tokenized separately from the text before them, as during generation.
     """
     ids: list[int] = []
     answers: list[bool] = []
-    for text, answer in pieces(tokenizer, messages):
-        more = tokenizer.encode(text, allow_special=True)
-        ids += more
-        answers += [answer] * len(more)
-    first = int(ids[:1] == [tokenizer.bos_id])
-    return np.array(ids[first:], np.uint32), np.array(answers[first:], bool)
+    for text, is_answer in pieces(tokenizer, messages):
+        piece_ids = tokenizer.encode(text, allow_special=True)
+        ids += piece_ids
+        answers += [is_answer] * len(piece_ids)
+    if ids[:1] == [tokenizer.bos_id]:
+        ids, answers = ids[1:], answers[1:]
+    return np.array(ids, np.uint32), np.array(answers, bool)
 
 
 def encode_prompt(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-    """The ids of a conversation up to where the model answers, with the BOS prefix of every text."""
+    """The ids of a conversation up to where the model answers, with the BOS prefix that every text has."""
     ids = tokenizer.encode(render(tokenizer, messages, add_generation_prompt=True), allow_special=True)
     return ids if ids[:1] == [tokenizer.bos_id] else [*tokenizer.bos_prefix, *ids]
 

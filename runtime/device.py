@@ -1,4 +1,4 @@
-"""The choices that depend on the machine: which device, and which precision it is fastest in."""
+"""Choices that depend on the machine: the device, and the precision that is fastest on it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device of that name; "auto" takes a GPU where there is one. Raises UserError where it is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """The device of that name; "auto" prefers a GPU. Raises UserError if this machine does not have the device."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        name = next(kind for kind, available in there.items() if available)
-    if not there.get(name, False):
-        names = ", ".join(kind for kind, available in there.items() if available)
-        raise UserError(f"the device {name} is not there; this machine has: {names}")
+        name = next(kind for kind, is_available in available.items() if is_available)
+    if not available.get(name, False):
+        names = ", ".join(kind for kind, is_available in available.items() if is_available)
+        raise UserError(f"the device {name} is not available; this machine has: {names}")
     return torch.device(name)
 
 
 def configure_backend(device: torch.device) -> None:
-    """Settings of the process without which training on the device is slower."""
+    """Change settings of the process that would make training on the device slower."""
     if device.type == "cpu":
-        torch.set_flush_denormal(True)  # peaked softmaxes fill the backward pass with them; each costs 100 cycles
+        torch.set_flush_denormal(True)  # peaked softmaxes produce many denormals, at 100 cycles each
         if sys.platform == "linux" and not any(name.startswith(("MALLOC_", "LD_PRELOAD")) for name in os.environ):
-            # glibc gives large tensors back to the system, which must clear every page anew: 17,000 to 59,000 page
-            # faults a step, and up to a fourth of its time. It shall keep what it has.
+            # glibc returns large tensors to the system, which clears every page again: 17,000 to 59,000 page faults
+            # per step, up to a quarter of its time. Make it keep its memory.
             with contextlib.suppress(OSError, AttributeError):  # another C library
                 mallopt = ctypes.CDLL("libc.so.6").mallopt
                 mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -45,13 +45,13 @@ def configure_backend(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Its kind and what its maker calls it."""
+    """The type and the product name of a device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return f"{device.type}: {name}"
 
 
 def processor_name() -> str:
-    """What the maker calls the CPU, as far as the system tells."""
+    """The product name of the CPU, or its architecture if the system does not report one."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -61,16 +61,16 @@ def processor_name() -> str:
 
 
 def enable_determinism() -> None:
-    """The same numbers every time: kernels whose sums depend on who comes first are refused. Before a GPU is used."""
+    """Make torch refuse nondeterministic kernels, so that runs repeat bit for bit. Call it before a GPU is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """The precision to train in; "auto" measures on a CPU and takes bf16 on a GPU that has it.
+    """The precision to train in; "auto" measures on a CPU, and on a GPU prefers bf16.
 
-    Raises UserError where the device cannot do it.
+    Raises UserError if the device does not support it.
     """
     if name == "fp16" and device.type == "cpu":
         raise UserError("precision fp16 trains on a GPU only; on the CPU use bf16 or fp32")
@@ -88,12 +88,12 @@ def choose_precision(name: str, device: torch.device) -> str:
 
 
 def choose_decoding_precision(name: str, device: torch.device) -> str:
-    """The precision to sample in; "auto" takes bf16 on a GPU that has it, and fp32 on a CPU.
+    """The precision to sample in; "auto" prefers bf16 on a GPU, and is fp32 on a CPU.
 
-    On CPUs, with and without AMX, bf16 was hardly faster for one row (docs/decoding.md), and its logits have exact ties
-    at the top in some rows. So that a seed means one text, this does not depend on a measurement.
+    It does not depend on a measurement, so that a seed always gives the same text. On CPUs, with and without AMX, bf16
+    was hardly faster for one row (docs/decoding.md), and in some rows its largest logits are exactly equal.
 
-    Raises UserError where the device cannot do it.
+    Raises UserError if the device does not support it.
     """
     if device.type == "cpu":
         return "fp32" if name == "auto" else name
@@ -101,7 +101,7 @@ def choose_decoding_precision(name: str, device: torch.device) -> str:
 
 
 def matmul_flops(device: torch.device, precision: str, size: int = 768, repeats: int = 5) -> float:
-    """FLOP/s of a product of two square matrices, the best of a few."""
+    """FLOP/s of a product of two square matrices, the best of `repeats`."""
     a = torch.ones(size, size, dtype=DTYPES[precision], device=device)
     times = []
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Errors that a user may see, and how a command ends."""
+"""Errors that are shown to the user, and how a command ends."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
-    """A mistake of the user: the message is one line that says what is wrong and what would be right."""
+    """A mistake of the user: the message says in one line what is wrong and how to fix it. Exit status 2."""
 
 
 class RunError(Exception):
-    """A run that cannot continue, through no mistake of the user: one line, exit status 1."""
+    """A run that cannot continue for a reason other than a mistake of the user. Exit status 1."""
 
 
 def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
-    """A question that names the word closest to a mistyped one, to end an error message with; "" if none is near.
+    """The end of an error message about a mistyped word: "; did you mean ...?" with the closest of `words`, or "".
 
-    The word is shown in `form`, such as "model.{}".
+    `form` formats the suggestion, for example "model.{}".
     """
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
-MAX_MESSAGE_CHARS = 1000  # a value in a stranger's file may be of any length
+MAX_MESSAGE_CHARS = 1000  # a message may quote a file's value of any length
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's main() and end the process with its exit status.
 
-    UserError becomes one line on standard error and status 2; RunError and a full disk one line and status 1; a reader
-    that closed our pipe ends us quietly, as it does `cat`. Anything else is our own fault and keeps its stack trace.
+    UserError prints one line to standard error and ends with status 2; RunError and a full disk print one line and end
+    with status 1. A closed pipe ends the process silently, as it ends `cat`. Other errors are bugs and keep their stack
+    trace.
     """
-    # Before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one of
-    # two cores a step took 5.8 times as long as alone; with less spinning 2.3 times, and alone no longer than before.
+    # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
+    # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:
         line = " ".join(str(error).split())
-        print(
-            f"error: {line if len(line) <= MAX_MESSAGE_CHARS else line[:MAX_MESSAGE_CHARS] + ' ...'}", file=sys.stderr
-        )
+        if len(line) > MAX_MESSAGE_CHARS:
+            line = line[:MAX_MESSAGE_CHARS] + " ..."
+        print(f"error: {line}", file=sys.stderr)
         status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":
@@ -61,7 +62,7 @@ def run_command(main: Callable[[], int]) -> None:
         print("\ninterrupted", file=sys.stderr)
         status = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while exiting
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
         status = 1
     except OSError as error:
         if error.errno not in FULL_DISK:

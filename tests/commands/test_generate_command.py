@@ -138,7 +138,7 @@ def test_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--prompt-file", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--prompt", b"\xff\xfe"], "--prompt is not UTF-8"),
         (["--max-new-tokens", "many"], "invalid int value"),
-        (["--device", "gpu"], "the device gpu is not there; this machine has:"),
+        (["--device", "gpu"], "the device gpu is not available; this machine has:"),
         (["--checkpoint", "newest"], "has no checkpoint newest; there are: step-"),
         (
             ["--prompt", "word " * 100],

@@ -434,7 +434,7 @@ def test_a_device_that_is_not_there(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("here the device is there")
-    assert "the device cuda is not there; this machine has: cpu" in mistake(tmp_path, BASE, "train.device=cuda")
+    assert "the device cuda is not available; this machine has: cpu" in mistake(tmp_path, BASE, "train.device=cuda")
 
 
 def test_fp16_on_a_cpu(tmp_path):

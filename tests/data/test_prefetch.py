@@ -1,4 +1,4 @@
-"""What is fetched prefetcher is what would have been fetched."""
+"""Prefetched batches equal those that the loader makes directly."""
 
 import time
 
