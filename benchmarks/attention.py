@@ -18,7 +18,8 @@ from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attend import KERNELS, attend
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.masks import build_mask
-from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo, parse
+from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo
 from thinker.runtime.device import DTYPES, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import new_figure
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def measure(text: str, kernel: str, lengths: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row of measurements per length, for a pattern and a kernel; no rows if the kernel does not support it."""
-    device, dtype, pattern = torch.device(arguments.device), DTYPES[arguments.precision], parse(text)
+    device, dtype, pattern = torch.device(arguments.device), DTYPES[arguments.precision], parse_pattern(text)
     if isinstance(pattern, LinearAttentionSpec) and kernel != arguments.kernels[0]:
         return []
     passes = []

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo, parse
+from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
@@ -58,7 +59,7 @@ def kept(pattern: Pattern | LinearAttentionSpec) -> str:
 
 def make_picture(text: str, length: int, n_heads: int | None = None) -> Picture:
     """What there is to show of a pattern. Raises UserError where it cannot be read."""
-    pattern = parse(text)
+    pattern = parse_pattern(text)
     linear = isinstance(pattern, LinearAttentionSpec)
     shown, heads, notes = CAUSAL if linear else pattern, 1, []
     if shown.by_head:

@@ -6,7 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from thinker.model.patterns import LinearAttentionSpec, Pattern, layer_patterns
+from thinker.model.pattern_parser import layer_patterns
+from thinker.model.patterns import LinearAttentionSpec, Pattern
 from thinker.model.rope import RopeScaling
 from thinker.runtime.errors import UserError
 

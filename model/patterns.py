@@ -1,14 +1,10 @@
 """Sparse attention patterns: which keys each query attends to, as predicates over absolute positions.
 
-A config spells them as `window(64) | global(4)`: names with numbers, `&` (binds tighter), `|` and parentheses.
-docs/attention.md pictures each one.
+model/pattern_parser.py reads them from the config; docs/attention.md shows a picture of each one.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
@@ -17,13 +13,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from thinker.runtime.errors import UserError, did_you_mean
-
 INVALID_POSITION = 1 << 40  # the position of a cache slot that holds no key yet: later than every query
-MAX_NUMBER = 1 << 24  # the largest number in a pattern
-MAX_TEXT_LENGTH = 1000  # characters of a pattern's text
-MAX_COUNTS = {"random": (1, 256), "bigbird": (3, 256), "linear": (0, 1 << 16)}  # name: (argument, its maximum)
-HINT = "write it as window(64) | global(4)"
 
 
 @dataclass
@@ -257,103 +247,3 @@ def bigbird(w: int, g: int, b: int, r: int, seed: int = 0) -> Pattern:
 def linear(m: int) -> LinearAttentionSpec:
     """m random features in place of the softmax (Choromanski et al. 2021, arXiv:2009.14794)."""
     return LinearAttentionSpec(f"linear({m})", m)
-
-
-PATTERNS: dict[str, Callable[..., Pattern | LinearAttentionSpec]] = {  # by the names that configs use
-    "full": full, "window": window, "dilated": dilated, "global": global_positions, "token": global_tokens,
-    "block": block, "strided": strided, "random": random, "prefix": prefix, "topk": topk, "heads": per_head,
-    "longformer": longformer, "bigbird": bigbird, "linear": linear,
-}  # fmt: skip
-
-
-def parse(text: str) -> Pattern | LinearAttentionSpec:
-    """The pattern that a text spells. Raises UserError that names what is wrong with it."""
-    if len(text) > MAX_TEXT_LENGTH:
-        raise UserError(f"model.attention has a pattern of {len(text):,} characters; {MAX_TEXT_LENGTH:,} must do")
-    if not text.isascii() or "_" in text:  # Python's parser normalises other letters
-        raise UserError(f"model.attention {text!r} cannot be read; {HINT}")
-    try:
-        return _parse_node(ast.parse(re.sub(r"\bglobal\b", "global_", text.strip()), mode="eval").body)
-    except UserError as error:
-        raise UserError(f"model.attention {text!r}: {error}") from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise UserError(f"model.attention {text!r} cannot be read; {HINT}") from None
-
-
-def _parse_node(node: ast.expr) -> Pattern | LinearAttentionSpec:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitOr, ast.BitAnd)):
-        left, right = _parse_node(node.left), _parse_node(node.right)
-        if isinstance(left, LinearAttentionSpec) or isinstance(right, LinearAttentionSpec):
-            raise UserError("linear attention has no pattern that could be joined with another")
-        return left | right if isinstance(node.op, ast.BitOr) else left & right
-    function = node.func if isinstance(node, ast.Call) and not node.keywords else node
-    if not isinstance(function, ast.Name):
-        raise UserError(f"{_unparse(node)} is no pattern; {HINT}")
-    name = function.id.removesuffix("_")  # `global` is a keyword of Python: see parse
-    if name not in PATTERNS:
-        if name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
-            raise UserError(
-                f"{name} are no layers: the letters are L (a window of model.window) and G (full), as in LLLG"
-            )
-        raise UserError(f"there is no {name}{did_you_mean(name, PATTERNS) or '; there are: ' + ', '.join(PATTERNS)}")
-    make, arguments = PATTERNS[name], node.args if isinstance(node, ast.Call) else []
-    if make is per_head:
-        values = [_parse_node(argument) for argument in arguments]
-    else:
-        minimum = 0 if make in (global_tokens, random, bigbird) else 1
-        values = [_parse_number(argument, minimum) for argument in arguments]
-        index, maximum = MAX_COUNTS.get(name, (0, MAX_NUMBER))
-        if len(values) > index and values[index] > maximum:
-            raise UserError(f"{_unparse(node)} has {values[index]:,}; the maximum is {maximum:,}")
-    signature = inspect.signature(make)
-    try:
-        signature.bind(*values)
-    except TypeError:
-        text = re.sub(r": '\w+'| ", "", str(signature).split(" ->")[0]).replace(",", ", ")
-        raise UserError(f"{name} takes {text}, and {len(values)} are given") from None
-    if not values and make in (per_head, global_tokens):
-        raise UserError(f"{name} needs at least one")
-    if any(isinstance(value, LinearAttentionSpec) for value in values):
-        raise UserError("linear attention serves whole layers, not single heads")
-    if make is per_head and any("heads(" in value.text for value in values):
-        raise UserError("heads stands within heads; name each head's pattern once, as in heads(full, window(8), full)")
-    return make(*values)
-
-
-def _unparse(node: ast.expr) -> str:
-    return ast.unparse(node).replace("global_", "global")
-
-
-def _parse_number(node: ast.expr, minimum: int) -> int:
-    if not isinstance(node, ast.Constant) or type(node.value) is not int or not minimum <= node.value <= MAX_NUMBER:
-        raise UserError(f"{_unparse(node)} must be a whole number from {minimum} to {MAX_NUMBER:,}")
-    return node.value
-
-
-def layer_patterns(
-    attention: str | list[str], n_layers: int, window_size: int | None, n_heads: int
-) -> list[Pattern | LinearAttentionSpec]:
-    """The pattern of each layer: one for all; a list, repeated; or letters, "LLLG", repeated.
-
-    L is a window of `window_size` keys, G is full. Raises UserError if it cannot be read or a part is never used.
-    """
-    is_letters = isinstance(attention, str) and set(attention) <= {"L", "G"} and attention != ""
-    if is_letters and "L" in attention and window_size is None:
-        raise UserError(f"model.attention {attention!r} needs model.window, the number of keys that a layer L sees")
-    texts = [attention] if isinstance(attention, str) and not is_letters else list(attention)
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(
-            f"model.attention is {attention!r}; it must be a pattern, a list of them, or letters as in LLLG"
-        )
-    if any(text.count("(") != text.count(")") for text in texts) and len(texts) > 1:
-        raise UserError(f"model.attention {attention!r}: in a list, quote what holds a comma: ['dilated(64, 2)', full]")
-    if len(texts) > n_layers:
-        raise UserError(f"model.attention {attention!r} names {len(texts)} layers, and model.n_layers is {n_layers}")
-    if is_letters:
-        texts = [f"window({window_size})" if letter == "L" else "full" for letter in texts]
-    patterns = [parse(text) for text in texts]
-    if window_size is not None and not (is_letters and "L" in attention):
-        raise UserError("model.window is read where model.attention has layers L, as in LLLG; write window(64) instead")
-    if max(pattern.min_heads for pattern in patterns) > n_heads:
-        raise UserError(f"model.attention {attention!r} names patterns for more heads than the model's {n_heads}")
-    return [patterns[layer % len(patterns)] for layer in range(n_layers)]

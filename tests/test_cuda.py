@@ -95,7 +95,8 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
 
 def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
     """A pattern, places, slopes, soft-cap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
-    from thinker.model.patterns import TokenInfo, parse
+    from thinker.model.pattern_parser import parse_pattern
+    from thinker.model.patterns import TokenInfo
     from thinker.model.positions import alibi_slopes
 
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +115,7 @@ def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
         alibi_slopes(H, "cuda") if "alibi" in features else None,
         1.5 if "attn_logit_softcap" in features else None,
     )
-    return parse(text), places, alibi, attn_logit_softcap, leaves
+    return parse_pattern(text), places, alibi, attn_logit_softcap, leaves
 
 
 def values_and_gradients(kernel, dtype, pattern, places, alibi, attn_logit_softcap, leaves):
@@ -180,13 +181,14 @@ def test_flex_takes_further_lengths_and_patterns_without_end():
 def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
     from thinker.model.attend import attend
     from thinker.model.masks import build_mask
-    from thinker.model.patterns import TokenInfo, parse
+    from thinker.model.pattern_parser import parse_pattern
+    from thinker.model.patterns import TokenInfo
 
     places = TokenInfo(torch.arange(2**15, device="cuda"))
     q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    mask = build_mask(parse("longformer(256, 4, 4)"), places, places, 2, q.dtype, None, True)
+    mask = build_mask(parse_pattern("longformer(256, 4, 4)"), places, places, 2, q.dtype, None, True)
     assert mask.kernel == "flex"
     assert torch.isfinite(attend(q, q, q, mask)).all()
     assert torch.cuda.max_memory_allocated() - before < 3 * 2**30  # positions' differences alone would be 8 GiB

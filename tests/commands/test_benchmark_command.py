@@ -15,7 +15,7 @@ from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
 from thinker.benchmarks.scaling import PowerLaw
 from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.patterns import PATTERNS
+from thinker.model.pattern_parser import PATTERNS
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
 from thinker.training.metrics import flops_per_token

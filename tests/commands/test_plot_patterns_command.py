@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from thinker.interpretability.pattern_plots import COLORS, GALLERY, draw, kept, make_picture
 from thinker.model import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LinearLayer, RingLayer
-from thinker.model.patterns import PATTERNS, parse
+from thinker.model.pattern_parser import PATTERNS, parse_pattern
 from thinker.runtime.errors import UserError
 from thinker.scripts.plot_patterns import main
 
@@ -57,9 +57,9 @@ def test_text_from_another_folder(tmp_path):
     ("arguments", "says"),
     [
         (["windw(3)"], "there is no windw; did you mean window?"),
-        (["LLLG"], "LLLG are no layers: the letters are L (a window of model.window) and G (full)"),
+        (["LLLG"], "LLLG is not a list of layers: the letters are L (model.window) and G (full)"),
         (["random(1, 16777216)"], "random(1, 16777216) has 16,777,216; the maximum is 256"),
-        (["linear(16777216)"], "linear(16777216) has 16,777,216, and at most 65,536 serve"),
+        (["linear(16777216)"], "linear(16777216) has 16,777,216; the maximum is 65,536"),
         (["--length", "0"], "--length is 0; it must be from 1 to 128"),
         (["--heads", "two"], "invalid int value: 'two'"),
     ],
@@ -108,7 +108,7 @@ def test_pixels(tmp_path):
 
 
 def test_the_gallery_has_every_kind():
-    text = "; ".join([*GALLERY, *(parse(each).text for each in GALLERY)])
+    text = "; ".join([*GALLERY, *(parse_pattern(each).text for each in GALLERY)])
     assert [name for name in PATTERNS if name not in text] == []
 
 
@@ -122,7 +122,7 @@ def test_what_is_kept_is_what_the_cache_keeps(text):
         kind = f"the first {layer.n_global} and " * (layer.n_global > 0) + f"a ring of {layer.size - layer.n_global}"
     else:
         kind = "all"
-    assert kept(parse(text)) == kind
+    assert kept(parse_pattern(text)) == kind
 
 
 def test_examples_where_there_is_no_fixed_picture():

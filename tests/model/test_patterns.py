@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from thinker.model.attend import attend
 from thinker.model.kernels import blockwise_attention, local_attention
 from thinker.model.masks import build_mask
-from thinker.model.patterns import TokenInfo, parse
+from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
 from thinker.runtime.errors import UserError
 
@@ -128,7 +129,7 @@ def check(situation, kernels, patch):
     """Values and gradients by each of the kernels. Returns which of them computed it."""
     text, sees, K, H, T, has, seed = situation
     generator = torch.Generator().manual_seed(seed)
-    pattern = parse(text)
+    pattern = parse_pattern(text)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()

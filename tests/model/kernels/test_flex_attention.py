@@ -9,7 +9,8 @@ from thinker.model.attend import attend
 from thinker.model.kernels import flex_attention
 from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.masks import build_mask
-from thinker.model.patterns import TokenInfo, parse
+from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
 
 PATTERNS = [
@@ -46,7 +47,7 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (B, H, T, D), "k": (B, K, T, D), "v": (B, K, T, D), "sinks": (H,)}
     inputs = {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
-    position, document, token, pattern = torch.arange(T), None, None, parse(text)
+    position, document, token, pattern = torch.arange(T), None, None, parse_pattern(text)
     if "documents" in features:
         begins = torch.rand(B, T, generator=generator) < 3 / T
         begins[:, 0] = True

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from thinker.model.attend import attend
 from thinker.model.kernels.varlen_attention import VarlenAttention, cu_seqlens
 from thinker.model.masks import build_mask
-from thinker.model.patterns import TokenInfo, parse
+from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns import TokenInfo
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -55,8 +56,10 @@ def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, groupe
     begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     position = torch.arange(T) - torch.where(begins, torch.arange(T), 0).cummax(1).values
     places = TokenInfo(position, document)
-    known = attend(q, k, v, build_mask(parse(text), places, places, heads, kernel="reference", aligned=True), 0.3)
-    mask = build_mask(parse(text), places, places, heads, kernel="varlen", aligned=True)
+    known = attend(
+        q, k, v, build_mask(parse_pattern(text), places, places, heads, kernel="reference", aligned=True), 0.3
+    )
+    mask = build_mask(parse_pattern(text), places, places, heads, kernel="varlen", aligned=True)
     assert isinstance(mask.kernel_state, VarlenAttention)
     mask.kernel_state.varlen_attn, mask.kernel_state.has_gqa = stand_in, grouped
     torch.testing.assert_close(attend(q, k, v, mask, 0.3), known)

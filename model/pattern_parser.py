@@ -1,0 +1,132 @@
+"""The text form of attention patterns, as in `window(64) | global(4)`, and the pattern of each layer.
+
+A text has names with numbers, `&` (binds tighter), `|` and parentheses: a subset of Python's expressions.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+
+from thinker.model import patterns
+from thinker.model.patterns import LinearAttentionSpec, Pattern
+from thinker.runtime.errors import UserError, did_you_mean
+
+MAX_NUMBER = 1 << 24  # the largest number in a pattern
+MAX_TEXT_LENGTH = 1000  # characters
+MAX_ARGUMENTS = {"random": (1, 256), "bigbird": (3, 256), "linear": (0, 1 << 16)}  # name: (argument, its maximum)
+MAY_BE_ZERO = ("token", "random", "bigbird")  # whose numbers start at 0, those of the others at 1
+HINT = "write it as window(64) | global(4)"
+
+PATTERNS: dict[str, Callable[..., Pattern | LinearAttentionSpec]] = {  # by their names in configs
+    "full": patterns.full, "window": patterns.window, "dilated": patterns.dilated, "block": patterns.block,
+    "global": patterns.global_positions, "token": patterns.global_tokens, "strided": patterns.strided,
+    "random": patterns.random, "prefix": patterns.prefix, "topk": patterns.topk, "heads": patterns.per_head,
+    "longformer": patterns.longformer, "bigbird": patterns.bigbird, "linear": patterns.linear,
+}  # fmt: skip
+
+
+def parse_pattern(text: str) -> Pattern | LinearAttentionSpec:
+    """The pattern with this text form. Raises UserError that says what is wrong with it."""
+    if len(text) > MAX_TEXT_LENGTH:
+        raise UserError(
+            f"model.attention has a pattern of {len(text):,} characters; the maximum is {MAX_TEXT_LENGTH:,}"
+        )
+    try:
+        if not text.isascii() or "_" in text:  # Python's parser normalises other letters
+            raise ValueError
+        text_for_python = re.sub(r"\bglobal\b", "global_", text.strip())  # `global` is a keyword
+        return _parse_node(ast.parse(text_for_python, mode="eval").body)
+    except UserError as error:
+        raise UserError(f"model.attention {text!r}: {error}") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise UserError(f"model.attention {text!r} cannot be read; {HINT}") from None
+
+
+def _parse_node(node: ast.expr) -> Pattern | LinearAttentionSpec:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitOr, ast.BitAnd)):
+        left, right = _parse_node(node.left), _parse_node(node.right)
+        if isinstance(left, LinearAttentionSpec) or isinstance(right, LinearAttentionSpec):
+            raise UserError("linear attention has no mask and cannot be combined with a pattern")
+        return left | right if isinstance(node.op, ast.BitOr) else left & right
+    if isinstance(node, ast.Name):
+        return _make_pattern(node, _to_name(node), [])
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        return _make_pattern(node, _to_name(node.func), node.args)
+    raise UserError(f"{_unparse(node)} is not a pattern; {HINT}")
+
+
+def _to_name(node: ast.Name) -> str:
+    name = node.id.removesuffix("_")  # of `global_`
+    if name in PATTERNS:
+        return name
+    if name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
+        raise UserError(f"{name} is not a list of layers: the letters are L (model.window) and G (full), as in LLLG")
+    hint = did_you_mean(name, PATTERNS) or f"; choose from: {', '.join(PATTERNS)}"
+    raise UserError(f"there is no {name}{hint}")
+
+
+def _make_pattern(node: ast.expr, name: str, arguments: list[ast.expr]) -> Pattern | LinearAttentionSpec:
+    if name == "heads":
+        values = [_parse_node(argument) for argument in arguments]
+    else:
+        values = [_parse_number(argument, 0 if name in MAY_BE_ZERO else 1) for argument in arguments]
+    signature = inspect.signature(PATTERNS[name])
+    try:
+        signature.bind(*values)
+    except TypeError:
+        parameters = ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
+        raise UserError(f"{name} takes ({parameters}), but got {len(values)}") from None
+    if not values and name in ("heads", "token"):
+        raise UserError(f"{name} needs at least one argument")
+    if any(isinstance(value, LinearAttentionSpec) for value in values):
+        raise UserError("linear attention applies to whole layers, not to single heads")
+    if name == "heads" and any("heads(" in value.text for value in values):
+        raise UserError("heads cannot contain heads; name each head's pattern once, as in heads(full, window(8), full)")
+    if name in MAX_ARGUMENTS:
+        index, maximum = MAX_ARGUMENTS[name]
+        if values[index] > maximum:
+            raise UserError(f"{_unparse(node)} has {values[index]:,}; the maximum is {maximum:,}")
+    return PATTERNS[name](*values)
+
+
+def _parse_number(node: ast.expr, minimum: int) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int and minimum <= node.value <= MAX_NUMBER:
+        return node.value
+    raise UserError(f"{_unparse(node)} must be a whole number from {minimum} to {MAX_NUMBER:,}")
+
+
+def _unparse(node: ast.expr) -> str:
+    return ast.unparse(node).replace("global_", "global")
+
+
+def layer_patterns(
+    attention: str | list[str], n_layers: int, window_size: int | None, n_heads: int
+) -> list[Pattern | LinearAttentionSpec]:
+    """The pattern of each layer, from one for all layers; a list, repeated; or letters such as "LLLG", repeated.
+
+    L is a window of `window_size` keys, G is full. Raises UserError if it cannot be read or a part is never used.
+    """
+    is_letters = isinstance(attention, str) and attention != "" and set(attention) <= {"L", "G"}
+    needs_window = is_letters and "L" in attention
+    if needs_window and window_size is None:
+        raise UserError(f"model.attention {attention!r} needs model.window, the number of keys that L attends to")
+    if window_size is not None and not needs_window:
+        raise UserError("model.window needs a model.attention with layers L, as in LLLG; or write window(64) instead")
+    texts = list(attention) if is_letters or not isinstance(attention, str) else [attention]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"model.attention is {attention!r}; it must be a pattern, a list of them, or letters as in LLLG"
+        )
+    if len(texts) > 1 and any(text.count("(") != text.count(")") for text in texts):
+        raise UserError(f"model.attention {attention!r}: quote a pattern that has a comma: ['dilated(64, 2)', full]")
+    if len(texts) > n_layers:
+        raise UserError(f"model.attention {attention!r} names {len(texts)} layers, but model.n_layers is {n_layers}")
+    if is_letters:
+        texts = [f"window({window_size})" if letter == "L" else "full" for letter in texts]
+    parsed = [parse_pattern(text) for text in texts]
+    if max(pattern.min_heads for pattern in parsed) > n_heads:
+        raise UserError(f"model.attention {attention!r} names patterns for more heads than the model's {n_heads}")
+    return [parsed[layer % len(parsed)] for layer in range(n_layers)]
