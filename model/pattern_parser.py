@@ -113,8 +113,6 @@ def layer_patterns(
     needs_window = is_letters and "L" in attention
     if needs_window and window_size is None:
         raise UserError(f"model.attention {attention!r} needs model.window, the number of keys that L attends to")
-    if window_size is not None and not needs_window:
-        raise UserError("model.window needs a model.attention with layers L, as in LLLG; or write window(64) instead")
     texts = list(attention) if is_letters or not isinstance(attention, str) else [attention]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(
@@ -127,6 +125,8 @@ def layer_patterns(
     if is_letters:
         texts = [f"window({window_size})" if letter == "L" else "full" for letter in texts]
     parsed = [parse_pattern(text) for text in texts]
+    if window_size is not None and not needs_window:
+        raise UserError("model.window needs a model.attention with layers L, as in LLLG; or write window(64) instead")
     if max(pattern.min_heads for pattern in parsed) > n_heads:
         raise UserError(f"model.attention {attention!r} names patterns for more heads than the model's {n_heads}")
     return [parsed[layer % len(parsed)] for layer in range(n_layers)]

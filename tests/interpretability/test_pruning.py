@@ -134,5 +134,5 @@ def test_what_cannot_be_taken_out(random_model, form, groups, message):
 
 @pytest.mark.parametrize("sizes", [[1], [1, 3], [0, 1], [True, 1], [1.0, 1]])
 def test_sizes_that_do_not_fit(sizes):
-    with pytest.raises(UserError, match="n_kv_heads_per_layer is .*; it must name 2 numbers from 1 to 2"):
+    with pytest.raises(UserError, match="n_kv_heads_per_layer is .*; it must list 2 numbers from 1 to 2"):
         ThinkerConfig(vocab_size=9, n_layers=2, n_kv_heads=2, n_kv_heads_per_layer=sizes)
