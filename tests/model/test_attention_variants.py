@@ -332,7 +332,7 @@ def test_documents_may_have_any_numbers(random_model, attention):
 def test_angles_that_depend_on_the_length_do_not_go_with_several_documents(random_model):
     model = random_model(rope_scaling={"type": "dynamic", "factor": 2.0, "original_max_seq_len": 8})
     model(torch.zeros(1, 8, dtype=int), document_ids=torch.zeros(1, 8, dtype=int))
-    with pytest.raises(UserError, match="isolated documents"):
+    with pytest.raises(UserError, match="masked documents"):
         model(torch.zeros(1, 9, dtype=int), document_ids=torch.zeros(1, 9, dtype=int))
 
 

@@ -243,7 +243,7 @@ def test_attention_scaling(more, known):
 def test_a_cache_cannot_grow_under_dynamic_scaling():
     rope = Rope(16, 1e4, scaled("dynamic", 4))
     rope.check_growth(ORIGINAL)
-    with pytest.raises(UserError, match=r"original_max_seq_len \(32\): no cache, .* goes on to 33; use yarn or linear"):
+    with pytest.raises(UserError, match=r"original_max_seq_len \(32\): a cache .* cannot have 33; use yarn or linear"):
         rope.check_growth(ORIGINAL + 1)
     for other in (None, *(scaled(name, 4) for name in SCALINGS if name != "dynamic")):
         Rope(16, 1e4, other).check_growth(10**9)
@@ -285,7 +285,7 @@ def test_defaults_are_put_in():
         ({"type": "linear", "factor": 10**400}, "factor is 1000"),
         (
             {"type": "linear", "factor": 2, "original_max_seq_len": 8},
-            "original_max_seq_len is not read with type linear",
+            "original_max_seq_len is not used with type linear",
         ),
         (
             {"type": "dynamic", "factor": 2},
@@ -296,10 +296,10 @@ def test_defaults_are_put_in():
         ({"type": "yarn", "factor": 2, "original_max_seq_len": 0}, "original_max_seq_len is 0; .* from 1 to"),
         ({"type": "yarn", "factor": 2, "original_max_seq_len": 8.0}, "original_max_seq_len is 8.0; .*whole"),
         ({"type": "yarn", "factor": 2, "original_max_seq_len": True}, "original_max_seq_len is True; .*whole"),
-        ({"type": "linear", "factor": 2, "beta_fast": 32}, "beta_fast is not read with type linear; leave it out"),
-        ({**SCALINGS["dynamic"], "factor": 2, "truncate": False}, "truncate is not read with type dynamic"),
-        ({**LLAMA3, "factor": 2, "attention_factor": 1.0}, "attention_factor is not read with type llama3"),
-        ({**YARN, "factor": 2, "low_freq_factor": 1}, "low_freq_factor is not read with type yarn"),
+        ({"type": "linear", "factor": 2, "beta_fast": 32}, "beta_fast is not used with type linear; leave it out"),
+        ({**SCALINGS["dynamic"], "factor": 2, "truncate": False}, "truncate is not used with type dynamic"),
+        ({**LLAMA3, "factor": 2, "attention_factor": 1.0}, "attention_factor is not used with type llama3"),
+        ({**YARN, "factor": 2, "low_freq_factor": 1}, "low_freq_factor is not used with type yarn"),
         ({**YARN, "factor": 2, "truncate": 1}, "truncate is 1; with type yarn it must be true or false"),
         ({**YARN, "factor": 2, "beta_fast": False}, "beta_fast is False; with type yarn it must be a number"),
         ({**YARN, "factor": 2, "beta_slow": 0}, "beta_slow is 0; with type yarn it must be a number from 1e-09 to"),
@@ -328,5 +328,5 @@ def test_what_is_refused(values, message):
 @pytest.mark.parametrize(("theta", "original"), [(1.0, 32), (0.5, 32), (1e4, 1), (2.0, 10**8)])
 def test_yarn_is_refused_where_no_pair_lies_between_its_betas(theta, original):
     scaling = RopeScaling("yarn", 4.0, original)
-    with pytest.raises(UserError, match="model.rope_scaling of type yarn finds no pair"):
+    with pytest.raises(UserError, match="model.rope_scaling of type yarn has no pair"):
         Rope(64, theta, scaling)
