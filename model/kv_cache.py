@@ -32,7 +32,7 @@ class LayerCache:
     def prepare(
         self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor
     ) -> tuple[AttentionMask, CacheSlots]:
-        """The mask and slots of new positions, (T,) or (B, T), of rows that held `starts` positions before."""
+        """The mask and slots of new positions, (T,) or (B, T), in rows that had `starts` positions before."""
         kv_len = cache.max_len if cache.fixed else max(cache.lengths)
         if max(starts) == 0 and not cache.fixed:
             return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(positions)
@@ -127,15 +127,12 @@ class RingLayer(LayerCache):
         return q, keys, values
 
 
-@dataclass
-class LinearLayer:
+class LinearLayer(LinearState):
     """The state of a linear attention layer: sums over all keys, of a size that does not depend on their number."""
 
-    sums: Tensor  # (B, K, m, D + 1)
-    shift: Tensor  # (B, K, 1, 1)
     tensors = ("sums", "shift")
     is_unbounded = True
-    no_truncate_reason = "the sums of a linear layer forget nothing"
+    no_truncate_reason = "the sums of a linear layer cannot forget keys"
 
     def prepare(
         self, cache: KVCache, pattern: LinearAttentionSpec, starts: list[int], positions: Tensor
@@ -151,13 +148,12 @@ class LinearLayer:
 class KVCache:
     """The cache of all layers, with a length for each row.
 
-    A layer with full attention keeps `max_len` keys and values, preallocated; one of bounded distance a ring buffer;
-    a linear one its state. Without layers of the first kind the cache is unbounded and its memory does not grow.
+    A layer with full attention preallocates `max_len` keys and values; one of bounded distance has a ring buffer, a
+    linear one its state. Without layers of the first kind the cache is unbounded and its memory does not grow.
 
-    The lengths live on the host as plain integers, so that nothing waits for the device. Rows of equal length (the
-    usual case) need no mask to decode; rows of unequal length use one. Slots that a row has not filled are never read.
-
-    `fixed` reads every slot under a mask, whatever the lengths, so that shapes never change (for CUDA graphs).
+    The lengths are plain integers on the host, so that nothing waits for the device. Rows of equal length decode
+    without a mask, rows of unequal length with one. `fixed`: read all slots under a mask, so that shapes never change
+    (for CUDA graphs).
     """
 
     n_evicted = 0  # positions that were overwritten although the model could attend to them (SinkCache)
@@ -173,7 +169,7 @@ class KVCache:
     ) -> None:
         """`slack`: the number of positions that truncate() can always remove, even from rings."""
         if batch_size < 1 or max_len < 1:
-            raise UserError(f"a cache of {batch_size} rows by {max_len} positions: both must be at least 1")
+            raise UserError(f"a cache of {batch_size} rows and {max_len} positions: both must be at least 1")
         self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
         self.mask_builder = MaskBuilder(config, dtype, self.device)
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
@@ -182,14 +178,13 @@ class KVCache:
             for layer, pattern in enumerate(self.mask_builder.patterns)
         ]
         self.lengths = [0] * batch_size
-        self.high_water = self.high_water_before = self.lengths  # the most that each row ever held, before truncate()
+        self.high_water = self.high_water_before = self.lengths  # the largest length of each row, before truncate()
         by_token = self.mask_builder.by_token
         self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if by_token else None
 
     def _new_layer(self, pattern: Pattern | LinearAttentionSpec, B: int, K: int) -> LayerCache | LinearLayer:
         if isinstance(pattern, LinearAttentionSpec):
-            state = LinearState.empty(B, K, pattern.n_features, self.head_dim, self.device)
-            return LinearLayer(state.sums, state.shift)
+            return LinearLayer.empty(B, K, pattern.n_features, self.head_dim, self.device)
         size = max(1, (pattern.max_distance or 0) + self.slack) + pattern.n_global
         if size >= self.max_len or not pattern.fits_ring_buffer:
             return LayerCache(*self._new_tensors(B, K, self.max_len))
@@ -199,8 +194,7 @@ class KVCache:
         D = self.head_dim
         keys, values = (torch.zeros(B, K, size, D, device=self.device, dtype=self.dtype) for _ in range(2))
         if self.device.type == "cpu" and self.dtype == torch.float32:
-            # The same shape in another memory order: q·kᵀ over columns runs at the speed of the memory, over rows at
-            # 3/4 of it; a little faster still if columns begin at cache lines.
+            # Column-major: q·kᵀ then runs at memory bandwidth (row-major: 3/4 of it). Columns start at cache lines.
             keys = torch.zeros(B, K, D, -(-size // 16) * 16).transpose(2, 3)[:, :, :size]
         return keys, values
 
@@ -239,16 +233,16 @@ class KVCache:
     def _check_room(self, batch_size: int, length: int) -> None:
         starts = self.lengths
         if batch_size != len(starts):
-            raise UserError(f"the cache has {len(starts)} rows and was given a batch of {batch_size}")
+            raise UserError(f"the cache has {len(starts)} rows, but the batch has {batch_size}")
         if max(starts) + length > self.max_len and not self.is_unbounded:
             raise UserError(
-                f"the cache holds {self.max_len} positions, {max(starts)} are taken: {length} more do not fit; "
+                f"the cache has {self.max_len} positions, {max(starts)} are used: {length} more do not fit; "
                 "make it longer with new_cache(max_len=...)"
             )
         if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
             raise UserError(
-                f"the model attends to the first {self.prefix} positions from before them: they must come together, "
-                f"as the cache's first chunk, not {length} positions after {min(starts)}"
+                f"the first {self.prefix} positions attend to each other: they must come together in the cache's "
+                f"first chunk, not as {length} positions after {min(starts)}"
             )
 
     def _advance(self, length: int) -> list[int]:
@@ -268,9 +262,9 @@ class KVCache:
         return self.mask_builder.build(pattern, query, key, aligned)
 
     def truncate(self, lengths: list[int]) -> None:
-        """Remove, in each row, every position from its new length on: rejected drafts, a turn that is undone.
+        """Shorten each row to its new length, to remove rejected drafts or undo a chat turn.
 
-        Raises UserError if what it would go back to has been overwritten.
+        Raises UserError if keys that it needs again have been overwritten.
         """
         for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
             if not 0 <= new <= old:
@@ -281,7 +275,7 @@ class KVCache:
         self.lengths = list(lengths)
 
     def can_truncate(self, lengths: list[int]) -> bool:
-        """Whether nothing that truncate() needs has been overwritten."""
+        """Whether truncate() would succeed."""
         return all(self._can_truncate_row(layer, row, new) for layer in self.layers for row, new in enumerate(lengths))
 
     def _can_truncate_row(self, layer: LayerCache | LinearLayer, row: int, length: int) -> bool:
@@ -289,7 +283,7 @@ class KVCache:
         return length == self.lengths[row] or layer.can_truncate(high_water, high_water - length, self.slack)
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows, in this order: finished rows leave the batch, a shared prompt is repeated."""
+        """Keep these rows, in this order; to drop finished rows or repeat a shared prompt."""
         index = torch.tensor(rows, device=self.device)
         for layer in self.layers:
             for name in layer.tensors:

@@ -1,4 +1,4 @@
-"""A layer without scores: attention by sums over random features, whose state does not grow with the text."""
+"""The layer of linear attention: sums over random features, whose size does not grow with the text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from thinker.model.attend import ROWS, AttentionMask
 from thinker.model.attention import Attention
 from thinker.model.config import ThinkerConfig
-from thinker.model.kernels.linear_attention import LinearState, linear_attention, random_features
+from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.kv_cache import LinearLayer
 
 
 class LinearAttention(Attention):
-    """Choromanski et al. 2021 (arXiv:2009.14794) on the same projections, norms and rotations as any other layer.
+    """Choromanski et al. 2021 (arXiv:2009.14794) with the projections, norms and RoPE of any other layer.
 
-    The random features are neither parameters nor saved: they follow from their number, head_dim and the layer.
+    The random features are neither parameters nor saved: they follow from n_features, head_dim and the layer.
     """
 
     def __init__(self, config: ThinkerConfig, n_features: int, layer: int) -> None:
@@ -25,15 +25,14 @@ class LinearAttention(Attention):
         self._features: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LinearLayer | None) -> Tensor:
-        """As Attention.attend, with a state for a cache; of the mask only the document ids matter."""
-        state = None if cache is None else LinearState(cache.sums, cache.shift)
-        y, state = linear_attention(q, k, v, self.features(q.device), state, mask.kernel_state)
+        """As Attention.attend, with a state as cache; uses only the document ids of the mask."""
+        y, state = linear_attention(q, k, v, self.features(q.device), cache, mask.kernel_state)
         if cache is not None:
             cache.sums, cache.shift = state.sums, state.shift
         return y
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """The matrix that the sums amount to: their result for values that are the unit vectors, ROWS at a time."""
+        """The matrix that the sums are equivalent to: the outputs for unit vectors as values, ROWS at a time."""
         T = k.shape[2]
         weights = q.new_empty(*q.shape[:3], T, dtype=torch.float32)
         for keys in torch.arange(T, device=k.device).split(ROWS):

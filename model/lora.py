@@ -1,6 +1,8 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): what fine-tuning adds to a matrix, in two thin ones."""
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): fine-tuning that adds the product of two thin matrices."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -9,19 +11,21 @@ from torch import Tensor, nn
 from thinker.model.linear import Linear
 from thinker.model.transformer import Thinker
 
+RANK_OF = "blocks.0.attention.o_proj.lora_A"  # (r, n_in), in every model with adapters
+
 
 class LoraLinear(Linear):
-    """W x + scale · B A x: W is frozen, A (r, n_in) and B (n_out, r) learn, and B begins as zero."""
+    """W x + scale · B A x: W is frozen, A (r, n_in) and B (n_out, r) are trained, B starts at zero."""
 
     def __init__(self, frozen: Linear, rank: int, scale: float) -> None:
-        """`frozen`: whose weight and bias it takes, not a copy of them."""
+        """Shares the weight and bias of `frozen`."""
         with torch.device("meta"):
             super().__init__(frozen.in_features, frozen.out_features)
         self.weight, self.bias = frozen.weight.requires_grad_(False), frozen.bias
-        new = {"device": frozen.weight.device, "dtype": frozen.weight.dtype}
-        self.lora_A = nn.Parameter(torch.empty(rank, frozen.in_features, **new).normal_(0, frozen.in_features**-0.5))
-        self.lora_B = nn.Parameter(torch.zeros(frozen.out_features, rank, **new))
-        self.register_buffer("lora_scale", torch.tensor(scale, **new))
+        like = {"device": frozen.weight.device, "dtype": frozen.weight.dtype}
+        self.lora_A = nn.Parameter(torch.empty(rank, frozen.in_features, **like).normal_(0, frozen.in_features**-0.5))
+        self.lora_B = nn.Parameter(torch.zeros(frozen.out_features, rank, **like))
+        self.register_buffer("lora_scale", torch.tensor(scale, **like))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
@@ -34,26 +38,27 @@ class LoraLinear(Linear):
 
 
 def add_lora(model: Thinker, rank: int, scale: float = 1.0) -> None:
-    """Put an adapter on every matrix of the blocks, and freeze all else. The model computes what it did."""
+    """Add an adapter to every matrix of the blocks and freeze all else. The outputs stay the same."""
     model.requires_grad_(False)
-    for block in model.blocks:
-        for part in (block.attention, block.mlp):
-            for name, matrix in list(part.named_children()):
-                if isinstance(matrix, Linear):
-                    setattr(part, name, LoraLinear(matrix, rank, scale))
-
-
-RANK_OF = "blocks.0.attention.o_proj.lora_A"  # (r, n_in): present where there are adapters
+    for module, name, matrix in _block_matrices(model):
+        setattr(module, name, LoraLinear(matrix, rank, scale))
 
 
 @torch.no_grad()
 def merge_lora(model: Thinker) -> None:
-    """Make every adapter part of its matrix: a plain Thinker again."""
-    for block in model.blocks:
-        for part in (block.attention, block.mlp):
-            for name, matrix in list(part.named_children()):
-                if isinstance(matrix, LoraLinear):
-                    plain = Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None)
-                    plain.weight, plain.bias = nn.Parameter(matrix.effective_weight()), matrix.bias
-                    setattr(part, name, plain)
+    """Add every adapter to its matrix, which makes a plain Thinker again."""
+    for module, name, matrix in _block_matrices(model):
+        if isinstance(matrix, LoraLinear):
+            plain = Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None)
+            plain.weight, plain.bias = nn.Parameter(matrix.effective_weight()), matrix.bias
+            setattr(module, name, plain)
     model.requires_grad_()
+
+
+def _block_matrices(model: Thinker) -> Iterator[tuple[nn.Module, str, Linear]]:
+    """Each matrix of the blocks, with its parent module and its name there."""
+    for block in model.blocks:
+        for module in (block.attention, block.mlp):
+            for name, child in list(module.named_children()):
+                if isinstance(child, Linear):
+                    yield module, name, child

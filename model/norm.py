@@ -1,4 +1,4 @@
-"""RMSNorm, by a faster route to the same numbers on a CPU."""
+"""RMSNorm, with a faster kernel on CPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal attention on a CPU by blocks of scores that stay in its cache."""
+"""Causal attention on CPUs by blocks of scores that stay in the cache."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 128  # queries of a block; keys after its last one are never multiplied
-SCORES = 2**20  # elements of a block, over its heads
+ROWS = 128  # queries per block; keys after its last query are skipped
+SCORES = 2**20  # scores per block, over its heads
 
 
-# Traced, the unrolled blocks took two minutes to compile and were no faster. torch.compiler.disable would do the same,
-# but import the compiler at once: a second, for commands that never come here.
+# Not compiled: the unrolled blocks took two minutes to compile and were no faster. torch.compiler.disable would import
+# the compiler at once, which takes a second.
 @torch._disable_dynamo
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ + bias) v under the causal mask: q, k, v (B, H, T, D) -> (B, H, T, D).
 
-    `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf for hidden keys; a query attends to itself at least.
+    `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf for hidden keys; every query attends at least to itself.
 
-    SDPA multiplies head by head; batched, the products are large enough for the processor's bf16 units. In exchange
-    half of the (B, H, T, T) probabilities are kept for the backward pass.
+    SDPA multiplies head by head; batched products are large enough for the processor's bf16 units. In exchange, half
+    of the (B, H, T, T) probabilities are saved for the backward pass.
     """
     if bias is not None:
         bias = bias.to(q.dtype)
@@ -30,7 +30,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Ten
 
 
 def _blocks(q: Tensor) -> list[tuple[slice, int, int]]:
-    """Each block as its slice of heads, its first query and the end of its queries."""
+    """Slice of heads, first query and end of the queries of each block."""
     N, T, _ = q.shape
     heads = max(1, SCORES // (min(T, ROWS) * T))
     return [(slice(n, n + heads), t, min(t + ROWS, T)) for n in range(0, N, heads) for t in range(0, T, ROWS)]
@@ -39,7 +39,7 @@ def _blocks(q: Tensor) -> list[tuple[slice, int, int]]:
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-        y, kept = torch.empty_like(q), []  # (N, T, D)
+        y, saved = torch.empty_like(q), []  # (N, T, D)
         future = q.new_full((ROWS, ROWS), -torch.inf).triu(1)
         for n, t, end in _blocks(q):
             scores = torch.bmm(q[n, t:end], k[n, :end].transpose(1, 2)).mul_(scale)  # (heads, rows, end)
@@ -50,18 +50,18 @@ class _BlockwiseAttention(torch.autograd.Function):
             else:
                 row = torch.arange(len(q))[n]
                 scores += bias[row // bias.shape[1], row % bias.shape[1], t:end, :end]
-            kept.append(scores.softmax(dim=-1))
-            torch.bmm(kept[-1], v[n, :end], out=y[n, t:end])
-        ctx.save_for_backward(q, k, v, *kept)
+            saved.append(scores.softmax(dim=-1))
+            torch.bmm(saved[-1], v[n, :end], out=y[n, t:end])
+        ctx.save_for_backward(q, k, v, *saved)
         ctx.scale = scale
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *probabilities = ctx.saved_tensors
         q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for (n, t, end), p in zip(_blocks(q), kept):
+        for (n, t, end), p in zip(_blocks(q), probabilities):
             y_grad = grad[n, t:end]
             v_grad[n, :end] += torch.bmm(p.transpose(1, 2), y_grad)
             p_grad = torch.bmm(y_grad, v[n, :end].transpose(1, 2))  # (heads, rows, end)

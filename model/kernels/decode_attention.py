@@ -1,4 +1,4 @@
-"""Few queries over many keys on a CPU, as in decoding: two batched products at the speed of the memory."""
+"""Few queries over many keys on CPUs, as in decoding: two batched products at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
     """softmax(scale · q kᵀ) v for q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D), without gradients.
 
-    `allowed` is as in AttentionMask. SDPA would read the keys once for each of the queries that share them.
+    `allowed` is as in AttentionMask. SDPA would read the keys once per query head that shares them.
     """
     B, H, T, _ = q.shape
     K, S = k.shape[1:3]

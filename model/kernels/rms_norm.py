@@ -1,4 +1,4 @@
-"""RMS normalisation on a CPU, where every pass over the activations counts."""
+"""RMSNorm on CPUs in few passes over the activations: torch has no fused kernel there."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float32:
         return x * scale, scale
     y = torch.empty_like(x)
-    torch.mul(x, scale, out=y)  # in fp32, cast as it is written
+    torch.mul(x, scale, out=y)  # multiplies in fp32 and casts while writing
     return y, scale
 
 
 class _RMSNorm(torch.autograd.Function):
-    """torch has no fused kernel on a CPU, and every pass over the activations counts: this makes fewer of them.
-
-    Forward and backward took 2.1 ms where F.rms_norm took 3.7 (4096 x 256, bf16, two cores).
-    """
+    """Forward and backward take 2.1 ms, with F.rms_norm 3.7 ms (4096 x 256, bf16, two cores)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,5 +43,5 @@ class _RMSNorm(torch.autograd.Function):
         w = weight.to(grad.dtype)
         product = grad * y  # (..., width)
         weight_grad = product.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
-        mean = (product @ w / y.shape[-1]).unsqueeze(-1)  # (..., 1): of grad · w · y
+        mean = (product @ w / y.shape[-1]).unsqueeze(-1)  # (..., 1): the mean of grad · w · y
         return torch.addcmul(grad * w, y, mean, value=-1) * scale.to(grad.dtype), weight_grad, None
