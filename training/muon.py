@@ -1,4 +1,4 @@
-"""torch's Muon with cheaper steps that reach further: three iterations instead of five, and rows moved alike."""
+"""torch's Muon with three Newton-Schulz iterations instead of five, and with updates normalized by row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from thinker.runtime.process_group import local_tensor
 
-# The quintics a·σ + b·σ³ + c·σ⁵ that one after the other bring all singular values from [0.01, 1] nearest to one: each
-# is the best in the maximum norm on the interval that the one before it leaves (Amsel et al. 2025, Polar Express,
-# arXiv:2505.16932, theorem 3.1), here [0.73, 1.27] in the end.
+# Quintics a·σ + b·σ³ + c·σ⁵. Applied in turn they bring all singular values in [0.01, 1] close to one: each is optimal
+# in the maximum norm on the interval that the previous one leaves (Amsel et al. 2025, Polar Express, arXiv:2505.16932,
+# theorem 3.1). The last interval is [0.73, 1.27].
 POLAR_EXPRESS_COEFFICIENTS = (
     (8.093369, -23.62043, 17.446152),
     (3.636586, -2.721927, 0.536546),
@@ -21,17 +21,17 @@ POLAR_EXPRESS_COEFFICIENTS = (
 
 
 class Muon(torch.optim.Muon):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) with the rows of NorMuon.
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) with NorMuon's normalization of rows.
 
-    An orthogonalised matrix with more rows than columns moves some rows far and others hardly. NorMuon (Li et al. 2025,
-    arXiv:2510.05491) divides each row by its own root mean square over the last steps (`row_beta`), and keeps the
-    norm of the whole.
+    An orthogonalized matrix with more rows than columns moves some rows far and others hardly at all. NorMuon (Li et
+    al. 2025, arXiv:2510.05491) divides each row by its root mean square over recent steps (`row_beta`) and keeps the
+    norm of the matrix.
 
-    A small matrix keeps neither a GPU nor two cores busy, and torch takes them one by one, always in bf16, which a CPU
-    without bf16 units does at a fifth of its speed in fp32: a third of a whole step of the quickstart. Here they
-    go through the iteration in one batch a shape, in `dtype`.
+    torch orthogonalizes one matrix after the other, always in bf16. Small matrices keep no device busy, and a CPU
+    without bf16 units is five times slower in bf16 than in fp32: this took a third of a quickstart step. Here all
+    matrices of one shape form a batch, in `dtype`.
 
-    Of matrices whose rows are shared among ranks (FSDP2) each is orthogonalised once: see sharded_orthogonalize().
+    Matrices whose rows are sharded (FSDP2) are orthogonalized once, not once per rank: see sharded_orthogonalize().
     """
 
     def __init__(self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, **options: Any) -> None:
@@ -43,19 +43,19 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
         """One update. A parameter without a gradient stays as it is.
 
-        As with torch's fused AdamW, an attribute `found_inf` (a scalar on the device) that is 1 leaves everything as it
-        is, whatever the gradients are, and the host need not know.
+        As in torch's fused AdamW, nothing changes if the attribute `found_inf`, a scalar on the device, is 1. The host
+        does not wait for it.
         """
         assert closure is None, "our loop computes the loss"
         skip = None if getattr(self, "found_inf", None) is None else self.found_inf > 0
-        taken = 0
+        n_sharded = 0  # matrices orthogonalized so far; decides which rank computes the next one
         for group in self.param_groups:
             by_shape: dict[tuple[int, ...], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_shape.setdefault(tuple(parameter.shape), []).append(parameter)
             for shape, parameters in by_shape.items():
-                updates, rows = [], []
+                updates, row_second_moments = [], []
                 for parameter in parameters:
                     state = self.state[parameter]
                     if "momentum_buffer" not in state:
@@ -63,21 +63,22 @@ class Muon(torch.optim.Muon):
                         state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
                     momentum, grad = local_tensor(state["momentum_buffer"]), local_tensor(parameter.grad)
                     if skip is not None:
-                        grad = torch.where(skip, momentum, grad)  # towards itself it does not move
+                        grad = torch.where(skip, momentum, grad)  # momentum moved towards itself stays the same
                     momentum.lerp_(grad, 1 - group["momentum"])
                     updates.append(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
-                    rows.append(local_tensor(state["row_second_moment"]))
+                    row_second_moments.append(local_tensor(state["row_second_moment"]))
                 stacked = torch.stack(updates).to(self.dtype)  # (n, rows, columns)
                 mesh = getattr(parameters[0], "device_mesh", None)
                 if mesh is None:
                     stacked = orthogonalize(stacked)
                 else:
-                    stacked = sharded_orthogonalize(stacked, shape[0], taken, mesh.get_group())
-                    taken += len(parameters)
+                    stacked = sharded_orthogonalize(stacked, shape[0], n_sharded, mesh.get_group())
+                    n_sharded += len(parameters)
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
-                weight = 1 - self.row_beta
-                weight = weight if skip is None else torch.where(skip, 0.0, weight)
-                stacked = normalize_rows(stacked, rows, weight, None if mesh is None else mesh.get_group())
+                weight = 1 - self.row_beta if skip is None else torch.where(skip, 0.0, 1 - self.row_beta)
+                stacked = normalize_rows(
+                    stacked, row_second_moments, weight, None if mesh is None else mesh.get_group()
+                )
                 for parameter, update in zip(map(local_tensor, parameters), stacked):
                     moved = parameter if skip is None else parameter.clone()
                     moved.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
@@ -86,11 +87,11 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """U·Vᵀ of each U·S·Vᵀ in a batch of matrices (n, rows, columns), nearly: singular values come near one.
+    """Approximate U·Vᵀ of each matrix U·S·Vᵀ in a batch (n, rows, columns): its singular values come close to one.
 
-    Three iterations do what five of torch's do, for two reasons: the polynomials differ from one to the next
-    (POLAR_EXPRESS_COEFFICIENTS). The norm that divides first is the fourth root of Σσ⁴: for n equal values n^¼
-    times too large where Frobenius' is n^½ times. It costs nothing: the first product of the iteration holds it.
+    Three iterations do what five of torch's do, for two reasons. Each has its own polynomial
+    (POLAR_EXPRESS_COEFFICIENTS). And matrices are first divided by the fourth root of Σσ⁴, which for n equal values is
+    n^¼ times too large, where the Frobenius norm is n^½ times too large. The first iteration computes it anyway.
     """
     wide = x.shape[1] <= x.shape[2]
     x = x if wide else x.mT
@@ -105,39 +106,42 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x if wide else x.mT
 
 
-def sharded_orthogonalize(parts: Tensor, rows: int, first: int, group: Any) -> Tensor:
-    """orthogonalize() of n matrices of which each rank has a part of the rows and gets it back: (n, its rows, columns).
+def sharded_orthogonalize(shards: Tensor, n_rows: int, first_owner: int, group: Any) -> Tensor:
+    """orthogonalize() n matrices whose `n_rows` rows are sharded: (n, local rows, columns) on each rank, and returned.
 
-    Matrix after matrix belongs to a rank, from rank `first` on, in even shares. All send it their rows, and it sends
-    theirs back: twice what a rank has of the matrices goes over the wire, and no matrix is computed twice.
+    Each matrix has an owner, in turn from rank `first_owner` on. All ranks send the owner their rows, and it sends
+    the results back. A rank sends and receives twice its shards, and no matrix is computed twice.
     """
-    size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    n, columns = parts.shape[0], parts.shape[2]
-    most = -(-rows // size)  # as FSDP2 cuts: the last ranks may have fewer, or none
-    heights = [min(most, max(0, rows - other * most)) for other in range(size)]
-    shares = [n // size + ((other - first) % size < n % size) for other in range(size)]
-    there = [share * parts.shape[1] * columns for share in shares]
-    here = [shares[rank] * height * columns for height in heights]
-    gathered = parts.new_empty(sum(here))
-    torch.distributed.all_to_all_single(gathered, parts.flatten(), here, there, group)
-    pieces = [piece.view(shares[rank], -1, columns) for piece in gathered.split(here) if len(piece)]
+    world_size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    n, local_rows, columns = shards.shape
+    max_rows = -(-n_rows // world_size)  # as FSDP2 shards: the last ranks may have fewer rows, or none
+    rows_per_rank = [min(max_rows, max(0, n_rows - other * max_rows)) for other in range(world_size)]
+    n_owned = [n // world_size + ((other - first_owner) % world_size < n % world_size) for other in range(world_size)]
+    shard_sizes = [count * local_rows * columns for count in n_owned]  # this rank's rows, by owner
+    owned_sizes = [n_owned[rank] * rows * columns for rows in rows_per_rank]  # this rank's matrices, by holder
+    received = shards.new_empty(sum(owned_sizes))
+    torch.distributed.all_to_all_single(received, shards.flatten(), owned_sizes, shard_sizes, group)
+    pieces = [piece.view(n_owned[rank], -1, columns) for piece in received.split(owned_sizes) if len(piece)]
     if pieces:
-        full = orthogonalize(torch.cat(pieces, dim=1))  # (share, rows, columns)
-        gathered = torch.cat([piece.flatten() for piece in full.split(heights, dim=1)])
-    out = torch.empty_like(parts).flatten()
-    torch.distributed.all_to_all_single(out, gathered, there, here, group)
-    return out.view_as(parts)
+        full = orthogonalize(torch.cat(pieces, dim=1))  # (matrices owned, n_rows, columns)
+        received = torch.cat([piece.flatten() for piece in full.split(rows_per_rank, dim=1)])
+    out = torch.empty_like(shards).flatten()
+    torch.distributed.all_to_all_single(out, received, shard_sizes, owned_sizes, group)
+    return out.view_as(shards)
 
 
-def normalize_rows(updates: Tensor, rows: list[Tensor], weight: float | Tensor, group: Any = None) -> Tensor:
-    """Each row of each update (n, rows, columns) by its root mean square over the steps, the whole's norm unchanged.
+def normalize_rows(
+    updates: Tensor, row_second_moments: list[Tensor], weight: float | Tensor, group: Any = None
+) -> Tensor:
+    """Divide each row of updates (n, rows, columns) by its root mean square over recent steps; keep each matrix's norm.
 
-    `rows`, n times (rows, 1), holds the decaying mean of the squares and is brought up to date, with `weight` for the
-    new ones. Since a factor of the whole matrix cancels, the mean needs no correction for having begun at zero.
-    `group`: of the ranks that share the rows, if several do.
+    Args:
+        row_second_moments: n running means of squares (rows, 1), updated here with `weight` for the new
+            squares. Starting at zero needs no correction: a factor common to a whole matrix cancels.
+        group: the ranks that share the rows, if several do.
     """
     squares = updates.float().square().mean(2, keepdim=True)  # (n, rows, 1)
-    means = torch.stack([row.lerp_(new, weight) for row, new in zip(rows, squares)])
+    means = torch.stack([mean.lerp_(square, weight) for mean, square in zip(row_second_moments, squares)])
     scale = means.clamp(min=1e-30).rsqrt()
     before, after = squares.sum(1, keepdim=True), (squares * scale.square()).sum(1, keepdim=True)  # (n, 1, 1) each
     if group is not None:

@@ -18,47 +18,50 @@ from thinker.model.lora import RANK_OF, add_lora
 from thinker.runtime.files import atomic_write
 from thinker.runtime.process_group import full_tensor
 
-TEXT_CHARS = 200  # of each sample, in a report
+MAX_TEXT_CHARS = 200  # per sample, in a report
 
 
 def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
     """Run each sample of a step (from 0) alone, forward and backward without dropout, on the current weights.
 
-    Returns "samples": id, loss (nats per token) and gradient norm (None where not finite), and the text's start;
-    "first_not_finite": the first module whose output is not; "gradients_not_finite": parameters whose gradient norm
-    is not; "largest_weight": [name, size], None for a size that is not finite.
+    Returns "samples": id, loss (nats per token), gradient norm and the beginning of the text of each sample;
+    "first_not_finite": the first module whose output is not finite; "gradients_not_finite": parameters whose gradient
+    is not finite; "largest_weight": [name, absolute value]. Numbers that are not finite are None.
     """
-    copy, samples, found = unwrapped_copy(model), [], {"module": None}
-    bad: set[str] = set()
+    copy = unwrapped_copy(model)
+    samples: list[dict[str, Any]] = []
+    modules: list[str] = []  # whose output was not finite, in the order of the forward pass
+    parameters: set[str] = set()  # whose gradient was not finite
     for name, module in copy.named_modules():
-        module.register_forward_hook(_watch(found, name or "loss"))
-    for row, number in enumerate(loader.sample_ids(step)):
+        module.register_forward_hook(_record_nonfinite(modules, name or "loss"))
+    for row, sample_id in enumerate(loader.sample_ids(step)):
         inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
-        given = (inputs, targets, loader.dataset.document_ids(inputs))
-        given = [x if x is None else x.to(model.device) for x in given]
-        loss_sum, count = copy(given[0], targets=given[1], document_ids=given[2])
-        loss = loss_sum / max(int(count), 1)
+        document_ids = loader.dataset.document_ids(inputs)
+        if document_ids is not None:
+            document_ids = document_ids.to(model.device)
+        loss_sum, n_targets = copy(inputs.to(model.device), targets=targets.to(model.device), document_ids=document_ids)
+        loss = loss_sum / max(int(n_targets), 1)
         loss.backward()
         loss = loss.detach()
         gradients = {name: p.grad for name, p in copy.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.get_total_norm(gradients.values())
         if not math.isfinite(norm):
-            bad |= {name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())}
+            parameters |= {name for name, gradient in gradients.items() if not math.isfinite(gradient.norm())}
         copy.zero_grad(set_to_none=True)
-        text = tokenizer.decode(inputs[0].tolist())[:TEXT_CHARS]
-        samples.append({"id": number, "loss": finite_or_none(loss), "grad_norm": finite_or_none(norm), "text": text})
+        text = tokenizer.decode(inputs[0].tolist())[:MAX_TEXT_CHARS]
+        samples.append({"id": sample_id, "loss": finite_or_none(loss), "grad_norm": finite_or_none(norm), "text": text})
     sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in copy.named_parameters()}
     largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,
-        "first_not_finite": found["module"],
-        "gradients_not_finite": sorted(bad),
+        "first_not_finite": modules[0] if modules else None,
+        "gradients_not_finite": sorted(parameters),
         "largest_weight": [largest, finite_or_none(sizes[largest])],
     }
 
 
 def write_nonfinite_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
-    """Write a report into the run directory, under the step's number (from 1). Returns its path."""
+    """Write a report on a step (from 1) into the run directory. Returns its path."""
     path = run.path / f"nonfinite-step-{step:08d}.json"
     if run.writes:
         atomic_write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
@@ -71,7 +74,7 @@ def finite_or_none(value: Tensor | float) -> float | None:
 
 
 def unwrapped_copy(model: Thinker) -> Thinker:
-    """A copy for evaluation that is neither compiled nor sharded. All ranks that share the weights must call this."""
+    """A copy for evaluation, neither compiled nor sharded. All ranks must call this."""
     weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
         copy = Thinker(model.config)
@@ -84,10 +87,10 @@ def unwrapped_copy(model: Thinker) -> Thinker:
     return copy.requires_grad_().eval()
 
 
-def _watch(found: dict[str, str | None], name: str) -> Callable[[nn.Module, Any, Any], None]:
+def _record_nonfinite(modules: list[str], name: str) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = [part for part in (output if isinstance(output, tuple) else (output,)) if isinstance(part, Tensor)]
-        if found["module"] is None and not all(bool(part.isfinite().all()) for part in tensors):
-            found["module"] = name
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not all(bool(part.isfinite().all()) for part in outputs if isinstance(part, Tensor)):
+            modules.append(name)
 
     return hook

@@ -215,7 +215,7 @@ def test_texts_lie_evenly_and_count_what_follows(loaded, tiny_run, tmp_path):
     assert torch.equal(tokens[:, 1:][targets[:, :-1] >= 0], targets[:, :-1][targets[:, :-1] >= 0])
     assert tokens.shape == (4, model.config.max_seq_len)
     text.write_text("short")
-    with pytest.raises(UserError, match="there must be at least 16"):
+    with pytest.raises(UserError, match="it needs at least 16"):
         sample_sequences(model, tokenizer, tiny_run, text, 4, tmp_path)
 
 

@@ -222,7 +222,7 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     options = [*WILD, "train.max_nonfinite_steps=3", "train.save_every=2", "train.max_steps=3"]
     done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 1  # the last evaluation finds what two left-out steps did not mend
-    assert "the validation loss is nan; nothing was saved. Lower optimizer.lr; training would go on" in done.stderr
+    assert "the validation loss is nan; nothing was saved. Lower optimizer.lr; training would resume" in done.stderr
     assert "step 2: the loss is nan" in done.stderr
     assert "skipped, 1 of 3" in done.stderr
     assert "skipped, 2 of 3" in done.stderr
