@@ -1,11 +1,9 @@
-"""Less memory for activations: recompute them in the backward pass, or keep them in host memory."""
+"""Activation checkpointing: less memory, one more forward pass."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 
-import torch
 from torch.utils.checkpoint import checkpoint
 
 from thinker.model import Thinker
@@ -18,8 +16,3 @@ def apply_activation_checkpointing(model: Thinker, every_n_blocks: int) -> None:
     """
     for block in model.blocks[::every_n_blocks]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def offload_activations() -> AbstractContextManager:
-    """Within it, what the backward pass needs is moved from the GPU to pinned host memory until then."""
-    return torch.autograd.graph.save_on_cpu(pin_memory=True)

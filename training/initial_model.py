@@ -54,9 +54,7 @@ def load_initial_model(
             f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len, perhaps with model.rope_scaling"
         )
     if (config.train.lora_rank or 0) > model_config.d_model:
-        raise UserError(
-            f"train.lora_rank is {config.train.lora_rank}, more than the model is wide ({model_config.d_model})"
-        )
+        raise UserError(f"train.lora_rank ({config.train.lora_rank}) exceeds model.d_model ({model_config.d_model})")
     tree = config.model_dump()
     tree["model"], tree["data"]["tokenizer"] = model_config.to_dict(), tokenizer_spec
     if model is not None and model_config != model.config:
@@ -87,9 +85,7 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
 def _check_same_tokenizer(spec: str, tokenizer: Tokenizer, source: str) -> None:
     is_same = check_spec(spec) == "path" and load_tokenizer(spec).content_hash == tokenizer.content_hash
     if not is_same:
-        raise UserError(
-            f"data.tokenizer={spec} is not that of run.init_from={source}; leave it out: data.tokenizer=null"
-        )
+        raise UserError(f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; leave it out")
 
 
 def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenizer | None:

@@ -52,7 +52,7 @@ def resolve_settings(
     choices = {
         "precision": precision or resolve_precision(config, device, previous, dist),
         "save_sharded": resolve_save_sharded(config, model_config, dist),
-        "micro_batch_size": 1,  # this one and the next are replaced below
+        "micro_batch_size": 1,  # this and compile are replaced below
         "compile": False,
     }
     lr_scale = finetune_lr_scale(config)
@@ -74,18 +74,16 @@ def resolve_settings(
 def check_batch_split(config: Config, dist: DistContext) -> None:
     """Raise UserError where the ranks cannot share a batch evenly, in whole micro-batches."""
     batch_size, micro_batch_size = config.train.batch_size, config.train.micro_batch_size
-    rows, rest = divmod(batch_size, dist.world_size)
-    if rest:
-        near = [size for size in (rows * dist.world_size, (rows + 1) * dist.world_size) if size]
+    rows = batch_size // dist.world_size
+    if batch_size % dist.world_size:
         raise UserError(
-            f"train.batch_size ({batch_size}) is split over {dist.world_size} ranks: it must be a multiple of "
-            f"{dist.world_size}, such as {' or '.join(map(str, near))}; {batch_size} goes with these numbers of "
-            f"ranks: {list_divisors(batch_size)}"
+            f"train.batch_size ({batch_size}) must be a multiple of the number of ranks ({dist.world_size}); "
+            f"it can be split over these numbers of ranks: {list_divisors(batch_size)}"
         )
     if isinstance(micro_batch_size, int) and rows % micro_batch_size:
         raise UserError(
-            f"train.micro_batch_size ({micro_batch_size}) must divide what each of {dist.world_size} ranks has of "
-            f"train.batch_size ({batch_size}), {rows} sequences; possible: {list_divisors(rows)}"
+            f"train.micro_batch_size ({micro_batch_size}) must divide each rank's share of train.batch_size, "
+            f"{rows} sequences; possible: {list_divisors(rows)}"
         )
 
 

@@ -104,11 +104,8 @@ def warn_about_changes(state: RunState, machine: dict[str, str], settings: Setti
         default = "1" if key == "ranks" else None
         before, after = state.machine.get(key, default), machine.get(key, default)
         if before != after:
-            print(
-                f"{key} was {before} and is {after} now: what follows differs slightly from a run that was never "
-                "stopped",
-                file=sys.stderr,
-            )
+            message = f"{key} was {before} and is {after} now: what follows differs slightly from an uninterrupted run"
+            print(message, file=sys.stderr)
 
 
 def best_val_loss_so_far(run: RunDirectory, state: RunState, settings: Settings) -> float | None:
@@ -171,8 +168,8 @@ def resume_run(
                 checkpoint.quarantine(newer, "damaged")  # or it would count as one of the last that are kept
     if state.skipped > settings.train.max_nonfinite_steps:
         raise UserError(
-            f"the run in {run.path} has skipped {state.skipped} non-finite steps; train.max_nonfinite_steps cannot "
-            "be fewer"
+            f"the run in {run.path} has skipped {state.skipped} non-finite steps: set train.max_nonfinite_steps to "
+            f"{state.skipped} or more"
         )
     restore(folder, step, state)
     warn_about_changes(state, describe_machine(step.device, dist, settings.train.parallel), settings)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
@@ -14,7 +15,6 @@ from thinker.model.linear import Linear
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.activation_checkpointing import offload_activations
 from thinker.training.distributed import clip_grad_norm, gradient_sync, parallelize
 from thinker.training.optimizers import Optimizers
 from thinker.training.settings import Settings
@@ -76,7 +76,7 @@ class TrainingStep:
                     for tensor in (batch.inputs, batch.targets, batch.document_ids)
                 )
                 with gradient_sync(self.parallel_model, is_last=part.stop >= rows):
-                    with offload_activations() if train.offload_activations else contextlib.nullcontext():
+                    with save_on_cpu(pin_memory=True) if train.offload_activations else contextlib.nullcontext():
                         loss_sum, _ = self.parallel_model(inputs, targets=targets, document_ids=document_ids)
                     self.scaler.scale(loss_sum / max(batch.n_targets, 1)).backward()
                 total += loss_sum.detach()
@@ -114,15 +114,13 @@ def cached_weight_casts(model: Thinker) -> Iterator[None]:
     Gradients flow to the fp32 weights and accumulate in fp32. Meanwhile the weights must not change.
     """
     weights = model.embedding.weight.dtype
-    sharded = hasattr(model, "unshard")  # FSDP2 gathers those of blocks in that precision
-    matrices = [m for m in model.modules() if isinstance(m, Linear) and model.dtype != weights and not sharded]
+    is_sharded = hasattr(model, "unshard")  # FSDP2 gathers the blocks' weights in the activations' precision
+    matrices = [m for m in model.modules() if isinstance(m, Linear) and model.dtype != weights and not is_sharded]
     try:
         for matrix in matrices:
             matrix.cached_weight = matrix.weight.to(model.dtype)
-        if model.lm_head.cached_weight is not None:
-            model.lm_head.cached_weight = (
-                model.lm_head.cached_weight.detach()
-            )  # the loss gives its weight a gradient in full precision
+        if model.lm_head.cached_weight is not None:  # the loss gives lm_head.weight its gradient, in fp32
+            model.lm_head.cached_weight = model.lm_head.cached_weight.detach()
         yield
     finally:
         for matrix in matrices:

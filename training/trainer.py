@@ -79,7 +79,7 @@ class Trainer:
             print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
             self.tracker.finish()
             self.run.unlock()
-            self.print_summary()
+            print_summary(self.run, self.state, self.settings.model.prefix, self.corpus.train.has_conversations)
             return 0
         if self.state.step:
             print(f"resuming from step {self.state.step} in {self.run.path}", file=sys.stderr)
@@ -100,17 +100,11 @@ class Trainer:
                 self.tracker.finish(is_complete=not self.was_evaluation_interrupted())
                 self.run.unlock()
             if self.stopping:
-                print(
-                    f"saved step {self.state.step} in {self.run.path}; the same command resumes from there",
-                    file=sys.stderr,
-                )
+                message = f"saved step {self.state.step} in {self.run.path}; the same command resumes from there"
+                print(message, file=sys.stderr)
                 return 128 + self.stopping  # as shells report a signal: 129, 130, 143
-            self.print_summary()
+            print_summary(self.run, self.state, self.settings.model.prefix, self.corpus.train.has_conversations)
         return 0
-
-    def print_summary(self) -> None:
-        """Print the result of the run."""
-        print_summary(self.run, self.state, self.settings.model.prefix, self.corpus.train.has_conversations)
 
     def fit(self) -> None:
         """Every step, with what is due after it; then the last evaluation and the last checkpoint."""

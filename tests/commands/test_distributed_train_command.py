@@ -168,8 +168,8 @@ def test_a_mistake_is_shown_once_and_ends_all(start_ranks, config, tmp_path):
     assert [rank.wait() for rank in ranks] == [2, 2]
     lines = [line for rank in ranks for line in rank.output()[1].splitlines()]
     assert [line for line in lines if line.startswith("error:")] == [
-        "error: train.batch_size (7) is split over 2 ranks: it must be a multiple of 2, such as 6 or 8; "
-        "7 goes with so many ranks: 1, 7"
+        "error: train.batch_size (7) must be a multiple of the number of ranks (2); "
+        "it can be split over these numbers of ranks: 1, 7"
     ]
     assert not (tmp_path / "run").exists()
 

@@ -249,7 +249,7 @@ def test_load_adapters_made_by_peft(base, tmp_path, rslora):
     ("overrides", "message"),
     [
         (["model.n_layers=3"], "model.n_layers is 3, but the model in run.init_from="),
-        (["data.tokenizer=byte"], "data.tokenizer=byte is not that of run.init_from"),
+        (["data.tokenizer=byte"], "data.tokenizer=byte is not the tokenizer of run.init_from"),
         (["data.seq_len=100"], "longer than the context of the model in run.init_from"),
         (["train.lora_rank=4", "optimizer.name=muon"], "train.lora_rank goes with"),
         (["train.lora_alpha=4"], "train.lora_alpha is read with"),
@@ -258,7 +258,7 @@ def test_load_adapters_made_by_peft(base, tmp_path, rslora):
         (["data.chat_template=nowhere.jinja"], "nowhere.jinja cannot be read"),
         (["run.init_from=null", "data.chat_template=x.jinja"], "goes with a tokenizer that exists"),
         (["run.init_from=null", "data.tokenizer=byte"], "need a chat template"),
-        (["train.lora_rank=33"], "train.lora_rank is 33, more than the model is wide"),
+        (["train.lora_rank=33"], r"train.lora_rank \(33\) exceeds model.d_model"),
         (["model.attn_logit_softcap=5"], "model.attn_logit_softcap is 5.0, but .* has null"),
     ],
 )

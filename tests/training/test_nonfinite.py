@@ -232,7 +232,7 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     assert len(report["sample_ids"]) == 4
     fewer = run_script(*train_args, f"run.dir={run}", *options, "train.max_nonfinite_steps=0")
     assert fewer.returncode == 2
-    assert "has skipped 1 non-finite steps; train.max_nonfinite_steps cannot be fewer" in fewer.stderr
+    assert "has skipped 1 non-finite steps: set train.max_nonfinite_steps to 1 or more" in fewer.stderr
     again = run_script(*train_args, f"run.dir={run}", *options)
     assert "resuming from step 2" in again.stderr
     assert "skipped, 2 of 3" in again.stderr
