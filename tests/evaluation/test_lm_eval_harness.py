@@ -15,9 +15,6 @@ from thinker.runtime.errors import UserError
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
-
 from thinker.evaluation.lm_eval_harness import ThinkerLM, run_tasks, sampling_params
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,6 +24,8 @@ SAMPLE = "Once upon a time there was a naïve cat. It sat on the mat, and the do
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """The same model through both adapters."""
+    from lm_eval.models.huggingface import HFLM
+
     tokenizer = make_tokenizer("bpe:300", [SAMPLE])
     model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=48)
     folder = tmp_path_factory.mktemp("hf")
@@ -37,6 +36,8 @@ def models(tmp_path_factory):
 
 
 def requests(kind, arguments):
+    from lm_eval.api.instance import Instance
+
     return [Instance(kind, {}, arguments_of_request, index) for index, arguments_of_request in enumerate(arguments)]
 
 

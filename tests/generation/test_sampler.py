@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation import logits_process as logits_process
 
 from thinker.generation.sampler import SamplingParams, distribution, sample_from_probs
 from thinker.runtime.errors import UserError
@@ -303,6 +302,8 @@ def test_rows_of_a_large_vocabulary_are_independent(options):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_agrees_with_transformers(seed):
+    from transformers.generation import logits_process
+
     random = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(4, 50, generator=random, dtype=torch.float64)
     text = torch.randint(0, 50, (4, 15), generator=random)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinker.benchmarks.baselines import as_transformers
+from thinker.benchmarks.baselines import to_transformers
 from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker, ThinkerConfig
 
@@ -28,7 +28,7 @@ def test_logits_equal(qk_norm, n_kv_heads, tied, shape):
     model = random_model(qk_norm=qk_norm, n_kv_heads=n_kv_heads, tie_embeddings=tied, **shape)
     tokens = torch.randint(0, 101, (2, 40))
     with torch.no_grad():
-        ours, theirs = model(tokens), as_transformers(model)(tokens).logits
+        ours, theirs = model(tokens), to_transformers(model)(tokens).logits
     assert theirs.std() > 0.5  # logits worth comparing
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
@@ -36,7 +36,7 @@ def test_logits_equal(qk_norm, n_kv_heads, tied, shape):
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
 def test_gradients_equal(qk_norm):
     model = random_model(qk_norm=qk_norm, n_kv_heads=2)
-    other = as_transformers(model)
+    other = to_transformers(model)
     tokens = torch.randint(0, 101, (2, 17))
     loss_sum, count = model(tokens[:, :-1], targets=tokens[:, 1:])
     (loss_sum / count).backward()

@@ -15,7 +15,6 @@ from thinker.model.rope import Rope, RopeScaling, apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,7 +70,7 @@ def their_tables(values, head_dim, theta, length, step=1, exact=False):
         if exact:
             patch.setattr(torch, "float", torch.float64)
             patch.setattr(torch, "float32", torch.float64)
-        module = LlamaRotaryEmbedding(config)
+        module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
         x = torch.zeros(1, dtype=torch.float64 if exact else torch.float32)
         cos, sin = module(x, torch.arange(0, length, step)[None])
     assert cos.dtype == x.dtype
