@@ -26,12 +26,12 @@ LOGIT_ROWS = 256  # positions whose logits are in memory at once
 
 @dataclass(frozen=True)
 class Segment:
-    """The positions from `start` to before `end`: mean loss and its standard error, in nats per token."""
+    """Positions start..end-1: mean loss and its standard error, in nats per token."""
 
     start: int
     end: int
     loss: float
-    error: float | None  # windows are drawn, not tokens: those of one window are alike. None for a single window
+    error: float | None  # over windows, since tokens of one window are correlated; None for a single window
     n_tokens: int
 
 
@@ -45,50 +45,52 @@ class PositionLosses:
 
     @property
     def counts(self) -> Tensor:
-        """How many windows have a token at each position, (T,) int64."""
+        """The number of windows that have a token at each position, (T,) int64."""
         return (~self.nats.isnan()).sum(dim=0)
 
     @property
     def by_position(self) -> Tensor:
-        """The mean of each position over the windows, (T,); NaN where none has a token."""
+        """The mean over windows at each position, (T,); NaN where no window has a token."""
         return self.nats.nanmean(dim=0)
 
     def segment(self, start: int, end: int) -> Segment:
-        """The mean over all tokens of these positions: a ratio of two sums over windows, whose error it has."""
+        """The mean over all tokens at these positions; the standard error is that of a ratio of sums over windows."""
         part = self.nats[:, start:end]
         counts, sums = (~part.isnan()).sum(dim=1), part.nansum(dim=1)  # (N,) each
-        n, windows = int(counts.sum()), int((counts > 0).sum())
+        n, n_windows = int(counts.sum()), int((counts > 0).sum())
         mean = (sums.sum() / n).item()
         spread = (sums - mean * counts).square().sum().item()
-        error = math.sqrt(spread * windows / (windows - 1)) / n if windows > 1 else None
+        error = math.sqrt(spread * n_windows / (n_windows - 1)) / n if n_windows > 1 else None
         return Segment(start, end, mean, error, n)
 
     def segments(self) -> list[Segment]:
-        """Two halves of the trained length, then one length after the other; those without a token are left out."""
+        """Both halves of the trained length, then multiples of it; segments without tokens are left out."""
         length, T = self.trained_length, self.nats.shape[1]
         edges = sorted({0, length // 2, *range(length, T, length), T})
-        return [self.segment(*ends) for ends in pairwise(edges) if self.counts[slice(*ends)].any()]
+        return [self.segment(start, end) for start, end in pairwise(edges) if self.counts[start:end].any()]
 
-    def table(self) -> str:
-        """The segments, one a line."""
+    def format_table(self) -> str:
+        """The segments, one per line."""
         lines = [f"{'positions':>15}  {'nats per token':>12}  {'std error':>9}  {'tokens':>9}"]
         for part in self.segments():
-            place, error = f"{part.start}-{part.end - 1}", "" if part.error is None else f"{part.error:.4f}"
-            beyond = "  beyond the training" * (part.start >= self.trained_length)
-            lines.append(f"{place:>15}  {part.loss:12.4f}  {error:>9}  {part.n_tokens:9,}{beyond}")
+            positions = f"{part.start}-{part.end - 1}"
+            error = "" if part.error is None else f"{part.error:.4f}"
+            note = "  beyond the training" if part.start >= self.trained_length else ""
+            lines.append(f"{positions:>15}  {part.loss:12.4f}  {error:>9}  {part.n_tokens:9,}{note}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the segments, and the loss and the number of tokens at each position."""
+        """As JSON: the segments, and the loss and the number of tokens at each position."""
         means = [loss if count else None for loss, count in zip(self.by_position.tolist(), self.counts.tolist())]
         segments = [asdict(part) for part in self.segments()]
         return {"segments": segments, "by_position": means, "counts": self.counts.tolist()}
 
 
 def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> PackedDataset:
-    """Contiguous windows of `length` tokens; shorter if the learned positions or the tokens end before.
+    """Contiguous windows of `length` tokens; shorter if there are fewer learned positions or tokens.
 
-    Documents are cut and packed together, even if the training began each window with one: that costs some loss.
+    Documents are cut and packed together, even if the model was trained on windows that begin with a document; such a
+    model has a higher loss here.
     """
     length = min(length, max(shard.n_tokens - 1 for shard in tokens.shards))
     if config.positions == "learned":
@@ -129,7 +131,9 @@ def loss_by_position(
 ) -> PositionLosses:
     """The loss of each token in the first `limit` windows.
 
-    `trained_length`: window length of the training, by default config.max_seq_len. `progress`: show a bar.
+    Args:
+        trained_length: length of the training windows; default: config.max_seq_len.
+        progress: show a progress bar.
     """
 
     def token_losses(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:

@@ -1,14 +1,14 @@
-"""The needle test on `tales`: a fact was said n tokens ago; does the model still use it?
+"""The needle test on `tales`: a fact was mentioned n tokens ago; does the model still use it?
 
-A needle is a story of the grammar up to the place where a fact's word is said for the second time. Each comes back in
-the phrase that it came in, `from Flint`, `the magic lantern`, so the phrase tells which fact is meant. Stories go on
-for some 140 tokens after a fact; for longer distances the hero has encounters between the first paragraph and the
-second, as the grammar tells them (`go // meet kind`: some food is taken along, an animal gets it), as many as bring the
-farthest fact nearest to n: sentences that the model has read, but never so many of them.
+A needle is a story of the grammar, cut where a fact's word occurs for the second time. The word follows the same phrase
+both times (`from Flint`, `the magic lantern`), so the phrase determines which fact is meant. Stories continue for about
+140 tokens after a fact. For longer distances, encounters of the hero are inserted between the first two paragraphs, in
+the grammar's own words (`go // meet kind`), until the farthest fact is about n tokens away: sentences that the model
+was trained on, but never that many of them.
 
-The distance, from the first token of the word to that of its second mention, is within n/16 of n; the word is nowhere
-else before. Right is an answer if the model finds the word likelier than all others of its list in the grammar; out of
-that are words which begin another (`ball`, `balloon`), since they could never be the less likely ones.
+The distance, between the first tokens of the two mentions, is within n/16 of n, and the word occurs nowhere else.
+An answer is right if the model finds the word likelier than all other words of its list in the grammar. Words that are
+a prefix of another word (`ball`, `balloon`) are left out, since they could never be less likely.
 """
 
 from __future__ import annotations
@@ -28,38 +28,40 @@ from thinker.evaluation.long_context import hidden_states
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
-# What stands before a fact's word both times. The lists of words have the facts' names.
-PHRASES = {"town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was"}
-PHRASES |= {"pet": "the", "food": "some", "look": "very", "wild": "old"}
-GRAMMAR = tales.GRAMMAR  # told here in parts; tales.generate_story() tells whole stories
+PHRASES = {  # fact name (and name of its word list): what precedes the fact's word at both mentions
+    "town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was", "pet": "the",
+    "food": "some", "look": "very", "wild": "old",
+}  # fmt: skip
+GRAMMAR = tales.GRAMMAR  # expanded here in parts; tales.generate_story() expands whole stories
 WORDS = {name: [item[""] for item in GRAMMAR.lists[name]] for name in PHRASES}
 VALUES = {
-    name: [w for w in words if not any(o != w and o.startswith(w) for o in words)] for name, words in WORDS.items()
+    name: [word for word in words if not any(other != word and other.startswith(word) for other in words)]
+    for name, words in WORDS.items()
 }
 HEROES_AND_PETS = {item[""]: item for name in ("girl", "boy", "pet") for item in GRAMMAR.lists[name]}
-TRIES = 100  # stories told for each needle, at most
-VALUES_AT_ONCE = 16  # of several tokens each, in one pass
+MAX_STORIES = 100  # generated per needle
+MAX_PREFIXES_PER_BATCH = 16
 
 
 class Needle(NamedTuple):
-    """A text, to be continued by " " and its value; the fact's name; tokens from the BOS token on; the distance."""
+    """A text and the value that continues it after a space."""
 
     text: str
     value: str
-    name: str
-    tokens: list[int]
+    name: str  # of the fact
+    tokens: list[int]  # of the text, after the BOS token
     distance: int
 
 
-def say(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]) -> str:
-    """Text of the grammar, as tales.generate_story() draws it where all alternatives have the same weight."""
+def expand(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]) -> str:
+    """Expand part of the grammar as tales.generate_story() does, if all alternatives have the same weight."""
     text = ""
     for op in ops:
         match op:
             case tales.Text(plain):
                 text += plain
             case tales.Call(rule):
-                text += say(random.choice(rule.alternatives), random, bound)
+                text += expand(random.choice(rule.alternatives), random, bound)
             case tales.SampleWord(name, _, form, items):
                 bound[name] = random.choice(items)
                 text += bound[name][form]
@@ -68,94 +70,103 @@ def say(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]) -
     return text
 
 
-def needles_of(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list[Needle]:
-    """Every fact of a text that comes back in the phrase it came in, and nowhere before, at whatever distance."""
+def find_needles(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list[Needle]:
+    """Every fact of a text that occurs a second time after its phrase, at any distance."""
     tokens, needles = tokenizer.encode(text), []
-    number = {at: n for n, at in enumerate(accumulate((len(tokenizer.token_bytes(i)) for i in tokens), initial=0))}
-    words = [(found.start() - 1, found.group()) for found in re.finditer(r"[\w-]+", text)]  # each with its space
-    for name in [name for name in PHRASES if facts.get(name) in VALUES[name]]:
-        places = [at for at, word in words if word == facts[name]][:2]
-        marked = all(text[:at].lower().endswith(PHRASES[name]) and at in number for at in places)
-        if marked and len(places) == 2:
-            first, again = (number[at] for at in places)
-            before = [tokenizer.bos_id, *tokens[:again]]
-            needles.append(Needle(text[: places[1]], facts[name], name, before, again - first))
+    token_starts = accumulate((len(tokenizer.token_bytes(token)) for token in tokens), initial=0)
+    token_index = {start: index for index, start in enumerate(token_starts)}
+    words = [(match.start() - 1, match.group()) for match in re.finditer(r"[\w-]+", text)]  # from the space before
+    for name, phrase in PHRASES.items():
+        if facts.get(name) not in VALUES[name]:
+            continue
+        starts = [start for start, word in words if word == facts[name]][:2]
+        follow_phrase = all(text[:start].lower().endswith(phrase) and start in token_index for start in starts)
+        if len(starts) == 2 and follow_phrase:
+            first, second = (token_index[start] for start in starts)
+            context = [tokenizer.bos_id, *tokens[:second]]
+            needles.append(Needle(text[: starts[1]], facts[name], name, context, second - first))
     return needles
 
 
-def tell(tokenizer: Tokenizer, distance: int, random: Random) -> list[Needle]:
-    """A story's needles at about this distance."""
+def story_needles(tokenizer: Tokenizer, distance: int, random: Random) -> list[Needle]:
+    """Generate a story and return its needles at about this distance."""
     story = tales.generate_story(random.getrandbits(64), 0)
     facts = {choice.name: choice.value for choice in story.choices if choice.kind == "fact"}
-    needles = needles_of(story.text, facts, tokenizer)
-    missing = distance - max((needle.distance for needle in needles), default=distance)
-    bound, encounters = {name: HEROES_AND_PETS[facts[name]] for name in ("hero", "pet")}, ""
-    while missing > 0:
-        more = say(GRAMMAR.read_text("\n\n<go>\n\n<meet> <kind>", 0), random, bound)
-        length = len(tokenizer.encode(more))
-        if length >= 2 * missing:
-            break  # it would lead further away
-        encounters, missing = encounters + more, missing - length
+    needles = find_needles(story.text, facts, tokenizer)
+    n_missing = distance - max((needle.distance for needle in needles), default=distance)
+    bound = {name: HEROES_AND_PETS[facts[name]] for name in ("hero", "pet")}
+    encounters = ""
+    while n_missing > 0:
+        encounter = expand(GRAMMAR.read_text("\n\n<go>\n\n<meet> <kind>", 0), random, bound)
+        length = len(tokenizer.encode(encounter))
+        if length >= 2 * n_missing:
+            break  # would overshoot by more than is missing
+        encounters += encounter
+        n_missing -= length
     if encounters:
-        needles = needles_of(story.text.replace("\n\n", encounters + "\n\n", 1), facts, tokenizer)
+        needles = find_needles(story.text.replace("\n\n", encounters + "\n\n", 1), facts, tokenizer)
     return [needle for needle in needles if abs(needle.distance - distance) <= distance / 16]
 
 
 def make_needles(tokenizer: Tokenizer, distance: int, n_examples: int, seed: int) -> list[Needle]:
-    """So many needles, each of a story of its own, the same for a seed; fewer where few stories have that distance."""
+    """`n_examples` needles from different stories, fewer if few stories have that distance; determined by `seed`."""
     random = Random(f"{seed}:{distance}")
-    stories = (tell(tokenizer, distance, random) for _ in range(TRIES * n_examples))
-    return [random.choice(needles) for needles in islice(filter(None, stories), n_examples)]
+    candidates = (story_needles(tokenizer, distance, random) for _ in range(MAX_STORIES * n_examples))
+    return [random.choice(needles) for needles in islice(filter(None, candidates), n_examples)]
 
 
 @torch.no_grad()
 def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Tensor:
-    """ln P of the tokens of each of A values after a context, (A,) in float64.
+    """ln P of each of A values (lists of tokens) after a context, (A,) float64.
 
-    Values of one token share one pass; of longer ones all but the last token is read behind the context.
+    Values that differ only in their last token share a row of the batch.
     """
-    heads = sorted({tuple(value[:-1]) for value in values})
-    longest = max(map(len, heads))
-    known: dict[tuple[int, ...], Tensor] = {}
-    for start in range(0, len(heads), VALUES_AT_ONCE):
-        part = heads[start : start + VALUES_AT_ONCE]
-        rows = [[*context, *head, *[0] * (longest - len(head))] for head in part]  # nobody sees what follows
+    prefixes = sorted({tuple(value[:-1]) for value in values})
+    max_len = max(map(len, prefixes))
+    logprobs: dict[tuple[int, ...], Tensor] = {}
+    for start in range(0, len(prefixes), MAX_PREFIXES_PER_BATCH):
+        batch = prefixes[start : start + MAX_PREFIXES_PER_BATCH]
+        rows = [[*context, *prefix, *[0] * (max_len - len(prefix))] for prefix in batch]  # padded at the end
         hidden = hidden_states(model, torch.tensor(rows, device=model.device))[:, len(context) - 1 :]
-        known |= zip(part, model.lm_head(hidden).float().log_softmax(dim=-1).cpu())  # (longest + 1, V) each
-    sums = [known[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values]
-    return torch.stack(sums)
+        logprobs |= zip(batch, model.lm_head(hidden).float().log_softmax(dim=-1).cpu())  # (max_len + 1, V) each
+    return torch.stack([logprobs[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values])
 
 
 def needle_test(
     model: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0
 ) -> dict[str, Any]:
-    """The accuracy at a distance, its error √(p(1 − p)/n), the mean probability of the right value, and chance.
+    """Accuracy at a distance, its standard error √(p(1 − p)/n), the mean probability of the right value, and chance.
 
-    Or, as "unreachable", why there are none: the model's positions end, or no story has such a distance.
+    If the test is impossible (no positions left, no such story), "unreachable" has the reason instead.
     """
     needles, rows = make_needles(tokenizer, distance, n_examples, seed), []
     if not needles:
-        return {"distance": distance, "unreachable": "no story says a fact again at that distance"}
+        return {"distance": distance, "unreachable": "no story repeats a fact at that distance"}
     if min(len(needle.tokens) for needle in needles) < model.config.prefix:
-        reason = f"the model reads its first {model.config.prefix} tokens both ways, and would see what it is asked"
+        reason = f"the model reads its first {model.config.prefix} tokens both ways, so it would see the answer"
         return {"distance": distance, "unreachable": reason}
     for needle in needles:
         try:
             nats = log_probs(model, needle.tokens, [tokenizer.encode(f" {value}") for value in VALUES[needle.name]])
         except UserError as error:
             return {"distance": distance, "unreachable": str(error)}
-        right = VALUES[needle.name].index(needle.value)
-        rows.append([nats.argmax() == right, nats.softmax(dim=0)[right], 1 / len(nats)])
+        answer = VALUES[needle.name].index(needle.value)
+        rows.append([nats.argmax() == answer, nats.softmax(dim=0)[answer], 1 / len(nats)])
     accuracy, probability, chance = torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
-    figures = {"accuracy": accuracy, "error": (accuracy * (1 - accuracy) / len(rows)) ** 0.5}
-    figures |= {"probability": probability, "chance": chance}
-    return {"distance": distance, "n_examples": len(rows), **figures}
+    return {
+        "distance": distance,
+        "n_examples": len(rows),
+        "accuracy": accuracy,
+        "error": (accuracy * (1 - accuracy) / len(rows)) ** 0.5,
+        "probability": probability,
+        "chance": chance,
+    }
 
 
-def table(figures: list[dict[str, Any]]) -> str:
-    """What needle_test found, one distance a line."""
+def format_table(results: list[dict[str, Any]]) -> str:
+    """The results of needle_test, one line per distance."""
     lines = [f"{'distance':>15}  {'accuracy':>12}  {'error':>6}  {'probability':>11}  {'chance':>6}"]
-    for one in figures:
-        line = "{accuracy:12.3f}  {error:6.3f}  {probability:11.3f}  {chance:6.3f}"
-        lines.append(f"{one['distance']:>15}  " + (one.get("unreachable") or line.format(**one)))
+    for result in results:
+        numbers = "{accuracy:12.3f}  {error:6.3f}  {probability:11.3f}  {chance:6.3f}"
+        lines.append(f"{result['distance']:>15}  " + (result.get("unreachable") or numbers.format(**result)))
     return "\n".join(lines)

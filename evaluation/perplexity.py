@@ -1,4 +1,4 @@
-"""How well a model predicts a text: nats per token, perplexity, bits per byte, each with its confidence interval."""
+"""Loss, perplexity and bits per byte of a model on a text, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
-MIN_BLOCK_TOKENS = 1024  # tokens per sample of the interval, if there are enough
+MIN_BLOCK_TOKENS = 1024  # per sample of the confidence interval, if the text is long enough
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class TextLoss:
-    """The loss over windows of a text. `by_position` has the loss of every token."""
+    """The loss over windows of a text; `by_position` has the loss of every token."""
 
     context_length: int
-    stride: int  # tokens that each window counts, its last ones: all, unless windows overlap
+    stride: int  # each window counts its last `stride` tokens: all, unless windows overlap
     n_tokens: int
     n_bytes: int
     n_windows: int
@@ -50,24 +50,25 @@ class TextLoss:
 
     @property
     def perplexity(self) -> Estimate:
-        """e to the nats per token."""
+        """exp(nats per token)."""
         return Estimate(*(x if x is None else math.exp(min(x, 700.0)) for x in vars(self.nats_per_token).values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        plain = ("context_length", "stride", "n_tokens", "n_bytes", "n_windows", "entropy_floor")
-        ratios = ("nats_per_token", "perplexity", "bits_per_byte")
-        found = {name: getattr(self, name) for name in plain} | {name: vars(getattr(self, name)) for name in ratios}
-        return found | {"by_position": self.by_position.to_dict()}
+        """As JSON."""
+        numbers = ("context_length", "stride", "n_tokens", "n_bytes", "n_windows", "entropy_floor")
+        estimates = ("nats_per_token", "perplexity", "bits_per_byte")
+        tree = {name: getattr(self, name) for name in numbers}
+        tree |= {name: vars(getattr(self, name)) for name in estimates}
+        return tree | {"by_position": self.by_position.to_dict()}
 
 
 def estimate_ratio(sums: Tensor, sizes: Tensor, confidence: float) -> Estimate:
     """Σ sums / Σ sizes over samples (N,), with its confidence interval.
 
-    The standard error is that of a ratio of two sums (Cochran 1977, Sampling Techniques, equation 2.46), times the
-    quantile of Student's t for N − 1 degrees of freedom.
+    Its half-width is the standard error of a ratio of two sums (Cochran 1977, Sampling Techniques, equation 2.46) times
+    the quantile of Student's t with N − 1 degrees of freedom.
     """
-    from scipy.stats import t  # takes a second to import
+    from scipy.stats import t  # slow to import
 
     sums, sizes = sums[sizes > 0].double(), sizes[sizes > 0].double()
     n, total = len(sums), sizes.sum().item()
@@ -91,10 +92,11 @@ def text_loss(
     """Loss, perplexity and bits per byte over all windows.
 
     Args:
-        byte_lengths: bytes of text of each token, data.tokenizer.token_byte_lengths.
+        byte_lengths: the number of bytes of each token id (data.tokenizer.token_byte_lengths).
         confidence: level of the intervals.
 
-    Raises UserError where none of the tokens stands for text.
+    Raises:
+        UserError: if none of the counted tokens has text.
     """
     batch_size = max(1, batch_tokens // windows.seq_len)
     losses = loss_by_position(model, windows, batch_size, None, trained_length, progress=True)
@@ -103,10 +105,10 @@ def text_loss(
     n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)  # (N,)
     nats, counts = losses.nats.nansum(dim=1), is_counted.sum(dim=1)  # (N,) each
     if not n_bytes.any():
-        raise UserError("the tokens to predict have no text, so there are no bytes to count by")
+        raise UserError("the tokens to predict have no text, so bits per byte are undefined")
     # Neighboring tokens and windows are correlated, so the samples are blocks of them.
-    together = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
-    block = torch.arange(len(counts)) // max(1, together // windows.stride)  # (N,)
+    block_tokens = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
+    block = torch.arange(len(counts)) // max(1, block_tokens // windows.stride)  # (N,)
     blocks = [torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double()) for x in (nats, counts, n_bytes)]
     return TextLoss(
         windows.seq_len,
@@ -121,39 +123,42 @@ def text_loss(
     )
 
 
-def table(found: list[TextLoss]) -> str:
-    """Losses at several lengths of context, a line each, with their intervals; on tales how far above the floor."""
+def format_table(losses: list[TextLoss]) -> str:
+    """One line per context length: the estimates with their intervals and, if known, the distance to the floor."""
     rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "over the floor"]]
-    for one in found:
-        ratios = (one.nats_per_token, 4), (one.perplexity, 2), (one.bits_per_byte, 4)
-        floor = f"{one.nats_per_token.mean / one.entropy_floor - 1:.2%}" if one.entropy_floor else ""
-        rows.append([f"{one.context_length}", f"{one.n_tokens:,}", *(_in_brackets(*each) for each in ratios), floor])
-    columns = [column for column in zip(*rows) if any(column[1:])]  # there may be no floor
+    for loss in losses:
+        estimates = [_format(loss.nats_per_token, 4), _format(loss.perplexity, 2), _format(loss.bits_per_byte, 4)]
+        floor = f"{loss.nats_per_token.mean / loss.entropy_floor - 1:.2%}" if loss.entropy_floor else ""
+        rows.append([str(loss.context_length), f"{loss.n_tokens:,}", *estimates, floor])
+    columns = [column for column in zip(*rows) if any(column[1:])]  # without the floor if it is unknown
     widths = [max(map(len, column)) for column in columns]
     lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in zip(*columns))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _in_brackets(ratio: Estimate, digits: int) -> str:
-    interval = "" if ratio.low is None else f" [{ratio.low:,.{digits}f}, {ratio.high:,.{digits}f}]"
-    return f"{ratio.mean:,.{digits}f}{interval}"
+def _format(estimate: Estimate, digits: int) -> str:
+    interval = "" if estimate.low is None else f" [{estimate.low:,.{digits}f}, {estimate.high:,.{digits}f}]"
+    return f"{estimate.mean:,.{digits}f}{interval}"
 
 
-def tokenize(source: Source, tokenizer: Tokenizer, most: int, folder: Path) -> TokenShards:
-    """The first documents of a source, up to so many tokens, whole; a single text is cut there. Written to `folder`."""
-    writer, left = ShardWriter(folder, "text", tokenizer), most
-    with tqdm(total=most, desc="tokenizing", unit=" tokens") as bar:
+def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path) -> TokenShards:
+    """Write the first documents of a source to shards in `folder`, until there are `max_tokens` tokens.
+
+    The last document is kept in full; a source that is a single text is cut.
+    """
+    writer, n_left = ShardWriter(folder, "text", tokenizer), max_tokens
+    with tqdm(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
-            ((ids, counted),) = encode_all(tokenizer, [document], assistant_only_loss=document.messages is not None)
-            cut = ids[:left] if source.whole_text else ids
-            n_bytes = len(tokenizer.decode_bytes(cut.tolist()))
-            writer.add(cut, n_bytes, document.log_prob, source.whole_text and writer.started, counted)
-            left -= len(cut)
-            bar.update(len(cut))
-            if left <= 0:
+            ((ids, loss_mask),) = encode_all(tokenizer, [document], assistant_only_loss=document.messages is not None)
+            ids = ids[:n_left] if source.whole_text else ids
+            n_bytes = len(tokenizer.decode_bytes(ids.tolist()))
+            writer.add(ids, n_bytes, document.log_prob, source.whole_text and writer.started, loss_mask)
+            n_left -= len(ids)
+            bar.update(len(ids))
+            if n_left <= 0:
                 break
-        bar.total = bar.n  # the text may be shorter than what was asked for, and its last document longer
-    if left == most:
+        bar.total = bar.n  # the text may have fewer or more tokens
+    if n_left == max_tokens:
         raise UserError(f"data.source={source.name}: there is no text to be predicted")
     writer.close()
     return TokenShards.open(folder, writer.files, tokenizer)

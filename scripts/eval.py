@@ -1,4 +1,4 @@
-"""How well a model predicts: python scripts/eval.py PATH."""
+"""Evaluate a model: python scripts/eval.py PATH."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ TEXT_FLAGS = ("source", "path", "column", "max_tokens", "rope_scaling", "png")
 PLAIN_FLAGS = ("context", "stride", "confidence")
 LONG_FLAGS = ("factor", "windows")
 TASK_FLAGS = ("include", "shots", "limit")
-MOST_TOKENS = 200_000
+MAX_TOKENS = 200_000
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = ArgumentParser(description="Loss, perplexity and bits per byte on a text; tasks; long texts.")
-    parser.add_argument("run", metavar="PATH", help="a run directory, a checkpoint in it, or a Hugging Face folder")
-    group = parser.add_argument_group("what is read")
-    sources = ["tales", "pysource", "text", "jsonl", "parquet"]
-    group.add_argument("--source", choices=sources, help="default: what the run validates on")
-    group.add_argument("--path", metavar="FILE", help="of text, jsonl and parquet: a file, a folder or a glob")
-    group.add_argument("--column", metavar="NAME", help="of jsonl and parquet (default text)")
-    group.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"of --source, its first so many (default {MOST_TOKENS})"
+    """Read the command line. Raises UserError for flags that do not go together."""
+    parser = ArgumentParser(
+        description="Loss, perplexity and bits per byte on a text; loss on long texts; benchmark tasks."
     )
-    group = parser.add_argument_group("how")
-    group.add_argument("--context", metavar="N,...", help="context lengths, such as 128,256 (default: the trained one)")
-    group.add_argument("--stride", type=int, metavar="N", help="windows overlap; each counts its last N tokens")
-    group.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default 0.95)")
-    group.add_argument("--rope-scaling", metavar="YAML", help='such as "{type: linear, factor: 4}", for this once')
+    parser.add_argument("run", metavar="PATH", help="a run directory, a checkpoint in it, or a Hugging Face folder")
+    group = parser.add_argument_group("text")
+    sources = ["tales", "pysource", "text", "jsonl", "parquet"]
+    group.add_argument("--source", choices=sources, help="default: the validation data of the run")
+    group.add_argument("--path", metavar="FILE", help="for text, jsonl and parquet: a file, a folder or a glob")
+    group.add_argument("--column", metavar="NAME", help="for jsonl and parquet (default text)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help=f"read N tokens of --source (default {MAX_TOKENS})")
+    group = parser.add_argument_group("evaluation")
+    group.add_argument("--context", metavar="N,...", help="context lengths, such as 128,256 (default: as trained)")
+    group.add_argument("--stride", type=int, metavar="N", help="overlapping windows; each counts its last N tokens")
+    group.add_argument("--confidence", type=float, default=0.95, help="level of the intervals (default 0.95)")
+    group.add_argument("--rope-scaling", metavar="YAML", help='override it, such as "{type: linear, factor: 4}"')
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    group.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
-    group = parser.add_argument_group("instead: texts longer than those of the training")
-    group.add_argument("--long", action="store_true", help="loss by position there; on tales also a needle test")
-    group.add_argument("--factor", type=int, default=4, help="how many times as long, at most (default 4)")
-    group.add_argument("--windows", type=int, default=32, help="at most so many (default 32)")
-    group = parser.add_argument_group("instead: tasks of EleutherAI's lm-evaluation-harness (pip install lm-eval)")
+    group.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best or a name")
+    group = parser.add_argument_group("long texts")
+    group.add_argument(
+        "--long", action="store_true", help="loss by position beyond the trained length; on tales also a needle test"
+    )
+    group.add_argument(
+        "--factor", type=int, default=4, help="read up to this many times the trained length (default 4)"
+    )
+    group.add_argument("--windows", type=int, default=32, help="maximum number of windows (default 32)")
+    group = parser.add_argument_group("tasks of EleutherAI's lm-evaluation-harness (pip install lm-eval)")
     group.add_argument("--tasks", metavar="NAME,...", help="such as hellaswag,arc_easy; their data is downloaded")
     group.add_argument("--include", type=Path, metavar="FOLDER", help="a folder of your own tasks as YAML files")
-    group.add_argument("--shots", type=int, help="examples before each question (default: as the task says)")
-    group.add_argument("--limit", type=int, help="the first so many questions of each task only")
-    group = parser.add_argument_group("what comes out")
+    group.add_argument("--shots", type=int, help="examples before each question (default: set by the task)")
+    group.add_argument("--limit", type=int, help="maximum number of questions per task")
+    group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
-    group.add_argument("--png", type=Path, metavar="FILE", help="a picture of the loss by position")
+    group.add_argument("--png", type=Path, metavar="FILE", help="plot the loss by position")
     arguments = parser.parse_args()
     check_flags(arguments, parser)
     return arguments
@@ -68,14 +72,14 @@ def check_flags(arguments: argparse.Namespace, parser: ArgumentParser) -> None:
     if not 0 < arguments.confidence <= 0.9999:
         raise UserError(f"--confidence is {arguments.confidence}; it must lie between 0 and 0.9999, such as 0.95")
     if arguments.max_tokens is not None and arguments.source is None:
-        raise UserError("--max-tokens goes with --source; a run's own text is read whole")
+        raise UserError("--max-tokens goes with --source; the run's own validation data is read in full")
     lengths = context_lengths(arguments.context) or [arguments.stride or 0]
     if (arguments.stride or 0) > min(lengths):
         raise UserError(f"--stride is {arguments.stride}, longer than a --context of {min(lengths)}; lower it")
     if arguments.stride and arguments.source == "tales":
         raise UserError("--stride cuts texts anywhere; windows of tales begin with a document: leave it out")
     if arguments.include is not None and not arguments.include.is_dir():
-        raise UserError(f"--include {arguments.include} is no folder")
+        raise UserError(f"--include {arguments.include} is not a folder")
     if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
         raise UserError(f"cannot write {arguments.png}: its folder does not exist")
     needs_path = arguments.source in ("text", "jsonl", "parquet")
@@ -84,57 +88,62 @@ def check_flags(arguments: argparse.Namespace, parser: ArgumentParser) -> None:
 
 
 def context_lengths(text: str | None) -> list[int]:
-    """ "128,256" as numbers; none for None."""
+    """Parse "128,256"; [] for None. Raises UserError for anything else."""
+    if text is None:
+        return []
     try:
-        lengths = [int(part) for part in text.split(",")] if text is not None else []
+        lengths = [int(part) for part in text.split(",")]
     except ValueError:
         lengths = [0]
-    if lengths and min(lengths) < 2:
-        raise UserError(f"--context {text} is no list of lengths from 2 on, such as 128,256")
+    if min(lengths) < 2:
+        raise UserError(f"--context {text} is not a list of lengths of at least 2, such as 128,256")
     return lengths
 
 
-def find_tokens(
+def load_tokens(
     arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path
 ) -> tuple[str, int | None, str, Any]:
-    """The source's name, the length of the training's windows where it is known, how documents lie, and the tokens."""
+    """Returns the source's name, the length of the training windows (None if unknown), the packing, and the tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
     from thinker.training.validation_data import load_run_config, load_validation_data
 
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}
-        most = arguments.max_tokens or MOST_TOKENS
-        if arguments.source == "tales":  # others than those of the training
-            options |= {"max_documents": 1 + most // 16, "seed": 1 << 40}
+        max_tokens = arguments.max_tokens or MAX_TOKENS
+        if arguments.source == "tales":  # stories that no run trains on
+            options |= {"max_documents": 1 + max_tokens // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
-        tokens = tokenize(source, tokenizer, most, scratch)
-        packing, config = "documents" if arguments.source == "tales" else "contiguous", load_run_config(folder)
+        tokens = tokenize(source, tokenizer, max_tokens, scratch)
+        packing = "documents" if arguments.source == "tales" else "contiguous"
+        config = load_run_config(folder)
         return arguments.source, config and config.data.seq_len, packing, tokens
     config, tokens = load_validation_data(folder, tokenizer, "--source")
     packing = "documents" if config.data.source == "tales" else config.data.packing
     return config.data.source, config.data.seq_len, packing, tokens
 
 
-def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Loss by position, an eighth of the trained length a point, beside the needles' accuracy by distance."""
+def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Plot the loss by position, one point per eighth of the trained length, and the needles' accuracy by distance."""
     from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
     figure, panels = new_figure(11 if needles else 6, 4.2, 2 if needles else 1, share=False)
     length, T = loss.trained_length, loss.nats.shape[1]
     step = max(1, length // 8)
-    parts = [loss.segment(at, min(at + step, T)) for at in range(0, T, step)]
-    most = max(part.n_tokens for part in parts)
-    parts = [part for part in parts if part.n_tokens >= most / 100]  # means of few tokens are noise
-    points = [((part.start + part.end) / 2, part.loss, part.error or 0) for part in parts]
+    segments = [loss.segment(start, min(start + step, T)) for start in range(0, T, step)]
+    min_tokens = max(segment.n_tokens for segment in segments) / 100  # means of fewer tokens are noise
+    segments = [segment for segment in segments if segment.n_tokens >= min_tokens]
+    points = [((segment.start + segment.end) / 2, segment.loss, segment.error or 0) for segment in segments]
     panels[0].errorbar(*zip(*points), color=BLUE, marker="o", markersize=3)
     panels[0].set(xlabel="position", ylabel="loss (nats per token)")
-    if points := [(one["distance"], one["accuracy"], one["error"]) for one in needles if "accuracy" in one]:
-        panels[1].errorbar(*zip(*points), color=ORANGE, marker="o", markersize=3)
+    reachable = [result for result in needles if "accuracy" in result]
+    if reachable:
+        names = ("distance", "accuracy", "error", "chance")
+        distances, accuracies, errors, chances = ([result[name] for result in reachable] for name in names)
+        panels[1].errorbar(distances, accuracies, errors, color=ORANGE, marker="o", markersize=3)
         panels[1].set_xscale("log", base=2)
-        panels[1].set_xticks([n for n, *_ in points], [str(n) for n, *_ in points])
-        chance = [one["chance"] for one in needles if "accuracy" in one]
-        panels[1].plot([n for n, *_ in points], chance, color=GREY, linestyle=":", label="chance")
+        panels[1].set_xticks(distances, [str(distance) for distance in distances])
+        panels[1].plot(distances, chances, color=GREY, linestyle=":", label="chance")
         panels[1].set(xlabel="tokens since the fact", ylabel="accuracy of the needles", ylim=(-0.03, 1.03))
     for axes in panels:
         axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")
@@ -146,75 +155,77 @@ def draw(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> No
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
-def show(about: dict[str, Any]) -> None:
-    """What was evaluated, a line each."""
-    print("\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in about.items() if value is not None))
+def print_header(header: dict[str, Any]) -> None:
+    """Print what was evaluated, one line per entry that is not None."""
+    print("\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in header.items() if value is not None))
 
 
-def measure(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
-    """Loss, perplexity and bits per byte at every length of context."""
+def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
+    """Print loss, perplexity and bits per byte at every context length."""
     from thinker.data.batches import PackedDataset
     from thinker.data.tokenizer import token_byte_lengths
-    from thinker.evaluation.perplexity import table, text_loss
+    from thinker.evaluation.perplexity import format_table, text_loss
 
-    source, trained, packing, tokens = find_tokens(arguments, folder, tokenizer, scratch)
+    source, trained, packing, tokens = load_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or min(model.config.max_seq_len, 1024)
     longest = max(shard.n_tokens - 1 for shard in tokens.shards)
     if arguments.stride and packing == "documents":
         raise UserError(f"--stride cuts texts anywhere; windows of this run's {source} begin with a document")
-    lengths, found = token_byte_lengths(tokenizer), []
+    byte_lengths, losses = token_byte_lengths(tokenizer), []
     for length in context_lengths(arguments.context) or [min(trained, longest)]:
         stride = arguments.stride or length
         if max(length, stride) > longest:
             raise UserError(f"a --context of {max(length, stride)} is longer than the text, which has {longest} tokens")
         windows = PackedDataset(tokens, length, packing, stride=stride, prefix_len=model.config.prefix)
-        found.append(text_loss(model, windows, lengths, confidence=arguments.confidence, trained_length=trained))
+        loss = text_loss(model, windows, byte_lengths, confidence=arguments.confidence, trained_length=trained)
+        losses.append(loss)
     if arguments.png:
-        draw(found[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
-    about = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
-    about |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": arguments.confidence}
+        plot(loss.by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
+    header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
+    header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": arguments.confidence}
     if arguments.json:
-        print(json.dumps(about | {"losses": [one.to_dict() for one in found]}))
+        print(json.dumps(header | {"losses": [loss.to_dict() for loss in losses]}))
         return
-    floor = found[0].entropy_floor
-    about |= {"confidence": f"{arguments.confidence:.4g}, of the [intervals]", "bytes": f"{found[0].n_bytes:,}"}
-    show(about | {"entropy_floor": None if floor is None else f"{floor:.4f} nats per token, the minimum"})
-    print(f"\n{table(found)}\n\nby position, at a context of {found[-1].context_length}")
-    print(found[-1].by_position.table())
+    header |= {"confidence": f"{arguments.confidence:.4g}, of the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
+    if losses[0].entropy_floor is not None:
+        header["entropy_floor"] = f"{losses[0].entropy_floor:.4f} nats per token, the minimum"
+    print_header(header)
+    print(f"\n{format_table(losses)}\n\nby position, at a context of {loss.context_length}")
+    print(loss.by_position.format_table())
 
 
-def measure_long(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
-    """Loss by position in texts longer than those of the training, and on tales the needles."""
+def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
+    """Print the loss by position in texts longer than the trained length and, on tales, the needle test."""
     from thinker.evaluation import long_context, needle
 
-    source, trained, _, tokens = find_tokens(arguments, folder, tokenizer, scratch)
+    source, trained, _, tokens = load_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or model.config.max_seq_len
     longest, needles = arguments.factor * trained, []
     windows = long_context.long_windows(model.config, tokens, longest)
     loss = long_context.loss_by_position(model, windows, max(1, 4096 // windows.seq_len), arguments.windows, trained)
     if source == "tales":
-        farthest = min(longest, 1 << 14)  # longer stories take minutes
-        distances = [2**n for n in range(4, farthest.bit_length()) if 2**n <= farthest]
+        max_distance = min(longest, 1 << 14)  # longer stories take minutes
+        distances = [2**n for n in range(4, max_distance.bit_length())]
         needles = [needle.needle_test(model, tokenizer, distance) for distance in distances]
     if arguments.png:
-        draw(loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
-    about = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
-    about |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
-    about |= {"tokens": int(loss.counts.sum())}
+        plot(loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
+    header = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
+    header |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
+    header |= {"tokens": int(loss.counts.sum())}
     if arguments.json:
-        print(json.dumps(about | {"long": loss.to_dict(), "needle": needles or None}))
+        print(json.dumps(header | {"long": loss.to_dict(), "needle": needles or None}))
         return
-    show(about)
+    print_header(header)
     if windows.seq_len < longest:
         learned = model.config.positions == "learned" and windows.seq_len == model.config.max_seq_len
-        reason = f"the model has learned {windows.seq_len} positions" if learned else "the text is as short"
-        print(f"{reason}; longer texts cannot be read")
-    print(f"\n{loss.table()}\n")
-    print(needle.table(needles) if needles else "no needles: they are of the corpus tales (--source tales)")
+        reason = f"the model has {windows.seq_len} learned positions" if learned else "the text is shorter"
+        print(f"{reason}; the windows have {windows.seq_len} tokens instead of {longest}")
+    print(f"\n{loss.format_table()}\n")
+    print(needle.format_table(needles) if needles else "no needle test: it needs the corpus tales (--source tales)")
 
 
-def measure_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """What the harness finds, a task a line."""
+def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
+    """Print the results of the harness, one line per metric."""
     try:
         from thinker.evaluation.lm_eval_harness import run_tasks
     except ModuleNotFoundError as error:
@@ -235,7 +246,7 @@ def measure_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> 
 
 
 def main() -> int:
-    """Evaluate, print, draw. Returns the exit status."""
+    """Load the model, evaluate, print. Returns the exit status."""
     arguments = parse_arguments()
     from thinker.evaluation import long_context
     from thinker.interop import load
@@ -247,15 +258,15 @@ def main() -> int:
     folder = find_model(arguments.run, arguments.checkpoint)
     model, tokenizer = load(folder, device)
     if tokenizer is None:
-        raise UserError(f"{folder} has no tokenizer beside it, without which there is nothing to read")
+        raise UserError(f"{folder} has no tokenizer, so it cannot read a text")
     if arguments.rope_scaling is not None:
         long_context.override_rope_scaling(model, arguments.rope_scaling)
     if arguments.tasks is not None:
-        measure_tasks(arguments, model, tokenizer)
+        evaluate_tasks(arguments, model, tokenizer)
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            mode = measure_long if arguments.long else measure
-            mode(arguments, folder, model, tokenizer, Path(scratch))
+            evaluate = evaluate_long if arguments.long else evaluate_text
+            evaluate(arguments, folder, model, tokenizer, Path(scratch))
     return 0
 
 

@@ -38,7 +38,7 @@ def test_long_tables_and_plot(run_script, tiny_run, tmp_path):
     completed = run_script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
     assert completed.returncode == 0, completed.stderr
     assert "trained length  32\n" in completed.stdout
-    assert "no needles" in completed.stdout
+    assert "no needle test" in completed.stdout
     assert completed.stdout.count("beyond the training") == 3
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -66,14 +66,14 @@ def test_trained_length_and_windows_of_a_short_text(command, tiny_run, tmp_path,
     output = capsys.readouterr().out
     assert "trained length  16\n" in output
     assert "  16-31  " in output
-    assert "the text is as short; longer texts cannot be read" in output
+    assert "the text is shorter; the windows have" in output
     with pytest.raises(UserError, match="it must be a table such as"):
         command(run, "--long", "--rope-scaling", "", "--device", "cpu")
 
 
 @pytest.mark.parametrize(("source", "extra"), [("text", ["--path", ROOT / "README.md"]), ("tales", [])])
 def test_long_on_another_source(command, tiny_run, tmp_path, capsys, monkeypatch, source, extra):
-    monkeypatch.setattr(needle, "TRIES", 1)
+    monkeypatch.setattr(needle, "MAX_STORIES", 1)
     run = shutil.copytree(tiny_run, tmp_path / "run")
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["data"] |= {"max_documents": 200, "cache_dir": str(tmp_path / "cache")}
@@ -141,7 +141,7 @@ def test_learned_positions_limit_long_windows(command, tiny_run, random_model, c
     monkeypatch.setattr(interop, "load", lambda *_: (learned, tokenizer))
     assert command(tiny_run, "--long", "--windows", 2, "--device", "cpu") == 0
     output = capsys.readouterr().out
-    assert "the model has learned 32 positions" in output
+    assert "the model has 32 learned positions" in output
     assert "beyond the training" not in output
     with pytest.raises(UserError, match="RoPE"):
         command(tiny_run, "--long", "--rope-scaling", YARN, "--device", "cpu")
@@ -163,15 +163,15 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--factor", "3"], "--factor does not go with a plain evaluation"),
         (["--stride", "0"], "--stride is 0"),
         (["--confidence", "1"], "--confidence is 1.0"),
-        (["--context", "64,x"], "--context 64,x is no list"),
-        (["--context", "1"], "no list of lengths"),
+        (["--context", "64,x"], "--context 64,x is not a list"),
+        (["--context", "1"], "not a list of lengths"),
         (["--confidence", "0.9999999999999999"], "0.9999"),
         (["--max-tokens", "9"], "--max-tokens goes with --source"),
         (["--context", "16,32", "--stride", "17"], "--stride is 17, longer than a --context of 16"),
         (["--source", "tales", "--stride", "8"], "windows of tales begin with a document"),
         (["--context", "9999999", "--device", "cpu"], "a --context of 9999999 is longer than the text"),
         (["--stride", "9999999", "--device", "cpu"], "9999999 is longer than the text"),
-        (["--tasks", "x", "--include", "nowhere"], "nowhere is no folder"),
+        (["--tasks", "x", "--include", "nowhere"], "nowhere is not a folder"),
         (["--source", "jsonl"], "--path"),
         (["--long", "--windows", "none"], "invalid int"),
         (["--long", "--source", "text"], "--path"),

@@ -161,7 +161,7 @@ def test_unreachable_distances_have_a_reason(random_model, bpe, byte):
     assert "200 positions" in far["unreachable"]
     near = needle.needle_test(random_model(vocab_size=257), byte, 8, n_examples=2)
     assert "no story" in near["unreachable"]
-    lines = needle.table([far, near]).splitlines()
+    lines = needle.format_table([far, near]).splitlines()
     assert len(lines) == 3
     assert "200 positions" in lines[1]
 
