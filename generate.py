@@ -23,14 +23,12 @@ UNUSED_FLAGS = {  # by mode, the flags that it does not read
 def parse_arguments() -> argparse.Namespace:
     """Read the command line. Raises UserError for flags that contradict each other or that the mode does not read."""
     parser = ArgumentParser(description="Sample from a trained Thinker; text goes to standard output.")
-    parser.add_argument(
-        "path", help="a run directory, such as runs/quickstart, a checkpoint in it, or a Hugging Face folder"
-    )
-    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    parser.add_argument("path", help="a run directory, a checkpoint in it, or a Hugging Face folder")
+    parser.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best or a name")
 
-    group = parser.add_argument_group("what to do")
+    group = parser.add_argument_group("task")
     prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", help="how the text begins (default: an empty prompt)")
+    prompt.add_argument("--prompt", help="the beginning of the text (default: empty)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
     group.add_argument("--num-samples", type=int, default=1, help="number of texts, separated by --- (default 1)")
     group.add_argument("--chat", action="store_true", help="send the prompt as a message, by the chat template")
@@ -38,7 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--interactive", action="store_true", help="write a text in turns with the model")
     mode.add_argument("--score", metavar="FILE", help="print how likely a UTF-8 file is; - is standard input")
-    group.add_argument("--logprobs", type=int, metavar="N", help="log-probability of each token and of the N likeliest")
+    group.add_argument(
+        "--logprobs", type=int, metavar="N", help="print log-probabilities of each token and the N likeliest"
+    )
     group.add_argument("--json", action="store_true", help="print one JSON object per sample or score")
 
     group = parser.add_argument_group("sampling, in the order it is applied")
@@ -51,18 +51,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     temperature = group.add_mutually_exclusive_group()
     temperature.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
-    temperature.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    temperature.add_argument("--greedy", action="store_true", help="always sample the likeliest token")
     group.add_argument("--top-k", type=int, help="keep the K likeliest tokens")
-    group.add_argument("--top-p", type=float, help="keep the likeliest tokens that together have probability P")
+    group.add_argument("--top-p", type=float, help="keep the likeliest tokens, up to probability P in total")
     group.add_argument("--min-p", type=float, help="keep tokens with this share of the likeliest's probability")
     group.add_argument("--seed", type=int, help="the same seed gives the same text (default: a random one)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
 
-    group = parser.add_argument_group("how to compute it")
+    group = parser.add_argument_group("computation")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    group.add_argument(
-        "--precision", default="auto", choices=["auto", "fp32", "bf16", "fp16"], help="of weights and cache"
-    )
+    precisions = ["auto", "fp32", "bf16", "fp16"]
+    group.add_argument("--precision", default="auto", choices=precisions, help="of weights and cache")
     group.add_argument("--int8", action="store_true", help="weights in int8; --score reports the loss in quality")
     group.add_argument("--compile", action="store_true", help="compile the decode step: slow to start, then faster")
     group.add_argument("--speculate", type=int, default=0, metavar="N", help="draft N tokens per step from the text")
@@ -101,7 +100,7 @@ def read_text(name: str) -> str:
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt given by --prompt or --prompt-file. Raises UserError if it is not UTF-8."""
+    """The prompt from --prompt or --prompt-file. Raises UserError if it is not UTF-8."""
     if arguments.prompt_file is not None:
         return read_text(arguments.prompt_file)
     prompt = arguments.prompt or ""

@@ -97,9 +97,8 @@ class ThinkerLM(TemplateLM):
             params = sampling_params(options)
             max_prompt_len = self.max_length - params.max_new_tokens
             if max_prompt_len < 1:
-                raise UserError(
-                    f"the task generates {params.max_new_tokens} tokens; the model's context is {self.max_length}"
-                )
+                length = params.max_new_tokens
+                raise UserError(f"the task generates {length} tokens; the model's context is {self.max_length}")
             completion = Completion(context)
             tokens = self.tok_encode(context)[-max_prompt_len:] or [self.prefix_token_id]
             for _ in self.generator.stream_batch([completion], params, [tokens]):

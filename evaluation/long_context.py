@@ -89,8 +89,7 @@ class PositionLosses:
 def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> PackedDataset:
     """Contiguous windows of `length` tokens; shorter if there are fewer learned positions or tokens.
 
-    Documents are cut and packed together, even if the model was trained on windows that begin with a document; such a
-    model has a higher loss here.
+    Documents are cut and packed together, which costs a model trained on whole documents some loss.
     """
     length = min(length, max(shard.n_tokens - 1 for shard in tokens.shards))
     if config.positions == "learned":
@@ -131,9 +130,7 @@ def loss_by_position(
 ) -> PositionLosses:
     """The loss of each token in the first `limit` windows.
 
-    Args:
-        trained_length: length of the training windows; default: config.max_seq_len.
-        progress: show a progress bar.
+    `trained_length`: length of the training windows, by default config.max_seq_len. `progress`: show a progress bar.
     """
 
     def token_losses(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:

@@ -153,14 +153,9 @@ def needle_test(
         answer = VALUES[needle.name].index(needle.value)
         rows.append([nats.argmax() == answer, nats.softmax(dim=0)[answer], 1 / len(nats)])
     accuracy, probability, chance = torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
-    return {
-        "distance": distance,
-        "n_examples": len(rows),
-        "accuracy": accuracy,
-        "error": (accuracy * (1 - accuracy) / len(rows)) ** 0.5,
-        "probability": probability,
-        "chance": chance,
-    }
+    error = (accuracy * (1 - accuracy) / len(rows)) ** 0.5
+    result = {"distance": distance, "n_examples": len(rows), "accuracy": accuracy, "error": error}
+    return result | {"probability": probability, "chance": chance}
 
 
 def format_table(results: list[dict[str, Any]]) -> str:

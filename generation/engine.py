@@ -69,15 +69,7 @@ class Generator:
         draft: Thinker | None = None,
     ) -> None:
         config = model.config
-        check_generator_options(
-            config,
-            use_cache=use_cache,
-            compile=compile,
-            window=window,
-            sinks=sinks,
-            speculate=speculate,
-            has_draft=draft is not None,
-        )
+        check_generator_options(config, use_cache, compile, window, sinks, speculate, draft is not None)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
         self.window, self.sinks, self.speculate = window, sinks, speculate
         self.supports_window = use_cache and config.is_plain

@@ -9,7 +9,6 @@ from thinker.runtime.errors import UserError
 
 def check_generator_options(
     config: ThinkerConfig,
-    *,
     use_cache: bool,
     compile: bool,
     window: int | None,
