@@ -187,11 +187,7 @@ def _clamp(number: float) -> float:
 
 
 def sample(
-    logits: Tensor,
-    params: SamplingParams,
-    uniforms: Tensor,
-    in_text: Tensor | None = None,
-    counts: Tensor | None = None,
+    logits: Tensor, params: SamplingParams, uniforms: Tensor, in_text: Tensor | None, counts: Tensor | None
 ) -> Tensor:
     """Sample one token per row, (B,) int64; arguments as for distribution() and sample_from_probs()."""
     if params.temperature == 0 and logits.device.type != "mps":

@@ -210,8 +210,8 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
     if arguments.png:
         plot(loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
-    header |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
-    header |= {"tokens": int(loss.counts.sum())}
+    header |= {"source": source, "window_length": windows.seq_len}
+    header |= {"windows": len(loss.nats), "tokens": int(loss.counts.sum())}
     if arguments.json:
         print(json.dumps(header | {"long": loss.to_dict(), "needle": needles or None}))
         return
@@ -231,8 +231,8 @@ def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) ->
     except ModuleNotFoundError as error:
         raise UserError(f"--tasks needs the package {error.name}: pip install lm-eval") from error
     names = [name for name in arguments.tasks.split(",") if name]
-    options = {"include": arguments.include, "n_shots": arguments.shots, "limit": arguments.limit}
-    results = run_tasks(model, tokenizer, names, **options)
+    include, n_shots, limit = arguments.include, arguments.shots, arguments.limit
+    results = run_tasks(model, tokenizer, names, include=include, n_shots=n_shots, limit=limit)
     if arguments.json:
         print(json.dumps(results))
         return
