@@ -165,8 +165,8 @@ class Thinker(nn.Module):
             targets: (B, T) int64, the next token of each position; IGNORE_INDEX (−1) is ignored.
             cache: the T positions follow those in the cache and are added to it. For inference: no gradient flows.
             last_logits_only: compute the logits of the last position alone.
-            document_ids: (B, T) int64, a number per document that differs from its neighbours'. Attention stays
-                within each document and positions count from its beginning: its logits are those it has alone.
+            document_ids: (B, T) int64, different for adjacent documents. Attention stays within each document and
+                positions count from its beginning: its logits are those it has alone.
 
         Returns: logits (B, T, V), or (B, 1, V) with last_logits_only; with targets, (sum of losses in nats, fp32;
             number of targets).
@@ -174,12 +174,12 @@ class Thinker(nn.Module):
         Raises UserError if shapes do not fit or the cache is full.
         """
         if (tokens is None) == (embeddings is None):
-            raise UserError("give a Thinker either tokens or embeddings")
+            raise UserError("a Thinker needs either tokens or embeddings")
         inputs = tokens if embeddings is None else embeddings
         if inputs.dim() != (2 if embeddings is None else 3) or 0 in inputs.shape:
             raise UserError(f"tokens must be (B, T) and embeddings (B, T, C), not empty; got {tuple(inputs.shape)}")
         if targets is not None and self.hooks is not None and "logits" in self.hooks:
-            raise UserError("with targets a pass makes no logits that could be recorded or patched")
+            raise UserError("logits cannot be recorded or patched in a pass with targets")
         if cache is not None and torch.is_grad_enabled():
             options = {"targets": targets, "last_logits_only": last_logits_only, "document_ids": document_ids}
             with torch.no_grad():
@@ -190,26 +190,24 @@ class Thinker(nn.Module):
         x = self.forward_blocks(x, rope, context, cache, last_logits_only)
         if targets is None:
             return hook(self.hooks, "logits", self.lm_head(x))  # (B, T, V)
-        if self.config.prefix:  # a position that attends to its target has nothing to predict
+        if self.config.prefix:  # no loss where a position attends to its target
             targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
         return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight)
 
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
-        """Positions and masks of a pass: of a whole sequence, or of the next positions of a cache.
+        """Positions and masks of a pass over a whole sequence, or over the next positions of a cache.
 
-        Raises UserError, with nothing changed, if the model or the cache has no such positions.
+        Raises UserError, with nothing changed, if the model or the cache does not support these positions.
         """
         if document_ids is not None and (cache is not None or document_ids.shape != inputs.shape[:2]):
-            raise UserError(f"a cache holds one document a row; without one documents are {tuple(inputs.shape[:2])}")
+            raise UserError(f"document_ids must be {tuple(inputs.shape[:2])}, and do not go with a cache")
         if tokens is None and any(pattern.by_token for pattern in self.config.patterns):
-            raise UserError("model.attention asks for tokens by their ids; embeddings have none")
+            raise UserError("model.attention selects tokens by their ids; embeddings have none")
         end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
         if self.positions is not None and end > (n_learned := len(self.positions.weight)):
-            raise UserError(
-                f"the model has learned {n_learned} positions (model.max_seq_len), and there are {end} tokens"
-            )
+            raise UserError(f"the model has learned {n_learned} positions (model.max_seq_len), but got {end} tokens")
         if self.rope is not None and not (cache is None and document_ids is None):
             self.rope.check_growth(end)
         if cache is not None:
@@ -266,8 +264,8 @@ class Thinker(nn.Module):
     def patch(self, patches: Mapping[str, Patch]) -> AbstractContextManager[ActivationCache]:
         """`with model.patch({"blocks.3.attention.heads.1": "zero"}):` replaces activations of each pass.
 
-        By "zero"; by "mean" of the pass, over texts and positions (of weights over texts); by a number or a tensor,
-        which is broadcast; or by the result of a function. Raises UserError for an unknown or a read-only name.
+        A patch is "zero"; "mean", over batch and positions (of weights over the batch); a number or a tensor, which is
+        broadcast; or a function of the activation. Raises UserError for an unknown or a read-only name.
         """
         return open_hooks(self, (), patches)
 
@@ -279,7 +277,7 @@ class Thinker(nn.Module):
     def attention_weights(self, tokens: Tensor) -> Tensor:
         """Every attention matrix of one ordinary forward pass, (layers, B, H, T, T); rows are queries and sum to 1.
 
-        Layers with fewer heads (config.n_kv_heads_per_layer) are filled up with nan.
+        Layers with fewer heads (config.n_kv_heads_per_layer) are padded with nan.
         """
         with self.record("blocks.*.attention.weights") as cache:
             self(tokens)

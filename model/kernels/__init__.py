@@ -1,1 +1,1 @@
-"""One file per kernel: functions of tensors, each with a plain equivalent that tests compare it with."""
+"""One file per kernel: functions of tensors, each tested against a plain equivalent."""

@@ -1,4 +1,4 @@
-"""Attention in sparse patterns on CUDA: only blocks with visible pairs are computed."""
+"""Attention in sparse patterns on CUDA: computes only the blocks with visible keys."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from thinker.model.patterns import Pattern, TokenInfo
 
-BLOCK = 128  # queries and keys of a block
-MAX_SCORES = 2**26  # pairs that are tested against the pattern at a time
-MIN_HEAD_DIM = 16  # what the GPU's matrix units take
+BLOCK = 128  # queries and keys per block
+MAX_SCORES = 2**26  # pairs of query and key that are tested against the pattern at a time
+MIN_HEAD_DIM = 16  # of the GPU's matrix units
 
 
 class FlexAttention:
-    """One pattern over one pass by FlexAttention (Dong et al. 2024, arXiv:2412.05496), prepared for all its layers.
+    """FlexAttention (Dong et al. 2024, arXiv:2412.05496) with one pattern, prepared once per pass for all layers.
 
     Args:
         pattern: which keys each query attends to: pattern(head, query, key) of TokenInfos that broadcast.
-        query: positions and ids of queries and keys alike, each of their tensors (T,) or (B, T).
+        query: positions and ids of the queries and keys, (T,) or (B, T) each.
         n_heads: H, query heads.
-        alibi_slopes: (H,), what a score loses per position of distance.
+        alibi_slopes: (H,), subtracted from scores per position of distance.
 
-    On a CPU it computes all scores and no gradients: for comparisons.
+    On CPUs it computes all scores and no gradients, for comparison.
     """
 
     def __init__(self, pattern: Pattern, query: TokenInfo, n_heads: int, alibi_slopes: Tensor | None) -> None:
         tensors = query.position, query.document_id, query.token_id
-        module = torch.nn.Module()  # the compiler takes numbers inside a module for constants, as a pattern's are
+        module = torch.nn.Module()  # the compiler treats numbers inside a module as constants
         module.pattern = pattern
 
         def token_at(b: Tensor, i: Tensor) -> TokenInfo:
@@ -48,11 +48,11 @@ class FlexAttention:
         T = query.position.shape[-1]
         batch = max(x.numel() // T for x in tensors if x is not None)
         counts = count_visible(mask_mod, batch, n_heads if pattern.by_head else 1, T, query.position.device)
-        is_full = counts == BLOCK * BLOCK  # here the kernel does not test pair by pair
+        is_full = counts == BLOCK * BLOCK  # the kernel skips the mask in these blocks
         tables = (*_block_table((counts > 0) & ~is_full), *_block_table(is_full))
         self.block_mask = BlockMask.from_kv_blocks(*tables, BLOCK, mask_mod, seq_lengths=(T, T))
 
-    @torch._disable_dynamo  # a compiled block breaks off here; this is compiled by itself, for all layers
+    @torch._disable_dynamo  # a graph break: this is compiled separately, once for all layers
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, attn_logit_softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
@@ -60,7 +60,7 @@ class FlexAttention:
         alibi_slopes, distance, head_dim = self.alibi_slopes, self.distance, v.shape[-1]
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            if attn_logit_softcap is not None:  # the score is scaled already
+            if attn_logit_softcap is not None:  # the score already has its scale
                 score = attn_logit_softcap * torch.tanh(score / attn_logit_softcap)
             return score if alibi_slopes is None else score - alibi_slopes[h] * distance(b, i, j)
 
@@ -79,10 +79,10 @@ class FlexAttention:
 
 @cache
 def _compiled() -> Callable:
-    """flex_attention, for the whole process; at its first use, since the compiler alone imports for seconds.
+    """Compiled flex_attention for the whole process, created at its first use: importing the compiler takes seconds.
 
-    Each pattern is compiled by itself, and once more for all lengths as soon as a second one comes. After 8 programs
-    torch would fail, or go on without its compiler: with all scores in memory.
+    Each pattern has its own program, and a second one for dynamic lengths. torch's default limit of 8 programs would
+    fail, or fall back to eager mode with all scores in memory.
     """
     compiled = torch.compile(flex_attention, fullgraph=True)
 
@@ -96,7 +96,7 @@ def _compiled() -> Callable:
 def count_visible(mask_mod: Callable, batch: int, heads: int, T: int, device: torch.device) -> Tensor:
     """The number of visible pairs in each block: (batch or 1, heads or 1, blocks, blocks), some rows at a time.
 
-    torch's create_block_mask holds all T · T pairs; compiled it does, too, if a pattern has several parts.
+    torch's create_block_mask needs memory for all T · T pairs; even compiled, if a pattern has several parts.
     """
     b, h, positions = (torch.arange(n, device=device) for n in (batch, heads, T))
     counts = []
@@ -108,6 +108,6 @@ def count_visible(mask_mod: Callable, batch: int, heads: int, T: int, device: to
 
 
 def _block_table(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of blocks the number that are set, and their indices before all others: (..., blocks) bool -> int32."""
+    """Per row of blocks: how many are set, and all indices with the set ones first; (..., blocks) bool -> int32."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()

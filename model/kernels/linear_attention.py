@@ -1,9 +1,9 @@
 """Causal attention in linear time by positive random features: FAVOR+ of the Performer.
 
-Choromanski et al. 2021, arXiv:2009.14794. With φ(x) = exp(ω·x − ‖x‖²/2)/√m for each of m rows ω drawn from N(0, I),
-and q, k scaled by D^(−1/4), the mean of φ(q)·φ(k) over ω is exp(q·k/√D), the weight of softmax attention before it is
-divided by its row's sum. So y_i = φ(q_i) Σ_{j≤i} φ(k_j)ᵀ v_j / φ(q_i)·Σ_{j≤i} φ(k_j), and the two sums are all there is
-to keep. A quotient of unbiased estimates is not unbiased; its error falls as 1/√m and grows fast with ‖q + k‖.
+Choromanski et al. 2021, arXiv:2009.14794. With φ(x) = exp(ω·x − ‖x‖²/2)/√m for each of m rows ω from N(0, I), and
+q, k scaled by D^(−1/4), the mean of φ(q)·φ(k) over ω is exp(q·k/√D), the unnormalised weight of softmax attention. So
+y_i = φ(q_i) Σ_{j≤i} φ(k_j)ᵀ v_j / φ(q_i)·Σ_{j≤i} φ(k_j), and the state consists of the two sums. The quotient of two
+unbiased estimates is biased; its error falls as 1/√m and grows fast with ‖q + k‖.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 64  # positions that meet each other directly, not through the sums
-SPAN = 64  # chunks at once: their sums are added up by a matrix of all pairs, which compiles as a loop would not
-FLOOR = 1e-20  # a query's least feature next to its largest: none finds all its keys underflowed to nothing
-LIFT = 2.0**30  # between the logarithms of two documents' features: exp(−LIFT) is zero
+CHUNK = 64  # positions that attend to each other directly, not through the sums
+SPAN = 64  # chunks at a time: a matrix of all pairs adds up their sums, which compiles, unlike a loop
+FLOOR = 1e-20  # smallest feature of a query relative to its largest, so that the weights cannot all underflow
+LIFT = 2.0**30  # between the logarithms of the features of two documents: exp(−LIFT) is 0
 
 
 def random_features(n_features: int, head_dim: int, seed: int) -> Tensor:
-    """Draw ω, (m, D) in fp32: rows distributed as N(0, I) each, orthogonal within every block of D of them.
+    """Sample ω, (m, D) in fp32: each row distributed as N(0, I), orthogonal within every block of D rows.
 
     Orthogonal rows estimate with less variance than independent ones (section 2.3 of the paper).
     """
-    generator = torch.Generator().manual_seed(seed)  # on the CPU and in fp64: the same for every device
+    generator = torch.Generator().manual_seed(seed)  # on the CPU in fp64: the same on every device
     blocks = -(-n_features // head_dim)
     gaussians = torch.randn(blocks, head_dim, head_dim, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gaussians)
@@ -37,22 +37,23 @@ def random_features(n_features: int, head_dim: int, seed: int) -> Tensor:
 class LinearState:
     """The state of each KV head after any number of keys."""
 
-    sums: Tensor  # (B, K, m, D_v + 1): over the keys, exp(logarithm of the feature − shift) · (v, 1)
-    shift: Tensor  # (B, K, 1, 1): the largest logarithm of all features so far, rounded up; fp64 with documents
+    sums: Tensor  # (B, K, m, D_v + 1): Σ exp(log feature − shift) · (v, 1) over the keys
+    shift: Tensor  # (B, K, 1, 1): the largest log feature so far, rounded up; fp64 with document ids
 
     @classmethod
     def empty(
         cls,
         batch_size: int,
-        kv_heads: int,
+        n_kv_heads: int,
         n_features: int,
         value_dim: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> LinearState:
         """The state before the first key."""
-        sums = torch.zeros(batch_size, kv_heads, n_features, value_dim + 1, device=device, dtype=dtype)
-        return cls(sums, torch.full((batch_size, kv_heads, 1, 1), torch.finfo(dtype).min, device=device, dtype=dtype))
+        sums = torch.zeros(batch_size, n_kv_heads, n_features, value_dim + 1, device=device, dtype=dtype)
+        shift = torch.full((batch_size, n_kv_heads, 1, 1), torch.finfo(dtype).min, device=device, dtype=dtype)
+        return cls(sums, shift)
 
 
 def linear_attention(
@@ -61,21 +62,21 @@ def linear_attention(
     v: Tensor,
     features: Tensor,
     state: LinearState | None = None,
-    documents: Tensor | None = None,
+    document_ids: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, LinearState]:
-    """Attend to all keys up to each query's own, in time and memory linear in T; in fp32 at least, whatever q's dtype.
+    """Causal attention in time and memory linear in T, computed at least in fp32.
 
-    Within a chunk the weights φ(q)·φ(k) are formed, all chunks at once; what came before a chunk is met as its sums.
+    Within a chunk the weights φ(q)·φ(k) are computed, all chunks at once; the keys before it contribute their sums.
 
     Args:
-        q: (B, H, T, D), rotated but not scaled.
-        k: (B, K, T, D), likewise; a head of keys serves H / K heads of queries in a row.
+        q: (B, H, T, D), with RoPE but not scaled.
+        k: (B, K, T, D), likewise; each KV head serves H / K query heads.
         v: (B, K, T, D_v).
-        features: ω, (m, D), by random_features.
-        state: of the positions before these; None is none.
-        documents: (B, T), never decreasing: keys of other documents are not seen. In every call of a sequence or none.
-        chunk: positions of a chunk; changes the speed alone.
+        features: ω, (m, D), from random_features().
+        state: the state after the positions before these, if there are any.
+        document_ids: (B, T), never decreasing: keys of other documents are hidden. In every call of a sequence or none.
+        chunk: positions per chunk; affects the speed alone.
 
     Returns: (B, H, T, D_v) in q's dtype, and the state after the last position.
     """
@@ -83,10 +84,10 @@ def linear_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     if state is None:
         state = LinearState.empty(B, K, len(features), v.shape[-1], q.device, wide)
-    span, whole = SPAN * C, T - T % C
-    sizes = [size for size in (*[span] * (whole // span), whole % span, T - whole) if size]
+    span, full = SPAN * C, T - T % C  # `full`: positions in full chunks
+    sizes = [size for size in (*[span] * (full // span), full % span, T - full) if size]
     if len(sizes) > 1:
-        ys, ids = [], [None] * len(sizes) if documents is None else documents.split(sizes, dim=1)
+        ys, ids = [], [None] * len(sizes) if document_ids is None else document_ids.split(sizes, dim=1)
         for part_q, part_k, part_v, part_ids in zip(*(x.split(sizes, dim=2) for x in (q, k, v)), ids):
             y, state = linear_attention(part_q, part_k, part_v, features, state, part_ids, chunk)
             ys.append(y)
@@ -97,28 +98,29 @@ def linear_attention(
     k = k.to(wide).unflatten(2, (-1, C))  # (B, K, n, C, D)
     log_k = k @ omega.T - k.square().sum(-1, keepdim=True) / (2 * D**0.5)  # (B, K, n, C, m)
     v = v.to(wide).unflatten(2, (-1, C))  # (B, K, n, C, D_v)
-    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # (B, K, n, C, D_v + 1): the last one counts the weights
+    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # (B, K, n, C, D_v + 1): the last column sums the weights
 
-    # exp(log φ) alone would overflow. A query's factors cancel in its quotient (‖q‖² with them); a key's are `top`,
-    # kept apart and met again as top − peak ≤ 0. All are constants to the gradient; integers add up without error.
+    # exp(log φ) alone would overflow. A query's scale (and ‖q‖²) cancels in the quotient; a key's is `top`, which
+    # returns as top − peak ≤ 0. The gradient treats both as constants; `top` is an integer, so sums of it are exact.
     top = log_k.detach().amax(-1).ceil()  # (B, K, n, C)
     phi_q = (log_q - log_q.detach().amax(-1, keepdim=True)).exp().flatten(3, 4) + FLOOR  # (B, K, n, H/K·C, m)
     phi_k = (log_k - top[..., None]).exp()  # (B, K, n, C, m)
-    if documents is not None:  # each above all before it, which then weigh nothing
-        top = top.double() + LIFT * documents.unflatten(1, (-1, C))[:, None]
+    if document_ids is not None:  # lift each document above those before it, whose weights become 0
+        top = top.double() + LIFT * document_ids.unflatten(1, (-1, C))[:, None]
     peak = torch.cat([state.shift[..., 0], top.flatten(2)], dim=-1).cummax(-1).values  # (B, K, 1 + T)
     border, peak = peak[..., ::C], peak[..., 1:].unflatten(2, (-1, C))  # (B, K, n + 1), (B, K, n, C)
-    own = (top[..., None, :] - peak[..., None]).to(wide).exp().tril()  # (B, K, n, C, C): of a key for a query
-    past = (border[..., :-1, None] - peak).to(wide).exp()  # (B, K, n, C): of what came before the chunk, for a query
-    kept = (border[..., None, :] - border[..., None]).to(wide).exp().tril()  # (B, K, n + 1, n + 1): of chunk for chunk
+    # Factors of the keys of a chunk, of the sums before it, both for each query, and of the sums between chunks.
+    key_scale = (top[..., None, :] - peak[..., None]).to(wide).exp().tril()  # (B, K, n, C, C)
+    past_scale = (border[..., :-1, None] - peak).to(wide).exp()  # (B, K, n, C)
+    chunk_scale = (border[..., None, :] - border[..., None]).to(wide).exp().tril()  # (B, K, n + 1, n + 1)
 
     sums = (phi_k * (top - border[..., 1:, None]).to(wide).exp()[..., None]).mT @ v  # (B, K, n, m, D_v + 1)
     sums = torch.cat([state.sums[:, :, None], sums], dim=2)  # (B, K, n + 1, m, D_v + 1)
-    sums = (kept @ sums.flatten(3)).view_as(sums)  # of each chunk and all before it
+    sums = (chunk_scale @ sums.flatten(3)).view_as(sums)  # of each chunk and all before it
 
-    groups = (-1, C)  # the rows of a chunk are H/K heads by C queries
-    weights = (phi_q @ phi_k.mT).unflatten(3, groups) * own[:, :, :, None]  # (B, K, n, H/K, C, C)
-    earlier = (phi_q @ sums[:, :, :-1]).unflatten(3, groups) * past[:, :, :, None, :, None]
+    groups = (-1, C)  # the rows of a chunk are (H/K heads, C queries)
+    weights = (phi_q @ phi_k.mT).unflatten(3, groups) * key_scale[:, :, :, None]  # (B, K, n, H/K, C, C)
+    earlier = (phi_q @ sums[:, :, :-1]).unflatten(3, groups) * past_scale[:, :, :, None, :, None]
     y = (weights.flatten(3, 4) @ v).unflatten(3, groups) + earlier  # (B, K, n, H/K, C, D_v + 1)
     y = (y[..., :-1] / y[..., -1:]).transpose(2, 3).flatten(1, 2).flatten(2, 3)  # (B, H, T, D_v)
     return y.to(q.dtype), LinearState(sums[:, :, -1], border[..., -1:, None])

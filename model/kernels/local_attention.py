@@ -1,6 +1,6 @@
-"""Attention of bounded distance, block by block: each block of queries becomes a row of the batch with its keys.
+"""Attention of bounded distance, block by block: each block of queries and its keys become a row of the batch.
 
-Keys outside are never computed: attention in a window costs T · (block + window) instead of T².
+Scores of other keys are never computed: a window costs T · (block + window) instead of T².
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIN_BLOCK, MAX_BLOCK = 64, 256  # queries per block
 
 
 class LocalBlocks(NamedTuple):
-    """How a sequence is cut into blocks of queries and the keys that each block can attend to."""
+    """The blocks of queries of a sequence and the keys that each block can attend to."""
 
     size: int  # queries per block
     before: int  # keys before the block
@@ -41,9 +41,9 @@ def from_blocks(y: Tensor, length: int) -> Tensor:
 
 
 def keys_to_blocks(x: Tensor, blocks: LocalBlocks) -> Tensor:
-    """For each block of queries the first keys of the sequence, those before the block, and the block's own.
+    """For each block of queries: the first keys of the sequence, the keys before the block, and those in it.
 
-    (B, K, T, D) -> (B·blocks, K, n_global + before + size, D). Before the beginning there are zeros.
+    (B, K, T, D) -> (B·blocks, K, n_global + before + size, D). Padded with zeros.
     """
     size, before, n_global = blocks
     near = F.pad(x, (0, 0, before, -x.shape[2] % size)).unfold(2, before + size, size)
@@ -55,9 +55,9 @@ def keys_to_blocks(x: Tensor, blocks: LocalBlocks) -> Tensor:
 
 
 def positions_to_blocks(positions: Tensor, blocks: LocalBlocks, invalid: int) -> tuple[Tensor, Tensor]:
-    """The same for a number per position, (T,) or (B, T): of the queries (..., blocks, size), and of the keys.
+    """to_blocks and keys_to_blocks for one number per position, (T,) or (B, T): (..., blocks, size or keys).
 
-    A key that does not exist gets `invalid`; so does one that is among the first keys already.
+    Padded keys are `invalid`, and so are keys that are among the first ones already.
     """
     size, before, n_global = blocks
     padding = -positions.shape[-1] % size

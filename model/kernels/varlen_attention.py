@@ -1,4 +1,4 @@
-"""Document masking on CUDA: flash attention over sequences of unequal length, one after the other."""
+"""Document masking on CUDA: flash attention over concatenated sequences of unequal length."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ HEAD_DIM_MULTIPLE = 8
 
 
 class VarlenAttention:
-    """Attention within each document, causal, by torch's variable-length flash kernel; fp16 and bf16 alone.
+    """Causal attention within each document by torch's variable-length flash kernel, in fp16 or bf16.
 
-    FlashAttention-2 (Dao 2023, arXiv:2307.08691). What lies outside a document or the window is never computed.
+    FlashAttention-2 (Dao 2023, arXiv:2307.08691). Scores outside a document or the window are never computed.
 
     Args:
-        document_ids: (B, T) int64, a number per document of a row, never decreasing.
-        max_distance: keys that a query attends to, its own included; None: all before it in its document.
+        document_ids: (B, T) int64, never decreasing within a row.
+        max_distance: number of keys that a query attends to, its own included; None: all earlier ones.
     """
 
     def __init__(self, document_ids: Tensor, max_distance: int | None) -> None:
         self.cu_seqlens = cu_seqlens(document_ids)
-        # Their number differs from batch to batch: marked as dynamic, or a compiled block would be compiled twice.
+        # Their number differs between batches: unless marked as dynamic, a block would be compiled twice.
         torch._dynamo.maybe_mark_dynamic(self.cu_seqlens, 0)
-        self.window = (-1 if max_distance is None else max_distance - 1, 0)  # keys before the query's own, and after it
+        self.window = (-1 if max_distance is None else max_distance - 1, 0)  # keys before and after the query
         self.varlen_attn, self.has_gqa = _varlen_attn()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -46,20 +46,18 @@ class VarlenAttention:
 
 
 def cu_seqlens(document_ids: Tensor) -> Tensor:
-    """The first index of each document, the rows of (B, T) laid end to end, and the end: (documents + 1,) int32.
+    """Start indices of the documents in the concatenated rows of (B, T), and the end: (documents + 1,) int32.
 
-    The host waits for the device, which alone knows their number: once per pass, not once per layer.
+    The host waits for the device, which knows their number: once per pass, not once per layer.
     """
-    is_first = F.pad(
-        document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True
-    )  # (B, T): also at each row's start
+    is_first = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T), True at row starts
     starts = is_first.flatten().nonzero()[:, 0]
     return F.pad(starts, (0, 1), value=document_ids.numel()).int()
 
 
 @cache
 def _varlen_attn() -> tuple[Callable, bool]:
-    """torch's function, and whether it takes grouped heads (from 2.12 on); its import takes a second or more."""
+    """torch's function, imported late (it takes a second), and whether it supports grouped heads (since 2.12)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

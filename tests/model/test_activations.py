@@ -230,7 +230,7 @@ def test_what_cannot_be_recorded_or_patched_says_so(random_model):
             copy.deepcopy(model)
         with pytest.raises(UserError, match="leave compile out"):
             CompiledThinker(model)(tokens[:, :1], model.new_cache(1))
-    with model.record("logits"), pytest.raises(UserError, match="makes no logits"):
+    with model.record("logits"), pytest.raises(UserError, match="in a pass with targets"):
         model(tokens, targets=tokens)
     model(tokens, targets=tokens)
     assert torch.equal(copy.deepcopy(model)(tokens), model(tokens))

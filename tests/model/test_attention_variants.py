@@ -166,8 +166,8 @@ def test_memory_does_not_grow_where_the_distance_is_bounded(random_model, attent
         model(tokens, cache=cache, last_logits_only=True)
         assert cache.nbytes == size
     assert cache.lengths == [65536]
-    assert cache.endless
-    assert not random_model(attention="strided(4)").new_cache(1, 64).endless
+    assert cache.is_unbounded
+    assert not random_model(attention="strided(4)").new_cache(1, 64).is_unbounded
 
 
 def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(random_model):
@@ -239,7 +239,7 @@ def test_rows_may_have_their_borders_in_different_places(random_model):
         for row, border in ((0, 5), (1, 9)):
             for part in (slice(0, border), slice(border, 12)):
                 close(packed[row, part], model(tokens[row : row + 1, part])[0])
-    with pytest.raises(UserError, match="one document a row"):
+    with pytest.raises(UserError, match="do not go with a cache"):
         model(tokens, document_ids=documents, cache=model.new_cache(2, 12))
 
 
@@ -325,7 +325,7 @@ def test_documents_may_have_any_numbers(random_model, attention):
     plain = model(tokens, document_ids=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
     odd = model(tokens, document_ids=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
     assert torch.equal(plain, odd)
-    with pytest.raises(UserError, match=r"documents are \(1, 9\)"):
+    with pytest.raises(UserError, match=r"document_ids must be \(1, 9\)"):
         model(tokens, document_ids=torch.zeros(1, 8, dtype=int))
 
 

@@ -71,7 +71,7 @@ def test_chunks_parts_and_single_positions_equal_the_quadratic_form(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SPAN", span)
         results = [
-            linear_attention(*inputs, features, documents=documents, chunk=chunk),
+            linear_attention(*inputs, features, document_ids=documents, chunk=chunk),
             in_parts(*inputs, features, lengths, documents, chunk),
             in_parts(*inputs, features, [1], documents),
         ]

@@ -17,13 +17,13 @@ def test_equals_cross_entropy(rows, vocab, chunk, seed):
     x = torch.randn(1, rows, 7, generator=generator, requires_grad=True)
     weight = torch.randn(vocab, 7, generator=generator, requires_grad=True)
     targets = torch.randint(-1, vocab, (1, rows), generator=generator)
-    before = module.CHUNK_ELEMENTS["cpu"], module.CHUNK_ROWS
-    module.CHUNK_ELEMENTS["cpu"], module.CHUNK_ROWS = chunk, 1
+    before = module.CHUNK_ELEMENTS["cpu"], module.MIN_CHUNK_ROWS
+    module.CHUNK_ELEMENTS["cpu"], module.MIN_CHUNK_ROWS = chunk, 1
     try:
         ours, count = linear_cross_entropy(x, weight, targets)
         grads = torch.autograd.grad(ours * 0.3, (x, weight))
     finally:
-        module.CHUNK_ELEMENTS["cpu"], module.CHUNK_ROWS = before
+        module.CHUNK_ELEMENTS["cpu"], module.MIN_CHUNK_ROWS = before
     known = F.cross_entropy((x @ weight.T)[0], targets[0], ignore_index=-1, reduction="sum")
     known_grads = torch.autograd.grad(known * 0.3, (x, weight))
     assert count.item() == (targets >= 0).sum().item()
