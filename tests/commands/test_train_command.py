@@ -250,7 +250,7 @@ def test_a_finished_run_without_its_metrics_says_so(train_args, tiny_run, tmp_pa
     (run / "metrics.jsonl").write_text('{"step": 40, "val_loss": "x"}\n')
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40")
     assert done.returncode == 0, done.stderr
-    assert "metrics.jsonl does not hold what came out" in done.stderr
+    assert "metrics.jsonl does not hold its result" in done.stderr
 
 
 @pytest.mark.parametrize("stderr", ["closed", "/dev/full"])
