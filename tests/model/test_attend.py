@@ -122,14 +122,16 @@ def test_kernel_equals_reference(kv_heads, length, earlier, seed):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["mqa", "gqa", "mha"])
 @given(
     columns=st.booleans(),
-    mask=st.sampled_from(["none", "all rows alike", "each row its own", "broadcast over queries"]),
+    mask_kind=st.sampled_from(["none", "all rows alike", "each row its own", "broadcast over queries"]),
     scale=st.sampled_from([None, 0.0, 0.3, 1.0]),
     slots=st.integers(1, 40),
     wider=st.sampled_from([0, 8]),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=5, deadline=None)
-def test_few_queries_equal_the_reference_and_the_kernel_under_grad(kv_heads, columns, mask, scale, slots, wider, seed):
+def test_few_queries_equal_the_reference_and_the_kernel_under_grad(
+    kv_heads, columns, mask_kind, scale, slots, wider, seed
+):
     """Without gradients a few queries on a CPU take a route of their own; 17 are no longer few."""
     generator = torch.Generator().manual_seed(seed)
     k = torch.randn(2, kv_heads, 64, 8 + wider, generator=generator)
@@ -144,7 +146,7 @@ def test_few_queries_equal_the_reference_and_the_kernel_under_grad(kv_heads, col
             "all rows alike": (length, slots),
             "each row its own": (2, 1, length, slots),
             "broadcast over queries": (2, 1, 1, slots),
-        }.get(mask)
+        }.get(mask_kind)
         allowed = None
         if shape is not None:
             allowed = torch.rand(shape, generator=generator) < 0.5
