@@ -1,5 +1,6 @@
 """What the tests share: real commands in processes of their own, a tiny trained run, random models."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -37,16 +38,18 @@ TINY_OVERRIDES = [
 ]
 
 
-def run_script(*args, cwd=ROOT, timeout=600, **variables):
-    """Run a script as a user does, with these environment variables; returns its exit status and output.
+def run_script(*args, cwd=ROOT, timeout=600, input="", **variables):
+    """Run a script as a user does, with these environment variables and this input; returns its status and output.
 
     Our own scripts are forked from a process that has imported torch already. `timeout` only guards against hanging.
     """
     args, environment = [str(argument) for argument in args], {**os.environ, "PYTHONUTF8": "1", **variables}
     if Path(args[0]).is_relative_to(ROOT):
-        return fork_server.run_script(args, cwd, environment, timeout)
+        return fork_server.run_script(args, cwd, environment, timeout, input)
     command = [sys.executable, *args]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, input=input, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def start_script(*args, **options):
@@ -77,6 +80,14 @@ def reset_flush_denormal():
     """Undo what a test that trains or evaluates in this process sets: denormal numbers become zero."""
     yield
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
+def kill_forked_commands():
+    """A test that fails leaves no training running."""
+    yield
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 @pytest.fixture(scope="session", name="run_script")

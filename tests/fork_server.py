@@ -127,17 +127,19 @@ class ForkedCommand:
     """A script of ours in a process of its own, with the methods of subprocess.Popen that tests use.
 
     Its output goes to files, standard error to `stderr` if given ("closed": to nowhere). It ignores the signals in
-    `ignored`, as under nohup.
+    `ignored`, as under nohup. Its standard input is the text `input`.
     """
 
-    def __init__(self, args, cwd=ROOT, environment=None, stderr=None, ignored=()):
+    def __init__(self, args, cwd=ROOT, environment=None, stderr=None, ignored=(), input=""):
         self.args = [str(argument) for argument in args]
         self._folder = tempfile.TemporaryDirectory()
         self._out, self._err = (Path(self._folder.name, name) for name in ("out", "err"))
+        stdin = Path(self._folder.name, "in")
+        stdin.write_text(input, encoding="utf-8")
         stderr = str(stderr or self._err)
         environment = dict(os.environ if environment is None else environment)
         self._process = fork_context().Process(
-            target=_run_script, args=(self.args, str(cwd), environment, str(self._out), stderr, ignored)
+            target=_run_script, args=(self.args, str(cwd), environment, str(stdin), str(self._out), stderr, ignored)
         )
         self._process.start()
         self.pid = self._process.pid
@@ -178,14 +180,18 @@ class ForkedCommand:
         return self.output()
 
 
-def run_script(args, cwd, environment, timeout):
+def run_script(args, cwd, environment, timeout, input=""):
     """As subprocess.run() of one of our scripts, with its output captured as text."""
-    command = ForkedCommand(args, cwd, environment)
+    command = ForkedCommand(args, cwd, environment, input=input)
     stdout, stderr = command.communicate(timeout)
     return subprocess.CompletedProcess(args, command.returncode, stdout, stderr)
 
 
-def _run_script(args, cwd, environment, stdout, stderr, ignored):
+def _run_script(args, cwd, environment, stdin, stdout, stderr, ignored):
+    file = os.open(stdin, os.O_RDONLY)
+    os.dup2(file, 0)
+    os.close(file)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     _redirect(1, stdout)
     if stderr == "closed":
         os.close(2)

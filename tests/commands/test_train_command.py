@@ -368,7 +368,7 @@ def test_compiled_equals_eager(train_args, tmp_path):
     for compiled in ("false", "true"):
         run = tmp_path / compiled
         options = ["optimizer.name=adamw", "optimizer.lr=0.002", "optimizer.eps=1e-6", f"train.compile={compiled}"]
-        done = run_script(*train_args, f"run.dir={run}", *options, timeout=300)
+        done = run_script(*train_args, f"run.dir={run}", *options)
         assert done.returncode == 0, done.stderr
         losses.append(list(train_losses(run).values()))
         names = checkpoint.read_tensors(run / "checkpoints" / "step-00000006" / "model.safetensors").keys()

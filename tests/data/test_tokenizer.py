@@ -248,7 +248,7 @@ print(tokenizer.encode("he<|endoftext|>", True), tokenizer.bos_id, repr(tokenize
 def _python(code, *arguments, **environment):
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600)
 
 
 def test_a_named_encoding_is_saved_with_its_ranks_and_opens_without_tiktokens_files(tmp_path):

@@ -48,7 +48,7 @@ CheckpointManager.save = save_and_stop
 def run_without_posix(*arguments, extra=""):
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_POSIX % extra, *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

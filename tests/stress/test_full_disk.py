@@ -60,7 +60,7 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(train_args, tmp_path, stre
             done = subprocess.run(
                 [*private, sys.executable, "-c", INSIDE, place / "small", str(size), whole / "checkpoints",
                  sys.executable, *command],
-                capture_output=True, text=True, cwd=ROOT, timeout=200,
+                capture_output=True, text=True, cwd=ROOT, timeout=600,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
             made.append(int(done.stdout))

@@ -96,7 +96,7 @@ def test_largest_micro_batch():
 
 def test_plan_command(run_script, tmp_path):
     arguments = [ROOT / "scripts" / "plan.py", ROOT / "configs" / "quickstart.yaml", "model.vocab_size=3072"]
-    done = run_script(*arguments, "train.batch_size=2", "train.max_minutes=null", cwd=tmp_path, timeout=240)
+    done = run_script(*arguments, "train.batch_size=2", "train.max_minutes=null", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for word in ("parameters", "weights", "gradients", "optimizer", "activations", "GFLOP per token", "s per step",
                  "of the compute-optimal", "time  "):  # fmt: skip
