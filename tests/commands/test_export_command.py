@@ -84,7 +84,7 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     answer = run_script(GENERATE, run, *options, "--prompt", "7?")
     assert answer.returncode == 0, answer.stderr
     assert "Assistant" not in answer.stdout
-    for path, prompt, message in [(run, " ", "--chat needs a message"), (tiny_run, "7?", "it has no chat template")]:
+    for path, prompt, message in [(run, " ", "--chat needs a message"), (tiny_run, "7?", "has no chat template")]:
         refused = run_script(GENERATE, path, *options, "--prompt", prompt)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert message in refused.stderr
@@ -118,7 +118,7 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, 
     tokenizer = interop.load(tiny_run)[1]
     biased = random_model(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
     monkeypatch.setattr(interop, "load", lambda *_, **__: (biased, tokenizer))
-    with pytest.raises(RunError, match="cuts for a qwen2 as Qwen does, whatever the files say"):
+    with pytest.raises(RunError, match="for a qwen2 it splits text as Qwen does, whatever the files say"):
         command("export_hf", tiny_run, tmp_path / "model")
 
 
@@ -173,7 +173,7 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     assert "llama.cpp" in shown
     with pytest.raises(UserError, match="exists already"):
         command("export_gguf", tiny_run, tmp_path / "a.gguf")
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is not a folder"):
         command("export_gguf", tiny_run, tmp_path / "b" / "a.gguf")
     model, _ = interop.load(tiny_run)
     (tmp_path / "bare").mkdir()
