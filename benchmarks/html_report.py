@@ -100,7 +100,7 @@ def random_explorer(tokens: int, layers: int, heads: int) -> html_report.Explore
     words = ["the", "fox", "and", "a", "bird", "said", "saw", "little", "then", "who", "one", "day"]
     text = " ".join(random.Random(1).choices(words, k=tokens))[: tokens - 1]
     tokenizer = make_tokenizer("byte", [])
-    return html_report.make_explorer(model, tokenizer, reports.Prompt.read(model, tokenizer, text))
+    return html_report.make_explorer(model, tokenizer, reports.Prompt.from_text(model, tokenizer, text))
 
 
 def measure(browser: Any, path: Path, repeats: int) -> dict[str, float]:

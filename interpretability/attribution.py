@@ -1,6 +1,6 @@
-"""What a prediction is made of: of which tokens, which heads, which layers.
+"""What makes up a prediction: which tokens, which heads, which layers.
 
-A prediction y is the logit of token `target` at one position, minus that of `contrast_token` if one is given.
+A prediction is the logit of token `target` at one position, minus that of `contrast_token` if one is given.
 Prompts are (T,) token ids; a position below 0 counts from the end.
 """
 
@@ -17,34 +17,49 @@ from torch.nn.utils.rnn import pad_sequence
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
-
-def prediction(logits: Tensor, target: int, contrast_token: int | None = None, position: int = -1) -> Tensor:
-    """y of each text: logits (B, T, V) -> (B,)."""
-    at = logits[:, position].float()  # (B, V)
-    return at[:, target] if contrast_token is None else at[:, target] - at[:, contrast_token]
+MAX_QUADRATURE_POINTS = 512
+TOKENS_PER_BATCH = 2**13
 
 
-def predict(model: Thinker, target: int, contrast_token: int | None, position: int, **given: Tensor) -> Tensor:
-    """y of each text, (B,), with the logits of one position alone: of `tokens` (B, T) or `embeddings` (B, T, C)."""
+def logit_difference(logits: Tensor, target: int, contrast_token: int | None = None, position: int = -1) -> Tensor:
+    """The prediction of each text: logits (B, T, V) -> (B,)."""
+    at_position = logits[:, position].float()  # (B, V)
+    if contrast_token is None:
+        return at_position[:, target]
+    return at_position[:, target] - at_position[:, contrast_token]
+
+
+def run_logit_difference(
+    model: Thinker, target: int, contrast_token: int | None, position: int, **inputs: Tensor
+) -> Tensor:
+    """The prediction of each text, (B,), computing one position's logits only.
+
+    inputs: tokens= (B, T) or embeddings= (B, T, C).
+    """
     with model.patch({"norm": lambda x: x[:, [position]]}):
-        return prediction(model(**given), target, contrast_token)
+        return logit_difference(model(**inputs), target, contrast_token)
+
+
+def require_grad_from_embedding(x: Tensor) -> Tensor:
+    """A patch of "embedding" that makes all later activations differentiable, even if the weights are frozen."""
+    return x.detach().requires_grad_()
 
 
 def gradient_times_attention(
     model: Thinker, tokens: Tensor, target: int, contrast_token: int | None = None, position: int = -1
 ) -> Tensor:
-    """S = A ⊙ ∂y/∂A, signed: what y gains, to first order, by each query's look at each key; (layers, H, T, T).
+    """S = A ⊙ ∂y/∂A, signed: what each attention weight adds to y, to first order; (layers, H, T, T).
 
     As in Hao et al. 2021 (arXiv:2004.11207), at the weights themselves instead of along a path to them.
     """
     names = "blocks.*.attention.weights"
-    free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
-    with torch.enable_grad(), model.patch({names: lambda x: x, **free}), model.record(names) as seen:
-        y = prediction(model(tokens[None]), target, contrast_token, position).sum()
-        weights = list(seen.values())  # (1, H, T, T) each
+    patches = {names: lambda x: x, "embedding": require_grad_from_embedding}
+    with torch.enable_grad(), model.patch(patches), model.record(names) as cache:
+        y = logit_difference(model(tokens[None]), target, contrast_token, position).sum()
+        weights = list(cache.values())  # (1, H, T, T) each
         gradients = torch.autograd.grad(y, weights)
-    each = [(A * g)[0].detach() for A, g in zip(weights, gradients)]
-    return pad_sequence(each, batch_first=True, padding_value=torch.nan)
+    products = [(A * g)[0].detach() for A, g in zip(weights, gradients)]
+    return pad_sequence(products, batch_first=True, padding_value=torch.nan)
 
 
 def integrated_gradients(
@@ -58,93 +73,94 @@ def integrated_gradients(
 ) -> tuple[Tensor, float, float]:
     """(x − x′) · ∫₀¹ ∂y/∂x (x′ + α (x − x′)) dα on embeddings x, summed over their width (Sundararajan et al. 2017).
 
-    By Gauss–Legendre quadrature (arXiv:1703.01365 has it by equal steps), with 32 points or as many more, up to 512, as
-    it takes. Complete: the sum is y(x) − y(x′), but for the quadrature's error.
+    Gauss–Legendre quadrature (arXiv:1703.01365 uses equal steps), from 32 points, doubled until the error is within
+    the tolerance, up to 512. Complete: the sum is y(x) − y(x′), up to the quadrature's error.
 
     Args:
-        baseline: x′, a token at every position, or an embedding (C,) or (T, C); the mean of all tokens' unless given.
-            Not zero: what a pre-norm model computes hardly depends on the length of x, until at 10⁻⁵ of it everything
-            changes at once, and the gradients of that say nothing of x.
-        tolerance: what the sum may miss, of y(x) − y(x′) or of 1.
+        baseline: x′, a token at every position, or an embedding (C,) or (T, C); by default the mean of all tokens'.
+            Not zero: a pre-norm model hardly depends on the length of x, until at 10⁻⁵ of it everything changes at
+            once, and those gradients say nothing about x.
+        tolerance: the error allowed, relative to y(x) − y(x′) or to 1.
 
-    Returns: what each token gives, (T,); y(x′); by how much the sum misses y(x) − y(x′).
+    Returns: what each token adds, (T,); y(x′); the sum's error.
     """
     with torch.no_grad():
         x = model.embedding(tokens)  # (T, C)
         if isinstance(baseline, int):
             baseline = model.embedding(torch.tensor(baseline, device=x.device))
-        empty = (model.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
-        ends = [predict(model, target, contrast_token, position, embeddings=end[None]).item() for end in (x, empty)]
-    rows, points = max(1, 2**13 // len(tokens)), 32
+        start = (model.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
+        y, y_baseline = (
+            run_logit_difference(model, target, contrast_token, position, embeddings=end[None]).item()
+            for end in (x, start)
+        )
+    rows, n_points = max(1, TOKENS_PER_BATCH // len(tokens)), 32
     while True:
-        nodes, shares = (torch.from_numpy(part).to(x.device) for part in np.polynomial.legendre.leggauss(points))
+        nodes, weights = (torch.from_numpy(part).to(x.device) for part in np.polynomial.legendre.leggauss(n_points))
         total = torch.zeros_like(x, dtype=torch.float64)
-        for some, share in zip(((nodes + 1) / 2).split(rows), (shares / 2).split(rows)):
+        for alpha, weight in zip(((nodes + 1) / 2).split(rows), (weights / 2).split(rows)):
             with torch.enable_grad():
-                inputs = (empty + some[:, None, None].to(x.dtype) * (x - empty)).requires_grad_()  # (rows, T, C)
-                y = predict(model, target, contrast_token, position, embeddings=inputs).sum()
-                (gradient,) = torch.autograd.grad(y, inputs)
-            total += torch.einsum("r,rtc->tc", share, gradient.double())
-        given = (total * (x - empty).double()).sum(dim=-1)  # (T,)
-        missed = given.sum().item() - (ends[0] - ends[1])
-        if abs(missed) <= tolerance * max(1.0, abs(ends[0] - ends[1])) or points >= 512:
-            return given.float(), ends[1], missed
-        points *= 2
+                inputs = (start + alpha[:, None, None].to(x.dtype) * (x - start)).requires_grad_()  # (rows, T, C)
+                sums = run_logit_difference(model, target, contrast_token, position, embeddings=inputs).sum()
+                (gradient,) = torch.autograd.grad(sums, inputs)
+            total += torch.einsum("r,rtc->tc", weight, gradient.double())
+        by_token = (total * (x - start).double()).sum(dim=-1)  # (T,)
+        error = by_token.sum().item() - (y - y_baseline)
+        if abs(error) <= tolerance * max(1.0, abs(y - y_baseline)) or n_points >= MAX_QUADRATURE_POINTS:
+            return by_token.float(), y_baseline, error
+        n_points *= 2
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What each part of the model adds to y: (layers, H) of heads, (layers,) of MLPs, the embedding. The sum is y."""
+class LogitComponents:
+    """What each component adds to the logit (difference): heads (layers, H), MLPs (layers,), and the embedding."""
 
     embedding: float
     heads: Tensor
     mlps: Tensor
-    y: float
+    logit: float
 
     def sum(self) -> float:
-        """All of them."""
+        """The sum of all components, which equals the logit."""
         return self.embedding + self.heads.nansum().item() + self.mlps.sum().item()
 
 
 @torch.no_grad()
 def direct_logit_attribution(
     model: Thinker, tokens: Tensor, target: int, contrast_token: int | None = None, position: int = -1
-) -> Parts:
+) -> LogitComponents:
     """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[contrast_token]) for each component c of x_L = Σ c, at one position.
 
     Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, "A Mathematical Framework for
     Transformer Circuits", without its approximation of the norm).
     """
-    with model.record(
-        "embedding", "blocks.*.attention.heads", "blocks.*.mlp", f"blocks.{len(model.blocks) - 1}"
-    ) as seen:
-        y = prediction(model(tokens[None]), target, contrast_token, position).item()
-    x = seen[f"blocks.{len(model.blocks) - 1}"][0, position].double()  # (C,)
+    last = f"blocks.{len(model.blocks) - 1}"
+    with model.record("embedding", "blocks.*.attention.heads", "blocks.*.mlp", last) as cache:
+        logit = logit_difference(model(tokens[None]), target, contrast_token, position).item()
+    x, norm = cache[last][0, position].double(), model.norm  # (C,)
     unembed = model.lm_head.weight.double()
     direction = unembed[target] - (unembed[contrast_token] if contrast_token is not None else 0)  # (C,)
-    norm = model.norm
     direction = direction * norm.weight.double() / (x.square().mean() + norm.eps).sqrt()
     heads, mlps = [], []
     for layer, block in enumerate(model.blocks):
-        z = seen[f"blocks.{layer}.attention.heads"][0, :, position].double()  # (H, D)
+        z = cache[f"blocks.{layer}.attention.heads"][0, :, position].double()  # (H, D)
         out = block.attention.o_proj.weight.double().unflatten(1, z.shape)  # (C, H, D)
         heads.append(torch.einsum("hd,chd,c->h", z, out, direction))
-        mlps.append(seen[f"blocks.{layer}.mlp"][0, position].double() @ direction)
-    embedding = seen["embedding"][0, position].double() @ direction
-    each = pad_sequence(heads, batch_first=True, padding_value=torch.nan)  # (layers, H)
-    return Parts(embedding.item(), each.float(), torch.stack(mlps).float(), y)
+        mlps.append(cache[f"blocks.{layer}.mlp"][0, position].double() @ direction)
+    embedding = cache["embedding"][0, position].double() @ direction
+    by_head = pad_sequence(heads, batch_first=True, padding_value=torch.nan)  # (layers, H)
+    return LogitComponents(embedding.item(), by_head.float(), torch.stack(mlps).float(), logit)
 
 
 @torch.no_grad()
 def logit_lens(model: Thinker, tokens: Tensor, position: int | slice = slice(None)) -> Tensor:
-    """W_U · norm_final(x_l): what the model would say after each layer, (layers + 1, positions, V); 0 is the embedding.
+    """W_U · norm_final(x_l): the logits as if the model ended after a layer, (layers + 1, positions, V).
 
-    nostalgebraist 2020. The last layer's are the logits. `position`: an index or a slice, all unless given.
+    nostalgebraist 2020. Index 0 is the embedding, the last are the model's logits. `position`: an index or a slice.
     """
-    with model.record("embedding", "blocks.*") as seen:
+    with model.record("embedding", "blocks.*") as cache:
         model(tokens[None])
-    at = slice(position, position + 1 or None) if isinstance(position, int) else position
-    return torch.stack([model.lm_head(model.norm(x[0, at])) for x in seen.values()]).float()
+    positions = slice(position, position + 1 or None) if isinstance(position, int) else position
+    return torch.stack([model.lm_head(model.norm(x[0, positions])) for x in cache.values()]).float()
 
 
 @torch.no_grad()
@@ -159,33 +175,34 @@ def patch(
 ) -> dict[str, Tensor]:
     """Activation patching (Meng et al. 2022, arXiv:2202.05262; Heimersheim and Nanda 2024, arXiv:2404.15255).
 
-    The corrupt prompt is read once for each name and position, with what the clean one had there in its place.
+    Runs the corrupt prompt once per name and position, with that activation taken from the clean prompt.
 
-    Returns: {name: (T,)}, (y(patched) − y(corrupt)) / (y(clean) − y(corrupt)): 0 where it changes nothing, 1 where it
-        brings all of y back.
+    Returns: {name: (T,)}, (y(patched) − y(corrupt)) / (y(clean) − y(corrupt)): 0 where patching changes nothing, 1
+        where it restores all of y.
 
-    Raises UserError where the prompts differ in length, or y is the same for both.
+    Raises UserError if the prompts differ in length, y is the same for both, or an activation has no positions.
     """
     if clean.shape != corrupt.shape:
-        raise UserError(f"the prompts must have as many tokens: {len(clean)} and {len(corrupt)}")
-    with model.record(*names) as seen:
-        best = predict(model, target, contrast_token, position, tokens=clean[None]).item()
-    worst = predict(model, target, contrast_token, position, tokens=corrupt[None]).item()
-    if best == worst:
-        raise UserError("the prediction is the same for both prompts: there is nothing to bring back")
-    T, found = len(clean), {}
-    for name, kept in seen.items():
-        if kept.dim() != 3:
-            raise UserError(f"{name} cannot be patched by position; take the residual stream, an output or one head")
-        parts = []
-        for places in torch.arange(T, device=corrupt.device).split(max(1, 2**13 // T)):
+        raise UserError(f"the prompts must have equally many tokens: {len(clean)} and {len(corrupt)}")
+    with model.record(*names) as cache:
+        y_clean = run_logit_difference(model, target, contrast_token, position, tokens=clean[None]).item()
+    y_corrupt = run_logit_difference(model, target, contrast_token, position, tokens=corrupt[None]).item()
+    if y_clean == y_corrupt:
+        raise UserError("the prediction is the same for both prompts: there is nothing to restore")
+    T, restored = len(clean), {}
+    for name, activation in cache.items():
+        if activation.dim() != 3:
+            raise UserError(f"{name} cannot be patched by position; use the residual stream, an output or one head")
+        predictions = []
+        for positions in torch.arange(T, device=corrupt.device).split(max(1, TOKENS_PER_BATCH // T)):
 
-            def put(x: Tensor, kept: Tensor = kept, places: Tensor = places) -> Tensor:
-                x = x.clone()  # (rows, T, ...): the corrupt prompt, each to be mended at one place
-                x[torch.arange(len(places)), places] = kept[0, places]
+            def replace(x: Tensor, clean: Tensor = activation, positions: Tensor = positions) -> Tensor:
+                x = x.clone()  # (rows, T, ...): the corrupt prompt, patched at one position per row
+                x[torch.arange(len(positions)), positions] = clean[0, positions]
                 return x
 
-            with model.patch({name: put}):
-                parts.append(predict(model, target, contrast_token, position, tokens=corrupt.expand(len(places), T)))
-        found[name] = (torch.cat(parts) - worst) / (best - worst)  # (T,)
-    return found
+            tokens = corrupt.expand(len(positions), T)
+            with model.patch({name: replace}):
+                predictions.append(run_logit_difference(model, target, contrast_token, position, tokens=tokens))
+        restored[name] = (torch.cat(predictions) - y_corrupt) / (y_clean - y_corrupt)  # (T,)
+    return restored

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
-from thinker.interpretability.reports import AXES, Panel, Prompt, Report
+from thinker.interpretability.reports import ATTENTION_AXES, Panel, Prompt, Report
 from thinker.model import Thinker
 from thinker.model.linear_attention import LinearAttention
 from thinker.model.patterns import TokenInfo
@@ -19,65 +20,81 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
 
     Raises UserError for a layer of linear attention, which has no scores.
     """
-    attention, T = model.blocks[layer].attention, len(prompt.tokens)
+    attention = model.blocks[layer].attention
     if isinstance(attention, LinearAttention):
         raise UserError(f"layer {layer} is linear attention: it has sums over features instead of scores")
-    path, query = f"blocks.{layer}.attention", query % T
+    path, query = f"blocks.{layer}.attention", query % len(prompt.tokens)
     names = [f"{path}.{part}" for part in ("q", "k", "v", "weights", "heads")]
-    with model.record(*names) as seen:
+    with model.record(*names) as cache:
         model(prompt.tokens[None])
-    q, k, v, weights, z = (seen[name][0].double().cpu() for name in names)
-    group = head // (len(q) // len(k))  # the key head that this query head shares
-    raw = q[head] @ k[group].T  # (T, T)
+    q, k, v, weights, z = (cache[name][0].double().cpu() for name in names)
+    kv_head = head // (len(q) // len(k))
+    raw = q[head] @ k[kv_head].T  # (T, T)
     scaled = raw * q.shape[-1] ** -0.5
     cap = model.config.attn_logit_softcap
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
-
-    builder, at = model.mask_builder, torch.arange(T, device=model.device)
-    token_info = TokenInfo(at, token_id=prompt.tokens if builder.by_token else None)
-    mask_form = builder.reference_mask(builder.patterns[layer], token_info)
-    bias, allowed = torch.zeros(()), mask_form.allowed
-    if allowed is not None and allowed.dtype != torch.bool:  # numbers that are added to scores: ALiBi
-        bias, allowed = allowed.cpu(), allowed > -torch.inf
-    if mask_form.score_mask is not None:
-        bias_here = bias.expand(1, len(q), T, T)[0, head]
-        allowed = mask_form.score_mask((capped + bias_here)[None, None].float().to(at.device), slice(None))
-    visible = allowed.cpu().expand(1, len(q), T, T)[0, head]  # (T, T)
-    bias = bias.expand(1, len(q), T, T)[0, head].double().masked_fill(~visible, 0)
-    final = capped + bias
+    bias, visible = _bias_and_mask(model, prompt.tokens, layer, head, capped)
+    scores = capped + bias
     sink = None if attention.sinks is None else attention.sinks[head].item()
 
-    row, mask, sizes = weights[head, query], visible[query], v[group].norm(dim=-1)  # (T,) each
-    largest = max([*final[query, mask].tolist(), *([] if sink is None else [sink])], default=0.0)
-    shares = (final[query] - largest).exp()  # (T,)
-    total = shares[mask].sum().item() + (0 if sink is None else math.exp(sink - largest))
+    row, mask, norms = weights[head, query], visible[query], v[kv_head].norm(dim=-1)  # (T,) each
+    logits = scores[query, mask].tolist() + ([] if sink is None else [sink])
+    largest = max(logits, default=0.0)
+    exponentials = (scores[query] - largest).exp()  # (T,)
+    total = exponentials[mask].sum().item()
+    footer = ""
+    if sink is not None:
+        sink_share = math.exp(sink - largest)
+        total += sink_share
+        footer = f", including {sink_share:.4f} of the sink"
+    output = row @ v[kv_head]  # (D,)
+    footer = f"Σ exp = {total:.4f}{footer}; the weighted sum of the values has norm {output.norm():.4f}, "
+    footer += f"the head's output {z[head, query].norm():.4f}"
+
     steps = {"q·k": raw[query], f"÷ √{q.shape[-1]}": scaled[query]}
-    steps |= {"capped": capped[query]} if cap is not None else {}
-    steps |= {"bias": bias[query]} if model.config.positions == "alibi" else {}
-    rows = [
-        [str(key), text, *(f"{values[key]:.4f}" for values in steps.values())]
-        + (["yes", f"{shares[key]:.4f}", f"{row[key]:.4f}"] if mask[key] else ["no", "", "0"])
-        + [f"{sizes[key]:.4f}", f"{row[key] * sizes[key]:.4f}"]
-        for key, text in enumerate(prompt.labels)
-    ]
-    columns = ["key", "token", *steps, "seen", f"exp(· − {largest:.2f})", "weight", "|v|", "weight·|v|"]
-    made = row @ v[group]  # (D,)
-    after = f"Σ exp = {total:.4f}" + ("" if sink is None else f", with {math.exp(sink - largest):.4f} of the sink")
-    after += f"; the weighted sum of the values has the length {made.norm():.4f}, the head's output "
-    after += f"{z[head, query].norm():.4f}"
-    about = {"layer": layer, "head": str(head), "query": f"{query} {prompt.labels[query]}"}
-    about["head"] += f", which shares key head {group}" if len(q) > len(k) else ""
+    if cap is not None:
+        steps["capped"] = capped[query]
+    if model.config.positions == "alibi":
+        steps["bias"] = bias[query]
+    rows = []
+    for key, text in enumerate(prompt.labels):
+        softmax = ["yes", f"{exponentials[key]:.4f}", f"{row[key]:.4f}"] if mask[key] else ["no", "", "0"]
+        products = [f"{norms[key]:.4f}", f"{row[key] * norms[key]:.4f}"]
+        rows.append([str(key), text, *(f"{values[key]:.4f}" for values in steps.values()), *softmax, *products])
+    columns = ["key", "token", *steps, "visible", f"exp(· − {largest:.2f})", "weight", "|v|", "weight·|v|"]
+    header = {"layer": layer, "head": str(head), "query": f"{query} {prompt.labels[query]}"}
+    if len(q) > len(k):
+        header["head"] += f", which shares KV head {kv_head}"
     data = {"layer": layer, "head": head, "query": query, "tokens": prompt.labels, "q": q[head, query].tolist()}
     data |= {"scores": raw[query].tolist(), "scaled": scaled[query].tolist(), "capped": capped[query].tolist()}
-    data |= {"bias": bias[query].tolist(), "sink": sink, "seen": mask.tolist(), "weights": row.tolist()}
-    data |= {"values": v[group].tolist(), "output": made.tolist(), "head_output": z[head, query].tolist()}
+    data |= {"bias": bias[query].tolist(), "sink": sink, "visible": mask.tolist(), "weights": row.tolist()}
+    data |= {"values": v[kv_head].tolist(), "output": output.tolist(), "head_output": z[head, query].tolist()}
 
-    names = prompt.numbered()
-    pictures = (
-        ("scores, scaled", final, True),
-        ("masked: what is not seen is left out", final.masked_fill(~visible, torch.nan), True),
+    labels = prompt.numbered()
+    plots = (
+        ("scores, scaled", scores, True),
+        ("scores after the mask", scores.masked_fill(~visible, torch.nan), True),
         ("softmax: the weights", weights[head].masked_fill(~visible, torch.nan), False),
-        ("softmax, had every token been seen", final.softmax(dim=-1), False),
+        ("softmax without the mask", scores.softmax(dim=-1), False),
     )
-    panels = [Panel(title, x, names, names, signed, row=query, axes=AXES) for title, x, signed in pictures]
-    return Report(about, columns, rows, data, panels, after, across=2)
+    panels = [
+        Panel(title, values, labels, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES)
+        for title, values, signed in plots
+    ]
+    return Report(header, columns, rows, data, panels, footer, panels_per_row=2)
+
+
+def _bias_and_mask(model: Thinker, tokens: Tensor, layer: int, head: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """What is added to one head's scores (0 where masked), and which keys are visible: scores (T, T) -> (T, T) each."""
+    T, builder = len(tokens), model.mask_builder
+    shape = 1, model.blocks[layer].attention.n_heads, T, T
+    token_info = TokenInfo(torch.arange(T, device=model.device), token_id=tokens if builder.by_token else None)
+    mask_form = builder.reference_mask(builder.patterns[layer], token_info)
+    bias, visible = torch.zeros(()), mask_form.allowed
+    if visible is not None and visible.dtype != torch.bool:  # ALiBi's biases, -inf where masked
+        bias, visible = visible.cpu(), visible > -torch.inf
+    bias = bias.expand(shape)[0, head]
+    if mask_form.score_mask is not None:
+        visible = mask_form.score_mask((scores + bias)[None, None].float().to(model.device), slice(None))
+    visible = visible.cpu().expand(shape)[0, head]
+    return bias.double().masked_fill(~visible, 0), visible

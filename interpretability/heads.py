@@ -1,4 +1,4 @@
-"""Measures of attention heads: what a head looks at, in one number each, and what the model loses without it.
+"""Measures of attention heads: what a head attends to, in one number each, and its importance to the loss.
 
 Weights are (..., T, T), rows are queries and positions count from 0; logarithms are natural. T is at least 2.
 """
@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from thinker.evaluation.perplexity import estimate_ratio
+from thinker.interpretability.attribution import require_grad_from_embedding
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
@@ -34,12 +35,9 @@ def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
 
 
 def mean_distance(weights: Tensor) -> Tensor:
-    """Mean over rows of Σ_j A_ij (i − j), in tokens; (..., T, T) -> (...). Uniform: (T − 1)/4.
-
-    (Σ_j A_ij j would be the mean position, another thing.)
-    """
-    at = torch.arange(weights.shape[-1], device=weights.device)
-    return (weights * (at[:, None] - at)).sum(dim=-1).mean(dim=-1)
+    """Mean over rows of Σ_j A_ij (i − j), in tokens; (..., T, T) -> (...). Uniform: (T − 1)/4."""
+    position = torch.arange(weights.shape[-1], device=weights.device)
+    return (weights * (position[:, None] - position)).sum(dim=-1).mean(dim=-1)
 
 
 def previous_token(weights: Tensor) -> Tensor:
@@ -48,18 +46,18 @@ def previous_token(weights: Tensor) -> Tensor:
 
 
 def first_token(weights: Tensor) -> Tensor:
-    """The share on the first token: mean over i ≥ 1 of A[i, 0] (row 0 has no choice); (..., T, T) -> (...)."""
+    """Mean over i ≥ 1 of A[i, 0], the weight of the first token; (..., T, T) -> (...)."""
     return weights[..., 1:, 0].mean(dim=-1)
 
 
 def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
     """Rows of n distinct random tokens, repeated once: (batch, 2n), for induction() and duplicate_token().
 
-    ids: those to draw from, or how many there are, from 0. Raises UserError where there are fewer than n.
+    ids: the ids to sample from, or the size of a vocabulary. Raises UserError if there are fewer than n.
     """
     ids = torch.arange(ids) if isinstance(ids, int) else ids
     if len(ids) < n:
-        raise UserError(f"{n} distinct tokens cannot be drawn of a vocabulary of {len(ids)}")
+        raise UserError(f"{n} distinct tokens cannot be sampled from a vocabulary of {len(ids)}")
     generator = torch.Generator().manual_seed(seed)
     rows = torch.stack([ids[torch.randperm(len(ids), generator=generator)[:n]] for _ in range(batch)])  # (B, n)
     return rows.repeat(1, 2)
@@ -80,23 +78,23 @@ def duplicate_token(weights: Tensor) -> Tensor:
 
 
 def pairwise_js_divergence(weights: Tensor) -> Tensor:
-    """How differently two heads look: mean over rows of their Jensen–Shannon divergence; (..., H, T, T) -> (..., H, H).
+    """How differently two heads attend: mean over rows of their JS divergence; (..., H, T, T) -> (..., H, H).
 
-    JS(P, Q) = H((P + Q)/2) − (H(P) + H(Q))/2 in nats, 0 (alike) to ln 2 (Lin 1991, IEEE Trans. Inf. Theory 37:145).
+    JS(P, Q) = H((P + Q)/2) − (H(P) + H(Q))/2 in nats, 0 (equal) to ln 2 (Lin 1991, IEEE Trans. Inf. Theory 37:145).
     """
-    H, own = weights.shape[-3], torch.special.entr(weights).sum(dim=-1)  # (..., H, T)
-    found = weights.new_zeros(*weights.shape[:-3], H, H)
-    for head in range(H):  # all pairs at once would take H times the memory
-        both = torch.special.entr((weights + weights[..., head : head + 1, :, :]) / 2).sum(dim=-1)
-        found[..., head, :] = (both - (own + own[..., head : head + 1, :]) / 2).mean(dim=-1)
-    return found.clamp_min(0)
+    n_heads, entropies = weights.shape[-3], torch.special.entr(weights).sum(dim=-1)  # (..., H, T)
+    divergence = weights.new_zeros(*weights.shape[:-3], n_heads, n_heads)
+    for head in range(n_heads):  # all pairs at once would take H times the memory
+        mixed = torch.special.entr((weights + weights[..., head : head + 1, :, :]) / 2).sum(dim=-1)
+        divergence[..., head, :] = (mixed - (entropies + entropies[..., head : head + 1, :]) / 2).mean(dim=-1)
+    return divergence.clamp_min(0)
 
 
 @dataclass(frozen=True)
 class Importance:
-    """Of each head (or group of heads): its value and the interval that covers it, (layers, H) each.
+    """The importance of each head (or group of heads) and its confidence interval, (layers, H) each.
 
-    Where a layer has fewer heads than others, nan takes the others' place.
+    nan stands for heads that a layer does not have.
     """
 
     value: Tensor
@@ -105,11 +103,11 @@ class Importance:
 
 
 def losses(model: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-    """The mean cross-entropy of each text, in nats a token: (N, T) -> (N,).
+    """The mean cross-entropy of each text, in nats per token: (N, T) -> (N,).
 
-    targets: (N, T), IGNORE_INDEX where nothing is counted; unless given, each text's next tokens, the last having none.
+    targets: (N, T), IGNORE_INDEX where no loss counts; by default the next tokens.
     """
-    return torch.cat([_losses(model, *some) for some in _batches(model, tokens, targets)])
+    return torch.cat([_losses(model, *batch) for batch in _batches(model, tokens, targets)])
 
 
 def _losses(model: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -119,80 +117,81 @@ def _losses(model: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """So many texts at a time that their logits stay below 256 MiB."""
+    """(tokens, targets) in batches whose logits stay below 256 MiB."""
     if targets is None:
         tokens, targets = tokens[:, :-1], tokens[:, 1:]
     rows = max(1, 2**26 // (tokens.shape[1] * model.config.vocab_size))
     return list(zip(tokens.split(rows), targets.split(rows)))
 
 
-def _without(group: range, instead: Tensor | float) -> Callable[[Tensor], Tensor]:
-    """An edit of blocks.i.attention.heads, (B, H, T, D): these heads' outputs replaced."""
+def _replace_heads(group: range, value: Tensor | float) -> Callable[[Tensor], Tensor]:
+    """A patch of blocks.i.attention.heads, (B, H, T, D), that sets the outputs of these heads."""
 
-    def edit(z: Tensor) -> Tensor:
+    def patch(z: Tensor) -> Tensor:
         z = z.clone()
-        z[:, group.start : group.stop] = instead
+        z[:, group.start : group.stop] = value
         return z
 
-    return edit
+    return patch
 
 
 @torch.no_grad()
 def importance_by_ablation(
     model: Thinker,
     tokens: Tensor,
-    how: str = "zero",
+    ablation: str = "zero",
     *,
     targets: Tensor | None = None,
-    share: float = 0.95,
+    confidence: float = 0.95,
     by_group: bool = False,
     progress: bool = False,
 ) -> Importance:
-    """What each head's absence costs: the mean over texts of CE(with the head's output replaced) − CE, in nats a token.
+    """What ablating each head costs: the mean over texts of CE(with its output replaced) − CE, in nats per token.
 
     Args:
         tokens: (N, T), at least two texts; targets as in losses().
-        how: "zero", or "mean": its mean over all texts and positions given.
-        share: of the confidence interval, over texts, each compared with itself.
-        by_group: of all query heads of a key head together, (layers, K).
+        ablation: "zero", or "mean": the head's mean output over all texts and positions.
+        confidence: of the interval, which is over paired differences of texts.
+        by_group: ablate all query heads of a KV head together, (layers, K).
     """
     names = [f"blocks.{layer}.attention.heads" for layer in range(len(model.blocks))]
-    sums, passes = dict.fromkeys(names, 0.0), _batches(model, tokens, targets)
-    with model.record(*names) as seen:
-        plain = []
-        for some in passes:
-            plain.append(_losses(model, *some))
-            sums = {name: sums[name] + seen[name].sum(dim=(0, 2))[:, None] for name in names}  # (H, 1, D)
-            seen.passes.clear()
-    plain, n_tokens = torch.cat(plain), sum(some.numel() for some, _ in passes)
+    sums, batches = dict.fromkeys(names, 0.0), _batches(model, tokens, targets)
+    with model.record(*names) as cache:
+        baseline = []
+        for batch in batches:
+            baseline.append(_losses(model, *batch))
+            sums = {name: sums[name] + cache[name].sum(dim=(0, 2))[:, None] for name in names}  # (H, 1, D)
+            cache.passes.clear()
+    baseline, n_tokens = torch.cat(baseline), sum(batch.numel() for batch, _ in batches)
     groups = [_groups(block.attention, by_group) for block in model.blocks]
-    bar = tqdm(total=sum(map(len, groups)), desc="leaving out heads", disable=not progress)
+    bar = tqdm(total=sum(map(len, groups)), desc="ablating heads", disable=not progress)
     costs = []
-    for name, some in zip(names, groups):
-        found = []
-        for group in some:
-            instead = 0.0 if how == "zero" else sums[name][group.start : group.stop] / n_tokens
-            with model.patch({name: _without(group, instead)}):
-                found.append(losses(model, tokens, targets) - plain)
+    for name, layer_groups in zip(names, groups):
+        layer_costs = []
+        for group in layer_groups:
+            value = 0.0 if ablation == "zero" else sums[name][group.start : group.stop] / n_tokens
+            with model.patch({name: _replace_heads(group, value)}):
+                layer_costs.append(losses(model, tokens, targets) - baseline)
             bar.update()
-        costs.append(torch.stack(found))  # (H, N)
+        costs.append(torch.stack(layer_costs))  # (H, N)
     bar.close()
-    return _means(costs, share)
+    return _estimate(costs, confidence)
 
 
 def _groups(attention: Any, by_group: bool) -> list[range]:
+    """The query heads to ablate together: those of each KV head, or each alone."""
     size = attention.n_heads // attention.n_kv_heads if by_group else 1
     return [range(head, head + size) for head in range(0, attention.n_heads, size)]
 
 
-def _means(values: list[Tensor], share: float) -> Importance:
-    """Over texts, with their intervals: of each layer (H, N) -> (layers, H) each."""
-    one = torch.ones(values[0].shape[-1])
-    found = []
+def _estimate(values: list[Tensor], confidence: float) -> Importance:
+    """Means over texts with their intervals: (H, N) per layer -> (layers, H) each."""
+    ones = torch.ones(values[0].shape[-1])
+    layers = []
     for layer in values:
-        rows = [vars(estimate_ratio(row, one, share)).values() for row in layer.cpu()]
-        found.append(torch.tensor([[math.nan if x is None else x for x in row] for row in rows]))  # (H, 3)
-    return Importance(*pad_sequence(found, batch_first=True, padding_value=math.nan).unbind(-1))
+        rows = [vars(estimate_ratio(row, ones, confidence)).values() for row in layer.cpu()]
+        layers.append(torch.tensor([[math.nan if x is None else x for x in row] for row in rows]))  # (H, 3)
+    return Importance(*pad_sequence(layers, batch_first=True, padding_value=math.nan).unbind(-1))
 
 
 def importance_by_gradient(
@@ -200,23 +199,24 @@ def importance_by_gradient(
     tokens: Tensor,
     *,
     targets: Tensor | None = None,
-    share: float = 0.95,
+    confidence: float = 0.95,
     by_group: bool = False,
 ) -> Importance:
     """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
 
-    z (T, D) is a head's output, L the mean loss of a text x; the absolute value is taken text by text. One backward
-    pass for all heads. The interval is over texts, scaled with the value. Arguments as in importance_by_ablation().
+    z (T, D) is a head's output, L the mean loss of a text x. One backward pass for all heads. The interval is over
+    texts and scaled like the value. Arguments as in importance_by_ablation().
     """
-    free = {"embedding": lambda x: x.detach().requires_grad_()}  # whatever weights are frozen
-    each: list[list[Tensor]] = [[] for _ in model.blocks]  # by layer: (H, B) each
-    for some in _batches(model, tokens, targets):
-        with torch.enable_grad(), model.patch(free), model.record("blocks.*.attention.heads") as seen:
-            loss, heads = _losses(model, *some).sum(), list(seen.values())  # (B, H, T, D) each
+    by_layer: list[list[Tensor]] = [[] for _ in model.blocks]  # (H, B) per batch
+    patches = {"embedding": require_grad_from_embedding}
+    for batch in _batches(model, tokens, targets):
+        with torch.enable_grad(), model.patch(patches), model.record("blocks.*.attention.heads") as cache:
+            loss = _losses(model, *batch).sum()
+            heads = list(cache.values())  # (B, H, T, D) each
             gradients = torch.autograd.grad(loss, heads)
-        for found, block, z, g in zip(each, model.blocks, heads, gradients):
+        for values, block, z, g in zip(by_layer, model.blocks, heads, gradients):
             groups = _groups(block.attention, by_group)
-            found.append((z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T)
-    found = _means([torch.cat(parts, dim=1) for parts in each], share)
-    size = found.value.nan_to_num().norm(dim=1, keepdim=True).clamp_min(1e-30)
-    return Importance(found.value / size, found.low / size, found.high / size)
+            values.append((z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T)
+    estimate = _estimate([torch.cat(values, dim=1) for values in by_layer], confidence)
+    norm = estimate.value.nan_to_num().norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return Importance(estimate.value / norm, estimate.low / norm, estimate.high / norm)

@@ -1,4 +1,4 @@
-// What happens: what the reader does changes `state`, and what depends on it is painted in the next frame.
+// What happens: user input changes `state`, and whatever depends on it is painted in the next frame.
 
 // ---- painting ------------------------------------------------------------------------------------------------------
 
@@ -36,8 +36,8 @@ function setTheme(name) {
   update();
 }
 
-/** What the browser remembers for this page; some remember nothing for a file, and say so by an error. */
-function remembered(change) {
+/** Access the browser's storage for this file; null where the browser refuses that. */
+function useStorage(change) {
   try {
     return change(window.localStorage);
   } catch (error) {
@@ -47,11 +47,11 @@ function remembered(change) {
 }
 
 function startTheme() {
-  const known = remembered((storage) => storage.getItem("thinker-theme"));
+  const known = useStorage((storage) => storage.getItem("thinker-theme"));
   setTheme(THEMES.includes(known) ? known : "auto");
   $("theme").addEventListener("click", () => {
     const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-    remembered((storage) => storage.setItem("thinker-theme", next));
+    useStorage((storage) => storage.setItem("thinker-theme", next));
     setTheme(next);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(document.documentElement.dataset.theme));
@@ -59,10 +59,10 @@ function startTheme() {
 
 // ---- choosing ------------------------------------------------------------------------------------------------------
 
-/** Show a head; its weights are unpacked the first time. */
+/** Unpack a head's weights the first time it is shown. */
 async function openHead(layer, head) {
   const name = `${layer}-${head}`;
-  if (isHeld(layer, head) && !matrices.has(name)) {
+  if (isStored(layer, head) && !matrices.has(name)) {
     const bytes = new Uint8Array(await unpack(`w-${name}`));
     matrices.set(name, new Matrix(bytes));
   }
@@ -72,15 +72,15 @@ async function openHead(layer, head) {
 function selectHead(layer, head) {
   state.wanted = `${layer}-${head}`;
   openHead(layer, head).then((name) => {
-    if (name === state.wanted) update({ layer, head, from: "choice" }); // or another one has been asked for since
+    if (name === state.wanted) update({ layer, head, from: "choice" }); // unless another one was chosen meanwhile
   });
 }
 
-/** Scroll the prompt, not the page, to a token. */
+/** Scroll the prompt, not the window, to a token. */
 function reveal(token) {
   const box = $("tokens"), { offsetTop, offsetHeight } = box.children[token];
-  const seen = offsetTop >= box.scrollTop && offsetTop + offsetHeight <= box.scrollTop + box.clientHeight;
-  if (!seen) box.scrollTop = offsetTop - box.clientHeight / 2;
+  const visible = offsetTop >= box.scrollTop && offsetTop + offsetHeight <= box.scrollTop + box.clientHeight;
+  if (!visible) box.scrollTop = offsetTop - box.clientHeight / 2;
 }
 
 function lock(token) {
@@ -110,7 +110,7 @@ function setView(view) {
 
 // ---- the prompt ----------------------------------------------------------------------------------------------------
 
-/** Where an arrow key leads in a row of `count` things; null for another key. */
+/** The index that an arrow key moves to in a row of `count` elements; null for another key. */
 function step(key, place, count) {
   const to = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: count - 1 }[key];
   return to === undefined ? null : Math.max(0, Math.min(count - 1, to));
@@ -169,9 +169,9 @@ function beside(buttons, place, lines) {
 const MEASURES = {
   none: ["none", ""],
   contribution: ["adds to the prediction", "Bars: what the head adds to the prediction (orange) or takes from it (purple)."],
-  entropy: ["entropy", "Bars: mean entropy of its rows, in nats: how widely it looks."],
-  normalised: ["entropy, normalised", "Bars: entropy as a share of that of looking at everything alike."],
-  distance: ["distance", "Bars: how many tokens back it looks, on average."],
+  entropy: ["entropy", "Bars: mean entropy of its rows, in nats: how widely it attends."],
+  normalised: ["entropy, normalised", "Bars: entropy, relative to uniform attention."],
+  distance: ["distance", "Bars: how many tokens back it attends, on average."],
   previous: ["previous token", "Bars: mean weight of the token before."],
   first: ["first token", "Bars: mean weight of the first token."],
   itself: ["itself", "Bars: mean weight of the token itself."],
@@ -191,7 +191,7 @@ function startGrid() {
     const canvas = make("canvas", { width: facts.side, height: facts.side });
     canvas.style.imageRendering = facts.side < 32 ? "pixelated" : "auto";
     const cell = role("gridcell", "div", {}, canvas, make("span", { className: "score" }, make("i")));
-    cell.classList.toggle("small-only", !isHeld(layer, head));
+    cell.classList.toggle("small-only", !isStored(layer, head));
     cell.dataset.place = `${layer} ${head}`;
     return cell;
   }));
@@ -237,10 +237,10 @@ function startGrid() {
 
 function headTip(layer, head) {
   const score = (name) => facts.scores[name][layer][head].toFixed(2);
-  const held = isHeld(layer, head) ? "" : "\nthumbnail and scores only";
-  return `${headName(layer, head)}\n${facts.looks[layer][head]}\nentropy ${score("entropy")} · distance ${score("distance")}\n` +
+  const suffix = isStored(layer, head) ? "" : "\nthumbnail and scores only";
+  return `${headName(layer, head)}\n${facts.summaries[layer][head]}\nentropy ${score("entropy")} · distance ${score("distance")}\n` +
     `previous ${score("previous")} · first ${score("first")} · itself ${score("itself")}\n` +
-    `adds ${signed(facts.attribution.heads[layer][head])} to the prediction${held}`;
+    `adds ${signed(facts.attribution.heads[layer][head])} to the prediction${suffix}`;
 }
 
 function paintThumbnails(cells) {
@@ -262,10 +262,10 @@ function paintCells(cells) {
   $("measure").value = measure;
   $("measure-note").textContent = MEASURES[measure][1] || "Point at a head, or click to open it. Rows are queries, columns keys.";
   cells.forEach((row, layer) => row.forEach((cell, head) => {
-    const held = isHeld(layer, head) ? "" : ", thumbnail and scores only";
+    const suffix = isStored(layer, head) ? "" : ", thumbnail and scores only";
     cell.ariaSelected = layer === state.layer && head === state.head;
     cell.tabIndex = layer === state.cell[0] && head === state.cell[1] ? 0 : -1;
-    cell.ariaLabel = `layer ${layer} head ${head}, entropy ${facts.scores.entropy[layer][head].toFixed(2)}, ${facts.looks[layer][head]}${held}`;
+    cell.ariaLabel = `layer ${layer} head ${head}, entropy ${facts.scores.entropy[layer][head].toFixed(2)}, ${facts.summaries[layer][head]}${suffix}`;
     const score = cell.lastChild, filled = score.firstChild, share = values ? values[layer][head] / top : 0;
     score.hidden = !values;
     const middle = measure === "contribution" ? 50 : 0, width = Math.abs(share) * (middle || 100);

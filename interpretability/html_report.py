@@ -1,4 +1,4 @@
-"""One HTML file that shows what is inside a model for one prompt; it needs no server, no network, no other file."""
+"""One HTML file to explore what a model does with a prompt; it needs no server, no network, no other file."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.interpretability import attribution
+from thinker.interpretability.head_reports import MEASURES
 from thinker.interpretability.plots import plot_panels
-from thinker.interpretability.reports import (
-    MEASURES,
+from thinker.interpretability.prompt_reports import (
     NO_GRADIENT,
-    Prompt,
-    Report,
-    by_tokens,
-    label,
+    attribute_to_tokens,
+    describe_target,
     likeliest_next_token,
 )
+from thinker.interpretability.reports import Prompt, Report, token_label
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
-CELLS = 144 * 512 * 513 // 2  # that a page may hold: 12 layers of 12 heads at 512 tokens, which open in a few seconds
-THUMBNAIL = 48  # rows and columns of a thumbnail, at most
-LIKELIEST, LENS = 10, 5  # tokens that are named: of what comes next, and after each layer
-AT_ONCE = 1 << 24  # logits that are computed at once
+MAX_WEIGHTS = 144 * 512 * 513 // 2  # in one file: 12 layers of 12 heads at 512 tokens, which open in a few seconds
+THUMBNAIL_SIDE = 48  # at most
+N_LIKELIEST, N_LENS = 10, 5  # likeliest tokens listed for the next token, and after each layer
+LOGITS_PER_BATCH = 1 << 24
 VIEWS = ("attention", "attribution", "lens")
 SCRIPTS = ("html_report_draw.js", "html_report_views.js", "html_report.js")
 
@@ -47,9 +46,9 @@ class Explorer:
 
     Attributes:
         facts: numbers and names, as html_report.js reads them; see make_explorer().
-        thumbnails: (layers, H, side, side) bytes of round(255 √w), w the largest weight of what each cell covers.
-        weights: (layer, head) -> bytes of round(255 √w), deflated: row after row, each to the diagonal; whole rows if
-            facts["ahead"].
+        thumbnails: (layers, H, side, side) bytes of round(255 √w), w the largest weight that each cell covers.
+        weights: (layer, head) -> bytes of round(255 √w), deflated: row after row, each up to the diagonal, or whole
+            rows if facts["bidirectional"].
     """
 
     facts: dict[str, Any]
@@ -57,21 +56,19 @@ class Explorer:
     weights: dict[tuple[int, int], bytes]
 
 
-def cells(length: int, ahead: bool) -> int:
-    """How many weights of a head are kept."""
-    return length * length if ahead else length * (length + 1) // 2
+def count_weights(length: int, bidirectional: bool) -> int:
+    """How many weights of a head the file stores."""
+    return length * length if bidirectional else length * (length + 1) // 2
 
 
-def spread(layers: int, heads: int, count: int, around: tuple[int, int]) -> set[tuple[int, int]]:
-    """`count` of all heads, evenly over layers and over the heads of each, `around` among them.
-
-    The layers begin at that of `around`, each with its share of what is left; other layers take other heads.
-    """
-    found = set()
+def choose_heads(layers: int, heads: int, count: int, first: tuple[int, int]) -> set[tuple[int, int]]:
+    """`count` (layer, head), including `first`, spread evenly over the layers and over the heads of each."""
+    chosen = set()
     for step in range(layers):
-        layer, share = (around[0] + step) % layers, -(-(step + 1) * count // layers) - -(-step * count // layers)
-        found |= {(layer, (around[1] + step + at * heads // share) % heads) for at in range(share)}
-    return found
+        layer = (first[0] + step) % layers
+        in_layer = -(-(step + 1) * count // layers) - -(-step * count // layers)
+        chosen |= {(layer, (first[1] + step + i * heads // in_layer) % heads) for i in range(in_layer)}
+    return chosen
 
 
 @torch.no_grad()
@@ -82,147 +79,146 @@ def make_explorer(
     target: int | None = None,
     contrast_token: int | None = None,
     position: int = -1,
-    around: tuple[int, int] = (0, 0),
+    first: tuple[int, int] = (0, 0),
 ) -> Explorer:
-    """Run the model over the prompt, once for each layer's weights, so that those of one layer are held at a time.
+    """Run the model over the prompt, once per layer, to keep only one layer's weights in memory.
 
     Args:
         target, contrast_token, position: the prediction to attribute; by default the likeliest token after `position`.
-        around: (layer, head) that can be opened in any case, where not all can.
+        first: (layer, head) that can be opened in any case, if not all can.
 
-    Raises UserError for a prompt of which not even one head fits on a page, or logits that are not finite.
+    Raises UserError if not even one head of the prompt fits into a file, or the logits are not finite.
     """
     config, T = model.config, len(prompt.tokens)
-    ahead, layers, H = config.prefix > 0, config.n_layers, config.n_heads
-    size = cells(T, ahead)
-    if size > CELLS:
-        longest = math.isqrt(CELLS) if ahead else (math.isqrt(8 * CELLS + 1) - 1) // 2
-        raise UserError(f"the prompt has {T} tokens; the longest that a page can show has {longest}")
-    count = min(layers * H, CELLS // size)
-    whole = spread(layers, H, count, around)
+    bidirectional, layers, H = config.prefix > 0, config.n_layers, config.n_heads
+    size = count_weights(T, bidirectional)
+    if size > MAX_WEIGHTS:
+        longest = math.isqrt(MAX_WEIGHTS) if bidirectional else (math.isqrt(8 * MAX_WEIGHTS + 1) - 1) // 2
+        raise UserError(f"the prompt has {T} tokens; the longest that an HTML report can show has {longest}")
+    count = min(layers * H, MAX_WEIGHTS // size)
+    chosen = choose_heads(layers, H, count, first)
     scores = {name: [] for name in (*MEASURES, "itself")}
     thumbnails, weights = [], {}
-    for layer in tqdm(range(layers), desc="looking into layers", leave=False, delay=1):
-        measured, small, large = _layer(model, prompt.tokens, layer, [head for at, head in whole if at == layer])
-        for name, values in measured.items():
+    for layer in tqdm(range(layers), desc="reading layers", leave=False, delay=1):
+        heads = [head for chosen_layer, head in chosen if chosen_layer == layer]
+        layer_scores, layer_thumbnails, layer_weights = _read_layer(model, prompt.tokens, layer, heads)
+        for name, values in layer_scores.items():
             scores[name].append(values)
-        thumbnails.append(small)
-        weights |= {(layer, head): data for head, data in large.items()}
-    facts = {"labels": prompt.labels, "tokens": prompt.tokens.tolist(), "ahead": ahead, "layers": layers, "heads": H}
-    facts |= {"scores": scores, "looks": _in_words(model, scores), "banner": ""}
+        thumbnails.append(layer_thumbnails)
+        weights |= {(layer, head): data for head, data in layer_weights.items()}
+    facts = {"labels": prompt.labels, "tokens": prompt.tokens.tolist(), "bidirectional": bidirectional}
+    facts |= {"layers": layers, "heads": H, "scores": scores, "summaries": _summaries(model, scores), "banner": ""}
     if count < layers * H:
         facts["banner"] = (
-            f"{T:,} tokens × {layers * H} heads are more than one page holds: {count} heads can be opened, "
+            f"{T:,} tokens × {layers * H} heads are too many for one report: {count} heads can be opened, "
             "the others show thumbnails and scores only"
         )
-    facts |= _said(model, prompt.tokens) | _attributed(model, tokenizer, prompt, target, contrast_token, position)
-    named = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
-    facts["names"] = {token: label(tokenizer, token) for token in sorted(named)}
+    facts |= _predictions(model, prompt.tokens)
+    facts["attribution"] = _attribution(model, tokenizer, prompt, target, contrast_token, position)
+    listed = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
+    facts["names"] = {token: token_label(tokenizer, token) for token in sorted(listed)}
     return Explorer(facts, torch.stack(thumbnails), weights)
 
 
-def _layer(
-    model: Thinker, tokens: Tensor, layer: int, whole: list[int]
+def _read_layer(
+    model: Thinker, tokens: Tensor, layer: int, heads: list[int]
 ) -> tuple[dict[str, list[float]], Tensor, dict[int, bytes]]:
-    """Measures of a layer's heads, their thumbnails (H, side, side), and the deflated weights of those in `whole`."""
+    """Scores of a layer's heads, their thumbnails (H, side, side), and the deflated weights of the given heads."""
     name = f"blocks.{layer}.attention.weights"
-    with model.record(name) as seen:
+    with model.record(name) as cache:
         model(tokens[None])
-    weights = seen[name][0].float()  # (H, T, T)
-    weights = F.pad(weights, (0, 0, 0, 0, 0, model.config.n_heads - len(weights)))  # what was pruned looks at nothing
-    found = {name: measure(weights) for name, measure in MEASURES.items()}
-    found["itself"] = weights.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
-    # Of the root: small weights keep more of their digits, and the error is at most √w/255.
-    coarse = (weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu()
-    small = F.adaptive_max_pool2d(coarse.float()[None], min(THUMBNAIL, len(tokens)))[0].to(torch.uint8)
-    large = {}
-    for head in whole:
-        rows = coarse[head].numpy()
-        full = model.config.prefix > 0
-        large[head] = zlib.compress(b"".join((row if full else row[: at + 1]).tobytes() for at, row in enumerate(rows)))
-    return {name: _rounded(values) for name, values in found.items()}, small, large
+    weights = cache[name][0].float()  # (H, T, T)
+    weights = F.pad(weights, (0, 0, 0, 0, 0, model.config.n_heads - len(weights)))  # zeros for pruned heads
+    scores = {name: measure(weights) for name, measure in MEASURES.items()}
+    scores["itself"] = weights.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
+    # Roots keep more digits of small weights; the error is at most √w/255.
+    roots = (weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu()
+    side = min(THUMBNAIL_SIDE, len(tokens))
+    thumbnails = F.adaptive_max_pool2d(roots.float()[None], side)[0].to(torch.uint8)
+    deflated = {}
+    for head in heads:
+        rows = list(roots[head].numpy())
+        if model.config.prefix == 0:
+            rows = [row[: query + 1] for query, row in enumerate(rows)]
+        deflated[head] = zlib.compress(b"".join(row.tobytes() for row in rows))
+    return {name: _round(values) for name, values in scores.items()}, thumbnails, deflated
 
 
-def _in_words(model: Thinker, scores: dict[str, list[list[float]]]) -> list[list[str]]:
-    """What each head does on the whole, (layers, H)."""
-    shares = {"previous": "the previous token", "first": "the first token", "itself": "the token itself"}
+def _summaries(model: Thinker, scores: dict[str, list[list[float]]]) -> list[list[str]]:
+    """What each head mostly does, in words, (layers, H)."""
+    targets = {"previous": "the previous token", "first": "the first token", "itself": "the token itself"}
 
-    def words(layer: int, head: int) -> str:
+    def summary(layer: int, head: int) -> str:
         if head >= model.blocks[layer].attention.n_heads:
             return "pruned"
-        name = max(shares, key=lambda name: scores[name][layer][head])
+        name = max(targets, key=lambda name: scores[name][layer][head])
         if scores[name][layer][head] >= 0.5:
-            return f"looks mostly at {shares[name]}"
+            return f"attends mostly to {targets[name]}"
         return f"spreads over about {math.exp(scores['entropy'][layer][head]):.1f} tokens"
 
-    return [[words(layer, head) for head in range(len(row))] for layer, row in enumerate(scores["entropy"])]
+    return [[summary(layer, head) for head in range(len(row))] for layer, row in enumerate(scores["entropy"])]
 
 
-def _rounded(values: Tensor) -> list[float]:
-    """With five digits: more would only make the page larger."""
+def _round(values: Tensor) -> list[float]:
+    """Five digits, to keep the file small."""
     return [float(f"{value:.5g}") for value in values.flatten().tolist()]
 
 
-def _said(model: Thinker, tokens: Tensor) -> dict[str, Any]:
-    """What the model says after each position: its likeliest tokens, those after each layer, what really follows.
+def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
+    """The likeliest next tokens at each position, those after each layer, and how likely the true next token is.
 
-    Lists are flat: `likeliest` (T, 10), `lens` (layers + 1, T, 5), `follows` (layers + 1, T − 1), `rank` (T − 1).
+    Lists are flat: `likeliest` (T, 10), `lens` (layers + 1, T, 5), `next_probability` (layers + 1, T − 1),
+    `next_rank` (T − 1).
     """
-    with model.record("embedding", "blocks.*") as seen:
+    with model.record("embedding", "blocks.*") as cache:
         model(tokens[None])
-    rows = max(1, AT_ONCE // model.config.vocab_size)
-    lens, follows, rank = [], [], []
-    likeliest = []
-    for depth, x in enumerate(seen.values()):  # (1, T, C)
-        begin = 0
-        for some in x[0].split(rows):
-            shares = model.lm_head(model.norm(some)).float().softmax(dim=-1)  # (rows, V)
-            if not shares.isfinite().all():
+    rows = max(1, LOGITS_PER_BATCH // model.config.vocab_size)
+    lens, likeliest, next_probability, next_rank = [], [], [], []
+    for depth, x in enumerate(cache.values()):  # (1, T, C)
+        for start in range(0, len(tokens), rows):
+            probabilities = model.lm_head(model.norm(x[0, start : start + rows])).float().softmax(dim=-1)  # (rows, V)
+            if not probabilities.isfinite().all():
                 raise UserError("the model's logits are not finite, so there is nothing to show")
-            lens.append(shares.topk(min(LENS, shares.shape[1])))
-            next_ones = tokens[begin + 1 : begin + 1 + len(some), None]
-            given = shares[: len(next_ones)].gather(1, next_ones)  # (rows, 1)
-            follows.append(given)
-            begin += len(some)
+            lens.append(probabilities.topk(min(N_LENS, probabilities.shape[1])))
+            next_tokens = tokens[start + 1 : start + 1 + rows, None]
+            of_next = probabilities[: len(next_tokens)].gather(1, next_tokens)  # (rows, 1)
+            next_probability.append(of_next)
             if depth == len(model.blocks):
-                likeliest.append(shares.topk(min(LIKELIEST, shares.shape[1])))
-                rank.append((shares[: len(next_ones)] > given).sum(dim=1) + 1)
+                likeliest.append(probabilities.topk(min(N_LIKELIEST, probabilities.shape[1])))
+                next_rank.append((probabilities[: len(next_tokens)] > of_next).sum(dim=1) + 1)
 
-    def lists(found: list[Any]) -> dict[str, Any]:
-        ids, shares = torch.cat([top.indices for top in found]), torch.cat([top.values for top in found])
-        return {"tokens": ids.flatten().tolist(), "shares": _rounded(shares), "each": ids.shape[1]}
+    def flatten(top: list[Any]) -> dict[str, Any]:
+        ids, probabilities = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
+        return {"tokens": ids.flatten().tolist(), "probabilities": _round(probabilities), "k": ids.shape[1]}
 
     return {
-        "likeliest": lists(likeliest),
-        "lens": lists(lens),
-        "follows": _rounded(torch.cat(follows)),
-        "rank": torch.cat(rank).tolist(),
+        "likeliest": flatten(likeliest),
+        "lens": flatten(lens),
+        "next_probability": _round(torch.cat(next_probability)),
+        "next_rank": torch.cat(next_rank).tolist(),
     }
 
 
-def _attributed(
+def _attribution(
     model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, contrast_token: int | None, position: int
 ) -> dict[str, Any]:
-    """What the prediction is made of: `given` by tokens (T,), `heads` (layers, H), `mlps`, `embedding`; y."""
+    """What makes up the prediction: `by_token` (T,), `heads` (layers, H), `mlps` (layers,), `embedding`, `logit`."""
     position %= len(prompt.tokens)
     target = likeliest_next_token(model, prompt, position) if target is None else target
-    parts = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
-    what = f"logit of ‘{label(tokenizer, target)}’"
-    what += "" if contrast_token is None else f" rather than ‘{label(tokenizer, contrast_token)}’"
-    found = {
-        "what": f"{what} after position {position}",
-        "y": parts.y,
-        "embedding": parts.embedding,
+    components = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
+    facts = {
+        "description": f"logit of {describe_target(tokenizer, target, contrast_token)} after position {position}",
         "position": position,
+        "logit": components.logit,
+        "embedding": components.embedding,
+        "heads": [_round(row.nan_to_num()) for row in components.heads],
+        "mlps": _round(components.mlps),
     }
-    found |= {"heads": [_rounded(row.nan_to_num()) for row in parts.heads], "mlps": _rounded(parts.mlps)}
-    of_tokens = by_tokens(model, tokenizer, prompt, target, contrast_token, position)
-    if of_tokens is None:
-        found |= {"given": None, "why": NO_GRADIENT}
-    else:
-        given, empty, missed = of_tokens
-        found |= {"given": _rounded(given), "empty": empty, "missed": missed}
-    return {"attribution": found}
+    by_token = attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
+    if by_token is None:
+        return facts | {"by_token": None, "reason": NO_GRADIENT}
+    values, baseline, error = by_token
+    return facts | {"by_token": _round(values), "baseline_logit": baseline, "completeness_error": error}
 
 
 def write_html_report(
@@ -236,11 +232,11 @@ def write_html_report(
     view: str = "attention",
     fold: bool = False,
 ) -> None:
-    """Write the page, opened at a head, a position and one of VIEWS; the report may be folded.
+    """Write the file, which opens at a head, a position and one of VIEWS; `fold` hides the report's table at first.
 
-    Raises UserError where it cannot be written.
+    Raises UserError if it cannot be written.
     """
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     blocks = []
     if explorer is not None:
         start = {"layer": layer, "head": head, "position": position % len(explorer.facts["labels"]), "view": view}
@@ -249,24 +245,24 @@ def write_html_report(
         blocks += [_bytes(f"w-{layer}-{head}", data) for (layer, head), data in explorer.weights.items()]
     parts = {
         "title": html.escape(title),
-        "style": (here / "html_report.css").read_text("utf-8"),
+        "style": (folder / "html_report.css").read_text("utf-8"),
         "report": "" if report is None else _report(report, fold),
         "blocks": "\n".join(blocks),
-        "script": "".join((here / name).read_text("utf-8") for name in SCRIPTS),
+        "script": "".join((folder / name).read_text("utf-8") for name in SCRIPTS),
     }
-    page = (here / "html_report.html").read_text("utf-8")
+    text = (folder / "html_report.html").read_text("utf-8")
     if explorer is None:
-        page = re.sub(r"<!--explorer-->.*?<!--/explorer-->", "", page, flags=re.DOTALL)
-    page = re.sub(r"<!--/?explorer-->\n?", "", page)
-    page = re.sub(r"<!--(\w+)-->", lambda found: parts[found[1]], page)  # in one pass: what is filled in is left alone
+        text = re.sub(r"<!--explorer-->.*?<!--/explorer-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--/?explorer-->\n?", "", text)
+    text = re.sub(r"<!--(\w+)-->", lambda match: parts[match[1]], text)  # one pass: inserted text is not searched
     try:
-        path.write_text(page, encoding="utf-8", errors="replace")  # a command line may hold half a character
+        path.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold half a character
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _json(name: str, value: Any) -> str:
-    """A block of JSON that no text in it can end."""
+    """A script element of JSON, in which no text can close the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # all but ASCII is escaped
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -279,20 +275,19 @@ def _bytes(name: str, data: bytes) -> str:
 
 
 def _report(report: Report, fold: bool) -> str:
-    """What a command found, as a table that is there without any script."""
-    text = html.escape
-    about = "".join(f"<dt>{text(name)}</dt><dd>{text(str(value))}</dd>" for name, value in report.about.items())
-    head = "".join(f'<th scope="col">{text(column)}</th>' for column in report.columns)
-    rows = "".join(f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in row)}</tr>\n" for row in report.rows)
-    picture = io.BytesIO()
-    plot_panels(report.panels, picture, "", report.across)
-    picture = base64.b64encode(picture.getvalue()).decode("ascii")
+    """The command's report as a table that needs no script."""
+    header = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in report.header.items())
+    columns = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in report.columns)
+    rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in report.rows)
+    buffer = io.BytesIO()
+    plot_panels(report.panels, buffer, "", report.panels_per_row)
+    image = base64.b64encode(buffer.getvalue()).decode("ascii")
     return f"""<details class="card" id="report"{"" if fold else " open"}>
 <summary>The command's table</summary>
-<dl>{about}</dl>
-<img alt="A picture of what the table says" src="data:image/png;base64,{picture}">
+<dl>{header}</dl>
+<img alt="A plot of the table" src="data:image/png;base64,{image}">
 <div class="scroll" role="region" aria-label="table of the report" tabindex="0">
-<table><thead><tr>{head}</tr></thead><tbody>
+<table><thead><tr>{columns}</tr></thead><tbody>
 {rows}</tbody></table></div>
-<p>{text(report.after)}</p>
+<p>{html.escape(report.footer)}</p>
 </details>"""

@@ -1,4 +1,4 @@
-// What draws: elements, colours, packed bytes, heatmaps with axes, the tip beside the pointer. It knows nothing of models.
+// Drawing primitives: elements, colours, packed bytes, heatmaps with axes, the tip beside the pointer. Nothing about models.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -10,7 +10,7 @@ function make(tag, properties = {}, ...inside) {
   return element;
 }
 
-/** The inflated bytes of a block of the page, as a buffer. */
+/** The inflated bytes of a script element, as a buffer. */
 async function unpack(id) {
   const text = atob($(id).textContent), bytes = new Uint8Array(text.length);
   for (let at = 0; at < text.length; at++) bytes[at] = text.charCodeAt(at);
@@ -114,7 +114,7 @@ class Heatmap {
     });
   }
 
-  /** Draw. `index(row, column)`: of a colour of `ramp`, or -1 where nothing is seen; `rows`, `columns`: labels. */
+  /** Draw. `index(row, column)`: of a colour of `ramp`, or -1 for an empty cell; `rows`, `columns`: labels. */
   show({ rows, columns, index, ramp, labelled = true }) {
     const [R, C] = (this.shape = [rows.length, columns.length]), dense = window.devicePixelRatio || 1;
     const room = Math.min(640, this.box.clientWidth), largest = 30; // pixels: of all, of a cell
@@ -152,8 +152,8 @@ class Heatmap {
   /** Labels where there is room, else the numbers of some. */
   axis(context, labels, named, write, cell) {
     if (named) return labels.forEach((text, at) => write(at, text));
-    const apart = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000].find((step) => step * cell >= 36);
-    for (let at = 0; at < labels.length; at += apart ?? labels.length) write(at, String(at));
+    const interval = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000].find((step) => step * cell >= 36);
+    for (let at = 0; at < labels.length; at += interval ?? labels.length) write(at, String(at));
   }
 
   /** One pixel a cell; where the screen has fewer, each shows the largest of those that it covers, of either sign. */

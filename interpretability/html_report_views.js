@@ -1,4 +1,4 @@
-// What is shown of a model: `facts` are its numbers, `state` is what the reader has chosen. page.js says when to paint.
+// What is shown of a model: `facts` are its numbers, `state` is what the reader has chosen. html_report.js says when to paint.
 
 const facts = $("facts") && JSON.parse($("facts").textContent);
 const T = facts?.labels.length ?? 0;
@@ -12,13 +12,13 @@ const numbered = (at) => `${at} ${facts.labels[at]}`;
 const headName = (layer, head) => `Layer ${layer}, head ${head}`;
 const depthName = (depth) => (depth ? `layer ${depth - 1}` : "embedding");
 
-/** The weights of one head as bytes b, (b/255)² each; -1 above the diagonal, where nothing is seen. */
+/** The weights of one head as bytes b, (b/255)² each; -1 above the diagonal, where keys are masked. */
 class Matrix {
   constructor(bytes) {
     this.bytes = bytes;
   }
   at(query, key) {
-    if (facts.ahead) return this.bytes[query * T + key];
+    if (facts.bidirectional) return this.bytes[query * T + key];
     return key > query ? -1 : this.bytes[(query * (query + 1)) / 2 + key];
   }
   weight(query, key) {
@@ -26,10 +26,10 @@ class Matrix {
   }
 }
 
-const isHeld = (layer, head) => $(`w-${layer}-${head}`) !== null;
+const isStored = (layer, head) => $(`w-${layer}-${head}`) !== null;
 const matrix = () => matrices.get(`${state.layer}-${state.head}`);
 
-/** The token that everything shows: the locked one, else the one pointed at, else the last that was chosen. */
+/** The token shown everywhere: the locked one, else the one pointed at, else the last one chosen. */
 const at = () => (state.locked ? state.position : (state.hovered ?? state.position));
 
 /** The byte between the shown token and another one, in the chosen direction. */
@@ -43,7 +43,7 @@ function strongest(count, from = at()) {
 }
 
 /** Probability of the token that really follows `position`, after `depth` layers. */
-const followShare = (depth, position) => facts.follows[depth * (T - 1) + position];
+const nextProbability = (depth, position) => facts.next_probability[depth * (T - 1) + position];
 
 // ---- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -51,16 +51,16 @@ const followShare = (depth, position) => facts.follows[depth * (T - 1) + positio
 function tokenValue(token) {
   if (state.view === "attention") {
     const byte = matrix() ? between(token) : -1;
-    return [byte, byte < 0 ? "not seen" : `weight ${asWeight(byte)}`];
+    return [byte, byte < 0 ? "masked" : `weight ${asWeight(byte)}`];
   }
   if (state.view === "attribution") {
-    const { given } = facts.attribution;
-    if (!given) return [-1, ""];
-    const top = Math.max(...given.map(Math.abs), 1e-9);
-    return [signedIndex(given[token], top), `adds ${signed(given[token])}`];
+    const { by_token } = facts.attribution;
+    if (!by_token) return [-1, ""];
+    const top = Math.max(...by_token.map(Math.abs), 1e-9);
+    return [signedIndex(by_token[token], top), `adds ${signed(by_token[token])}`];
   }
   if (token === T - 1) return [-1, "nothing follows"];
-  const share = followShare(state.depth, token);
+  const share = nextProbability(state.depth, token);
   return [Math.round(255 * Math.sqrt(share)), `${percent(share)} for ‘${facts.labels[token + 1]}’, which follows`];
 }
 
@@ -78,40 +78,40 @@ function paintTokens() {
   }
 }
 
-/** What the tip says of a token. */
+/** The text of a token's tip. */
 function tokenTip(token) {
   if (state.view !== "attention" || !matrix()) return `${numbered(token)}\n${tokenValue(token)[1]}`;
   if (state.locked) {
     const [query, key] = state.direction === "from" ? [state.position, token] : [token, state.position];
     return pairTip(query, key);
   }
-  const verb = state.direction === "from" ? "looks at" : "is looked at by";
+  const verb = state.direction === "from" ? "attends to" : "is attended to by";
   const rows = strongest(4, token).map((other) => `${asWeight(between(other, token))}  ${numbered(other)}`);
   return `${numbered(token)} ${verb}\n${rows.join("\n") || "nothing"}`;
 }
 
 function pairTip(query, key) {
   const byte = matrix().at(query, key);
-  return `${numbered(query)} → ${numbered(key)}\n${byte < 0 ? "not seen" : asWeight(byte)}`;
+  return `${numbered(query)} → ${numbered(key)}\n${byte < 0 ? "masked" : asWeight(byte)}`;
 }
 
 function paintStatus() {
   const shown = at(), lock = state.locked ? " (locked)" : "";
   let words = `Token ${numbered(shown)}${lock}: ${tokenValue(shown)[1]}.`;
   if (state.view === "attention") {
-    const verb = state.direction === "from" ? "looks at" : "is looked at by";
+    const verb = state.direction === "from" ? "attends to" : "is attended to by";
     const most = matrix() ? strongest(3).map((other) => `${numbered(other)} (${asWeight(between(other))})`) : [];
     words = `In ${headName(state.layer, state.head).toLowerCase()}, token ${numbered(shown)}${lock} ${verb} ${most.join(", ") || "nothing"}.`;
-    if (!isHeld(state.layer, state.head)) words = `${headName(state.layer, state.head)} cannot be opened on this page.`;
+    if (!isStored(state.layer, state.head)) words = `${headName(state.layer, state.head)} cannot be opened in this report.`;
   }
   $("status").textContent = words;
   $("unlock").hidden = !state.locked;
   const verb = state.direction === "from" ? "that the marked token gives to" : "that the marked token gets from";
   $("meaning").textContent = {
     attention: `Colour: the weight ${verb} each token, in one head.`,
-    attribution: facts.attribution.given
-      ? `Colour: what each token adds to the ${facts.attribution.what} (orange) or takes from it (purple).`
-      : `No attribution to tokens: ${facts.attribution.why}.`,
+    attribution: facts.attribution.by_token
+      ? `Colour: what each token adds to the ${facts.attribution.description} (orange) or takes from it (purple).`
+      : `No attribution to tokens: ${facts.attribution.reason}.`,
     lens: `Colour: the probability of the token that really follows, if the model stopped after ${depthName(state.depth)}.`,
   }[state.view];
 }
@@ -131,46 +131,46 @@ function bar(name, size, number, { whole = 100, marked = false, click = null } =
 }
 
 function paintNext() {
-  const shown = at(), { tokens, shares, each } = facts.likeliest, begin = shown * each;
+  const shown = at(), { tokens, probabilities, k } = facts.likeliest, begin = shown * k;
   $("next-after").textContent = `after ${numbered(shown)}`;
-  const lines = range(each).map((place) => {
-    const token = tokens[begin + place], share = shares[begin + place];
+  const lines = range(k).map((place) => {
+    const token = tokens[begin + place], share = probabilities[begin + place];
     return bar(facts.names[token], share, percent(share), { marked: token === facts.tokens[shown + 1] });
   });
   $("next").replaceChildren(...lines);
-  const share = followShare(facts.layers, shown);
+  const share = nextProbability(facts.layers, shown);
   $("follows").textContent = shown === T - 1
     ? "The prompt ends here."
-    : `Really follows: ‘${facts.labels[shown + 1]}’ with ${percent(share)}, rank ${facts.rank[shown]}`;
+    : `Really follows: ‘${facts.labels[shown + 1]}’ with ${percent(share)}, rank ${facts.next_rank[shown]}`;
 }
 
 // ---- one head ------------------------------------------------------------------------------------------------------
 
 function paintHead(map) {
-  const { layer, head } = state, held = isHeld(layer, head), weights = matrix();
+  const { layer, head } = state, stored = isStored(layer, head), weights = matrix();
   $("head-name").textContent = headName(layer, head);
   $("layer").value = layer;
   $("layer-number").textContent = layer;
   const score = (name) => facts.scores[name][layer][head];
   $("head-scores").textContent =
-    `${facts.looks[layer][head]} · entropy ${score("entropy").toFixed(2)} nats · distance ${score("distance").toFixed(1)} · ` +
+    `${facts.summaries[layer][head]} · entropy ${score("entropy").toFixed(2)} nats · distance ${score("distance").toFixed(1)} · ` +
     `previous ${score("previous").toFixed(2)} · first ${score("first").toFixed(2)} · itself ${score("itself").toFixed(2)}`;
-  $("not-held").hidden = held;
-  if (!held) {
-    $("not-held").textContent = "This head cannot be opened: the page holds not all of them. Its thumbnail, enlarged:";
+  $("not-stored").hidden = stored;
+  if (!stored) {
+    $("not-stored").textContent = "This head cannot be opened: the report does not store all of them. Its thumbnail, enlarged:";
     const labels = range(facts.side).map((place) => String(Math.floor((place * T) / facts.side)));
     map.show({ rows: labels, columns: labels, index: thumbnailIndex(layer, head), ramp: colours.heat, labelled: false });
   } else if (weights) {
     map.show({ rows: facts.labels, columns: facts.labels, index: (q, k) => weights.at(q, k), ramp: colours.heat });
   }
-  map.canvas.ariaLabel = `${headName(layer, head)}: ${facts.looks[layer][head]}. Rows are queries, columns are keys.`;
+  map.canvas.ariaLabel = `${headName(layer, head)}: ${facts.summaries[layer][head]}. Rows are queries, columns are keys.`;
   legend($("map-legend"), colours.heat, "0", "1", "weight; colours go by its root, the middle is ¼");
 }
 
 /** The index of a thumbnail's cells; cells wholly above the diagonal show nothing. */
 function thumbnailIndex(layer, head) {
   const { side } = facts, begin = (layer * facts.heads + head) * side * side;
-  return (row, column) => (column > row && !facts.ahead ? -1 : state.thumbnails[begin + row * side + column]);
+  return (row, column) => (column > row && !facts.bidirectional ? -1 : state.thumbnails[begin + row * side + column]);
 }
 
 function paintCross(map) {
@@ -194,9 +194,9 @@ function paintLines() {
   $("lines-note").textContent = !weights
     ? "No lines: this head cannot be opened."
     : T <= MANY
-      ? "Left: who looks. Right: at whom. Click a token to lock it."
-      : `Left: who looks. Right: at whom. Of ${T} tokens: ${MANY} around the marked one, and the ${MANY} ` +
-        `${state.direction === "from" ? "that it looks at most" : "that look at it most"}.`;
+      ? "Left: queries. Right: keys. Click a token to lock it."
+      : `Left: queries. Right: keys. Of ${T} tokens: ${MANY} around the marked one, and the ${MANY} ` +
+        `${state.direction === "from" ? "that it attends to most" : "that attend to it most"}.`;
   if (!weights) return sized(canvas, canvas.parentElement.clientWidth - 34, 1);
   if (state.from !== "lines" || !state.sides) state.sides = chooseLines().map(placed);
   const [left, right] = state.sides, shown = at();
@@ -259,7 +259,7 @@ function placed(tokens) {
 // ---- attribution and lens ------------------------------------------------------------------------------------------
 
 function paintParts(select) {
-  const { what, y, given, why, empty, embedding, mlps, heads, missed } = facts.attribution;
+  const { description, logit, by_token, reason, baseline_logit, embedding, mlps, heads, completeness_error } = facts.attribution;
   const sum = (entries) => entries.reduce((total, [, value]) => total + value, 0);
   const show = (box, entries) => {
     const top = Math.max(...entries.map(([, value]) => Math.abs(value)), 1e-9);
@@ -270,29 +270,29 @@ function paintParts(select) {
     if (others.length) lines.push(line([`${others.length} others`, sum(others)]));
     $(box).replaceChildren(...lines);
   };
-  const tokens = (given ?? []).map((value, token) => [numbered(token), value]);
+  const tokens = (by_token ?? []).map((value, token) => [numbered(token), value]);
   const parts = [["embedding", embedding], ...mlps.map((value, layer) => [`MLP ${layer}`, value])];
   heads.forEach((row, layer) => row.forEach((value, head) => parts.push([`head ${layer}.${head}`, value, () => select(layer, head)])));
   show("by-token", tokens);
   show("by-part", parts);
-  $("parts-what").textContent = `The ${what} is ${y.toFixed(4)}.`;
-  $("token-sum").textContent = given
-    ? `What each adds, by integrated gradients; they add up to ${sum(tokens).toFixed(4)}; with the ${empty.toFixed(4)} of an empty text that is the logit.`
-    : `None: ${why}.`;
+  $("parts-what").textContent = `The ${description} is ${logit.toFixed(4)}.`;
+  $("token-sum").textContent = by_token
+    ? `What each adds, by integrated gradients; they add up to ${sum(tokens).toFixed(4)}; with the ${baseline_logit.toFixed(4)} of the baseline that is the logit.`
+    : `None: ${reason}.`;
   $("part-sum").textContent = `What each writes straight into the logit (direct logit attribution); a head opens by a click. They add up to ${sum(parts).toFixed(4)}.`;
-  $("parts-missed").hidden = !given || Math.abs(missed) < 0.05 * Math.max(1, Math.abs(sum(tokens) - missed));
+  $("parts-missed").hidden = !by_token || Math.abs(completeness_error) < 0.05 * Math.max(1, Math.abs(sum(tokens) - completeness_error));
   $("parts-missed").textContent =
-    `Read the tokens' values with care: they should add up to ${given && (sum(tokens) - missed).toFixed(4)}, the logit less ` +
-    `that of an empty text, and miss it by ${given && Math.abs(missed).toFixed(4)}, the error of the integration.`;
+    `Read the tokens' values with care: they should add up to ${by_token && (sum(tokens) - completeness_error).toFixed(4)}, the ` +
+    `logit minus the baseline's, and miss it by ${by_token && Math.abs(completeness_error).toFixed(4)}, the error of the integration.`;
 }
 
 function paintLens(choose) {
-  const shown = at(), { tokens, shares, each } = facts.lens, follows = shown < T - 1;
+  const shown = at(), { tokens, probabilities, k } = facts.lens, follows = shown < T - 1;
   $("depth").value = state.depth;
   $("depth").ariaValueText = depthName(state.depth);
   $("depth-name").textContent = depthName(state.depth);
-  $("lens-after").textContent = `What the model would say after ${numbered(shown)}, layer by layer; a click on a row colours the tokens by it.`;
-  const words = ["", "likeliest", ...range(each - 1).map((place) => `${place + 2}.`)];
+  $("lens-after").textContent = `What the model would predict after ${numbered(shown)}, layer by layer; a click on a row colours the tokens by it.`;
+  const words = ["", "likeliest", ...range(k - 1).map((place) => `${place + 2}.`)];
   if (follows) words.push(`follows: ‘${facts.labels[shown + 1]}’`);
   const head = make("tr", {}, ...words.map((text) => make("th", { scope: "col", textContent: text })));
   const cell = (text, share) => {
@@ -302,11 +302,11 @@ function paintLens(choose) {
     return found;
   };
   const rows = range(facts.layers + 1).map((depth) => {
-    const begin = (depth * T + shown) * each;
+    const begin = (depth * T + shown) * k;
     const row = make("tr", { className: depth === state.depth ? "at" : "", onclick: () => choose(depth) });
     row.append(make("th", { scope: "row", textContent: depthName(depth) }));
-    for (const place of range(each)) row.append(cell(facts.names[tokens[begin + place]], shares[begin + place]));
-    if (follows) row.append(cell("", followShare(depth, shown)));
+    for (const place of range(k)) row.append(cell(facts.names[tokens[begin + place]], probabilities[begin + place]));
+    if (follows) row.append(cell("", nextProbability(depth, shown)));
     return row;
   });
   $("lens").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));

@@ -1,4 +1,4 @@
-"""Pictures of patterns: who may look at whom, in colors or in characters."""
+"""Plots of attention patterns: which keys each query attends to, in colors or in characters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo
+from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo, parse
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
@@ -19,16 +18,17 @@ GALLERY = (
     "strided(6) & window(20)", "longformer(4, 4, 2)", "bigbird(4, 2, 4, 2)", "prefix(8)", "topk(4)",
     "heads(window(4), dilated(16, 4), strided(5), full)", "linear(16)",
 )  # fmt: skip
-EVERY = 7  # one token of so many is what token() asks for
-# What a cell holds: nothing (later than its query), and an index into these.
-MEANINGS = "", "earlier, not seen", "later, and seen", "seen", "seen in a sum over features"
+TOKEN_INTERVAL = 7  # in the example, every 7th token is one that token() names
+# Values of cells are indices into these.
+FUTURE, MASKED, FUTURE_VISIBLE, VISIBLE, SUMMED = range(5)
+MEANINGS = "", "masked", "attended to, later than the query", "attended to", "attended to through sums over features"
 MARKS = "  ", "· ", "▓▓", "██", "░░"
 COLORS = "#ffffff", "#e9edf2", ORANGE, BLUE, "#a9c6e8"
 
 
 @dataclass
-class Picture:
-    """One pattern: its cells (H, T, T), a row for each query."""
+class PatternPlot:
+    """One pattern: its cells (H, T, T), one row per query, and what to write beside them."""
 
     title: str
     note: str  # what is only an example
@@ -36,107 +36,119 @@ class Picture:
     facts: list[str]
 
 
-def sees(pattern: Pattern, length: int, n_heads: int) -> Tensor:
-    """True where a query sees a key, (H, T, T), with tokens and scores of ours for patterns that ask for them."""
-    at, head = torch.arange(length), torch.arange(n_heads)[:, None, None]
-    ids = pattern.tokens or (-1,)
-    token = torch.tensor([ids[t // EVERY % len(ids)] if t % EVERY == EVERY // 2 else -1 for t in range(length)])
+def example_mask(pattern: Pattern, length: int, n_heads: int) -> Tensor:
+    """True where a query attends to a key, (H, T, T), on example tokens and random scores."""
+    position, head = torch.arange(length), torch.arange(n_heads)[:, None, None]
+    ids = torch.tensor(pattern.tokens or [-1])
+    is_named = position % TOKEN_INTERVAL == TOKEN_INTERVAL // 2
+    token = torch.where(is_named, ids[position // TOKEN_INTERVAL % len(ids)], -1)
     scores = torch.randn(1, n_heads, length, length, generator=torch.Generator().manual_seed(0))
-    seen = pattern(head, TokenInfo(at[:, None], token_id=token[:, None], scores=scores), TokenInfo(at, token_id=token))
-    return seen.expand(1, n_heads, length, length)[0]
+    query = TokenInfo(position[:, None], token_id=token[:, None], scores=scores)
+    return pattern(head, query, TokenInfo(position, token_id=token)).expand(1, n_heads, length, length)[0]
 
 
-def kept(pattern: Pattern | LinearAttentionSpec) -> str:
-    """What a cache keeps of all keys and values (model/cache.py)."""
+def describe_cache(pattern: Pattern | LinearAttentionSpec) -> str:
+    """Which keys and values a KV cache keeps (model/kv_cache.py)."""
     if isinstance(pattern, LinearAttentionSpec):
         return f"a state of {pattern.n_features} sums"
     if not pattern.fits_ring_buffer:
         return "all"
-    return (
-        f"the first {pattern.n_global} and a " if pattern.n_global else "a "
-    ) + f"ring of {max(1, pattern.max_distance)}"
+    ring = f"a ring of {max(1, pattern.max_distance)}"
+    return f"the first {pattern.n_global} and {ring}" if pattern.n_global else ring
 
 
-def make_picture(text: str, length: int, n_heads: int | None = None) -> Picture:
-    """What there is to show of a pattern. Raises UserError where it cannot be read."""
-    pattern = parse_pattern(text)
-    linear = isinstance(pattern, LinearAttentionSpec)
-    shown, heads, notes = CAUSAL if linear else pattern, 1, []
-    if shown.by_head:
-        heads = n_heads or (min(shown.min_heads, 16) if shown.min_heads > 1 else 4)
-    if shown.by_token:
-        notes += [f"every {EVERY}th token is one"]
-    if shown.by_score:
-        notes += ["an example: scores at random"]
-    if linear:
-        notes += ["a sum over features"]
-    seen = sees(shown, length, heads)
-    cells = sees(CAUSAL, length, heads) + (3 if linear else 2) * seen
-    few, many = (each.sum(-1).float().mean() for each in (seen, sees(shown, 4 * length, heads)))
-    facts = [f"{few:.1f} keys a query, {many:.1f} at length {4 * length}", f"cache: {kept(pattern)}"]
-    return Picture(" ".join(text.split()), ", ".join(notes), cells, facts)
+def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> PatternPlot:
+    """Evaluate a pattern. Raises UserError if it cannot be parsed."""
+    spec = parse_pattern(text)
+    is_linear = isinstance(spec, LinearAttentionSpec)
+    pattern = CAUSAL if is_linear else spec
+    if not pattern.by_head:
+        n_heads = 1
+    elif n_heads is None:
+        n_heads = min(pattern.min_heads, 16) if pattern.min_heads > 1 else 4
+    notes = {
+        f"every {TOKEN_INTERVAL}th token is one": pattern.by_token,
+        "an example: random scores": pattern.by_score,
+        "a sum over features": is_linear,
+    }
+    mask = example_mask(pattern, length, n_heads)
+    causal = example_mask(CAUSAL, length, n_heads)
+    cells = MASKED * causal + (SUMMED - MASKED if is_linear else VISIBLE - MASKED) * mask
+    n_keys, n_keys_longer = (x.sum(-1).float().mean() for x in (mask, example_mask(pattern, 4 * length, n_heads)))
+    facts = [f"{n_keys:.1f} keys per query, {n_keys_longer:.1f} at length {4 * length}"]
+    facts.append(f"cache: {describe_cache(spec)}")
+    return PatternPlot(
+        " ".join(text.split()), ", ".join(note for note, applies in notes.items() if applies), cells, facts
+    )
 
 
-def as_text(picture: Picture) -> str:
-    """For a terminal: two characters a cell, so that they look square."""
-    lines = [picture.title + (f" ({picture.note})" if picture.note else "")]
-    for head, rows in enumerate(picture.cells.tolist()):
-        lines += [f"head {head}"] if len(picture.cells) > 1 else []
+def to_text(plot: PatternPlot) -> str:
+    """For a terminal: two characters per cell, which makes it square."""
+    lines = [plot.title + (f" ({plot.note})" if plot.note else "")]
+    for head, rows in enumerate(plot.cells.tolist()):
+        if len(plot.cells) > 1:
+            lines.append(f"head {head}")
         lines += ["".join(MARKS[cell] for cell in row).rstrip() for row in rows]
-    return "\n".join([*lines, "; ".join(picture.facts), ""])
+    return "\n".join([*lines, "; ".join(plot.facts), ""])
 
 
-def key(pictures: list[Picture]) -> str:
-    """What the characters of these pictures mean, in a line."""
-    found = {int(cell) for picture in pictures for cell in picture.cells.unique()}
-    meanings = [f"{MARKS[cell].strip()} {MEANINGS[cell]}" for cell in (3, 2, 4, 1) if cell in found]
+def _used_cells(plots: list[PatternPlot]) -> list[int]:
+    """The kinds of cells to explain in a legend."""
+    used = {int(cell) for plot in plots for cell in plot.cells.unique()}
+    return [cell for cell in (VISIBLE, FUTURE_VISIBLE, SUMMED, MASKED) if cell in used]
+
+
+def text_legend(plots: list[PatternPlot]) -> str:
+    """What the characters of to_text() mean, in one line."""
+    meanings = [f"{MARKS[cell].strip()} {MEANINGS[cell]}" for cell in _used_cells(plots)]
     return f"rows: queries, columns: keys; {', '.join(meanings)}\n"
 
 
-def draw(pictures: list[Picture]) -> tuple[Any, list[Any]]:
-    """The figure and its panels: a square for each pattern, with several heads one beside the other, and the key."""
+def plot_patterns(plots: list[PatternPlot]) -> tuple[Any, list[Any]]:
+    """The figure and its axes: a square per pattern, with its heads side by side, and the legend."""
     from matplotlib.patches import Patch
 
-    columns = min(5, len(pictures) + 1)
-    rows, side = -(-(len(pictures) + 1) // columns), 2.4 if columns == 5 else 3
-    figure, (whole,) = new_figure(side * columns, (side + 0.7) * rows)
-    whole.remove()
+    columns = min(5, len(plots) + 1)
+    rows, side = -(-(len(plots) + 1) // columns), 2.4 if columns == 5 else 3
+    figure, (default_axes,) = new_figure(side * columns, (side + 0.7) * rows)
+    default_axes.remove()
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes, picture in zip(panels, pictures):
-        draw_panel(axes, picture)
-    for axes in panels[len(pictures) :]:
+    for axes, plot in zip(panels, plots):
+        plot_pattern(axes, plot)
+    for axes in panels[len(plots) :]:
         axes.set(aspect="equal")
         axes.axis("off")
-    found = {int(cell) for picture in pictures for cell in picture.cells.unique()}
-    shown = [cell for cell in (3, 2, 4, 1) if cell in found]
-    panels[len(pictures)].legend(
-        [Patch(color=COLORS[cell]) for cell in shown], [MEANINGS[cell] for cell in shown], loc="upper left",
-        frameon=False, fontsize=8, title="rows: queries\ncolumns: keys", title_fontsize=8, alignment="left",
-        borderaxespad=0, borderpad=0, handlelength=1, handleheight=1,
+    cells = _used_cells(plots)
+    panels[len(plots)].legend(
+        [Patch(color=COLORS[cell]) for cell in cells], [textwrap.fill(MEANINGS[cell], 24) for cell in cells],
+        loc="upper left", frameon=False, fontsize=8, title="rows: queries\ncolumns: keys", title_fontsize=8,
+        alignment="left", borderaxespad=0, borderpad=0, handlelength=1, handleheight=1,
     )  # fmt: skip
     return figure, panels
 
 
-def draw_panel(axes: Any, picture: Picture) -> None:
-    """One pattern's square; a cell is one wide, the first at the upper left corner."""
+def plot_pattern(axes: Any, plot: PatternPlot) -> None:
+    """One pattern's square; cells are one unit wide, the first at the upper left corner."""
     from matplotlib.colors import ListedColormap
 
-    heads, length, _ = picture.cells.shape
-    across = math.ceil(math.sqrt(heads))
+    heads, length, _ = plot.cells.shape
+    columns = math.ceil(math.sqrt(heads))
     step = length + (length + 8) // 16  # from one head to the next
-    for head, cells in enumerate(picture.cells.numpy()):
-        x, y = head % across * step, head // across * step
+    for head, cells in enumerate(plot.cells.numpy()):
+        x, y = head % columns * step, head // columns * step
         axes.pcolormesh(
             range(x, x + length + 1), range(y, y + length + 1), cells, cmap=ListedColormap(COLORS), vmin=0,
-            vmax=len(COLORS) - 1, antialiased=False, edgecolors="white" if across * length <= 48 else "none",
+            vmax=len(COLORS) - 1, antialiased=False, edgecolors="white" if columns * length <= 48 else "none",
             linewidth=0.4,
         )  # fmt: skip
-        label = [f"head {head}"] * (heads > 1) + textwrap.wrap(picture.note, 16) * (head == 0)
+        label = [f"head {head}"] if heads > 1 else []
+        if head == 0:
+            label += textwrap.wrap(plot.note, 16)
         axes.text(x + length, y, "\n".join(label), size=7.5, color=GREY, ha="right", va="top")
-    across, down = ((n - 1) * step + length for n in (across, -(-heads // across)))
-    axes.set(aspect="equal", xlim=(0, across), ylim=(down, 0), xticks=[], yticks=[])
+    width, height = ((n - 1) * step + length for n in (columns, -(-heads // columns)))
+    axes.set(aspect="equal", xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
-    title = "\n".join(textwrap.wrap(picture.title, 34, max_lines=4, placeholder=" ..."))
+    title = "\n".join(textwrap.wrap(plot.title, 34, max_lines=4, placeholder=" ..."))
     axes.set_title(title, loc="left", size=8.5, family="monospace", weight="bold", parse_math=False)
-    axes.set_xlabel("\n".join(picture.facts), loc="left", size=8, color="#444444")
+    axes.set_xlabel("\n".join(plot.facts), loc="left", size=8, color="#444444")

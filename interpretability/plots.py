@@ -1,4 +1,4 @@
-"""Pictures of what was found inside: heatmaps, colored text, tables, lines."""
+"""Plots of panels: heatmaps, colored text, tables, lines."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LABELLED = 64  # rows or columns at most that carry their label, of more every s
 LINE = 88  # characters of colored text
 
 
-def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, across: int = 1) -> None:
-    """All panels, `across` of them beside each other, as a PNG. Raises UserError where it cannot be written."""
-    down = -(-len(panels) // across)
-    heights = [max(_height(panel) for panel in panels[row * across : (row + 1) * across]) for row in range(down)]
-    width = min(16.0, max(_width(panel) for panel in panels) * across)
+def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, panels_per_row: int = 1) -> None:
+    """Plot all panels, `panels_per_row` side by side, as a PNG. Raises UserError if it cannot be written."""
+    rows = [panels[start : start + panels_per_row] for start in range(0, len(panels), panels_per_row)]
+    heights = [max(map(_height, row)) for row in rows]
+    width = min(16.0, max(map(_width, panels)) * panels_per_row)
     figure, _ = new_figure(max(6.0, width), sum(heights) + 0.4, 1)
     figure.clear()
-    grid = figure.add_gridspec(down, across, height_ratios=heights)
-    drawn = {"heatmap": _heatmap, "table": _heatmap, "text": _text, "lines": _lines}
+    grid = figure.add_gridspec(len(rows), panels_per_row, height_ratios=heights)
+    plotters = {"heatmap": _heatmap, "table": _heatmap, "text": _text, "lines": _lines}
     for number, panel in enumerate(panels):
-        axes = figure.add_subplot(grid[divmod(number, across)])
-        drawn[panel.style](figure, axes, panel)
+        axes = figure.add_subplot(grid[divmod(number, panels_per_row)])
+        plotters[panel.style](figure, axes, panel)
         axes.set_title(_plain(panel.title), fontsize=9)
     if title:
         figure.suptitle(_plain(title), fontsize=10)
@@ -77,7 +77,7 @@ def _scale(panel: Panel) -> tuple[str, float, float]:
     known = panel.values[~panel.values.isnan()]
     if not len(known):
         return "Blues", 0.0, 1.0
-    top = panel.top or known.abs().max().item() or 1.0
+    top = panel.vmax or known.abs().max().item() or 1.0
     return ("RdBu_r", -top, top) if panel.signed else ("Blues", min(0.0, known.min().item()), top)
 
 
@@ -107,9 +107,10 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
                 text = f"{round(value, 2) + 0.0:.2f}" if panel.cells is None else _plain(panel.cells[row][column])
                 color = "white" if abs(value) > 0.6 * top else "black"
                 axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
-    if panel.row is not None:
-        axes.axhspan(panel.row - 0.5, panel.row + 0.5, fill=False, edgecolor="#d9662b", linewidth=1.6, clip_on=False)
-    axes.set(xlabel=panel.axes[0], ylabel=panel.axes[1])
+    if panel.highlighted_row is not None:
+        frame = {"fill": False, "edgecolor": "#d9662b", "linewidth": 1.6, "clip_on": False}
+        axes.axhspan(panel.highlighted_row - 0.5, panel.highlighted_row + 0.5, **frame)
+    axes.set(xlabel=panel.axis_labels[0], ylabel=panel.axis_labels[1])
     axes.grid(False)
     figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01).ax.tick_params(labelsize=8)
 
@@ -164,6 +165,6 @@ def _lines(figure: Any, axes: Any, panel: Panel) -> None:
         named = rank < 8
         style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": palette[column % 9]}
         axes.plot(x, values[:, column].tolist(), **style if named else {"linewidth": 0.9, "color": GREY, "alpha": 0.5})
-    axes.set(xlabel="step", ylim=(-0.02, panel.top and panel.top * 1.02))
+    axes.set(xlabel="step", ylim=(-0.02, panel.vmax and panel.vmax * 1.02))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=8, ncols=2)

@@ -132,8 +132,9 @@ def report_on_prompt(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, prompt: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The report of a command about one prompt, and where the HTML explorer of it opens."""
-    from thinker.interpretability import reports
+    from thinker.interpretability import prompt_reports
     from thinker.interpretability.explain import explain
+    from thinker.interpretability.reports import Prompt
 
     command = arguments.command
     layer = check_index("layer", arguments.layer, len(model.blocks))
@@ -143,21 +144,21 @@ def report_on_prompt(
     target = encode_token(tokenizer, "target", arguments.target)
     contrast_token = encode_token(tokenizer, "contrast-token", arguments.contrast_token)
     if target is None and command in ("attribute", "patch"):
-        target = reports.likeliest_next_token(model, prompt, position)
+        target = prompt_reports.likeliest_next_token(model, prompt, position)
     match command:
         case "explain":
             report = explain(model, prompt, layer, head, position)
         case "map":
-            report = reports.report_attention_map(model, prompt, layer, head)
+            report = prompt_reports.report_attention_map(model, prompt, layer, head)
         case "flow":
-            report = reports.report_flow(model, prompt, position)
+            report = prompt_reports.report_flow(model, prompt, position)
         case "attribute":
-            report = reports.attribute(model, tokenizer, prompt, target, contrast_token, position)
+            report = prompt_reports.report_attribution(model, tokenizer, prompt, target, contrast_token, position)
         case "lens":
-            report = reports.report_logit_lens(model, tokenizer, prompt, position)
+            report = prompt_reports.report_logit_lens(model, tokenizer, prompt, position)
         case "patch":
-            corrupt = reports.Prompt.read(model, tokenizer, arguments.corrupt)
-            report = reports.report_patching(model, tokenizer, prompt, corrupt, target, contrast_token)
+            corrupt = Prompt.from_text(model, tokenizer, arguments.corrupt)
+            report = prompt_reports.report_patching(model, tokenizer, prompt, corrupt, target, contrast_token)
     start = {"layer": layer, "head": head, "position": position}
     return report, start | {"target": target, "contrast_token": contrast_token}
 
@@ -167,18 +168,18 @@ def report_on_heads(
 ) -> Any:
     """The report of heads, compare and prune."""
     from thinker.interop import load
-    from thinker.interpretability import comparison, reports
+    from thinker.interpretability import comparison, head_reports
     from thinker.training.validation_data import sample_sequences, used_token_ids
 
     if arguments.importance is None:
         with tempfile.TemporaryDirectory() as scratch:
             ids = None if tokenizer is None else used_token_ids(folder, tokenizer, Path(scratch))
         origin = "the whole vocabulary" if ids is None else "those in the run's text"
-        measured_on = prompt, reports.random_repeats(model, ids), origin
+        measured_on = prompt, head_reports.random_repeats(model, ids), origin
         if arguments.over_training:
             return comparison.report_over_training(checkpoints_of(Path(arguments.model), device), *measured_on)
         if arguments.command == "heads":
-            return reports.report_heads(model, *measured_on)
+            return head_reports.report_heads(model, *measured_on)
         path, name = arguments.other or arguments.model, arguments.other_checkpoint or "latest"
         other, other_tokenizer = load(path, device, name)
         if prompt is not None:
@@ -244,7 +245,7 @@ def main() -> int:
         raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a text")
     prompt, start = None, {}
     if arguments.prompt is not None:
-        prompt = Prompt.read(model, tokenizer, arguments.prompt)
+        prompt = Prompt.from_text(model, tokenizer, arguments.prompt)
     if arguments.command in ("heads", "compare", "prune"):
         report = report_on_heads(arguments, folder, model, tokenizer, prompt, device)
     else:
@@ -262,7 +263,7 @@ def main() -> int:
     if arguments.png is not None:
         from thinker.interpretability.plots import plot_panels
 
-        plot_panels(report.panels, arguments.png, title, report.across)
+        plot_panels(report.panels, arguments.png, title, report.panels_per_row)
     if arguments.html is not None:
         from thinker.interpretability import html_report
 
@@ -270,7 +271,7 @@ def main() -> int:
         explorer = None
         if prompt is not None:
             explorer = html_report.make_explorer(
-                model, tokenizer, prompt, around=tuple(head.values()) or (0, 0), **start
+                model, tokenizer, prompt, first=tuple(head.values()) or (0, 0), **start
             )
         opened = head | {"position": start.get("position", -1), "view": VIEWS.get(arguments.command, "attention")}
         fold = arguments.command in IN_EXPLORER

@@ -1,4 +1,4 @@
-"""Who may look at whom, drawn: python scripts/patterns.py [PATTERN ...] [--png FILE]."""
+"""Plot attention patterns: python scripts/plot_patterns.py [PATTERN ...] [--png FILE]."""
 
 from __future__ import annotations
 
@@ -10,32 +10,37 @@ from thinker.runtime.errors import UserError, run_command
 
 
 def main() -> int:
-    """Draw into a file or in the terminal. Returns the exit status."""
-    parser = ArgumentParser(description="Draws who may look at whom: a row for each query, a column for each key.")
+    """Plot into a file or print text. Returns the exit status."""
+    parser = ArgumentParser(description="Plots which keys each query attends to: rows are queries, columns are keys.")
     parser.add_argument(
         "patterns", nargs="*", metavar="PATTERN", help='such as "window(8) | global(2)" (default: one of each kind)'
     )
     parser.add_argument("--length", type=int, default=32, help="positions, up to 128 (default 32)")
-    parser.add_argument("--heads", type=int, help="show so many where heads differ (default: those named, or 4)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it there instead of printing text")
+    parser.add_argument(
+        "--heads", type=int, help="heads to plot if they differ (default: those the pattern names, or 4)"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture instead of printing text")
     arguments = parser.parse_args()
-    for name, most in (("length", 128), ("heads", 16)):  # what a picture still shows
+    for name, largest in (("length", 128), ("heads", 16)):  # what a plot can still show
         number = getattr(arguments, name)
-        if number is not None and not 1 <= number <= most:
-            raise UserError(f"--{name} is {number}; it must be from 1 to {most}")
-    from thinker.interpretability.pattern_plots import GALLERY, as_text, draw, key, make_picture
+        if number is not None and not 1 <= number <= largest:
+            raise UserError(f"--{name} is {number}; it must be from 1 to {largest}")
+    from thinker.interpretability import pattern_plots
 
-    pictures = [make_picture(text, arguments.length, arguments.heads) for text in arguments.patterns or GALLERY]
+    plots = [
+        pattern_plots.make_pattern_plot(text, arguments.length, arguments.heads)
+        for text in arguments.patterns or pattern_plots.GALLERY
+    ]
     if arguments.png is None:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a block shows a question mark
-        print("\n".join([*map(as_text, pictures), key(pictures)]), end="")
+        print("\n".join([*map(pattern_plots.to_text, plots), pattern_plots.text_legend(plots)]), end="")
         return 0
-    figure, _ = draw(pictures)
+    figure, _ = pattern_plots.plot_patterns(plots)
     try:
         figure.savefig(arguments.png, format="png", dpi=160)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise UserError(f"cannot write {arguments.png}: {error.strerror}") from None
-    print(f"picture {arguments.png}")
+    print(f"wrote {arguments.png}")
     return 0
 
 

@@ -16,7 +16,7 @@ from conftest import ROOT, run_script
 
 from thinker import checkpoint, interop
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.interpretability import attribution, heads, reports
+from thinker.interpretability import attribution, head_reports, heads, reports
 from thinker.runtime.errors import UserError
 from thinker.training.validation_data import sample_sequences, used_token_ids
 
@@ -116,15 +116,15 @@ def test_what_a_prediction_is_made_of(command, tiny_run, loaded, tmp_path):
     logits = model(tokens[None])[0, -1]
     (contrast_token,) = tokenizer.encode("e")
     assert found["target"] == logits.argmax().item()
-    assert found["y"] == pytest.approx((logits.max() - logits[contrast_token]).item(), abs=1e-4)
+    assert found["logit"] == pytest.approx((logits.max() - logits[contrast_token]).item(), abs=1e-4)
     parts = found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"]))
-    assert parts == pytest.approx(found["y"], abs=1e-4)
+    assert parts == pytest.approx(found["logit"], abs=1e-4)
     lens = json.loads(command("lens", tiny_run, "--prompt", PROMPT, "--json"))
     assert lens["likeliest"][-1][0]["id"] == logits.argmax().item()
     assert lens["likeliest"][-1][0]["probability"] == pytest.approx(logits.softmax(-1).max().item(), abs=1e-5)
     assert lens["probability"][-1][-1] == lens["likeliest"][-1][0]["probability"]
-    assert lens["said"][-1][-1] == lens["likeliest"][-1][0]["token"]
-    assert len(lens["tokens"]) == len(lens["said"][0]) == min(16, tokens.shape[0])
+    assert lens["top_token"][-1][-1] == lens["likeliest"][-1][0]["token"]
+    assert len(lens["tokens"]) == len(lens["top_token"][0]) == min(16, tokens.shape[0])
     assert "embedding" in command("lens", tiny_run, "--prompt", PROMPT)
 
 
@@ -138,7 +138,7 @@ def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, random_mo
     )
     assert "by_token" not in found
     assert found["embedding"] + sum(found["mlps"]) + sum(map(sum, found["heads"])) == pytest.approx(
-        found["y"], abs=1e-3
+        found["logit"], abs=1e-3
     )
     assert "have no gradients" in command("attribute", tmp_path / "m", "--prompt", "abcabc")
 
@@ -146,7 +146,7 @@ def test_of_patterns_that_ask_for_tokens_parts_alone_are_told(command, random_mo
 def test_attribution_begins_at_the_token_that_begins_texts(command, tiny_run, loaded):
     model, tokenizer = loaded
     found = json.loads(command("attribute", tiny_run, "--prompt", PROMPT, "--json"))
-    tokens = reports.Prompt.read(model, tokenizer, PROMPT).tokens
+    tokens = reports.Prompt.from_text(model, tokenizer, PROMPT).tokens
     given = attribution.integrated_gradients(model, tokens, found["target"], baseline=tokenizer.bos_id)
     assert found["by_token"] == pytest.approx(given[0].tolist(), abs=1e-4)
     assert found["by_token"][0] == 0
@@ -158,7 +158,7 @@ def test_patching_between_two_prompts(command, tiny_run, loaded, tmp_path):
     assert len(tokenizer.encode(clean)) == len(tokenizer.encode(corrupt))
     shown = command("patch", tiny_run, "--prompt", clean, "--corrupt", corrupt, "--png", tmp_path / "p.png", "--json")
     found = json.loads(shown)
-    prompts = [reports.Prompt.read(model, tokenizer, text).tokens for text in (clean, corrupt)]
+    prompts = [reports.Prompt.from_text(model, tokenizer, text).tokens for text in (clean, corrupt)]
     known = attribution.patch(model, *prompts, found["target"])
     assert found["blocks.0"] == pytest.approx(known["blocks.0"].tolist())
     assert found["blocks.1"][-1] == pytest.approx(1, abs=1e-4)
@@ -180,7 +180,7 @@ def test_scores_over_a_training(command, four_heads, tmp_path):
     assert found["steps"] == [5, 10, 15, 20]
     for step, row in zip(found["steps"], found["previous"]):
         model, tokenizer = interop.load(four_heads, checkpoint=f"step-{step:08d}")
-        random = reports.random_repeats(model, used_token_ids(four_heads, tokenizer, tmp_path))
+        random = head_reports.random_repeats(model, used_token_ids(four_heads, tokenizer, tmp_path))
         known = heads.previous_token(model.attention_weights(random)).mean(dim=1)
         assert row == pytest.approx(known.flatten().tolist(), abs=1e-5)
     shown = command("heads", four_heads, "--over-training", "--prompt", PROMPT)
@@ -232,16 +232,16 @@ def test_two_steps_of_a_run(command, four_heads, tmp_path):
     given = "compare", four_heads, "--checkpoint", "step-00000005", "--other-checkpoint", "step-00000020"
     found = json.loads(command(*given, "--prompt", PROMPT, "--json", "--png", tmp_path / "c.png"))
     models = [interop.load(four_heads, checkpoint=name) for name in given[3::2]]
-    tokens = reports.Prompt.read(*models[0], PROMPT).tokens[None]
+    tokens = reports.Prompt.from_text(*models[0], PROMPT).tokens[None]
     weights = [model.attention_weights(tokens) for model, _ in models]
     apart = heads.pairwise_js_divergence(torch.stack([w[1, :, 2] for w in weights], dim=1))[0, 0, 1]
-    assert found["apart"][1][2] == pytest.approx(apart.item(), abs=1e-6)
+    assert found["js_divergence"][1][2] == pytest.approx(apart.item(), abs=1e-6)
     assert found["distance"][1][0] == pytest.approx(heads.mean_distance(weights[1][0, 0]).tolist(), abs=1e-5)
     logs = [model(tokens).log_softmax(-1) for model, _ in models]
     known = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean().item()
-    assert found["divergence_of_predictions"] == pytest.approx(known, abs=1e-5)
+    assert found["kl_divergence"] == pytest.approx(known, abs=1e-5)
     itself = command("compare", four_heads, "--other", four_heads)
-    assert "= 0.0000 nats a token; the same likeliest token at 100.0%" in itself
+    assert "= 0.0000 nats per token; same top token at 100.0%" in itself
 
 
 def test_without_a_tokenizer_what_needs_none(command, tiny_run, loaded, tmp_path):
@@ -270,10 +270,10 @@ def test_a_pruned_model_that_cannot_be_written(command, four_heads):
 def test_models_with_other_heads_are_compared_by_what_they_predict(command, four_heads, tiny_run, tmp_path):
     for given in (), ("--prompt", PROMPT):
         found = json.loads(command("compare", four_heads, "--other", tiny_run, *given, "--json"))
-        assert np.mean(found["by_position"]) == pytest.approx(found["divergence_of_predictions"], abs=1e-5)
-        assert found["divergence_of_predictions"] > 0
-        assert "apart" not in found
-    assert "[4, 4] and [2, 2] by layer" in command(
+        assert np.mean(found["by_position"]) == pytest.approx(found["kl_divergence"], abs=1e-5)
+        assert found["kl_divergence"] > 0
+        assert "js_divergence" not in found
+    assert "[4, 4] and [2, 2] per layer" in command(
         "compare", four_heads, "--other", tiny_run, "--png", tmp_path / "c.png"
     )
 
@@ -295,7 +295,7 @@ def test_pruning_for_good(command, four_heads, tmp_path):
     again = command("heads", tmp_path / "pruned")  # it can be looked into as any other
     assert len(again.strip().split("\n\n")[1].splitlines()) == 1 + 5
     shown = command("prune", four_heads, "--count", "3", "--texts", "4", "--png", tmp_path / "p.png")
-    assert [line.split()[2] for line in shown.strip().split("\n\n")[1].splitlines()[1:4]] == ["out"] * 3
+    assert [line.split()[2] for line in shown.strip().split("\n\n")[1].splitlines()[1:4]] == ["pruned"] * 3
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_page_begins_where_the_command_looked(command, tiny_run, loaded, tmp_p
     command(given[0], tiny_run, *given[1:], "--prompt", PROMPT, "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     facts = json.loads(re.search(r'id="facts">(.*?)</script>', text)[1])
-    n_tokens = len(reports.Prompt.read(*loaded, PROMPT).tokens)
+    n_tokens = len(reports.Prompt.from_text(*loaded, PROMPT).tokens)
     assert len(facts["labels"]) == n_tokens
     start = start | ({"position": n_tokens - 2} if "-2" in given else {})
     assert {name: facts["start"][name] for name in start} == start
@@ -327,7 +327,7 @@ def test_a_page_of_a_report_alone(command, tiny_run, tmp_path):
 
 def test_tokens_that_people_can_read(loaded):
     tokenizer = make_tokenizer("byte", [])
-    assert [reports.label(tokenizer, i) for i in (65, 32, 10, 0xC3, tokenizer.bos_id)] == [
+    assert [reports.token_label(tokenizer, i) for i in (65, 32, 10, 0xC3, tokenizer.bos_id)] == [
         "A",
         "·",
         "\\n",
@@ -351,12 +351,12 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
         (["map", "--prompt", "ab", "--layer", "2"], "--layer is 2; there are 2"),
         (["map", "--prompt", "ab", "--head", "-1"], "--head is -1"),
         (["explain", "--prompt", "ab", "--query", "99"], "--query is 99"),
-        (["map", "--prompt", ""], "the prompt has 1 token.s. with the one that begins texts; there must be 2 to"),
+        (["map", "--prompt", ""], "the prompt has 1 token.s. including BOS; there must be 2 to"),
         (["map", "--prompt", "x" * 999], "the prompt has"),
         (["attribute", "--prompt", "ab", "--target", "xyzw,xyzw"], "tokens of this model, .*; one is wanted"),
         (["attribute", "--prompt", "ab", "--target", "a", "--contrast-token", "a"], "are both 'a'"),
         (["patch", "--prompt", "ab"], "--corrupt"),
-        (["patch", "--prompt", "ab", "--corrupt", "x7y7z"], "as many tokens"),
+        (["patch", "--prompt", "ab", "--corrupt", "x7y7z"], "equally many tokens"),
         (["lens", "--prompt", "ab", "--count", "1"], "unrecognized arguments: --count 1"),
         (["heads", "--json", "nowhere/x.json"], "cannot write nowhere/x.json: its folder does not exist"),
         (["heads", "--prompt", "ab", "--importance", "zero"], "not on a --prompt"),

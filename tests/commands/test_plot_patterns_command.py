@@ -1,11 +1,22 @@
-"""scripts/patterns.py as a user meets it, and its pictures cell by cell against loops."""
+"""scripts/plot_patterns.py as a user runs it, and its plots cell by cell against loops."""
 
 import pytest
 from conftest import ROOT, run_script
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from thinker.interpretability.pattern_plots import COLORS, GALLERY, draw, kept, make_picture
+from thinker.interpretability.pattern_plots import (
+    COLORS,
+    FUTURE,
+    FUTURE_VISIBLE,
+    GALLERY,
+    MASKED,
+    SUMMED,
+    VISIBLE,
+    describe_cache,
+    make_pattern_plot,
+    plot_patterns,
+)
 from thinker.model import ThinkerConfig
 from thinker.model.kv_cache import KVCache, LinearLayer, RingLayer
 from thinker.model.pattern_parser import PATTERNS, parse_pattern
@@ -13,7 +24,6 @@ from thinker.runtime.errors import UserError
 from thinker.scripts.plot_patterns import main
 
 SCRIPT = ROOT / "scripts" / "plot_patterns.py"
-LATER, EARLIER, AHEAD, SEEN, SUMMED = range(5)  # what a cell holds
 
 WINDOW = """\
 window(3)
@@ -23,7 +33,7 @@ window(3)
 · ██████
 · · ██████
 · · · ██████
-2.5 keys a query, 2.9 at length 24; cache: a ring of 3
+2.5 keys per query, 2.9 at length 24; cache: a ring of 3
 """
 PREFIX = """\
 prefix(3) | global(1)
@@ -33,7 +43,7 @@ prefix(3) | global(1)
 ████████
 ██████████
 ████████████
-4.0 keys a query, 12.6 at length 24; cache: all
+4.0 keys per query, 12.6 at length 24; cache: all
 """
 LINEAR = """\
 linear(9) (a sum over features)
@@ -43,32 +53,35 @@ linear(9) (a sum over features)
 ░░░░░░░░
 ░░░░░░░░░░
 ░░░░░░░░░░░░
-3.5 keys a query, 12.5 at length 24; cache: a state of 9 sums
+3.5 keys per query, 12.5 at length 24; cache: a state of 9 sums
 """
-KEY = "rows: queries, columns: keys; ██ seen, ▓▓ later, and seen, ░░ seen in a sum over features, · earlier, not seen\n"
+LEGEND = (
+    "rows: queries, columns: keys; ██ attended to, ▓▓ attended to, later than the query, "
+    "░░ attended to through sums over features, · masked\n"
+)
 
 
 def test_text_from_another_folder(tmp_path):
     done = run_script(SCRIPT, "window(3)", "prefix(3)  | global(1)", "linear(9)", "--length", "6", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{WINDOW}\n{PREFIX}\n{LINEAR}\n{KEY}", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{WINDOW}\n{PREFIX}\n{LINEAR}\n{LEGEND}", "")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["windw(3)"], "there is no windw; did you mean window?"),
-        (["LLLG"], "LLLG is not a list of layers: the letters are L (model.window) and G (full)"),
+        (["LLLG"], "LLLG are no layers: the letters are L (a window of model.window) and G (full)"),
         (["random(1, 16777216)"], "random(1, 16777216) has 16,777,216; the maximum is 256"),
         (["linear(16777216)"], "linear(16777216) has 16,777,216; the maximum is 65,536"),
         (["--length", "0"], "--length is 0; it must be from 1 to 128"),
         (["--heads", "two"], "invalid int value: 'two'"),
     ],
 )
-def test_mistakes(arguments, says, tmp_path):
+def test_mistakes(arguments, message, tmp_path):
     done = run_script(SCRIPT, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert says in done.stderr
+    assert message in done.stderr
 
 
 def test_a_file_that_cannot_be_written(monkeypatch, tmp_path):
@@ -77,10 +90,10 @@ def test_a_file_that_cannot_be_written(monkeypatch, tmp_path):
         main()
 
 
-def expected(sees, head, length):
+def expected(attends, head, length):
     """A head's cells, from a predicate in plain Python."""
-    kinds = {(False, False): LATER, (True, False): EARLIER, (False, True): AHEAD, (True, True): SEEN}
-    return [[kinds[k <= q, bool(sees(head, q, k))] for k in range(length)] for q in range(length)]
+    kinds = {(False, False): FUTURE, (True, False): MASKED, (False, True): FUTURE_VISIBLE, (True, True): VISIBLE}
+    return [[kinds[k <= q, bool(attends(head, q, k))] for k in range(length)] for q in range(length)]
 
 
 def test_pixels(tmp_path):
@@ -90,17 +103,17 @@ def test_pixels(tmp_path):
         mixed: lambda head, q, k: (k <= q and (q - k < 2, q // 3 == k // 3, True)[head]) or (head == 2 and k < 4),
     }
     done = run_script(SCRIPT, *both, "--length", "12", "--png", "a.png", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "picture a.png\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "wrote a.png\n"), done.stderr
     pixels = imread(tmp_path / "a.png")
-    figure, panels = draw([make_picture(text, 12) for text in both])
+    figure, panels = plot_patterns([make_pattern_plot(text, 12) for text in both])
     figure.set_dpi(160)  # as the file's
     figure.draw_without_rendering()
     assert pixels.shape[:2] == (figure.bbox.height, figure.bbox.width)
-    for axes, (text, sees) in zip(panels, both.items()):
+    for axes, (text, attends) in zip(panels, both.items()):
         for head in range(3 if text == mixed else 1):
-            for q, row in enumerate(expected(sees, head, 12)):
+            for q, row in enumerate(expected(attends, head, 12)):
                 for k, cell in enumerate(row):
-                    if cell == LATER:
+                    if cell == FUTURE:
                         continue  # labels stand there
                     x, y = axes.transData.transform((head % 2 * 13 + k + 0.5, head // 2 * 13 + q + 0.5))
                     color = pixels[int(len(pixels) - y), int(x), :3]
@@ -113,24 +126,26 @@ def test_the_gallery_has_every_kind():
 
 
 @pytest.mark.parametrize("text", [*GALLERY, "global(2)", "topk(4) & window(8)"])
-def test_what_is_kept_is_what_the_cache_keeps(text):
+def test_the_described_cache_is_what_the_cache_keeps(text):
     shape = {"vocab_size": 9, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 64}
     (layer,) = KVCache(ThinkerConfig(**shape, attention=text), 1, 1000, "cpu", None).layers
     if isinstance(layer, LinearLayer):
         kind = f"a state of {layer.sums.shape[2]} sums"
     elif isinstance(layer, RingLayer):
-        kind = f"the first {layer.n_global} and " * (layer.n_global > 0) + f"a ring of {layer.size - layer.n_global}"
+        kind = f"a ring of {layer.size - layer.n_global}"
+        if layer.n_global:
+            kind = f"the first {layer.n_global} and {kind}"
     else:
         kind = "all"
-    assert kept(parse_pattern(text)) == kind
+    assert describe_cache(parse_pattern(text)) == kind
 
 
-def test_examples_where_there_is_no_fixed_picture():
-    topk, token = make_picture("topk(3)", 20), make_picture("token(5, 8)", 20)
-    assert (topk.cells == SEEN).sum(-1).tolist() == [[min(3, q + 1) for q in range(20)]]
+def test_examples_of_patterns_that_depend_on_data():
+    topk, token = make_pattern_plot("topk(3)", 20), make_pattern_plot("token(5, 8)", 20)
+    assert (topk.cells == VISIBLE).sum(-1).tolist() == [[min(3, q + 1) for q in range(20)]]
     special = (3, 10, 17)
     assert token.cells[0].tolist() == expected(lambda _, q, k: k <= q and {q, k} & {*special}, 0, 20)
     assert "random" in topk.note
     assert "every 7th" in token.note
-    assert set(make_picture("linear(4)", 20).cells.unique().tolist()) == {LATER, SUMMED}
-    assert [len(make_picture("bigbird(4, 2, 4, 2)", 20, heads).cells) for heads in (None, 2)] == [4, 2]
+    assert set(make_pattern_plot("linear(4)", 20).cells.unique().tolist()) == {FUTURE, SUMMED}
+    assert [len(make_pattern_plot("bigbird(4, 2, 4, 2)", 20, heads).cells) for heads in (None, 2)] == [4, 2]

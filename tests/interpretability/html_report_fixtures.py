@@ -58,7 +58,7 @@ def visit(browser):
 
 QUIET = """async () => {
     const figures = (what) => document.querySelectorAll(`.panel ${what}`).length;
-    const unpacked = () => matrix() || !isHeld(state.layer, state.head);
+    const unpacked = () => matrix() || !isStored(state.layer, state.head);
     const opened = () => !facts || (state.wanted === `${state.layer}-${state.head}` && unpacked());
     do await new Promise(requestAnimationFrame); while (waiting || !opened() || figures("canvas") < figures(".map"));
 }"""
@@ -73,9 +73,9 @@ class Shown:
     """A model, what it computes, and its page."""
 
     def __init__(self, folder, text=TEXT, **shape):
-        self.model = random_model(**{"vocab_size": 257, "n_layers": 3, "weights": 0.25, **shape})
+        self.model = random_model(**{"vocab_size": 257, "n_layers": 3, "std": 0.25, **shape})
         self.tokenizer = make_tokenizer("byte", [])
-        self.prompt = reports.Prompt.read(self.model, self.tokenizer, text)
+        self.prompt = reports.Prompt.from_text(self.model, self.tokenizer, text)
         self.tokens, self.T = self.prompt.tokens, len(self.prompt.tokens)
         self.weights = self.model.attention_weights(self.tokens[None])[:, 0]  # (layers, H, T, T)
         with torch.no_grad():

@@ -26,7 +26,7 @@ def test_direct_logit_attribution_sums_to_the_difference(random_model, tokens, f
     assert (parts.heads.shape, parts.mlps.shape) == ((2, 4), (2,))
     logits = model(tokens[None])[0, position]
     known = logits[3] - (0 if contrast_token is None else logits[contrast_token])
-    assert parts.y == pytest.approx(known.item(), abs=1e-5)
+    assert parts.logit == pytest.approx(known.item(), abs=1e-5)
     assert parts.sum() == pytest.approx(known.item(), abs=1e-4)
 
 
@@ -34,7 +34,7 @@ def test_what_the_circuit_says_comes_from_its_induction_head():
     model = induction_circuit()
     tokens = torch.tensor([3, 8, 1, 5, 3, 8])
     parts = attribution.direct_logit_attribution(model, tokens, target=1, contrast_token=5)
-    assert parts.heads[1, 0].item() == pytest.approx(parts.y, abs=1e-4)
+    assert parts.heads[1, 0].item() == pytest.approx(parts.logit, abs=1e-4)
     assert parts.heads[0, 0].item() == pytest.approx(0, abs=1e-4)
     clean, corrupt = torch.tensor([3, 8, 1, 5, 3, 8]), torch.tensor([3, 8, 9, 5, 3, 8])
     found = attribution.patch(model, clean, corrupt, target=1, contrast_token=9)
@@ -97,7 +97,7 @@ def test_gradient_times_attention_is_what_a_small_change_does(random_model, toke
             return weights
 
         with torch.no_grad(), model.patch({f"blocks.{layer}.attention.weights": nudge}):
-            logits.append(attribution.prediction(model(tokens[None]), 3, 7).item())
+            logits.append(attribution.logit_difference(model(tokens[None]), 3, 7).item())
     assert found[layer, head, query, key].item() == pytest.approx((logits[1] - logits[0]) / 0.04, rel=1e-2)
     assert (found.triu(1) == 0).all()
 
@@ -120,9 +120,9 @@ def test_patching_all_of_the_stream_brings_all_of_it_back(random_model, tokens):
     assert found["embedding"].tolist() == pytest.approx([float(i == 6) for i in range(14)], abs=1e-3)
     assert found["blocks.1"].tolist() == pytest.approx([float(i == 13) for i in range(14)], abs=1e-3)
     assert found.keys() == {"embedding", "blocks.0", "blocks.1", "blocks.0.attention", "blocks.1.attention"}
-    with pytest.raises(UserError, match="as many tokens"):
+    with pytest.raises(UserError, match="equally many tokens"):
         attribution.patch(model, tokens, corrupt[1:], 3)
-    with pytest.raises(UserError, match="nothing to bring back"):
+    with pytest.raises(UserError, match="nothing to restore"):
         attribution.patch(model, tokens, tokens, 3)
     with pytest.raises(UserError, match="cannot be patched by position"):
         attribution.patch(model, tokens, corrupt, 3, names=["blocks.0.attention.weights"])
@@ -137,6 +137,6 @@ def test_gradient_times_attention_of_a_pruned_model(random_model, tokens):
 def test_one_position_alone_is_predicted(random_model, tokens):
     model = random_model()
     for position in (0, 5, -1):
-        found = attribution.predict(model, 3, 7, position, tokens=tokens[None])
+        found = attribution.run_logit_difference(model, 3, 7, position, tokens=tokens[None])
         logits = model(tokens[None])[0, position]
         assert found.item() == pytest.approx((logits[3] - logits[7]).item(), abs=1e-5)

@@ -30,7 +30,7 @@ def test_weights_follow_from_the_numbers(random_model, form, head):
         cap = model.config.attn_logit_softcap
         capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
         assert found["capped"] == pytest.approx(capped.tolist(), abs=1e-4)
-        final = torch.where(torch.tensor(found["seen"]), capped + torch.tensor(found["bias"]), -torch.inf)
+        final = torch.where(torch.tensor(found["visible"]), capped + torch.tensor(found["bias"]), -torch.inf)
         final = torch.cat([final, torch.tensor([-torch.inf if found["sink"] is None else found["sink"]])])
         assert final.softmax(0)[:-1].tolist() == pytest.approx(weights.tolist(), abs=1e-4)
         made = weights @ torch.tensor(found["values"]).float()
@@ -41,7 +41,7 @@ def test_what_is_seen_is_the_mask_and_not_what_is_left_of_a_weight(random_model)
     model = random_model(**FORMS["sharp"])
     prompt = Prompt(torch.arange(12), [str(i) for i in range(12)])
     report = explain(model, prompt, 0, 0, 8)
-    assert report.data["seen"] == [True] * 9 + [False] * 3
+    assert report.data["visible"] == [True] * 9 + [False] * 3
     assert 0 in report.data["weights"][:9]
     assert [row[4] for row in report.rows] == ["yes"] * 9 + ["no"] * 3
     sizes = [float(row[-2]) for row in report.rows]

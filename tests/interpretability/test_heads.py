@@ -142,8 +142,8 @@ def test_the_mean_takes_from_a_head_only_what_varies(random_model):
             getattr(model.blocks[0].attention, name).weight.zero_()
     model.embedding.weight.data[:] = model.embedding.weight.data[0]  # all tokens alike: so is every value
     tokens = torch.randint(0, 61, (4, 12))
-    mean = heads.importance_by_ablation(model, tokens, how="mean").value[0]
-    zero = heads.importance_by_ablation(model, tokens, how="zero").value[0]
+    mean = heads.importance_by_ablation(model, tokens, ablation="mean").value[0]
+    zero = heads.importance_by_ablation(model, tokens, ablation="zero").value[0]
     assert mean.abs().max() < 1e-5
     assert zero.abs().max() > 1e-2
 
@@ -209,7 +209,7 @@ def test_the_gradient_of_a_group_is_that_of_its_heads_together(random_model):
 def test_a_wider_interval_covers_more(random_model):
     model, tokens = random_model(), (torch.arange(60).reshape(5, 12) * 7) % 61
     for measure in (heads.importance_by_ablation, heads.importance_by_gradient):
-        wide, narrow = (measure(model, tokens, share=share) for share in (0.99, 0.5))
+        wide, narrow = (measure(model, tokens, confidence=share) for share in (0.99, 0.5))
         assert ((wide.high - wide.low) > 2 * (narrow.high - narrow.low)).all()
         usual = measure(model, tokens)
-        torch.testing.assert_close(usual.low, measure(model, tokens, share=0.95).low)
+        torch.testing.assert_close(usual.low, measure(model, tokens, confidence=0.95).low)

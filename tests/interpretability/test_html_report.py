@@ -67,16 +67,16 @@ def test_hovering_shows_what_a_token_looks_at(shown, visit):
     settle(tab)
     check(14)
     first = tab.locator("#tip").inner_text().split("\n")
-    assert first[0] == f"14 {shown.prompt.labels[14]} looks at"
+    assert first[0] == f"14 {shown.prompt.labels[14]} attends to"
     value, key = re.match(r"(0\.\d+) +(\d+) ", first[1]).groups()
     assert int(key) == shown.weights[1, 2, 14].argmax()
     assert float(value) == pytest.approx(shown.weights[1, 2, 14].max().item(), abs=1 / 255 + 5e-4)
-    assert f"token 14 {shown.prompt.labels[14]} looks at" in tab.locator("#status").inner_text()
+    assert f"token 14 {shown.prompt.labels[14]} attends to" in tab.locator("#status").inner_text()
     tab.mouse.move(1, 1)
     settle(tab)
     check(9)
     assert tab.locator("#tip").is_hidden()
-    tab.get_by_text("is looked at by").click()
+    tab.get_by_text("is attended to by").click()
     settle(tab)
     check(9, column=True)
 
@@ -177,7 +177,7 @@ def test_the_keyboard_alone_can_do_all(shown, visit):
     tab_to("#direction input")
     tab_to("#tokens button")
     press("ArrowRight", "ArrowRight")
-    assert f"token 11 {shown.prompt.labels[11]} looks at" in tab.locator("#status").inner_text()
+    assert f"token 11 {shown.prompt.labels[11]} attends to" in tab.locator("#status").inner_text()
     press("Enter", "Home")
     assert tokens(tab).nth(11).get_attribute("aria-pressed") == "true"
     value = float(tab.locator("#tip").inner_text().split("\n")[1])
@@ -215,14 +215,14 @@ def test_attribution(shown, visit):
     labels = tokens(tab).evaluate_all("all => all.map(one => one.ariaLabel)")
     found = [float(text.rsplit("adds ", 1)[1].replace("−", "-")) for text in labels]
     assert found == pytest.approx(given.tolist(), abs=1e-3)
-    what = f"logit of ‘{reports.label(shown.tokenizer, target)}’ after position {shown.T - 1}"
+    what = f"logit of ‘{reports.token_label(shown.tokenizer, target)}’ after position {shown.T - 1}"
     assert what in tab.locator("#parts-what").inner_text()
-    assert f"{parts.y:.4f}" in tab.locator("#parts-what").inner_text()
+    assert f"{parts.logit:.4f}" in tab.locator("#parts-what").inner_text()
     assert what in tab.locator("#meaning").inner_text()
     lines = tab.locator("#by-part li").all_inner_texts()
     listed = {line.split("\n")[0]: float(line.split("\n")[-1].replace("−", "-")) for line in lines}
     assert listed["head 2.1"] == pytest.approx(parts.heads[2, 1].item(), abs=1e-3)
-    assert sum(listed.values()) == pytest.approx(parts.y, abs=0.02)
+    assert sum(listed.values()) == pytest.approx(parts.logit, abs=0.02)
     assert tab.locator("#parts-missed").is_visible() == (abs(missed) >= 0.05 * max(1, abs(given.sum() - missed)))
     most = backgrounds(tab)[int(given.abs().argmax())]
     sign = "plus" if given[given.abs().argmax()] > 0 else "minus"
@@ -248,7 +248,9 @@ def test_lens(shown, visit):
             .evaluate_all("all => all.map(one => [one.firstChild.textContent, one.lastChild.textContent])")
         )
         top = lens[depth, 6].topk(5)
-        assert [text for text, _ in cells[:5]] == [reports.label(shown.tokenizer, t) for t in top.indices.tolist()]
+        assert [text for text, _ in cells[:5]] == [
+            reports.token_label(shown.tokenizer, t) for t in top.indices.tolist()
+        ]
         wanted = [*top.values.tolist(), lens[depth, 6, shown.tokens[7]].item()]
         assert [share(number) for _, number in cells] == pytest.approx(wanted, abs=6e-4)
     assert rows.nth(2).get_attribute("class") == "at"
@@ -263,7 +265,7 @@ def test_what_comes_next(shown, visit):
     settle(tab)
     top = shown.shares[5].topk(10)
     lines = [line.split("\n") for line in tab.locator("#next li").all_inner_texts()]
-    assert [line[0] for line in lines] == [reports.label(shown.tokenizer, t) for t in top.indices.tolist()]
+    assert [line[0] for line in lines] == [reports.token_label(shown.tokenizer, t) for t in top.indices.tolist()]
     assert [share(line[-1]) for line in lines] == pytest.approx(top.values.tolist(), abs=6e-4)
     follows = shown.shares[5, shown.tokens[6]]
     rank = int((shown.shares[5] > follows).sum()) + 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.interpretability import attribution, html_report, pruning, reports
+from thinker.interpretability import attribution, head_reports, html_report, prompt_reports, pruning, reports
 from thinker.runtime.errors import UserError
 
 browser, shown, visit = html_report_fixtures.browser, html_report_fixtures.shown, html_report_fixtures.visit  # fixtures
@@ -91,7 +91,7 @@ def test_hostile_text_does_nothing(tmp_path, visit):
     labels = [HOSTILE, "<!--", "`${alert(3)}`"]
     shown.explorer.facts["labels"][:] = labels
     shown.explorer.facts["names"] = dict.fromkeys(shown.explorer.facts["names"], HOSTILE)
-    shown.explorer.facts["attribution"]["what"] = HOSTILE
+    shown.explorer.facts["attribution"]["description"] = HOSTILE
     panel = reports.Panel(HOSTILE, torch.eye(2), [HOSTILE, "b"], ["<i>", HOSTILE])
     report = reports.Report({HOSTILE: HOSTILE}, [HOSTILE, "b"], [[HOSTILE, "2"]], {}, [panel], HOSTILE)
     html_report.write_html_report(shown.path, HOSTILE + "\udcff", report, shown.explorer)
@@ -107,32 +107,32 @@ def test_hostile_text_does_nothing(tmp_path, visit):
 
 
 def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
-    monkeypatch.setattr(html_report, "CELLS", 5 * html_report.cells(29, False))
+    monkeypatch.setattr(html_report, "MAX_WEIGHTS", 5 * html_report.count_weights(29, False))
     shown = Shown(tmp_path)
     assert len(shown.explorer.weights) == 5
     tab = visit(shown.path)
     assert tab.locator("#banner").is_visible()
     assert tab.locator("#banner").inner_text() == (
-        "29 tokens × 12 heads are more than one page holds: 5 heads can be opened, "
+        "29 tokens × 12 heads are too many for one report: 5 heads can be opened, "
         "the others show thumbnails and scores only"
     )
     missing = next((n, h) for n in range(3) for h in range(4) if (n, h) not in shown.explorer.weights)
     cell(tab, *missing).click()
     settle(tab)
-    assert tab.locator("#not-held").is_visible()
-    assert "cannot be opened" in tab.locator("#not-held").inner_text()
+    assert tab.locator("#not-stored").is_visible()
+    assert "cannot be opened" in tab.locator("#not-stored").inner_text()
     assert "cannot be opened" in tab.locator("#status").inner_text()
     assert pixel(tab, 20, 3) == pytest.approx(heat(shown.byte(*missing, 20, 3)), abs=2)
     held = next(iter(shown.explorer.weights))
     cell(tab, *held).click()
     settle(tab)
-    assert tab.locator("#not-held").is_hidden()
+    assert tab.locator("#not-stored").is_hidden()
 
 
 def test_a_prompt_of_which_no_head_fits(tmp_path, monkeypatch):
     for ahead, attention in ((False, "full"), (True, "prefix(3)")):
-        monkeypatch.setattr(html_report, "CELLS", html_report.cells(20, ahead) + 3)
-        with pytest.raises(UserError, match="29 tokens; the longest that a page can show has 20"):
+        monkeypatch.setattr(html_report, "MAX_WEIGHTS", html_report.count_weights(20, ahead) + 3)
+        with pytest.raises(UserError, match="29 tokens; the longest that an HTML report can show has 20"):
             Shown(tmp_path, attention=attention)
         Shown(tmp_path, "x" * 19, attention=attention)
 
@@ -142,7 +142,7 @@ def test_a_prompt_of_which_no_head_fits(tmp_path, monkeypatch):
 def test_heads_are_chosen_evenly(layers, heads, data):
     count = data.draw(st.integers(1, layers * heads))
     around = data.draw(st.tuples(st.integers(0, layers - 1), st.integers(0, heads - 1)))
-    found = html_report.spread(layers, heads, count, around)
+    found = html_report.choose_heads(layers, heads, count, around)
     assert len(found) == count
     assert around in found
     by_layer = [sum(layer == at for at, _ in found) for layer in range(layers)]
@@ -173,7 +173,7 @@ def test_every_form_of_model(tmp_path, visit, shape, text):
     tab = visit(shown.path)
     last = shown.T - 1
     assert pixel(tab, last, 1) == pytest.approx(heat(shown.byte(0, 0, last, 1)), abs=2)
-    if shown.explorer.facts["ahead"]:
+    if shown.explorer.facts["bidirectional"]:
         assert shown.byte(0, 0, 1, 4) > 0
         assert pixel(tab, 1, 4) == pytest.approx(heat(shown.byte(0, 0, 1, 4)), abs=2)
     for name in ("Attribution", "Lens", "Attention"):
@@ -202,12 +202,12 @@ def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
 def test_a_pruned_model(tmp_path, visit):
     tokenizer = make_tokenizer("byte", [])
     left = pruning.prune(random_model(vocab_size=tokenizer.vocab_size, n_kv_heads=4), [(0, 1)])
-    prompt = reports.Prompt.read(left, tokenizer, "abc abc")
+    prompt = reports.Prompt.from_text(left, tokenizer, "abc abc")
     explorer = html_report.make_explorer(left, tokenizer, prompt)
     html_report.write_html_report(
         tmp_path / "p.html",
         "pruned",
-        reports.report_heads(left, prompt, reports.random_repeats(left), "all"),
+        head_reports.report_heads(left, prompt, head_reports.random_repeats(left), "all"),
         explorer,
     )
     tab = visit(tmp_path / "p.html")
@@ -217,7 +217,7 @@ def test_a_pruned_model(tmp_path, visit):
 
 
 def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
-    report = reports.report_heads(shown.model, None, reports.random_repeats(shown.model), "all")
+    report = head_reports.report_heads(shown.model, None, head_reports.random_repeats(shown.model), "all")
     html_report.write_html_report(tmp_path / "r.html", "scores", report, None)
     tab = visit(tmp_path / "r.html")
     assert tab.locator("#tokens").count() == 0
@@ -225,18 +225,21 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
     assert table.get_by_role("columnheader").all_inner_texts() == report.columns
     assert table.get_by_role("row").count() == 1 + len(report.rows)
     assert table.locator("tbody tr").nth(5).locator("td").all_inner_texts() == report.rows[5]
-    drawn = tab.get_by_alt_text("A picture of what the table says")
+    drawn = tab.get_by_alt_text("A plot of the table")
     assert drawn.evaluate("one => one.complete && one.naturalWidth") > 500
     html_report.write_html_report(
-        tmp_path / "b.html", "both", reports.report_attention_map(shown.model, shown.prompt, 0, 0), shown.explorer
+        tmp_path / "b.html",
+        "both",
+        prompt_reports.report_attention_map(shown.model, shown.prompt, 0, 0),
+        shown.explorer,
     )
     both = visit(tmp_path / "b.html")
-    assert both.get_by_alt_text("A picture of what the table says").count() == 1
+    assert both.get_by_alt_text("A plot of the table").count() == 1
     assert tokens(both).count() == shown.T
 
 
 def test_a_narrow_screen_does_not_scroll_sideways(tmp_path, shown, visit):
-    report = reports.report_attention_map(shown.model, shown.prompt, 0, 0)
+    report = prompt_reports.report_attention_map(shown.model, shown.prompt, 0, 0)
     html_report.write_html_report(tmp_path / "p.html", "a model with a long name " * 4, report, shown.explorer)
     tab = visit(tmp_path / "p.html", width=360)
     for name in ("Attention", "Attribution", "Lens"):
@@ -263,6 +266,6 @@ def test_the_prediction_can_be_chosen(shown):
         shown.model, shown.tokenizer, shown.prompt, target=97, contrast_token=98, position=4
     ).facts
     parts = attribution.direct_logit_attribution(shown.model, shown.tokens, 97, 98, 4)
-    assert found["attribution"]["what"] == "logit of ‘a’ rather than ‘b’ after position 4"
-    assert found["attribution"]["y"] == pytest.approx(parts.y)
+    assert found["attribution"]["description"] == "logit of ‘a’ rather than ‘b’ after position 4"
+    assert found["attribution"]["logit"] == pytest.approx(parts.logit)
     assert json.dumps(found)

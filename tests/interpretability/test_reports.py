@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinker.interpretability import comparison, flow, heads, reports
+from thinker.interpretability import comparison, flow, head_reports, heads, prompt_reports
 from thinker.interpretability.reports import Prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -13,12 +13,12 @@ PROMPT = Prompt(torch.arange(10) * 7 % 61, [f"t{i}" for i in range(10)])
 def test_the_likeliest_token_of_a_position(random_model):
     model = random_model()
     best = model(PROMPT.tokens[None])[0].argmax(dim=-1).tolist()
-    assert [reports.likeliest_next_token(model, PROMPT, at) for at in range(10)] == best
+    assert [prompt_reports.likeliest_next_token(model, PROMPT, at) for at in range(10)] == best
 
 
 def test_scores_of_repeats_are_not_of_the_prompt(random_model):
     model, random = random_model(), heads.repeated_random_tokens(61, 12)
-    found = reports.report_heads(model, PROMPT, random, "all")
+    found = head_reports.report_heads(model, PROMPT, random, "all")
     repeated, own = model.attention_weights(random), model.attention_weights(PROMPT.tokens[None])
     assert torch.tensor(found.data["induction"]).allclose(heads.induction(repeated).mean(dim=1), atol=1e-5)
     assert torch.tensor(found.data["duplicate"]).allclose(heads.duplicate_token(repeated).mean(dim=1), atol=1e-5)
@@ -29,20 +29,20 @@ def test_scores_of_repeats_are_not_of_the_prompt(random_model):
         others = {other: apart[layer, head, other].item() for other in range(4) if other != head}
         closest = min(others, key=others.get)
         assert row[-1] == f"{closest} ({others[closest]:.3f})"
-    assert f"{sum(1 / (i + 1) for i in range(12, 24)) / 12:.3f}" in found.after
+    assert f"{sum(1 / (i + 1) for i in range(12, 24)) / 12:.3f}" in found.footer
 
 
 def test_flow_is_from_the_position(random_model):
     model = random_model()
     weights = model.attention_weights(PROMPT.tokens[None])[:, 0]
     for at in (3, 9):
-        found = reports.report_flow(model, PROMPT, at).data
+        found = prompt_reports.report_flow(model, PROMPT, at).data
         assert found["rollout"][-1] == pytest.approx(flow.rollout(weights)[-1, at].tolist(), abs=1e-5)
         assert found["max_flow"] == pytest.approx(flow.max_flow(weights)[at].tolist(), abs=1e-5)
 
 
 def test_a_map_names_only_what_is_looked_at(random_model):
-    rows = reports.report_attention_map(random_model(attention="window(2)"), PROMPT, 0, 1).rows
+    rows = prompt_reports.report_attention_map(random_model(attention="window(2)"), PROMPT, 0, 1).rows
     assert [sum(bool(cell) for cell in row[2:]) for row in rows] == [1] + [2] * 9
     for at, row in enumerate(rows):
         assert all(f"({key})" in " ".join(row[2:]) for key in range(max(0, at - 1), at + 1))

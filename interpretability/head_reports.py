@@ -1,0 +1,118 @@
+"""Scores of all heads, on a prompt or on random tokens, and their report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from thinker.interpretability import heads
+from thinker.interpretability.reports import Panel, Prompt, Report, existing_heads, head_labels, to_json
+from thinker.model import Thinker
+
+Measure = Callable[[Tensor], Tensor]  # (B, H, T, T) -> (B, H, ...)
+MEASURES = {
+    "entropy": heads.entropy,
+    "normalised": lambda weights: heads.entropy(weights, normalised=True),
+    "distance": heads.mean_distance,
+    "previous": heads.previous_token,
+    "first": heads.first_token,
+}
+MEASURES_ON_REPEATS = {"duplicate": heads.duplicate_token, "induction": heads.induction}
+TITLES = {
+    "entropy": "entropy (nats)", "normalised": "normalised entropy", "distance": "mean distance (tokens)",
+    "previous": "weight of the previous token", "first": "weight of the first token",
+    "duplicate": "duplicate-token score", "induction": "induction score",
+}  # fmt: skip
+UNBOUNDED = ("entropy", "distance")  # the other measures lie between 0 and 1
+
+
+@torch.no_grad()
+def measure_heads(model: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) -> dict[str, list[Tensor]]:
+    """Each measure of each layer's attention weights, averaged over texts: tokens (B, T) -> (H, ...) per layer.
+
+    One forward pass, which keeps one layer's weights at a time.
+    """
+    results: dict[str, list[Tensor]] = {name: [] for name in measures}
+
+    def record(weights: Tensor) -> Tensor:
+        for name, measure in measures.items():
+            results[name].append(measure(weights).mean(dim=0).cpu())
+        return weights
+
+    with model.patch({"blocks.*.attention.weights": record}):
+        model(tokens)
+    return results
+
+
+def random_repeats(model: Thinker, ids: Tensor | None = None, n: int = 24, batch: int = 8) -> Tensor:
+    """Tokens for induction scores: n distinct random ones, repeated once, fewer for a short context; (batch, 2n).
+
+    ids: the ids to sample from, such as those in a text; by default the whole vocabulary.
+    """
+    ids = torch.arange(model.config.vocab_size) if ids is None else ids
+    n = min(n, len(ids), model.config.max_seq_len // 2)
+    return heads.repeated_random_tokens(ids, n, batch).to(model.device)
+
+
+def score_heads(model: Thinker, tokens: Tensor, random: Tensor) -> dict[str, Tensor]:
+    """All measures on tokens (B, T), induction and duplicate-token scores on random_repeats(): (layers, H) each."""
+    scores = measure_heads(model, tokens, MEASURES) | measure_heads(model, random, MEASURES_ON_REPEATS)
+    return {name: pad_sequence(x, batch_first=True, padding_value=torch.nan) for name, x in scores.items()}
+
+
+def describe_random(random: Tensor, origin: str) -> str:
+    """Where the induction scores come from."""
+    return f"{random.shape[1] // 2} random tokens of {origin}, repeated once"
+
+
+@torch.no_grad()
+def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: str) -> Report:
+    """All measures of every head, on the prompt, or without one on random tokens repeated once.
+
+    random: random_repeats(); origin: where its tokens come from, in words.
+    """
+    tokens = random if prompt is None else prompt.tokens[None]
+    scores = score_heads(model, tokens, random)
+    divergence = measure_heads(model, tokens, {"js": heads.pairwise_js_divergence})["js"]  # (H, H) per layer
+    rows = []
+    for layer, head in existing_heads(scores["entropy"]):
+        others = [(x, other) for other, x in enumerate(divergence[layer][head].tolist()) if other != head]
+        most_similar = "{1} ({0:.3f})".format(*min(others)) if others else ""
+        values = (f"{values[layer, head]:.3f}" for values in scores.values())
+        rows.append([str(layer), str(head), *values, most_similar])
+    labels = head_labels(scores["entropy"])
+    panels = [Panel("attention of every head", _tile_attention_maps(model, tokens[:1]), *labels)]
+    for name, values in scores.items():
+        panels.append(Panel(TITLES[name], values, *labels, vmax=None if name in UNBOUNDED else 1.0))
+    repeats = describe_random(random, origin)
+    header = {
+        "measured on": repeats if prompt is None else f"the prompt; duplicate and induction on {repeats}",
+        "most similar": "the most similar head of the layer, and its Jensen–Shannon divergence (nats)",
+    }
+    data = {name: to_json(values) for name, values in scores.items()}
+    data["js_divergence"] = [values.tolist() for values in divergence]
+    T = random.shape[1]
+    uniform = sum(1 / (i + 1) for i in range(T // 2, T)) / (T // 2)
+    footer = f"uniform attention has duplicate and induction scores of {uniform:.3f}"
+    return Report(header, ["layer", "head", *scores, "most similar"], rows, data, panels, footer, panels_per_row=2)
+
+
+def _tile_attention_maps(model: Thinker, tokens: Tensor, max_side: int = 64) -> Tensor:
+    """The maps of all heads side by side, separated by nan; each cell of a long text shows its largest weight.
+
+    Each map is divided by its largest weight beyond the first token, which often outweighs all others.
+    """
+
+    def downsample(weights: Tensor) -> Tensor:
+        maps = F.max_pool2d(weights.float(), -(-weights.shape[-1] // max_side), ceil_mode=True)  # (1, H, S, S)
+        return (maps / maps[..., 1:].amax(dim=(2, 3), keepdim=True).clamp_min(1e-9)).clamp_max(1)
+
+    maps = measure_heads(model, tokens, {"maps": downsample})["maps"]
+    tiles = pad_sequence(maps, batch_first=True, padding_value=torch.nan)  # (layers, H, S, S)
+    gap = 1 + tiles.shape[-1] // 16
+    tiles = F.pad(tiles, (0, gap, 0, gap), value=torch.nan)
+    return tiles.transpose(1, 2).flatten(2).flatten(0, 1)[:-gap, :-gap]

@@ -1,0 +1,177 @@
+"""Reports on one prompt: attention map, flow, attribution, logit lens and patching."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinker.data.tokenizer import Tokenizer
+from thinker.interpretability import attribution, flow
+from thinker.interpretability.reports import (
+    ATTENTION_AXES,
+    Panel,
+    Prompt,
+    Report,
+    existing_heads,
+    head_labels,
+    to_json,
+    token_label,
+)
+from thinker.model import Thinker
+
+NO_GRADIENT = "this model's attention pattern depends on token ids, which have no gradients"
+MAX_LENS_COLUMNS = 16  # positions in the lens plot, up to the one that is asked for
+MAX_FLOW_TOKENS = 64  # each token takes one maximum flow
+
+
+def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
+    """What each token attends to in one head: its three largest weights."""
+    name = f"blocks.{layer}.attention.weights"
+    with torch.no_grad(), model.record(name) as cache:
+        model(prompt.tokens[None])
+    weights = cache[name][0, head].cpu()  # (T, T)
+    rows = []
+    for query, text in enumerate(prompt.labels):
+        top = weights[query].topk(min(3, query + 1))
+        pairs = zip(top.values.tolist(), top.indices.tolist())
+        cells = [f"{value:.2f} {prompt.labels[key]} ({key})" for value, key in pairs if value > 0]
+        rows.append([str(query), text, *cells, *[""] * (3 - len(cells))])
+    data = {"layer": layer, "head": head, "tokens": prompt.labels, "weights": weights.tolist()}
+    names = prompt.numbered()
+    nonzero = weights.masked_fill(weights == 0, torch.nan)
+    title = f"attention weights, layer {layer}, head {head}"
+    panel = Panel(title, nonzero, names, names, vmax=1.0, axis_labels=ATTENTION_AXES)
+    columns = ["query", "token", "attends most to", "then", "then"]
+    return Report({"layer": layer, "head": head}, columns, rows, data, [panel])
+
+
+@torch.no_grad()
+def report_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
+    """Attention rollout after each layer, and the maximum flow, from one position to every token."""
+    position %= len(prompt.tokens)
+    weights = model.attention_weights(prompt.tokens[None])[:, 0].cpu()  # (layers, H, T, T)
+    rollout = flow.rollout(weights)[:, position]  # (layers, T)
+    layers = [f"layer {layer}" for layer in range(len(rollout))]
+    columns, flows = ["key", "token", *layers], None
+    rows = [[str(key), text, *(f"{x:.3f}" for x in rollout[:, key].tolist())] for key, text in enumerate(prompt.labels)]
+    footer = "per layer: the share of the token in that position (rollout)"
+    if len(prompt.tokens) <= MAX_FLOW_TOKENS:
+        flows = flow.max_flow(weights, position).tolist()
+        columns.append("max flow")
+        rows = [[*row, f"{x:.3f}"] for row, x in zip(rows, flows)]
+        footer += "; max flow: the most that could arrive"
+    else:
+        footer += f"; maximum flow is too slow beyond {MAX_FLOW_TOKENS} tokens"
+    data = {"position": position, "tokens": prompt.labels, "rollout": rollout.tolist(), "max_flow": flows}
+    panel = Panel(f"rollout: the share of each token in position {position}", rollout, layers, prompt.numbered())
+    return Report({"position": f"{position} {prompt.labels[position]}"}, columns, rows, data, [panel], footer)
+
+
+@torch.no_grad()
+def likeliest_next_token(model: Thinker, prompt: Prompt, position: int) -> int:
+    """The id with the largest logit after a position."""
+    return int(model(prompt.tokens[None])[0, position].argmax())
+
+
+def attribute_to_tokens(
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, contrast_token: int | None, position: int
+) -> tuple[Tensor, float, float] | None:
+    """attribution.integrated_gradients(), with BOS at every position as the baseline where texts begin with it.
+
+    None for attention patterns that depend on token ids: such a model cannot run on embeddings alone.
+    """
+    if any(pattern.by_token for pattern in model.config.patterns):
+        return None
+    bos = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
+    return attribution.integrated_gradients(model, prompt.tokens, target, contrast_token, position, bos)
+
+
+def describe_target(tokenizer: Tokenizer, target: int, contrast_token: int | None) -> str:
+    """The prediction in words: ‘b’ rather than ‘c’."""
+    tokens = [target] if contrast_token is None else [target, contrast_token]
+    return " rather than ".join(f"‘{token_label(tokenizer, token)}’" for token in tokens)
+
+
+def report_attribution(
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, contrast_token: int | None, position: int
+) -> Report:
+    """Which tokens (integrated gradients) and which components (direct logit attribution) make up a prediction."""
+    components = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
+    values = {"embedding": components.embedding}
+    values |= {f"MLP {layer}": value for layer, value in enumerate(components.mlps.tolist())}
+    values |= {f"head {i}.{j}": components.heads[i, j].item() for i, j in existing_heads(components.heads)}
+    ranked = sorted(values.items(), key=lambda item: -abs(item[1]))
+    rows = [["component", name, f"{value:+.4f}"] for name, value in ranked]
+    description = describe_target(tokenizer, target, contrast_token)
+    header = {"prediction": f"{description}, after position {position % len(prompt.labels)}"}
+    header["logit"] = f"{components.logit:.4f}"
+    data = {"prediction": description, "target": target, "contrast_token": contrast_token, "tokens": prompt.labels}
+    data |= {"logit": components.logit, "embedding": components.embedding}
+    data |= {"heads": to_json(components.heads), "mlps": components.mlps.tolist()}
+    panels = [Panel("direct logit attribution of heads", components.heads, *head_labels(components.heads), signed=True)]
+    footer = f"components add up to {components.sum():.4f}; "
+    by_token = attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
+    if by_token is None:
+        footer += f"no attribution to tokens: {NO_GRADIENT}"
+    else:
+        values, baseline, error = by_token
+        data |= {"by_token": values.tolist(), "completeness_error": error, "baseline_logit": baseline}
+        token_rows = zip(prompt.numbered(), values.tolist())
+        rows = [["token", text, f"{value:+.4f}"] for text, value in token_rows] + rows
+        title = f"integrated gradients of {description}"
+        panels.insert(0, Panel(title, values[None], [""], prompt.labels, signed=True, style="text"))
+        footer += f"tokens, with the baseline's {baseline:.4f}, to {components.logit + error:.4f}"
+        if abs(error) > 0.05 * max(1, abs(components.logit - baseline)):
+            footer += ": the integral did not converge, so read them with care"
+    return Report(header, ["kind", "name", "adds"], rows, data, panels, footer)
+
+
+def _depth_labels(n_depths: int) -> list[str]:
+    return ["embedding", *(f"layer {layer}" for layer in range(n_depths - 1))]
+
+
+def report_logit_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: int) -> Report:
+    """What the model would predict after each layer at one position: its three likeliest tokens."""
+    position %= len(prompt.tokens)
+    shown = slice(max(0, position - MAX_LENS_COLUMNS + 1), position + 1)
+    probabilities = attribution.logit_lens(model, prompt.tokens, shown).softmax(dim=-1).cpu()  # (layers + 1, T', V)
+    names = _depth_labels(len(probabilities))
+    top = probabilities[:, -1].topk(min(3, probabilities.shape[-1]), dim=-1)
+    likeliest = [
+        [{"token": token_label(tokenizer, i), "id": i, "probability": p} for p, i in zip(*row)]
+        for row in zip(top.values.tolist(), top.indices.tolist())
+    ]
+    rows = [
+        [name, *(f"{entry['probability']:.3f} {entry['token']}" for entry in entries)]
+        for name, entries in zip(names, likeliest)
+    ]
+    best = probabilities.max(dim=-1)  # (layers + 1, T') each
+    cells = [[token_label(tokenizer, token) for token in row] for row in best.indices.tolist()]
+    data = {"position": position, "after": names, "likeliest": likeliest, "tokens": prompt.labels[shown]}
+    data |= {"top_token": cells, "probability": best.values.tolist()}
+    title = "the likeliest next token after each layer, and its probability"
+    n_shown = probabilities.shape[1]
+    if n_shown < len(prompt.tokens):
+        title += f": the last {n_shown} of {position + 1} positions"
+    panel = Panel(title, best.values, names, prompt.numbered()[shown], vmax=1.0, style="table", cells=cells)
+    header = {"position": f"{position} {prompt.labels[position]}"}
+    return Report(header, ["after", "likeliest", "then", "then"][: len(rows[0])], rows, data, [panel])
+
+
+def report_patching(
+    model: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int, contrast_token: int | None
+) -> Report:
+    """How much of a prediction each activation of the clean prompt restores in the corrupt one."""
+    restored = attribution.patch(model, clean.tokens, corrupt.tokens, target, contrast_token)
+    values = torch.stack([x.cpu() for x in restored.values()])  # (layers + 1, T)
+    names = _depth_labels(len(values))
+    tokens = [a if a == b else f"{a}/{b}" for a, b in zip(clean.labels, corrupt.labels)]
+    rows = [[str(i), text, *(f"{x:.3f}" for x in values[:, i].tolist())] for i, text in enumerate(tokens)]
+    description = describe_target(tokenizer, target, contrast_token)
+    data = {"target": target, "contrast_token": contrast_token, "tokens": tokens}
+    data |= {name: x.tolist() for name, x in restored.items()}
+    columns = [f"{i} {text}" for i, text in enumerate(tokens)]
+    panel = Panel(f"share of {description} that patching restores", values, names, columns, signed=True)
+    header = {"prediction": description, "clean": "".join(clean.labels), "corrupt": "".join(corrupt.labels)}
+    footer = "0: patching there restores nothing of the clean prompt's prediction; 1: all of it"
+    return Report(header, ["position", "token", *names], rows, data, [panel], footer)
