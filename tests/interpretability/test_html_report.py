@@ -143,7 +143,7 @@ def test_lines_answer_the_pointer(shown, visit):
     x, y = 20, tab.evaluate("state.sides[0].tokens[21][1]")
     tab.locator("#lines").hover(position={"x": x, "y": y})
     settle(tab)
-    assert f"token 21 {shown.prompt.labels[21]} looks" in tab.locator("#status").inner_text()
+    assert f"token 21 {shown.prompt.labels[21]} attends" in tab.locator("#status").inner_text()
     assert tab.evaluate("$('lines').toDataURL()") != before
     tab.locator("#lines").click(position={"x": x, "y": y})
     settle(tab)
