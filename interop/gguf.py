@@ -1,4 +1,4 @@
-"""A model as one GGUF file, which llama.cpp and what is built on it read."""
+"""Export to GGUF, the single-file format of llama.cpp and tools built on it."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.rope import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError
 
-# What cuts a text, by the names that llama.cpp has for it; LLAMA3 and WORDS cut alike.
+# Split patterns and their names in llama.cpp; LLAMA3 and WORDS split alike.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {WORDS: "llama-bpe", LLAMA3: "llama-bpe", GPT2: "gpt-2", LLAMA3.replace("{1,3}", ""): "qwen2"}
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of token
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 
 
 def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker") -> None:
-    """Write the file, and read it again: every tensor and token must be there as it was meant.
+    """Write a GGUF file, then read it back and compare every tensor and token.
 
     Args:
-        dtype: of the matrices, f16 or f32; vectors are f32 always.
+        dtype: of matrices, f16 or f32; vectors are always f32.
 
-    Raises UserError where llama.cpp does not compute such a model or cannot cut text so, or gguf is not installed;
-    RunError where what is read is not what was written.
+    Raises UserError if llama.cpp cannot run this model or split text this way, or gguf is not installed; RunError if
+    the file does not read back as written.
     """
     try:
         import gguf
     except ImportError as error:
         raise UserError("writing GGUF needs the library gguf: pip install gguf") from error
-    family, scaling = _check(model.config), model.config.rope_scaling
+    architecture, scaling = _check(model.config), model.config.rope_scaling
     tokens = _tokens(tokenizer, model.config.vocab_size)
-    config, writer = model.config, gguf.GGUFWriter(path, family)
+    config, writer = model.config, gguf.GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_file_type({"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}[dtype])
     writer.add_vocab_size(config.vocab_size)
@@ -68,14 +68,14 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     writer.add_tokenizer_pre(SPLITS.get(tokenizer.pattern, "gpt-2"))
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
-    # llama.cpp wants a merge at least; this one is of characters that stand for no bytes, and never happens.
+    # llama.cpp needs at least one merge; this one is of characters that stand for no bytes, so it never applies.
     writer.add_token_merges([" ".join(pair) for pair in merges_of(tokenizer) or [("▁", "▁")]])
     writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
     writer.add_add_bos_token(bool(tokenizer.bos_prefix))
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
-    arrays = _arrays(model, family, DTYPES[dtype])
+    arrays = _arrays(model, architecture, DTYPES[dtype])
     for key, array in arrays.items():
         writer.add_tensor(key, array)
     writer.write_header_to_file()
@@ -86,32 +86,32 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
 
 
 def _check(config: ThinkerConfig) -> str:
-    """llama.cpp's name of the architecture. Raises UserError with the reason where it has none."""
-    family, kind = hf_model_type(config), (config.rope_scaling or {}).get("type")
+    """llama.cpp's name for the architecture. Raises UserError with the reason if it has none."""
+    architecture, kind = hf_model_type(config), (config.rope_scaling or {}).get("type")
     reasons = {
         f"model.attention={config.attention}": any(pattern.text != "full" for pattern in config.patterns),
         "model.no_rope_layers": bool(config.no_rope_layers),
         f"model.rope_scaling of type {kind}": kind in ("dynamic", "yarn"),
     }
-    if reason := next((reason for reason, found in reasons.items() if found), None):
-        raise UserError(f"GGUF of a model with {reason} is not written: llama.cpp would compute something else")
-    return family
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"a model with {reason} cannot be written as GGUF: llama.cpp would compute something else")
+    return architecture
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
-    """Every id's text, in GPT-2's printable characters, and its kind. Raises UserError for what has no counterpart."""
+    """Every id's text, in GPT-2's printable characters, and its type. Raises UserError for unsupported tokenizers."""
     if isinstance(tokenizer, HFTokenizer) or tokenizer.normalizer is not None:
-        raise UserError("GGUF is written with byte-level tokenizers without a normalizer; this one is another")
+        raise UserError("GGUF needs a byte-level tokenizer without a normalizer")
     only_bytes = tokenizer.pattern == ONE_CHARACTER and not merges_of(tokenizer) and tokenizer.kind != "char"
     if tokenizer.pattern not in SPLITS and not only_bytes:
-        raise UserError(f"llama.cpp cannot cut text as a tokenizer of kind {tokenizer.kind} does; bpe and byte it can")
+        raise UserError(f"llama.cpp cannot split text as a {tokenizer.kind} tokenizer does; use bpe or byte")
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     tokens = []
     for number in range(vocab_size):
         if number in names:
-            tokens.append(
-                (names[number], USER_DEFINED if names[number] in tokenizer.non_special_added_tokens else CONTROL)
-            )
+            kind = USER_DEFINED if names[number] in tokenizer.non_special_added_tokens else CONTROL
+            tokens.append((names[number], kind))
         elif number < tokenizer.vocab_size and tokenizer.token_bytes(number):
             tokens.append(("".join(TO_CHAR[byte] for byte in tokenizer.token_bytes(number)), NORMAL))
         else:
@@ -119,16 +119,16 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
     return tokens
 
 
-def _arrays(model: Thinker, family: str, dtype: torch.dtype) -> dict[str, np.ndarray]:
+def _arrays(model: Thinker, architecture: str, dtype: torch.dtype) -> dict[str, np.ndarray]:
     """Every tensor under llama.cpp's name."""
     import gguf
 
     config, arrays = model.config, {}
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.n_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     for ours, tensor in model_tensors(model).items():
         key = names.get_name(to_hf_name(ours), try_suffixes=(".weight", ".bias"))
         found = re.fullmatch(r"blocks\.\d+\.attention\.([qk])_proj\.(?:weight|bias)", ours)
-        if family == "llama" and found:
+        if architecture == "llama" and found:
             tensor = _interleave(tensor, config.n_heads if found[1] == "q" else config.n_kv_heads)
         arrays[key] = tensor.detach().cpu().to(dtype if tensor.dim() == 2 else torch.float32).numpy()
     if (config.rope_scaling or {}).get("type") == "llama3":
@@ -139,7 +139,7 @@ def _arrays(model: Thinker, family: str, dtype: torch.dtype) -> dict[str, np.nda
 
 
 def _interleave(tensor: Tensor, heads: int) -> Tensor:
-    """llama.cpp's llama turns neighbours, (0, 1), (2, 3) ..., where we turn halves: rows (H·D, ...) in that order."""
+    """llama.cpp's llama rotates neighbours, (0, 1), (2, 3), ..., not halves: rows (H·D, ...) in that order."""
     halves = tensor.view(heads, 2, -1, *tensor.shape[1:])  # (H, 2, D/2, ...)
     return halves.transpose(1, 2).reshape(tensor.shape)
 
@@ -148,4 +148,4 @@ def _read_again(reader: Any, arrays: dict[str, np.ndarray], tokens: list[str], p
     found = {tensor.name: tensor.data.reshape(arrays[tensor.name].shape) for tensor in reader.tensors}
     same = found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
     if not same or reader.get_field("tokenizer.ggml.tokens").contents() != tokens:
-        raise RunError(f"{path} does not read as it was written")
+        raise RunError(f"{path} does not read back as written")

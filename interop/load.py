@@ -36,7 +36,7 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
         verify(path)
         return path
     if has_weights and (path / "config.json").is_file() and (path / "state.json").is_file():
-        raise UserError(f"{path} is a checkpoint without its manifest.json, so that nothing tells whether it is whole")
+        raise UserError(f"{path} is a checkpoint without its manifest.json, so nothing shows whether it is complete")
     run = RunDirectory(path)
     if not run.checkpoints.is_dir():
         inside = RunDirectory(path.parent).checkpoints == path
@@ -96,17 +96,17 @@ def load(
 
 def find_run_directory(path: Path) -> Path | None:
     """The run directory that a path is, or that a checkpoint lies in; None where there is none."""
-    return next((place for place in (path, path.resolve().parent.parent) if (place / "config.yaml").is_file()), None)
+    return next((run for run in (path, path.resolve().parent.parent) if (run / "config.yaml").is_file()), None)
 
 
-def _with_tokenizer(model: Thinker, *places: Path) -> tuple[Thinker, Tokenizer | None]:
-    """And the tokenizer of the first folder that holds one. Raises UserError where the two do not fit."""
-    for place in places:
-        if has_tokenizer(place):
-            tokenizer = load_tokenizer(place)
+def _with_tokenizer(model: Thinker, *folders: Path) -> tuple[Thinker, Tokenizer | None]:
+    """The model, and the tokenizer of the first folder that has one. Raises UserError if the two do not fit."""
+    for folder in folders:
+        if has_tokenizer(folder):
+            tokenizer = load_tokenizer(folder)
             if tokenizer.vocab_size > model.config.vocab_size:
                 raise UserError(
-                    f"the tokenizer in {place} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
+                    f"the tokenizer in {folder} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
                     "they do not belong together"
                 )
             return model, tokenizer

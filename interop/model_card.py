@@ -39,7 +39,7 @@ def model_card(
         lines += [f"A LoRA adapter ({adapter}), trained with Thinker for the model in `{base}`. Both together:", ""]
     lines += [
         f"A decoder-only language model of {n_parameters:,} parameters, trained with Thinker: {config.n_layers} layers "
-        f"of width {config.d_model}, {config.n_heads} query and {config.n_kv_heads} key heads of width "
+        f"of width {config.d_model}, {config.n_heads} query and {config.n_kv_heads} KV heads of width "
         f"{config.head_dim}, context {config.max_seq_len}, vocabulary {config.vocab_size:,}.",
         "",
         *_example(tokenizer),
@@ -98,9 +98,9 @@ def _training(run: RunDirectory, config: str) -> list[str]:
 ROWS = {
     "step": "steps",
     "tokens": "tokens",
-    "train_loss": "training loss (nats a token)",
-    "val_loss": "validation loss (nats a token)",
-    "val_bits_per_byte": "validation bits a byte",
-    "entropy_floor": "the least that is possible (nats a token)",
+    "train_loss": "training loss (nats per token)",
+    "val_loss": "validation loss (nats per token)",
+    "val_bits_per_byte": "validation bits per byte",
+    "entropy_floor": "entropy floor (nats per token)",
 }
 FORMATS = {"step": ",", "tokens": ","}

@@ -99,9 +99,8 @@ def verify_hf_export(
     largest = logits.abs().max().item()
     if not difference <= TOLERANCE * max(1.0, largest):
         raise RunError(f"transformers computes other logits: they differ by {difference:.2g}; nothing was written")
-    steps = int(
-        min(MAX_GREEDY_TOKENS, model.rope.max_static_len - 4)
-    )  # a cache with dynamic RoPE ends at the pretraining length
+    # With dynamic RoPE, a cache ends at the pretraining length.
+    steps = int(min(MAX_GREEDY_TOKENS, model.rope.max_static_len - 4))
     greedy = _greedy(model, tokens[:1, :4], steps)
     hf_greedy = _hf_greedy(hf_model, tokens[:1, :4], steps)
     for step, (token, hf_token) in enumerate(zip(greedy, hf_greedy)):

@@ -29,9 +29,7 @@ def logit_difference(logits: Tensor, target: int, contrast_token: int | None = N
     return at_position[:, target] - at_position[:, contrast_token]
 
 
-def run_logit_difference(
-    model: Thinker, target: int, contrast_token: int | None, position: int, **inputs: Tensor
-) -> Tensor:
+def predict_logit(model: Thinker, target: int, contrast_token: int | None, position: int, **inputs: Tensor) -> Tensor:
     """The prediction of each text, (B,), computing one position's logits only.
 
     inputs: tokens= (B, T) or embeddings= (B, T, C).
@@ -84,15 +82,14 @@ def integrated_gradients(
 
     Returns: what each token adds, (T,); y(x′); the sum's error.
     """
+    prediction = target, contrast_token, position
     with torch.no_grad():
         x = model.embedding(tokens)  # (T, C)
         if isinstance(baseline, int):
             baseline = model.embedding(torch.tensor(baseline, device=x.device))
         start = (model.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
-        y, y_baseline = (
-            run_logit_difference(model, target, contrast_token, position, embeddings=end[None]).item()
-            for end in (x, start)
-        )
+        ends = torch.stack([x, start])[:, None]  # (2, 1, T, C)
+        y, y_baseline = (predict_logit(model, *prediction, embeddings=end).item() for end in ends)
     rows, n_points = max(1, TOKENS_PER_BATCH // len(tokens)), 32
     while True:
         nodes, weights = (torch.from_numpy(part).to(x.device) for part in np.polynomial.legendre.leggauss(n_points))
@@ -100,7 +97,7 @@ def integrated_gradients(
         for alpha, weight in zip(((nodes + 1) / 2).split(rows), (weights / 2).split(rows)):
             with torch.enable_grad():
                 inputs = (start + alpha[:, None, None].to(x.dtype) * (x - start)).requires_grad_()  # (rows, T, C)
-                sums = run_logit_difference(model, target, contrast_token, position, embeddings=inputs).sum()
+                sums = predict_logit(model, *prediction, embeddings=inputs).sum()
                 (gradient,) = torch.autograd.grad(sums, inputs)
             total += torch.einsum("r,rtc->tc", weight, gradient.double())
         by_token = (total * (x - start).double()).sum(dim=-1)  # (T,)
@@ -185,8 +182,8 @@ def patch(
     if clean.shape != corrupt.shape:
         raise UserError(f"the prompts must have equally many tokens: {len(clean)} and {len(corrupt)}")
     with model.record(*names) as cache:
-        y_clean = run_logit_difference(model, target, contrast_token, position, tokens=clean[None]).item()
-    y_corrupt = run_logit_difference(model, target, contrast_token, position, tokens=corrupt[None]).item()
+        y_clean = predict_logit(model, target, contrast_token, position, tokens=clean[None]).item()
+    y_corrupt = predict_logit(model, target, contrast_token, position, tokens=corrupt[None]).item()
     if y_clean == y_corrupt:
         raise UserError("the prediction is the same for both prompts: there is nothing to restore")
     T, restored = len(clean), {}
@@ -203,6 +200,6 @@ def patch(
 
             tokens = corrupt.expand(len(positions), T)
             with model.patch({name: replace}):
-                predictions.append(run_logit_difference(model, target, contrast_token, position, tokens=tokens))
+                predictions.append(predict_logit(model, target, contrast_token, position, tokens=tokens))
         restored[name] = (torch.cat(predictions) - y_corrupt) / (y_clean - y_corrupt)  # (T,)
     return restored

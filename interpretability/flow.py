@@ -1,4 +1,4 @@
-"""How much of each token reaches a position through all layers (Abnar & Zuidema 2020, arXiv:2005.00928)."""
+"""How much of each token arrives at a position through all layers (Abnar & Zuidema 2020, arXiv:2005.00928)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinker.runtime.errors import UserError
 
 
 def with_residual(weights: Tensor) -> Tensor:
-    """Ã = (mean over heads of A + I) / 2, what a layer passes on with its residual; (L, H, T, T) -> (L, T, T)."""
+    """Ã = (mean over heads of A + I) / 2, a layer's attention with its residual; (L, H, T, T) -> (L, T, T)."""
     eye = torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)
     return (weights.nanmean(dim=1) + eye) / 2  # nan where a layer has no such head
 
@@ -19,17 +19,17 @@ def rollout(weights: Tensor) -> Tensor:
 
     Rows sum to 1 where those of the weights do.
     """
-    layers, found = with_residual(weights), []
-    for layer in layers:
-        found.append(layer if not found else layer @ found[-1])
-    return torch.stack(found)
+    rollouts = []
+    for layer in with_residual(weights):
+        rollouts.append(layer @ rollouts[-1] if rollouts else layer)
+    return torch.stack(rollouts)
 
 
 def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
     """The maximum flow from (L, i) to (0, j), edges between layers having the capacities Ã; (L, H, T, T) -> (T, T).
 
-    networkx computes T² flows, each in a graph of L·T nodes. `position`: of this query only, (T,). Raises UserError
-    where networkx is not installed.
+    Computes T² flows, each in a graph of L·T nodes. `position`: for this query only, (T,). Raises UserError if networkx
+    is not installed.
     """
     try:
         import networkx
@@ -44,12 +44,10 @@ def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
             capacity = capacities[layer, query, key].item()
             graph.add_edge((layer + 1, query), (layer, key), capacity=capacity)
 
-    def row(query: int) -> list[float]:
-        return [
-            networkx.maximum_flow_value(graph, (layers, query), (0, key)) if (0, key) in graph else 0.0
-            for key in range(T)
-        ]
-
-    rows = range(T) if position is None else [position % T]
-    found = torch.tensor([row(query) for query in rows])
-    return found if position is None else found[0]
+    queries = range(T) if position is None else [position % T]
+    flows = torch.zeros(len(queries), T)
+    for row, query in enumerate(queries):
+        for key in range(T):
+            if (0, key) in graph:
+                flows[row, key] = networkx.maximum_flow_value(graph, (layers, query), (0, key))
+    return flows if position is None else flows[0]

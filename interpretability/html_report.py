@@ -19,16 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.interpretability import attribution
+from thinker.interpretability import attribution, prompt_reports
 from thinker.interpretability.head_reports import MEASURES
 from thinker.interpretability.plots import plot_panels
-from thinker.interpretability.prompt_reports import (
-    NO_GRADIENT,
-    attribute_to_tokens,
-    describe_target,
-    likeliest_next_token,
-)
-from thinker.interpretability.reports import Prompt, Report, token_label
+from thinker.interpretability.reports import Prompt, Report, token_label, write_errors
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -36,7 +30,6 @@ MAX_WEIGHTS = 144 * 512 * 513 // 2  # in one file: 12 layers of 12 heads at 512 
 THUMBNAIL_SIDE = 48  # at most
 N_LIKELIEST, N_LENS = 10, 5  # likeliest tokens listed for the next token, and after each layer
 LOGITS_PER_BATCH = 1 << 24
-VIEWS = ("attention", "attribution", "lens")
 SCRIPTS = ("html_report_draw.js", "html_report_views.js", "html_report.js")
 
 
@@ -204,19 +197,20 @@ def _attribution(
 ) -> dict[str, Any]:
     """What makes up the prediction: `by_token` (T,), `heads` (layers, H), `mlps` (layers,), `embedding`, `logit`."""
     position %= len(prompt.tokens)
-    target = likeliest_next_token(model, prompt, position) if target is None else target
+    target = prompt_reports.likeliest_next_token(model, prompt, position) if target is None else target
     components = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
+    description = prompt_reports.describe_target(tokenizer, target, contrast_token)
     facts = {
-        "description": f"logit of {describe_target(tokenizer, target, contrast_token)} after position {position}",
+        "description": f"logit of {description} after position {position}",
         "position": position,
         "logit": components.logit,
         "embedding": components.embedding,
         "heads": [_round(row.nan_to_num()) for row in components.heads],
         "mlps": _round(components.mlps),
     }
-    by_token = attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
+    by_token = prompt_reports.attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
     if by_token is None:
-        return facts | {"by_token": None, "reason": NO_GRADIENT}
+        return facts | {"by_token": None, "reason": prompt_reports.NO_GRADIENT}
     values, baseline, error = by_token
     return facts | {"by_token": _round(values), "baseline_logit": baseline, "completeness_error": error}
 
@@ -232,9 +226,9 @@ def write_html_report(
     view: str = "attention",
     fold: bool = False,
 ) -> None:
-    """Write the file, which opens at a head, a position and one of VIEWS; `fold` hides the report's table at first.
+    """Write the file. Raises UserError if that fails.
 
-    Raises UserError if it cannot be written.
+    It opens at a head, a position and a view (attention, attribution or lens); `fold` hides the report's table at first.
     """
     folder = Path(__file__).parent
     blocks = []
@@ -255,10 +249,8 @@ def write_html_report(
         text = re.sub(r"<!--explorer-->.*?<!--/explorer-->", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--/?explorer-->\n?", "", text)
     text = re.sub(r"<!--(\w+)-->", lambda match: parts[match[1]], text)  # one pass: inserted text is not searched
-    try:
+    with write_errors(path):
         path.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold half a character
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _json(name: str, value: Any) -> str:

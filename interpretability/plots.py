@@ -8,12 +8,11 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from thinker.interpretability.reports import Panel
-from thinker.runtime.errors import UserError
+from thinker.interpretability.reports import Panel, write_errors
 from thinker.runtime.plot_style import GREY, new_figure
 
-ANNOTATED = 200  # cells at most that carry their number
-LABELLED = 64  # rows or columns at most that carry their label, of more every so many
+ANNOTATED = 200  # at most this many cells show their value
+LABELLED = 64  # at most this many rows or columns have labels
 LINE = 88  # characters of colored text
 
 
@@ -32,16 +31,13 @@ def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, panels_p
         axes.set_title(_plain(panel.title), fontsize=9)
     if title:
         figure.suptitle(_plain(title), fontsize=10)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for a letter that the font lacks
-            figure.savefig(file, format="png")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from error
+    with write_errors(file), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for a character that the font lacks
+        figure.savefig(file, format="png")
 
 
 def _plain(text: str) -> str:
-    """A text that matplotlib shall not read as mathematics."""
+    """Escape what matplotlib would read as mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -53,13 +49,10 @@ def _width(panel: Panel) -> float:
     """Inches."""
     if panel.style in ("text", "lines"):
         return 9.0
-    return min(8.0 if panel.cells is None else 16.0, max(5.0, _column(panel) * len(panel.columns) + 2.5))
-
-
-def _column(panel: Panel) -> float:
     if panel.cells is None:
-        return 0.42
-    return 0.25 + 0.075 * max(len(text) for row in panel.cells for text in row)
+        return min(8.0, max(5.0, 0.42 * len(panel.columns) + 2.5))
+    column = 0.25 + 0.075 * max(len(text) for row in panel.cells for text in row)
+    return min(16.0, max(5.0, column * len(panel.columns) + 2.5))
 
 
 def _height(panel: Panel) -> float:
@@ -67,18 +60,18 @@ def _height(panel: Panel) -> float:
         return 4.0
     if panel.style == "text":
         return 0.6 + 0.3 * len(_wrapped(panel.columns))
-    tiles = panel.values.shape[0] > len(panel.rows)  # maps side by side, which are square
+    tiles = panel.values.shape[0] > len(panel.rows)  # attention maps side by side, which are square
     per_row = 4.4 / len(panel.columns) if tiles else 0.34
     return max(1.6, min(9.0, per_row * len(panel.rows) + 1.4))
 
 
 def _scale(panel: Panel) -> tuple[str, float, float]:
     """The palette, and the values where it begins and ends."""
-    known = panel.values[~panel.values.isnan()]
-    if not len(known):
+    values = panel.values[~panel.values.isnan()]
+    if not len(values):
         return "Blues", 0.0, 1.0
-    top = panel.vmax or known.abs().max().item() or 1.0
-    return ("RdBu_r", -top, top) if panel.signed else ("Blues", min(0.0, known.min().item()), top)
+    top = panel.vmax or values.abs().max().item() or 1.0
+    return ("RdBu_r", -top, top) if panel.signed else ("Blues", min(0.0, values.min().item()), top)
 
 
 def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
@@ -93,13 +86,13 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
     )
     longest = max(map(len, panel.columns), default=0)
     upright = 90 if len(panel.columns) > 8 or longest > 12 else 0
-    for labels, size, place, turn in (
+    for labels, size, set_ticks, rotation in (
         (panel.columns, values.shape[1], axes.set_xticks, upright),
         (panel.rows, values.shape[0], axes.set_yticks, 0),
     ):
         step, every = size / len(labels), -(-len(labels) // LABELLED)  # step 1, unless each stands for several
         ticks = [(i + 0.5) * step - 0.5 for i in range(0, len(labels), every)]
-        place(ticks, map(_short, labels[::every]), rotation=turn, fontsize=8)
+        set_ticks(ticks, map(_short, labels[::every]), rotation=rotation, fontsize=8)
     if panel.cells is not None or values.size <= ANNOTATED:
         for row, column in ((row, column) for row in range(values.shape[0]) for column in range(values.shape[1])):
             value = values[row, column].item()
@@ -116,7 +109,7 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
 
 
 def _wrapped(tokens: list[str]) -> list[list[int]]:
-    """Which tokens stand in each line."""
+    """The indices of the tokens in each line."""
     lines, room = [[]], LINE
     for number, token in enumerate(tokens):
         if len(token) > room and lines[-1]:
@@ -128,10 +121,11 @@ def _wrapped(tokens: list[str]) -> list[list[int]]:
 
 
 def _text(figure: Any, axes: Any, panel: Panel) -> None:
-    """Tokens as running text, in a font of one width, each on its color."""
+    """Tokens as running text, monospaced, each on the color of its value."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
+    from matplotlib.patches import Rectangle
 
     colors, low, top = _scale(panel)
     scale = ScalarMappable(Normalize(low, top), colormaps[colors])
@@ -139,29 +133,24 @@ def _text(figure: Any, axes: Any, panel: Panel) -> None:
     axes.set(xlim=(0, LINE), ylim=(len(lines), 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     for row, line in enumerate(lines):
-        at = 0
+        x = 0
         for number in line:
             text, value = textwrap.shorten(panel.columns[number], LINE, placeholder="…"), values[number]
-            axes.add_patch(_box(at, row, len(text), scale.to_rgba(value)))
+            box = {"facecolor": scale.to_rgba(value), "edgecolor": "white", "linewidth": 0.8}
+            axes.add_patch(Rectangle((x, row + 0.05), len(text), 0.9, **box))
             color = "white" if abs(value) > 0.6 * top else "black"
-            axes.text(at + len(text) / 2, row + 0.5, _plain(text), ha="center", va="center", fontsize=9,
+            axes.text(x + len(text) / 2, row + 0.5, _plain(text), ha="center", va="center", fontsize=9,
                       family="monospace", color=color)  # fmt: skip
-            at += len(text)
+            x += len(text)
     figure.colorbar(scale, ax=axes, fraction=0.03, pad=0.01).ax.tick_params(labelsize=8)
 
 
-def _box(x: float, y: float, width: float, color: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y + 0.05), width, 0.9, facecolor=color, edgecolor="white", linewidth=0.8)
-
-
 def _lines(figure: Any, axes: Any, panel: Panel) -> None:
-    """A line for each column over the rows, whose labels are numbers; those that get highest are named."""
+    """One line per column over the rows, whose labels are numbers; the highest lines have names."""
     palette = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # C7 is grey, as are those without a name
     x, values = [float(row) for row in panel.rows], panel.values
-    ends = values.nan_to_num(-math.inf).amax(dim=0).argsort(descending=True).tolist()
-    for rank, column in enumerate(ends):
+    highest_first = values.nan_to_num(-math.inf).amax(dim=0).argsort(descending=True).tolist()
+    for rank, column in enumerate(highest_first):
         named = rank < 8
         style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": palette[column % 9]}
         axes.plot(x, values[:, column].tolist(), **style if named else {"linewidth": 0.9, "color": GREY, "alpha": 0.5})

@@ -12,11 +12,9 @@ from thinker.runtime.errors import UserError, run_command
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = ArgumentParser(
-        description="Write a GGUF file, read it back, and compare with llama.cpp where it is installed."
-    )
+    parser = ArgumentParser(description="Write a GGUF file, read it back, and compare with llama.cpp if installed.")
     parser.add_argument("path", metavar="RUN", help="a run directory, a checkpoint in it, or a Hugging Face folder")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the file to be made, such as model.gguf")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the file to write, such as model.gguf")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
     parser.add_argument("--dtype", choices=["f16", "f32"], default="f16", help="of the matrices (default f16)")
     return parser.parse_args()

@@ -15,12 +15,10 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = ArgumentParser(description="Write a folder that transformers loads, and check that it computes the same.")
     parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/quickstart, or a checkpoint in it")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to be made")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
-    parser.add_argument(
-        "--adapter", action="store_true", help="of a run with LoRA: the adapter alone, as peft's folder"
-    )
-    parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="of a file of weights at most (default 5)")
+    parser.add_argument("--adapter", action="store_true", help="write only a run's LoRA adapter, as a peft folder")
+    parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="largest file of weights (default 5)")
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gigabytes < 1e6:
         raise UserError(f"--shard-gigabytes is {arguments.shard_gigabytes}; it must be a positive number")
@@ -37,7 +35,7 @@ def base_folder(run: Path | None) -> Path:
     base = Path(str(config.get("run", {}).get("init_from")))
     if not huggingface.is_hf_folder(base):
         raise UserError(
-            f"--adapter writes what a run added to a Hugging Face folder; run.init_from is {base}, which is none. "
+            f"--adapter writes what a run added to a Hugging Face folder; run.init_from is {base}, which is not one. "
             "Without --adapter the whole model is written"
         )
     return base

@@ -167,8 +167,10 @@ def report_on_heads(
     arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any, device: Any
 ) -> Any:
     """The report of heads, compare and prune."""
+    from thinker import checkpoint
     from thinker.interop import load
     from thinker.interpretability import comparison, head_reports
+    from thinker.interpretability.reports import write_errors
     from thinker.training.validation_data import sample_sequences, used_token_ids
 
     if arguments.importance is None:
@@ -197,13 +199,9 @@ def report_on_heads(
     if arguments.out is None:
         print("nothing is written; --out FOLDER writes the smaller model", file=sys.stderr)
         return report
-    from thinker import checkpoint
-
-    try:
+    with write_errors(arguments.out):
         checkpoint.save(arguments.out, pruned, {"step": 0})
         tokenizer.save(arguments.out)
-    except OSError as error:
-        raise UserError(f"cannot write {arguments.out}: {error.strerror}") from error
     print(f"wrote {arguments.out}: python generate.py {arguments.out}", file=sys.stderr)
     return report
 
@@ -234,7 +232,7 @@ def main() -> int:
     arguments = parse_arguments()
     from thinker.interop import load
     from thinker.interop.load import find_model
-    from thinker.interpretability.reports import Prompt
+    from thinker.interpretability.reports import Prompt, write_errors
     from thinker.runtime.device import choose_device, configure_backend
 
     device = choose_device(arguments.device)
@@ -259,7 +257,8 @@ def main() -> int:
         title += f" · {textwrap.shorten(arguments.prompt, 70, placeholder=' …')}"
     print(text if arguments.json == "-" else report.table())
     if arguments.json not in (None, "-"):
-        write_text(Path(arguments.json), text)
+        with write_errors(arguments.json):
+            Path(arguments.json).write_text(text, encoding="utf-8")
     if arguments.png is not None:
         from thinker.interpretability.plots import plot_panels
 
@@ -267,27 +266,15 @@ def main() -> int:
     if arguments.html is not None:
         from thinker.interpretability import html_report
 
-        head = {name: start.pop(name) for name in ("layer", "head") if name in start}
-        explorer = None
-        if prompt is not None:
-            explorer = html_report.make_explorer(
-                model, tokenizer, prompt, first=tuple(head.values()) or (0, 0), **start
-            )
-        opened = head | {"position": start.get("position", -1), "view": VIEWS.get(arguments.command, "attention")}
-        fold = arguments.command in IN_EXPLORER
-        html_report.write_html_report(arguments.html, title, report, explorer, **opened, fold=fold)
+        head = start.pop("layer", 0), start.pop("head", 0)
+        explorer = None if prompt is None else html_report.make_explorer(model, tokenizer, prompt, first=head, **start)
+        view, fold = VIEWS.get(arguments.command, "attention"), arguments.command in IN_EXPLORER
+        position = start.get("position", -1)
+        html_report.write_html_report(arguments.html, title, report, explorer, *head, position, view, fold)
     for file in (arguments.png, arguments.html, arguments.json):
         if file not in (None, "-"):
             print(f"wrote {file}", file=sys.stderr)
     return 0
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file. Raises UserError where it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from thinker.runtime.errors import UserError, run_command
 def main() -> int:
     """Plot into a file or print text. Returns the exit status."""
     parser = ArgumentParser(description="Plots which keys each query attends to: rows are queries, columns are keys.")
-    parser.add_argument(
-        "patterns", nargs="*", metavar="PATTERN", help='such as "window(8) | global(2)" (default: one of each kind)'
-    )
+    example = 'such as "window(8) | global(2)" (default: one of each kind)'
+    parser.add_argument("patterns", nargs="*", metavar="PATTERN", help=example)
     parser.add_argument("--length", type=int, default=32, help="positions, up to 128 (default 32)")
     parser.add_argument(
         "--heads", type=int, help="heads to plot if they differ (default: those the pattern names, or 4)"
@@ -26,6 +25,7 @@ def main() -> int:
         if number is not None and not 1 <= number <= largest:
             raise UserError(f"--{name} is {number}; it must be from 1 to {largest}")
     from thinker.interpretability import pattern_plots
+    from thinker.interpretability.reports import write_errors
 
     plots = [
         pattern_plots.make_pattern_plot(text, arguments.length, arguments.heads)
@@ -36,10 +36,8 @@ def main() -> int:
         print("\n".join([*map(pattern_plots.to_text, plots), pattern_plots.text_legend(plots)]), end="")
         return 0
     figure, _ = pattern_plots.plot_patterns(plots)
-    try:
+    with write_errors(arguments.png):
         figure.savefig(arguments.png, format="png", dpi=160)
-    except OSError as error:
-        raise UserError(f"cannot write {arguments.png}: {error.strerror}") from None
     print(f"wrote {arguments.png}")
     return 0
 

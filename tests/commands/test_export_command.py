@@ -44,7 +44,7 @@ def test_a_run_as_a_folder_that_opens_there_and_here(run_script, tiny_run, tmp_p
     card = (out / "README.md").read_text()
     last = [line for line in map(json.loads, (tiny_run / "metrics.jsonl").open()) if "val_loss" in line][-1]
     assert card.startswith("---\nlibrary_name: transformers")
-    assert f"| validation loss (nats a token) | {last['val_loss']:.4f} |" in card
+    assert f"| validation loss (nats per token) | {last['val_loss']:.4f} |" in card
     assert (tiny_run / "config.yaml").read_text().strip() in card
     follow(out)
     ours, tokenizer = interop.load(tiny_run)

@@ -167,7 +167,7 @@ def test_patching_between_two_prompts(command, tiny_run, loaded, tmp_path):
 
 @pytest.fixture(scope="session")
 def four_heads(train_args, tmp_path_factory):
-    """A run of as many key heads as query heads, all of whose checkpoints are kept."""
+    """A run of as many KV heads as query heads, all of whose checkpoints are kept."""
     folder = tmp_path_factory.mktemp("runs") / "four"
     shape = ("model.n_heads=4", "model.n_kv_heads=4", "train.max_steps=20", "train.save_every=5", "train.keep_every=5")
     done = run_script(*train_args, f"run.dir={folder}", *shape)
@@ -374,7 +374,7 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
         (["prune", "--count", "1", "--groups", "0.0"], "argument --groups: not allowed with argument --count"),
         (["prune", "--groups", "0-1"], "--groups 0-1 is not a list such as 0.1,2.3"),
         (["prune", "--groups", "0.0"], "layer 0 would have no head left"),
-        (["prune", "--count", "1"], "1 key heads cannot be taken out: 1 to 0 can"),
+        (["prune", "--count", "1"], "1 KV heads cannot be removed: 1 to 0 can"),
         (["prune", "--count", "1", "--texts", "2"], "2 texts are too few"),
         (["map", "--prompt", "ab", "--json", "nowhere/x"], "its folder does not exist"),
         (["prune", "--count", "1", "--out", "."], "--out . exists; give a new folder"),

@@ -196,7 +196,7 @@ def test_older_spellings_of_a_configuration(tmp_path, family):
 
 
 def test_what_is_null_is_not_what_is_left_out(tmp_path):
-    """A Mistral without windows says null; a Qwen that says null has as many key heads as query heads."""
+    """A Mistral without windows says null; a Qwen that says null has as many KV heads as query heads."""
     theirs = their_model("mistral", sliding_window=None)
     theirs.save_pretrained(tmp_path / "mistral")
     ours, _ = load(tmp_path / "mistral")

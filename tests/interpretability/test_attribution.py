@@ -137,6 +137,6 @@ def test_gradient_times_attention_of_a_pruned_model(random_model, tokens):
 def test_one_position_alone_is_predicted(random_model, tokens):
     model = random_model()
     for position in (0, 5, -1):
-        found = attribution.run_logit_difference(model, 3, 7, position, tokens=tokens[None])
+        found = attribution.predict_logit(model, 3, 7, position, tokens=tokens[None])
         logits = model(tokens[None])[0, position]
         assert found.item() == pytest.approx((logits[3] - logits[7]).item(), abs=1e-5)

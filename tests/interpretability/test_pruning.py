@@ -25,7 +25,7 @@ FORMS = {
 
 
 def masked(model, groups):
-    """Edits that set all the query heads of these key heads to zero."""
+    """Edits that set all the query heads of these KV heads to zero."""
     shared = model.config.n_heads // model.config.n_kv_heads
     names = [(layer, group * shared + i) for layer, group in groups for i in range(shared)]
     return {f"blocks.{layer}.attention.heads.{head}": "zero" for layer, head in names}
@@ -113,7 +113,7 @@ def test_the_least_important_are_taken():
 def test_one_key_head_stays_in_each_layer(random_model):
     pruning.check_count(random_model(n_kv_heads=2), 2)
     for n in (0, 3):
-        with pytest.raises(UserError, match=f"{n} key heads cannot be taken out: 1 to 2 can"):
+        with pytest.raises(UserError, match=f"{n} KV heads cannot be removed: 1 to 2 can"):
             pruning.check_count(random_model(n_kv_heads=2), n)
 
 
