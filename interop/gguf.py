@@ -45,8 +45,8 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     except ImportError as error:
         raise UserError("writing GGUF needs the library gguf: pip install gguf") from error
     architecture, scaling = _check(model.config), model.config.rope_scaling
-    tokens = _tokens(tokenizer, model.config.vocab_size)
     config, writer = model.config, gguf.GGUFWriter(path, architecture)
+    tokens = _tokens(tokenizer, config.vocab_size)
     writer.add_name(name)
     writer.add_file_type({"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}[dtype])
     writer.add_vocab_size(config.vocab_size)

@@ -143,9 +143,7 @@ def _read_windows(values: dict[str, Any], model_type: str, n_layers: int, no_rop
         wanted = f"for each layer one of {', '.join(patterns)} is wanted"
         raise UserError(f"config.json: layer_types is {layer_types}; {wanted}")
     if layer_types != default and model_type in ("llama", "mistral"):  # versions of transformers disagree here
-        raise UserError(
-            f"config.json: layer_types is {layer_types}, but all layers of this {model_type} are {default[0]}"
-        )
+        raise UserError(f"config.json: layer_types is {layer_types}, but this {model_type} has only {default[0]}")
     layers = [patterns[kind] for kind in layer_types]
     return layers[0] if len(set(layers)) == 1 else layers
 
@@ -193,7 +191,7 @@ def hf_model_type(config: ThinkerConfig) -> str:
     }
     for obstacle, applies in obstacles.items():
         if applies:
-            raise UserError(f"no family of transformers computes a model with {obstacle}; it cannot be exported")
+            raise UserError(f"no transformers architecture computes a model with {obstacle}; it cannot be exported")
     if config.no_rope_layers:
         if config.qk_norm or config.attention_bias or windows:
             raise UserError("only smollm3 has model.no_rope_layers, and neither QK-norm, biases nor windows with it")
@@ -201,7 +199,7 @@ def hf_model_type(config: ThinkerConfig) -> str:
     if config.qk_norm or config.attention_bias:
         return "qwen3" if config.qk_norm else "qwen2"
     if windows and "full" in layers:
-        raise UserError("without QK-norm or biases, no family of transformers has windows in some layers only")
+        raise UserError("without QK-norm or biases, no transformers architecture has windows in some layers only")
     return "mistral" if windows else "llama"
 
 

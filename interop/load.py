@@ -23,16 +23,11 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     """
     path = Path(path)
     if not path.exists():
-        raise UserError(
-            f"{path} does not exist; give a run directory, such as runs/quickstart, a checkpoint in it, or a Hugging "
-            "Face folder"
-        )
+        raise UserError(f"{path} does not exist; give a run directory, a checkpoint in it, or a Hugging Face folder")
     has_weights = (path / "model.safetensors").is_file() or is_sharded(path)
     if has_weights and (path / "manifest.json").is_file():
         if checkpoint != "latest":
-            raise UserError(
-                f"{path} is one checkpoint; --checkpoint {checkpoint} chooses among those of a run directory"
-            )
+            raise UserError(f"{path} is one checkpoint; --checkpoint {checkpoint} needs a run directory")
         verify(path)
         return path
     if has_weights and (path / "config.json").is_file() and (path / "state.json").is_file():
@@ -105,9 +100,7 @@ def _with_tokenizer(model: Thinker, *folders: Path) -> tuple[Thinker, Tokenizer 
         if has_tokenizer(folder):
             tokenizer = load_tokenizer(folder)
             if tokenizer.vocab_size > model.config.vocab_size:
-                raise UserError(
-                    f"the tokenizer in {folder} has {tokenizer.vocab_size} ids, the model {model.config.vocab_size}: "
-                    "they do not belong together"
-                )
+                sizes = f"{tokenizer.vocab_size} ids, the model {model.config.vocab_size}"
+                raise UserError(f"the tokenizer in {folder} has {sizes}: they do not belong together")
             return model, tokenizer
     return model, None

@@ -24,34 +24,28 @@ PREFIX = "base_model.model."
 KNOWN = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights"}
 KNOWN |= {"task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "layers_pattern"}
 KNOWN |= {"megatron_config", "megatron_core", "qalora_group_size"}
-BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")  # those that leave the base's weights alone
+SAFE_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # inits that do not change the base weights
 
 
 def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> str:
-    """Write the adapters of a checkpoint into an existing folder. `base`: where peft finds the model they belong to.
+    """Write a checkpoint's LoRA adapter into an existing folder; returns its rank and size in words.
 
-    Returns: what it is, in words.
-
-    Raises UserError where the checkpoint has none, or its model, `config`, differs in more than they can carry.
+    base: where peft finds the base model. Raises UserError if the checkpoint has no adapter, or its model, `config`,
+    differs from the base by more than an adapter can express.
     """
     ours, theirs = config.to_dict(), from_hf_config(read_json(base / "config.json")).to_dict()
     for name in ("max_seq_len", "rope_scaling"):
         if ours[name] != theirs[name]:
-            raise UserError(
-                f"model.{name} is {ours[name]}, in {base} it is {theirs[name]}, which an adapter cannot change; "
-                "without --adapter the whole model is written"
-            )
+            difference = f"model.{name} is {ours[name]}, in {base} it is {theirs[name]}"
+            raise UserError(f"{difference}, which an adapter cannot change; export without --adapter")
     shapes = {name: shape for name, (_, *shape) in read_header(checkpoint).items()}
     if RANK_OF not in shapes:
         raise UserError(f"{checkpoint} has no adapters: it was not trained with train.lora_rank")
     like = {name: torch.empty(shape, device="meta") if ".lora_" in name else None for name, shape in shapes.items()}
     adapters = load_tensors(checkpoint, MODEL, like)
     rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
-    tensors = {
-        f"{PREFIX}{to_hf_name(name)}.weight": tensor
-        for name, tensor in adapters.items()
-        if not name.endswith("lora_scale")
-    }
+    tensors = {name: tensor for name, tensor in adapters.items() if not name.endswith("lora_scale")}
+    tensors = {f"{PREFIX}{to_hf_name(name)}.weight": tensor for name, tensor in tensors.items()}
     values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
     values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
     write_json(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})
@@ -70,8 +64,8 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     for name, value in config.items():
         if name not in KNOWN and not (value is False or value in (None, {}, [], "none")):
             raise UserError(f"{folder / CONFIG}: {name} is {value!r}, which is not known here")
-    if (beginning := config.get("init_lora_weights")) not in BEGINNINGS:
-        raise UserError(f"{folder / CONFIG}: init_lora_weights={beginning!r} has changed the base model's weights too")
+    if (init := config.get("init_lora_weights")) not in SAFE_INITS:
+        raise UserError(f"{folder / CONFIG}: init_lora_weights={init!r} has changed the base model's weights too")
     base = _base(folder, str(config.get("base_model_name_or_path")))
     model, scale = load_pretrained(base), _scale(config, folder)
     weights = dict(model.named_parameters())
@@ -86,12 +80,9 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
             A, B, weight = file.get_tensor(name).float(), file.get_tensor(other).float(), weights[ours[matrix]]
             if A.dim() != 2 or (*B.shape[:1], *A.shape[1:]) != (*weight.shape,) or B.shape[1:] != A.shape[:1]:
                 raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} does not fit the matrix of the model in {base}")
-            if A.shape[0] != config["r"] or not _is_target(
-                matrix.removesuffix(".weight"), config.get("target_modules")
-            ):
-                raise CorruptCheckpoint(
-                    f"{folder / WEIGHTS}: {name} is not of what {CONFIG} says: see r and target_modules there"
-                )
+            is_target = _is_target(matrix.removesuffix(".weight"), config.get("target_modules"))
+            if A.shape[0] != config["r"] or not is_target:
+                raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} contradicts r or target_modules in {CONFIG}")
             weight += scale * (B @ A)
             names -= {name, other}
     if names:

@@ -46,11 +46,8 @@ def report_over_training(
     panels = [
         Panel(TITLES[name], curves[name], step_labels, labels, vmax=1.0, style="lines") for name in reversed(names)
     ]
-    header = {
-        "random": describe_random(random, origin),
-        "checkpoints": f"{len(step_numbers)}, steps {step_numbers[0]} to {step_numbers[-1]}",
-        "cells": "the highest score, and (layer.head)",
-    }
+    header = {"random": describe_random(random, origin), "cells": "the highest score, and (layer.head)"}
+    header["checkpoints"] = f"{len(step_numbers)}, steps {step_numbers[0]} to {step_numbers[-1]}"
     return Report(header, ["step", *names], rows, data, panels, panels_per_row=2)
 
 

@@ -71,15 +71,13 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     data |= {"values": v[kv_head].tolist(), "output": output.tolist(), "head_output": z[head, query].tolist()}
 
     labels = prompt.numbered()
-    plots = (
-        ("scores, scaled", scores, True),
-        ("scores after the mask", scores.masked_fill(~visible, torch.nan), True),
-        ("softmax: the weights", weights[head].masked_fill(~visible, torch.nan), False),
-        ("softmax without the mask", scores.softmax(dim=-1), False),
-    )
+    options = {"highlighted_row": query, "axis_labels": ATTENTION_AXES}
+    masked, softmax = scores.masked_fill(~visible, torch.nan), weights[head].masked_fill(~visible, torch.nan)
     panels = [
-        Panel(title, values, labels, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES)
-        for title, values, signed in plots
+        Panel("scores, scaled", scores, labels, labels, signed=True, **options),
+        Panel("scores after the mask", masked, labels, labels, signed=True, **options),
+        Panel("softmax: the weights", softmax, labels, labels, **options),
+        Panel("softmax without the mask", scores.softmax(dim=-1), labels, labels, **options),
     ]
     return Report(header, columns, rows, data, panels, footer, panels_per_row=2)
 

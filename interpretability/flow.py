@@ -28,8 +28,7 @@ def rollout(weights: Tensor) -> Tensor:
 def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
     """The maximum flow from (L, i) to (0, j), edges between layers having the capacities Ã; (L, H, T, T) -> (T, T).
 
-    Computes T² flows, each in a graph of L·T nodes. `position`: for this query only, (T,). Raises UserError if networkx
-    is not installed.
+    Slow: T² flows in a graph of L·T nodes. `position`: for this query only, (T,). Raises UserError without networkx.
     """
     try:
         import networkx

@@ -40,8 +40,7 @@ class Explorer:
     Attributes:
         facts: numbers and names, as html_report.js reads them; see make_explorer().
         thumbnails: (layers, H, side, side) bytes of round(255 √w), w the largest weight that each cell covers.
-        weights: (layer, head) -> bytes of round(255 √w), deflated: row after row, each up to the diagonal, or whole
-            rows if facts["bidirectional"].
+        weights: (layer, head) -> the same bytes, deflated: rows up to the diagonal, or whole if facts["bidirectional"].
     """
 
     facts: dict[str, Any]
@@ -184,12 +183,8 @@ def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
         ids, probabilities = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
         return {"tokens": ids.flatten().tolist(), "probabilities": _round(probabilities), "k": ids.shape[1]}
 
-    return {
-        "likeliest": flatten(likeliest),
-        "lens": flatten(lens),
-        "next_probability": _round(torch.cat(next_probability)),
-        "next_rank": torch.cat(next_rank).tolist(),
-    }
+    next_token = {"next_probability": _round(torch.cat(next_probability)), "next_rank": torch.cat(next_rank).tolist()}
+    return {"likeliest": flatten(likeliest), "lens": flatten(lens), **next_token}
 
 
 def _attribution(
@@ -200,14 +195,9 @@ def _attribution(
     target = prompt_reports.likeliest_next_token(model, prompt, position) if target is None else target
     components = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
     description = prompt_reports.describe_target(tokenizer, target, contrast_token)
-    facts = {
-        "description": f"logit of {description} after position {position}",
-        "position": position,
-        "logit": components.logit,
-        "embedding": components.embedding,
-        "heads": [_round(row.nan_to_num()) for row in components.heads],
-        "mlps": _round(components.mlps),
-    }
+    facts = {"description": f"logit of {description} after position {position}", "position": position}
+    facts |= {"logit": components.logit, "embedding": components.embedding, "mlps": _round(components.mlps)}
+    facts["heads"] = [_round(row.nan_to_num()) for row in components.heads]
     by_token = prompt_reports.attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
     if by_token is None:
         return facts | {"by_token": None, "reason": prompt_reports.NO_GRADIENT}
@@ -228,7 +218,7 @@ def write_html_report(
 ) -> None:
     """Write the file. Raises UserError if that fails.
 
-    It opens at a head, a position and a view (attention, attribution or lens); `fold` hides the report's table at first.
+    view: the first one shown, attention, attribution or lens. fold: hide the report's table at first.
     """
     folder = Path(__file__).parent
     blocks = []

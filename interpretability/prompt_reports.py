@@ -6,17 +6,8 @@ import torch
 from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.interpretability import attribution, flow
-from thinker.interpretability.reports import (
-    ATTENTION_AXES,
-    Panel,
-    Prompt,
-    Report,
-    existing_heads,
-    head_labels,
-    to_json,
-    token_label,
-)
+from thinker.interpretability import attribution, flow, reports
+from thinker.interpretability.reports import Panel, Prompt, Report, token_label
 from thinker.model import Thinker
 
 NO_GRADIENT = "this model's attention pattern depends on token ids, which have no gradients"
@@ -40,7 +31,7 @@ def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) 
     names = prompt.numbered()
     nonzero = weights.masked_fill(weights == 0, torch.nan)
     title = f"attention weights, layer {layer}, head {head}"
-    panel = Panel(title, nonzero, names, names, vmax=1.0, axis_labels=ATTENTION_AXES)
+    panel = Panel(title, nonzero, names, names, vmax=1.0, axis_labels=reports.ATTENTION_AXES)
     columns = ["query", "token", "attends most to", "then", "then"]
     return Report({"layer": layer, "head": head}, columns, rows, data, [panel])
 
@@ -99,7 +90,7 @@ def report_attribution(
     components = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
     values = {"embedding": components.embedding}
     values |= {f"MLP {layer}": value for layer, value in enumerate(components.mlps.tolist())}
-    values |= {f"head {i}.{j}": components.heads[i, j].item() for i, j in existing_heads(components.heads)}
+    values |= {f"head {i}.{j}": components.heads[i, j].item() for i, j in reports.existing_heads(components.heads)}
     ranked = sorted(values.items(), key=lambda item: -abs(item[1]))
     rows = [["component", name, f"{value:+.4f}"] for name, value in ranked]
     description = describe_target(tokenizer, target, contrast_token)
@@ -107,8 +98,12 @@ def report_attribution(
     header["logit"] = f"{components.logit:.4f}"
     data = {"prediction": description, "target": target, "contrast_token": contrast_token, "tokens": prompt.labels}
     data |= {"logit": components.logit, "embedding": components.embedding}
-    data |= {"heads": to_json(components.heads), "mlps": components.mlps.tolist()}
-    panels = [Panel("direct logit attribution of heads", components.heads, *head_labels(components.heads), signed=True)]
+    data |= {"heads": reports.to_json(components.heads), "mlps": components.mlps.tolist()}
+    panels = [
+        Panel(
+            "direct logit attribution of heads", components.heads, *reports.head_labels(components.heads), signed=True
+        )
+    ]
     footer = f"components add up to {components.sum():.4f}; "
     by_token = attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
     if by_token is None:

@@ -24,14 +24,12 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     """
     old, remaining = model.config, []
     for layer, block in enumerate(model.blocks):
-        existing = {(layer, kv_head) for kv_head in range(block.attention.n_kv_heads)}
-        if unknown := {group for group in groups if group[0] == layer} - existing:
-            raise UserError(f"layer {layer} has no KV head {min(unknown)[1]}")
-        remaining.append(sorted(kv_head for _, kv_head in existing - set(groups)))
+        remaining.append([head for head in range(block.attention.n_kv_heads) if (layer, head) not in groups])
         if not remaining[-1]:
             raise UserError(f"layer {layer} would have no head left; keep at least one in every layer")
-    if unknown := [layer for layer, _ in groups if not 0 <= layer < len(model.blocks)]:
-        raise UserError(f"there is no layer {unknown[0]}")
+    existing = {(i, head) for i, block in enumerate(model.blocks) for head in range(block.attention.n_kv_heads)}
+    if unknown := set(groups) - existing:
+        raise UserError(f"layer {min(unknown)[0]} has no KV head {min(unknown)[1]}")
     sizes, shared = [len(kv_heads) for kv_heads in remaining], old.n_heads // old.n_kv_heads
     values = old.to_dict() | {"n_kv_heads_per_layer": sizes}
     ThinkerConfig.from_dict(values)  # refuses what cannot differ by layer

@@ -77,9 +77,8 @@ class Prompt:
         ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
         if not 2 <= len(ids) <= model.config.max_seq_len:
             with_bos = " including BOS" if tokenizer.bos_prefix else ""
-            raise UserError(
-                f"the prompt has {len(ids)} token(s){with_bos}; there must be 2 to {model.config.max_seq_len}"
-            )
+            limits = f"2 to {model.config.max_seq_len}"
+            raise UserError(f"the prompt has {len(ids)} token(s){with_bos}; there must be {limits}")
         return cls(torch.tensor(ids, device=model.device), [token_label(tokenizer, i) for i in ids])
 
     def numbered(self) -> list[str]:

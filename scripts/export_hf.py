@@ -34,10 +34,8 @@ def base_folder(run: Path | None) -> Path:
     config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     base = Path(str(config.get("run", {}).get("init_from")))
     if not huggingface.is_hf_folder(base):
-        raise UserError(
-            f"--adapter writes what a run added to a Hugging Face folder; run.init_from is {base}, which is not one. "
-            "Without --adapter the whole model is written"
-        )
+        problem = f"run.init_from is {base}, which is not a Hugging Face folder"
+        raise UserError(f"--adapter needs a run that started from one: {problem}; export without --adapter")
     return base
 
 

@@ -60,8 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     importance = {"choices": ("zero", "mean", "gradient"), "help": "loss without the head, or by its gradient"}
     over.add_argument("--importance", **importance)
     add_command("flow", "rollout and maximum flow from one position down to the tokens", prompt, position)
-    summary = "which tokens, heads and MLPs a prediction comes from"
-    add_command("attribute", summary, prompt, target, position)
+    add_command("attribute", "the tokens, heads and MLPs behind a prediction", prompt, target, position)
     add_command("lens", "what the model would predict after each layer", prompt, position)
     patch = add_command("patch", "which activation restores a prediction in another prompt", prompt, target)
     patch.add_argument("--corrupt", metavar="TEXT", required=True, help="a prompt of equal length, predicted otherwise")
@@ -269,8 +268,8 @@ def main() -> int:
         head = start.pop("layer", 0), start.pop("head", 0)
         explorer = None if prompt is None else html_report.make_explorer(model, tokenizer, prompt, first=head, **start)
         view, fold = VIEWS.get(arguments.command, "attention"), arguments.command in IN_EXPLORER
-        position = start.get("position", -1)
-        html_report.write_html_report(arguments.html, title, report, explorer, *head, position, view, fold)
+        start = *head, start.get("position", -1), view
+        html_report.write_html_report(arguments.html, title, report, explorer, *start, fold)
     for file in (arguments.png, arguments.html, arguments.json):
         if file not in (None, "-"):
             print(f"wrote {file}", file=sys.stderr)

@@ -27,10 +27,8 @@ def main() -> int:
     from thinker.interpretability import pattern_plots
     from thinker.interpretability.reports import write_errors
 
-    plots = [
-        pattern_plots.make_pattern_plot(text, arguments.length, arguments.heads)
-        for text in arguments.patterns or pattern_plots.GALLERY
-    ]
+    texts = arguments.patterns or pattern_plots.GALLERY
+    plots = [pattern_plots.make_pattern_plot(text, arguments.length, arguments.heads) for text in texts]
     if arguments.png is None:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a block shows a question mark
         print("\n".join([*map(pattern_plots.to_text, plots), pattern_plots.text_legend(plots)]), end="")

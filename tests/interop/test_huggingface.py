@@ -103,7 +103,7 @@ def test_every_form_that_the_format_has(tmp_path, family, rope):
                                   {"attention": ["full", "window(4)"], "qk_norm": False},
                                   {"no_rope_layers": [1]}], ids=str)  # fmt: skip
 def test_what_the_format_cannot_express_is_refused_with_the_reason(tmp_path, form):
-    with pytest.raises(UserError, match="no family|smollm3") as caught:
+    with pytest.raises(UserError, match="no transformers architecture|smollm3") as caught:
         save_pretrained(random_model(**form), None, tmp_path)
     assert any(key in str(caught.value) for key in ("model.", "QK-norm"))
     assert list(tmp_path.iterdir()) == []
@@ -297,7 +297,7 @@ def theirs(tmp_path_factory):
             "original_max_position_embeddings is 'a'",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "all layers of this mistral are sliding"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "this mistral has only sliding"),
         ({"model_type": "qwen3", "layer_types": [["full_attention"]] * 2}, "layer_types"),
         ({"model_type": "qwen2", "max_window_layers": "a"}, "max_window_layers is 'a'"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is [1]; a 0 or a 1 for each"),
