@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo, parse
+from thinker.model.pattern_parser import parse_pattern
+from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
