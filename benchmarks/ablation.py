@@ -17,7 +17,7 @@ from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config import load_config
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 # token(46) is the full stop in both corpora.

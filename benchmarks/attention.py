@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from thinker.benchmarks.environment import measure_seconds, time_alternately
 from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.model.attend import KERNELS, attend
+from thinker.model.attention_dispatch import KERNELS, attend
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.masks import build_mask
 from thinker.model.pattern_parser import parse_pattern

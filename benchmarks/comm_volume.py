@@ -18,7 +18,7 @@ from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.runtime.process_group import DistContext
 from thinker.training.config import validate_config
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from thinker.runtime.device import DTYPES, choose_device, choose_precision, conf
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config import validate_config
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 

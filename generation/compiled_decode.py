@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinker.model import KVCache, Thinker
-from thinker.model.activations import has_open_hooks
+from thinker.model.activation_hooks import has_open_hooks
 from thinker.model.masks import ForwardContext
 from thinker.runtime.errors import UserError
 

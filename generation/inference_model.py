@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from thinker.generation.int8 import Int8Linear
 from thinker.model import Thinker
-from thinker.model.activations import has_open_hooks
+from thinker.model.activation_hooks import has_open_hooks
 from thinker.model.attention import Attention
 from thinker.model.linear import Linear
 from thinker.model.norm import RMSNorm

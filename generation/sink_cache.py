@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinker.model import Thinker
-from thinker.model.attend import AttentionMask
+from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.kv_cache import KVCache, RingLayer
 from thinker.model.masks import CacheSlots, ForwardContext
 from thinker.model.patterns import INVALID_POSITION, Pattern, TokenInfo, global_positions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from thinker.model.activations import HookManager
-from thinker.model.attend import AttentionMask, attend, chunked_attention_weights
+from thinker.model.activation_hooks import HookManager
+from thinker.model.attention_dispatch import AttentionMask, attend, chunked_attention_weights
 from thinker.model.config import ThinkerConfig
 from thinker.model.kv_cache import LayerCache, LinearLayer
 from thinker.model.linear import Linear

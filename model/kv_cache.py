@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinker.model.attend import AttentionMask
+from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import LinearState
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder

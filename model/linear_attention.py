@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinker.model.attend import ROWS, AttentionMask
 from thinker.model.attention import Attention
+from thinker.model.attention_dispatch import ROWS, AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.kv_cache import LinearLayer

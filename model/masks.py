@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from thinker.model.attend import AttentionMask, choose_kernel
+from thinker.model.attention_dispatch import AttentionMask, choose_kernel
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.kernels.local_attention import LocalBlocks, positions_to_blocks
@@ -98,7 +98,7 @@ def build_mask(
         dtype: of the activations.
         alibi_slopes: (H,), what a score loses per position of distance (ALiBi, Press et al. 2022, arXiv:2108.12409).
         aligned: queries and keys are the same positions, in the same order.
-        kernel: one of attend.KERNELS to force it; "reference" computes everything.
+        kernel: one of attention_dispatch.KERNELS to force it; "reference" computes everything.
         plain_scores: attend() gets neither attn_logit_softcap nor sinks.
 
     Raises UserError if the kernel does not compute the pattern.

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinker.model.activations import ActivationCache, HookManager, Patch, activation_names, hook, open_hooks
-from thinker.model.attend import AttentionMask
+from thinker.model.activation_hooks import ActivationCache, HookManager, Patch, activation_names, hook, open_hooks
 from thinker.model.attention import Attention
+from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache, LayerCache
@@ -92,7 +92,7 @@ class Thinker(nn.Module):
         self.activation_dtype: torch.dtype | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
-        self.kernel = "auto"  # one of model.attend.KERNELS, to force it
+        self.kernel = "auto"  # one of attention_dispatch.KERNELS, to force it
         self.mask_builder: MaskBuilder | None = None
         self.hooks: HookManager | None = None
         scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None

@@ -70,7 +70,7 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
     from thinker.training.config import validate_config
-    from thinker.training.resolve import resolve_settings
+    from thinker.training.resolve_settings import resolve_settings
     from thinker.training.step import TrainingStep, build_model
 
     config = ThinkerConfig(vocab_size=50, d_model=32, n_layers=2, n_heads=2, max_seq_len=16)
@@ -119,7 +119,7 @@ def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
 
 
 def values_and_gradients(kernel, dtype, pattern, places, alibi, attn_logit_softcap, leaves):
-    from thinker.model.attend import attend
+    from thinker.model.attention_dispatch import attend
     from thinker.model.masks import build_mask
 
     q, k, v, *sinks = leaves
@@ -179,7 +179,7 @@ def test_flex_takes_further_lengths_and_patterns_without_end():
 
 
 def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
-    from thinker.model.attend import attend
+    from thinker.model.attention_dispatch import attend
     from thinker.model.masks import build_mask
     from thinker.model.pattern_parser import parse_pattern
     from thinker.model.patterns import TokenInfo
@@ -213,7 +213,7 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
     from thinker.training.config import validate_config
-    from thinker.training.resolve import resolve_settings
+    from thinker.training.resolve_settings import resolve_settings
     from thinker.training.step import TrainingStep, build_model
 
     shape = {"vocab_size": 50, "d_model": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_init_std": 0.2}

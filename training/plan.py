@@ -13,13 +13,13 @@ from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
 from thinker.training.config import Config
-from thinker.training.corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_estimate import estimate_memory, free_memory
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
-from thinker.training.resolve import resolve_precision, resolve_settings
+from thinker.training.resolve_settings import resolve_precision, resolve_settings
 from thinker.training.settings import Settings
 from thinker.training.step import TrainingStep, build_model
+from thinker.training.training_data import prepare_training_data
 
 OPTIMAL_TOKENS = 20  # per parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
 

@@ -17,15 +17,15 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
 from thinker.training.config import Config
 from thinker.training.config_sections import TrackingConfig
-from thinker.training.corpus import prepare_training_data
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
-from thinker.training.resolve import rank_rows, resolve_precision, resolve_settings
+from thinker.training.resolve_settings import rank_rows, resolve_precision, resolve_settings
 from thinker.training.resume import RunState
 from thinker.training.settings import Settings
 from thinker.training.step import TrainingStep, build_model
-from thinker.training.tracking import Tracker
 from thinker.training.trainer import Trainer
+from thinker.training.training_data import prepare_training_data
+from thinker.training.wandb_tracking import Tracker
 
 BACKGROUND_CPU_SHARE = 0.005  # of a core, for background saves where training needs every core (docs/resuming.md)
 

@@ -29,7 +29,7 @@ from thinker.training.schedule import lr_multiplier
 from thinker.training.settings import Settings
 from thinker.training.signals import SignalHandler, is_compile_error
 from thinker.training.step import TrainingStep
-from thinker.training.tracking import Tracker
+from thinker.training.wandb_tracking import Tracker
 
 
 class Trainer:

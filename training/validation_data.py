@@ -18,7 +18,7 @@ from thinker.interop.load import find_run_directory
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.training.config import Config, load_config
-from thinker.training.corpus import prepare_training_data
+from thinker.training.training_data import prepare_training_data
 
 
 def load_run_config(folder: Path) -> Config | None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sink_cache import SinkCache
-from thinker.model.attend import AttentionMask, attention_weights
+from thinker.model.attention_dispatch import AttentionMask, attention_weights
 from thinker.model.rope import apply_rotary_emb
 from thinker.runtime.errors import UserError
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.model.attend import attend
+from thinker.model.attention_dispatch import attend
 from thinker.model.kernels import blockwise_attention, local_attention
 from thinker.model.masks import build_mask
 from thinker.model.pattern_parser import parse_pattern

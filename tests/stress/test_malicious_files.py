@@ -21,7 +21,7 @@ from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config, validate_config
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 from thinker.training.resume import RunState, read_state, restore
 from thinker.training.step import TrainingStep, build_model
 

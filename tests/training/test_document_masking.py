@@ -10,7 +10,7 @@ from thinker.data.prefetch import Batch
 from thinker.training.config import load_config
 from thinker.training.memory_estimate import estimate_memory
 from thinker.training.nonfinite import diagnose
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 CPU = torch.device("cpu")

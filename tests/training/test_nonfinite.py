@@ -15,12 +15,12 @@ from thinker import checkpoint
 from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.training.config import load_config, validate_config
-from thinker.training.corpus import prepare_training_data
 from thinker.training.muon import Muon
 from thinker.training.nonfinite import diagnose
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 from thinker.training.resume import RunState, restore
 from thinker.training.step import TrainingStep, build_model
+from thinker.training.training_data import prepare_training_data
 
 
 def make_step(optimizer="muon", **train):

@@ -13,7 +13,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training.config import validate_config
 from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ from thinker.model import ThinkerConfig
 from thinker.training.metrics import MemoryMeter
 from thinker.training.plan import time_steps
 from thinker.training.config import validate_config
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 cpu, config = torch.device("cpu"), validate_config({tree!r})
 small = ThinkerConfig(vocab_size=64, d_model=32, n_layers=1)
 time_steps(resolve_settings(config, small, cpu), cpu, 1)  # loads libraries, starts threads

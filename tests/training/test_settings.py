@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.training import resolve
+from thinker.training import resolve_settings
 from thinker.training.config import validate_config
 
 CPU = torch.device("cpu")
@@ -18,12 +18,12 @@ def config(**train):
     return validate_config({"train": {"precision": "fp32", "batch_size": 6, "max_minutes": 1, **train}})
 
 
-PREVIOUS = resolve.resolve_settings(config(precision="bf16", compile=False, micro_batch_size=2), WIDE, CPU)
+PREVIOUS = resolve_settings.resolve_settings(config(precision="bf16", compile=False, micro_batch_size=2), WIDE, CPU)
 
 
 def resolved(model_config=WIDE, previous=None, **train):
     """The settings' section train."""
-    return resolve.resolve_settings(config(**train), model_config, CPU, previous=previous).train
+    return resolve_settings.resolve_settings(config(**train), model_config, CPU, previous=previous).train
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def resolved(model_config=WIDE, previous=None, **train):
     [(WIDE, 1, False), (WIDE, 30, True), (NARROW, 1, False), (NARROW, 3000, False)],
 )
 def test_blocks_are_compiled_where_the_run_is_long_enough(model_config, minutes, pays_off, capsys, monkeypatch):
-    monkeypatch.setattr(resolve.shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: "/usr/bin/" + name)
     assert resolved(model_config, max_minutes=minutes).compile is pays_off
     said = capsys.readouterr().err
     assert said.startswith("compiling the blocks: it takes about 35 s" if pays_off else "not compiling the blocks: ")
@@ -39,15 +39,15 @@ def test_blocks_are_compiled_where_the_run_is_long_enough(model_config, minutes,
 
 
 def test_no_compiler_no_compiling(capsys, monkeypatch):
-    monkeypatch.setattr(resolve.shutil, "which", lambda name: None)
+    monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: None)
     assert resolved(max_minutes=3000).compile is False
     assert "there is no C++ compiler" in capsys.readouterr().err
 
 
 def test_the_shorter_limit_counts_and_steps_are_estimated_from_their_flops():
     def seconds(**train):
-        settings = resolve.resolve_settings(config(compile=False, **train), WIDE, CPU)
-        return resolve.planned_run_seconds(settings, CPU)
+        settings = resolve_settings.resolve_settings(config(compile=False, **train), WIDE, CPU)
+        return resolve_settings.planned_run_seconds(settings, CPU)
 
     assert seconds(max_minutes=3, max_steps=10**9) == 180
     assert 0 < seconds(max_minutes=None, max_steps=10) < seconds(max_minutes=None, max_steps=10_000)
@@ -65,21 +65,21 @@ def test_earlier_choices_are_kept_and_explicit_values_are_obeyed():
 def test_a_config_is_not_changed_by_resolving_it():
     written = config(micro_batch_size=None, compile=False)
     before = written.model_dump()
-    settings = resolve.resolve_settings(written, WIDE, CPU)
+    settings = resolve_settings.resolve_settings(written, WIDE, CPU)
     assert written.model_dump() == before
     with pytest.raises(ValidationError, match="frozen"):
         written.train.batch_size = 3
     with pytest.raises(ValidationError, match="frozen"):
         settings.train.micro_batch_size = 3
     again = validate_config(settings.to_tree())  # config.yaml of the run directory
-    assert resolve.resolve_settings(again, again.thinker_config(100), CPU) == settings
+    assert resolve_settings.resolve_settings(again, again.thinker_config(100), CPU) == settings
 
 
 def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
-    monkeypatch.setattr(resolve, "free_memory", lambda device, dist: 2**40)
+    monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**40)
     assert resolved(NARROW, micro_batch_size="auto", compile=False).micro_batch_size == 6
     assert capsys.readouterr().err == "6 sequences at once fit into 1099.5 GB\n"
-    monkeypatch.setattr(resolve, "free_memory", lambda device, dist: 2**20)
+    monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**20)
     with pytest.raises(UserError, match="one sequence of 256 tokens takes"):
         resolved(NARROW, micro_batch_size="auto")
 
@@ -90,7 +90,7 @@ def test_activations_are_offloaded_from_a_gpu_only():
 
 
 def test_a_machine_that_cannot_resume_a_run_says_why(monkeypatch):
-    monkeypatch.setattr(resolve.shutil, "which", lambda name: None)
+    monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match="begun with compiled blocks, and there is no C.. compiler here"):
         resolved(NARROW, previous=PREVIOUS.with_train(compile=True), compile="auto")
     with pytest.raises(UserError, match="begun in fp16: precision fp16 trains on a GPU only"):
@@ -98,8 +98,8 @@ def test_a_machine_that_cannot_resume_a_run_says_why(monkeypatch):
 
 
 def test_deterministic_training_measures_nothing(monkeypatch):
-    monkeypatch.setattr(resolve, "compiling_pays_off", None)
-    monkeypatch.setattr(resolve, "choose_precision", lambda name, device: {"fp32": "fp32"}[name])
+    monkeypatch.setattr(resolve_settings, "compiling_pays_off", None)
+    monkeypatch.setattr(resolve_settings, "choose_precision", lambda name, device: {"fp32": "fp32"}[name])
     train = resolved(deterministic=True, precision="auto", compile="auto", max_minutes=None, max_steps=5)
     assert (train.precision, train.compile) == ("fp32", False)
     for change in ({"max_minutes": 1}, {"micro_batch_size": "auto"}):

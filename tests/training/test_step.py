@@ -10,7 +10,7 @@ from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.training import step as module
 from thinker.training.config import validate_config
-from thinker.training.resolve import resolve_settings
+from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
 CONFIG = ThinkerConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=2, d_ff=48, max_seq_len=16, head_init_std=0.2)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.attend import AttentionMask, attend, attention_weights
+from thinker.model.attention_dispatch import AttentionMask, attend, attention_weights
 from thinker.model.kernels import blockwise_attention as kernel
 
 

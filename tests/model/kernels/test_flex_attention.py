@@ -5,7 +5,7 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.attend import attend
+from thinker.model.attention_dispatch import attend
 from thinker.model.kernels import flex_attention
 from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.masks import build_mask

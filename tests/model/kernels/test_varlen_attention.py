@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.model.attend import attend
+from thinker.model.attention_dispatch import attend
 from thinker.model.kernels.varlen_attention import VarlenAttention, cu_seqlens
 from thinker.model.masks import build_mask
 from thinker.model.pattern_parser import parse_pattern
