@@ -361,7 +361,7 @@ def test_files_that_are_missing_or_hostile(tmp_path, theirs):
         load(tmp_path)
     (tmp_path / INDEX).unlink()
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(UserError, match="no whole safetensors"):
+    with pytest.raises(UserError, match="is not a complete safetensors file"):
         load(tmp_path)
     with pytest.raises(UserError, match="is one model"):
         load(tmp_path, checkpoint="best")
