@@ -94,8 +94,8 @@ class LossModel(nn.Module):
         super().__init__()
         self.model, self.device = model.train(), torch.device("cpu")
 
-    def forward(self, tokens: Tensor, targets: Tensor, documents: None = None) -> tuple[Tensor, Tensor]:
-        """`documents` is ignored: GPT-2 attends across documents."""
+    def forward(self, tokens: Tensor, targets: Tensor, document_ids: None = None) -> tuple[Tensor, Tensor]:
+        """`document_ids` is ignored: GPT-2 attends across documents."""
         logits = self.model(input_ids=tokens, use_cache=False).logits  # (B, T, V)
         loss = nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"

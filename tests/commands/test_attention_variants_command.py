@@ -102,7 +102,10 @@ def test_what_a_form_cannot_is_refused(trained):
     [
         (["model.attention=windows(8)"], "there is no windows; did you mean window?"),
         (["model.attention=LG"], "needs model.window"),
-        (["model.attention=prefix(4)", "data.document_masking=true"], "does not go with data.document_masking"),
+        (
+            ["model.attention=prefix(4)", "data.document_masking=true"],
+            "data.document_masking does not go with a prefix",
+        ),
         (["model.rope_scaling={type: yarns, factor: 2}"], "did you mean yarn?"),
         (["model.attention=3"], "model.attention is 3; it must be text"),
         (["model.positions=alibis"], "model.positions is 'alibis'; it must be"),
@@ -114,7 +117,7 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.attention=prefix(600)"], "leaves none of data.seq_len"),
         (
             ["data.document_masking=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],
-            "data.document_masking puts several texts into one",
+            "data.document_masking does not go with model.rope_scaling",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def test_decode_lengths_and_their_plot(tmp_path):
         (["--variants", "transformers"], "transformers is not a variant"),
         (["--variants", "fp32@all"], "fp32@all is not a variant"),
         (["--new", "1"], "--new and --prompt must be at least 2"),
-        (["--device", "gpu"], "the device gpu is not there"),
+        (["--device", "gpu"], "the device gpu is not available"),
     ],
 )
 def test_decode_rejects_mistakes(arguments, message):
@@ -281,7 +281,7 @@ def test_training_benchmarks_reject_mistakes(command, message, tmp_path):
 
 def test_attention_by_pattern_kernel_and_length(tmp_path):
     done = run_script(
-        BENCHMARK, "attention", "--patterns", "full", "window(16)", "topk(4)", "linear(8)", "--kernels", "auto", "fold",
+        BENCHMARK, "attention", "--patterns", "full", "window(16)", "topk(4)", "linear(8)", "--kernels", "auto", "local",
         "--lengths", "64,128,512", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--png", "a.png", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -290,7 +290,7 @@ def test_attention_by_pattern_kernel_and_length(tmp_path):
     cases = [
         ("full", "auto"),
         ("window(16)", "auto"),
-        ("window(16)", "fold"),
+        ("window(16)", "local"),
         ("topk(4)", "auto"),
         ("linear(8)", "auto"),
     ]

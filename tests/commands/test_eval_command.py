@@ -111,7 +111,7 @@ def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys
         assert "perplexity" in output
     assert tables[0] == tables[1]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="say which with --source"):
+    with pytest.raises(UserError, match="choose data with --source"):
         command(folder, "--device", "cpu")
 
 
@@ -196,7 +196,7 @@ def test_checkpoint_outside_its_run(command, tiny_run, tmp_path):
     with pytest.raises(UserError, match="no tokenizer"):
         command(alone, "--long", "--device", "cpu")
     shutil.copy(tiny_run / "thinker-tokenizer.json", tmp_path / "a")
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError, match="not in a run directory"):
         command(alone, "--long", "--device", "cpu")
     tree = yaml.safe_load((tiny_run / "config.yaml").read_text())
     tree["data"] |= {"source": "tales", "path": None, "max_documents": 50, "cache_dir": str(tmp_path / "cache")}

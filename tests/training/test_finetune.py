@@ -235,9 +235,9 @@ def test_load_adapters_made_by_peft(base, tmp_path, rslora):
                             ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
                             ({"layers_to_transform": 0}, "layers_to_transform is 0"),
                             ({"init_lora_weights": "pissa"}, "changed the base model"),
-                            ({"target_modules": ["q_proj"]}, "see r and target_modules"),
+                            ({"target_modules": ["q_proj"]}, "contradicts r or target_modules"),
                             ({"target_modules": "q(_proj"}, "target_modules"),
-                            ({"r": 8}, "see r and target_modules"),
+                            ({"r": 8}, "contradicts r or target_modules"),
                             ({"target_modules": 7}, "target_modules is 7; a list"),
                             ({"lora_alpha": float("nan")}, "lora_alpha")]:  # fmt: skip
         (tmp_path / "adapter_config.json").write_text(json.dumps(values | change))
