@@ -281,8 +281,9 @@ def test_training_benchmarks_reject_mistakes(command, message, tmp_path):
 
 def test_attention_by_pattern_kernel_and_length(tmp_path):
     done = run_script(
-        BENCHMARK, "attention", "--patterns", "full", "window(16)", "topk(4)", "linear(8)", "--kernels", "auto", "local",
-        "--lengths", "64,128,512", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--png", "a.png", cwd=tmp_path,
+        BENCHMARK, "attention", "--patterns", "full", "window(16)", "topk(4)", "linear(8)", "--kernels", "auto",
+        "local", "--lengths", "64,128,512", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--png", "a.png",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

@@ -201,5 +201,5 @@ def test_checkpoint_outside_its_run(command, tiny_run, tmp_path):
     tree = yaml.safe_load((tiny_run / "config.yaml").read_text())
     tree["data"] |= {"source": "tales", "path": None, "max_documents": 50, "cache_dir": str(tmp_path / "cache")}
     (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(tree))
-    with pytest.raises(UserError, match="give --source"):
+    with pytest.raises(UserError, match="choose data with --source"):
         command(alone, "--long", "--device", "cpu")
