@@ -34,11 +34,13 @@ def print_summary(run: RunDirectory, state: RunState, prefix_len: int = 0, is_ch
         above = val["val_loss"] / floor - 1
         print(f"entropy of the corpus {floor:.4f} nats per token: the model is {above:.1%} above the best possible")
     print(f"loss curve {plot}")
-    python = Path(sys.executable)
-    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    command = "thinker-generate"
+    if Path(sys.argv[0]).name == "train.py":  # in a checkout
+        python = Path(sys.executable)
+        command = f"{python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python} generate.py"
     prompt = f' --prompt "at least {prefix_len} tokens of text"' if prefix_len else ""  # the BOS token is one
     prompt = ' --chat --prompt "your message"' if is_chat else prompt
-    print(f"sample from it: {python} generate.py {run.path}{prompt}")
+    print(f"sample from it: {command} {run.path}{prompt}")
 
 
 def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
