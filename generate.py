@@ -7,8 +7,12 @@ import secrets
 import sys
 from pathlib import Path
 
-from thinker.runtime.cli import ArgumentParser
-from thinker.runtime.errors import UserError, run_command
+try:
+    from thinker.runtime.cli import ArgumentParser
+    from thinker.runtime.errors import UserError, run_command
+except ModuleNotFoundError:
+    print("error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 SAMPLING_FLAGS = (
     "max_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "temperature",

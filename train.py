@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
-from thinker.runtime.errors import run_command
+try:
+    from thinker.runtime.errors import run_command
+except ModuleNotFoundError:
+    print("error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> int:

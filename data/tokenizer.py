@@ -87,7 +87,9 @@ class Tokenizer:
         if not eos_ids or any(type(i) is not int or not 0 <= i < len(tokens) for i in eos_ids):
             raise ValueError("an EOS token is missing or out of range")
         self.non_special_added_tokens = non_special_added_tokens or []
-        if normalizer not in (None, "NFC") or not set(self.non_special_added_tokens) <= special_tokens.keys():
+        if normalizer not in (None, "NFC") or not all(
+            isinstance(name, str) and name in special_tokens for name in self.non_special_added_tokens
+        ):
             raise ValueError("the normalizer is not NFC, or a non-special added token is not an added token")
         self.kind = kind
         self.pattern = pattern
