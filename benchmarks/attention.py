@@ -17,9 +17,9 @@ from thinker.benchmarks.environment import measure_seconds, time_alternately
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import KERNELS, attend
 from thinker.model.kernels.linear_attention import linear_attention, random_features
-from thinker.model.masks import build_mask
+from thinker.model.masks import MaskBuilder
 from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo
+from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.device import DTYPES, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import new_figure
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def measure(text: str, kernel: str, lengths: list[int], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One row of measurements per length, for a pattern and a kernel; no rows if the kernel does not support it."""
     device, dtype, pattern = torch.device(arguments.device), DTYPES[arguments.precision], parse_pattern(text)
-    if isinstance(pattern, LinearAttentionSpec) and kernel != arguments.kernels[0]:
+    if pattern.n_features and kernel != arguments.kernels[0]:
         return []
     passes = []
     for length in lengths:
@@ -102,7 +102,7 @@ class AttentionPass:
 
     def __init__(
         self,
-        pattern: Pattern | LinearAttentionSpec,
+        pattern: Pattern,
         kernel: str,
         shape: tuple[int, ...],
         device: torch.device,
@@ -112,12 +112,12 @@ class AttentionPass:
         self.pattern = pattern
         self.qkv = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
         self.grad = torch.randn(shape, device=device, dtype=dtype)
-        if isinstance(pattern, LinearAttentionSpec):
+        if pattern.n_features:
             self.features = random_features(pattern.n_features, D, 0).to(device)
             n_keys = 2.0 * pattern.n_features  # adding a key and reading the sums costs as much as this many keys
         else:
             tokens = TokenInfo(torch.arange(T, device=device))
-            self.mask = build_mask(pattern, tokens, tokens, H, dtype, aligned=True, kernel=kernel)
+            self.mask = MaskBuilder(H, dtype, kernel=kernel).build(pattern, tokens, tokens, aligned=True)
             n_keys = mean_visible_keys(CAUSAL if pattern.by_score else pattern, T)  # choosing needs all scores
         with LiveTensorMeter(device) as meter:
             self.train()
@@ -126,7 +126,7 @@ class AttentionPass:
     def attend(self) -> Tensor:
         """The output, (B, H, T, D)."""
         q, k, v = self.qkv
-        if isinstance(self.pattern, LinearAttentionSpec):
+        if self.pattern.n_features:
             return linear_attention(q * 0.3, k * 0.3, v, self.features)[0]
         return attend(q, k, v, self.mask)
 

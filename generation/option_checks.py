@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from thinker.model import ThinkerConfig
-from thinker.model.patterns import LinearAttentionSpec
 from thinker.runtime.errors import UserError
 
 
@@ -33,7 +32,7 @@ def check_generator_options(
             raise UserError(f"{name} needs the cache; it does not go with use_cache=False")
     if compile and not config.is_plain:
         raise UserError("compile supports models with full attention, RoPE and plain scores; leave it out")
-    if speculate and any(isinstance(layer, LinearAttentionSpec) for layer in config.patterns):
+    if speculate and any(layer.n_features for layer in config.patterns):
         raise UserError("speculate must drop rejected drafts, and a linear layer's state cannot be rolled back")
     if window is not None and not config.is_plain:
         raise UserError(

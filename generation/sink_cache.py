@@ -72,7 +72,7 @@ class SinkCache(KVCache):
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> SinkLayer:
         keys, values = self._new_tensors(B, K, self.max_len + 1)
-        return SinkLayer(keys, values, self.sinks, keys[:, :, : self.sinks].clone())
+        return SinkLayer(keys, values, self.slack, self.sinks, keys[:, :, : self.sinks].clone())
 
     @property
     def n_evicted(self) -> int:
@@ -81,11 +81,10 @@ class SinkCache(KVCache):
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
         """As KVCache.append; new positions always fit. Rows of unequal length take one at a time."""
-        self._check_room(batch_size, length)
         is_even = min(self.lengths) == max(self.lengths)
         if length > 1 and not is_even:
             raise UserError("rows of unequal length take one position at a time in a sink cache")
-        starts = self._advance(length)
+        starts = self._reserve(batch_size, length)
         end, begins = max(self.lengths), torch.tensor(starts, device=self.device)  # (B,)
         positions = torch.arange(length, device=self.device)
         positions = positions + starts[0] if is_even else begins[:, None] + positions  # (T,) or (B, T)

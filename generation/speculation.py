@@ -13,7 +13,6 @@ from torch import Tensor
 
 from thinker.generation.sequence import Sequence, sample_tokens
 from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.model.patterns import LinearAttentionSpec
 from thinker.runtime.errors import UserError
 
 NGRAM_SIZES = (4, 3, 2, 1)  # tokens at the end of the text to find earlier in it, the longest match first
@@ -129,7 +128,7 @@ def check_draft_model(model: Thinker, draft: Thinker, is_unbounded: bool) -> Non
             f"the draft model has {draft.config.vocab_size} token ids and the model {model.config.vocab_size}; "
             "both must share one tokenizer"
         )
-    if any(isinstance(layer, LinearAttentionSpec) for layer in draft.config.patterns):
+    if any(layer.n_features for layer in draft.config.patterns):
         raise UserError("a draft model must drop rejected drafts, and a linear layer's state cannot be rolled back")
     if draft.config.prefix > model.config.prefix:
         raise UserError(

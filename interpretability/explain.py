@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinker.interpretability.reports import ATTENTION_AXES, Panel, Prompt, Report
 from thinker.model import Thinker
-from thinker.model.linear_attention import LinearAttention
+from thinker.model.attention import LinearAttention
 from thinker.model.patterns import TokenInfo
 from thinker.runtime.errors import UserError
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinker.model.pattern_parser import parse_pattern
-from thinker.model.patterns import CAUSAL, LinearAttentionSpec, Pattern, TokenInfo
+from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
 GALLERY = (
@@ -48,9 +48,9 @@ def example_mask(pattern: Pattern, length: int, n_heads: int) -> Tensor:
     return pattern(head, query, TokenInfo(position, token_id=token)).expand(1, n_heads, length, length)[0]
 
 
-def describe_cache(pattern: Pattern | LinearAttentionSpec) -> str:
+def describe_cache(pattern: Pattern) -> str:
     """Which keys and values a KV cache keeps (model/kv_cache.py)."""
-    if isinstance(pattern, LinearAttentionSpec):
+    if pattern.n_features:
         return f"a state of {pattern.n_features} sums"
     if not pattern.fits_ring_buffer:
         return "all"
@@ -60,9 +60,8 @@ def describe_cache(pattern: Pattern | LinearAttentionSpec) -> str:
 
 def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> PatternPlot:
     """Evaluate a pattern. Raises UserError if it cannot be parsed."""
-    spec = parse_pattern(text)
-    is_linear = isinstance(spec, LinearAttentionSpec)
-    pattern = CAUSAL if is_linear else spec
+    pattern = parse_pattern(text)
+    is_linear = pattern.n_features > 0
     if not pattern.by_head:
         n_heads = 1
     elif n_heads is None:
@@ -77,7 +76,7 @@ def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> Pat
     cells = MASKED * causal + (SUMMED - MASKED if is_linear else VISIBLE - MASKED) * mask
     n_keys, n_keys_longer = (x.sum(-1).float().mean() for x in (mask, example_mask(pattern, 4 * length, n_heads)))
     facts = [f"{n_keys:.1f} keys per query, {n_keys_longer:.1f} at length {4 * length}"]
-    facts.append(f"cache: {describe_cache(spec)}")
+    facts.append(f"cache: {describe_cache(pattern)}")
     return PatternPlot(
         " ".join(text.split()), ", ".join(note for note, applies in notes.items() if applies), cells, facts
     )

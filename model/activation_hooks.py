@@ -58,8 +58,8 @@ def has_open_hooks(model: nn.Module) -> bool:
     return any(getattr(module, "hooks", None) is not None for module in model.modules())
 
 
-def activation_names(model: nn.Module) -> list[str]:
-    """All names that can be recorded, in the order of the pass.
+def hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """name -> the module that calls the hook, and its name for the point; in the order of the pass.
 
     | name | shape | |
     |---|---|---|
@@ -73,11 +73,6 @@ def activation_names(model: nn.Module) -> list[str]:
     | blocks.i.mlp.hidden | (B, T, d_ff) | silu(gate) · up |
     | logits | (B, T, V) | of passes without targets |
     """
-    return list(_hook_points(model))
-
-
-def _hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """name -> the module that calls the hook, and its name for the point."""
     points = {"embedding": (model, "embedding")}
     for layer, block in enumerate(model.blocks):
         path = f"blocks.{layer}"
@@ -100,7 +95,7 @@ def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, P
     `*` in a name stands for one part of it. Hooks that are opened later get what earlier ones have patched. Not for a
     compiled model, nor for several threads at once. Raises UserError for an unknown name.
     """
-    cache, points = ActivationCache(), _hook_points(model)
+    cache, points = ActivationCache(), hook_points(model)
     hooks = [(name, partial(cache.add, name)) for name in _matching_names(names, points)]
     for pattern, patch in patches.items():
         for name in _matching_names((pattern,), points):

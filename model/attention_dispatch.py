@@ -1,9 +1,10 @@
-"""One call for every attention variant: the choice of kernel, the dispatch, and the readable reference."""
+"""One call for every attention variant: the dispatch to the kernels, and the readable reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 from thinker.model.kernels.blockwise_attention import blockwise_attention
 from thinker.model.kernels.decode_attention import decode_attention
 from thinker.model.kernels.local_attention import LocalBlocks, from_blocks, keys_to_blocks, to_blocks
-from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
-from thinker.runtime.errors import UserError
 
 ROWS = 64  # queries whose weights the reference holds at a time
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
@@ -51,50 +50,6 @@ class AttentionMask:
         return part
 
 
-def choose_kernel(
-    requested: str,
-    pattern: Pattern,
-    query: TokenInfo,
-    dtype: torch.dtype,
-    aligned: bool,
-    plain_scores: bool,
-    has_alibi: bool,
-) -> str:
-    """The fastest kernel that computes a pattern here, or the requested one. The arguments are build_mask()'s.
-
-    Raises UserError if the requested kernel does not compute it.
-    """
-    has_documents = query.document_id is not None
-    is_bounded = aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
-    is_window = pattern.max_distance is not None and pattern.text == f"window({pattern.max_distance})"
-    by_query = aligned and plain_scores and not (pattern.by_score or pattern.bidirectional_prefix)
-    supported = {
-        "reference": True,
-        "sdpa": plain_scores and not pattern.by_score,
-        "blockwise": by_query and pattern.includes_self,
-        "local": is_bounded and not pattern.by_score,
-        "flex": aligned and not pattern.by_score,
-        "varlen": aligned and plain_scores and (is_window or pattern == CAUSAL) and not has_alibi and has_documents,
-    }
-    if requested != "auto":
-        if not supported.get(requested, False):
-            hint = "" if requested in supported else f"; there are: {', '.join(KERNELS)}"
-            raise UserError(f"the attention kernel {requested!r} does not compute {pattern.text} here{hint}")
-        return requested
-    T = query.position.shape[-1]
-    if query.position.is_cuda:
-        if T >= 1024 and not (pattern == CAUSAL and not has_documents and not has_alibi):
-            has_flash = torch.cuda.get_device_capability(query.position.device) >= (8, 0)
-            if supported["varlen"] and has_flash and dtype in (torch.bfloat16, torch.float16):
-                return "varlen"
-            return "flex" if supported["flex"] else "reference"
-    elif supported["blockwise"] and dtype == torch.bfloat16 and T <= 1024:
-        return "blockwise"
-    elif supported["local"] and 2 * (pattern.max_distance + pattern.n_global) + 128 < T:
-        return "local"
-    return "sdpa" if supported["sdpa"] else "reference"
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -121,23 +76,16 @@ def attend(
         return mask.kernel_state(q, k, v, scale, attn_logit_softcap, sinks)
     if mask.kernel == "varlen":
         return mask.kernel_state(q, k, v, scale)
-    if mask.local_blocks is None:
-        return _attend_dense(q, k, v, mask, scale, attn_logit_softcap, sinks)
-    blocks, length = mask.local_blocks, q.shape[2]
-    q, k, v = to_blocks(q, blocks.size), keys_to_blocks(k, blocks), keys_to_blocks(v, blocks)
-    allowed = mask.allowed.repeat(len(q) // len(mask.allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, keys)
-    mask = AttentionMask(allowed, kernel=mask.kernel, may_be_empty=mask.may_be_empty)
-    y = _attend_dense(q, k, v, mask, scale, attn_logit_softcap, sinks)
-    return from_blocks(y, length)
-
-
-def _attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
-    """attend() by a kernel that reads `allowed` as it is."""
-    if softcap is not None or sinks is not None or mask.score_mask is not None or mask.kernel == "reference":
+    if mask.local_blocks is not None:
+        blocks, length = mask.local_blocks, q.shape[2]
+        q, k, v = to_blocks(q, blocks.size), keys_to_blocks(k, blocks), keys_to_blocks(v, blocks)
+        allowed = mask.allowed.repeat(len(q) // len(mask.allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, keys)
+        mask = AttentionMask(allowed, kernel=mask.kernel, may_be_empty=mask.may_be_empty)
+        return from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
+    if attn_logit_softcap is not None or sinks is not None or mask.score_mask is not None or mask.kernel == "reference":
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
-        chunks = chunked_attention_weights(q, k, lambda rows: mask.slice_rows(rows, q, k), scale, softcap, sinks)
+        mask_of = partial(mask.slice_rows, q=q, k=k)
+        chunks = chunked_attention_weights(q, k, mask_of, scale, attn_logit_softcap, sinks)
         return torch.cat([weights.to(v.dtype) @ v for _, weights in chunks], dim=2)
     if mask.kernel == "blockwise":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from thinker.model.pattern_parser import layer_patterns
-from thinker.model.patterns import LinearAttentionSpec, Pattern
+from thinker.model.patterns import Pattern
 from thinker.model.rope import RopeScaling
 from thinker.runtime.errors import UserError
 
@@ -111,12 +111,12 @@ class ThinkerConfig:
         if last_token >= self.vocab_size > 1:  # it is 1 until the tokenizer of a config is known
             end = self.vocab_size - 1
             raise UserError(f"model.attention names the token {last_token}; the vocabulary ends at {end}")
-        has_linear = any(isinstance(pattern, LinearAttentionSpec) for pattern in patterns)
+        has_linear = any(pattern.n_features for pattern in patterns)
         if has_linear and (softcap is not None or self.attention_sinks or self.positions == "alibi"):
             raise UserError("linear attention has no scores for attn_logit_softcap, attention_sinks or alibi")
 
     @property
-    def patterns(self) -> list[Pattern | LinearAttentionSpec]:
+    def patterns(self) -> list[Pattern]:
         """The pattern of each layer."""
         return layer_patterns(self.attention, self.n_layers, self.window, self.n_heads)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import LinearState
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
-from thinker.model.patterns import CAUSAL, INVALID_POSITION, LinearAttentionSpec, Pattern, TokenInfo
+from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
 
@@ -21,13 +22,10 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+    slack: int  # the newest positions that can be removed even after old ones were overwritten
     tensors = ("keys", "values")  # attributes with one row per sequence of the batch
-    is_unbounded = False  # whether it has room for any number of positions
+    size = math.inf  # positions after which new ones overwrite old ones; inf: never, max_len is the limit
     no_truncate_reason = ""
-
-    def can_truncate(self, high_water: int, n_removed: int, slack: int) -> bool:
-        """Whether `n_removed` positions can be removed from a row that was once filled to `high_water`."""
-        return True
 
     def prepare(
         self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor
@@ -71,17 +69,12 @@ class RingLayer(LayerCache):
     """
 
     n_global: int
-    is_unbounded = True
     no_truncate_reason = "its window has been overwritten; new_cache(slack=...) keeps more"
 
     @property
     def size(self) -> int:
         """Number of slots that are read."""
         return self.keys.shape[2] - 1
-
-    def can_truncate(self, high_water: int, n_removed: int, slack: int) -> bool:
-        """As LayerCache.can_truncate."""
-        return n_removed <= slack or high_water <= self.size
 
     def slot_mapping(self, positions: Tensor) -> Tensor:
         """The slot of each new position, (T,) or (B, T). Positions that newer ones overwrite get the unread slot."""
@@ -131,18 +124,8 @@ class LinearLayer(LinearState):
     """The state of a linear attention layer: sums over all keys, of a size that does not depend on their number."""
 
     tensors = ("sums", "shift")
-    is_unbounded = True
+    size = slack = 0
     no_truncate_reason = "the sums of a linear layer cannot forget keys"
-
-    def prepare(
-        self, cache: KVCache, pattern: LinearAttentionSpec, starts: list[int], positions: Tensor
-    ) -> tuple[AttentionMask, None]:
-        """As LayerCache.prepare: the sums need no mask and have no slots."""
-        return AttentionMask(), None
-
-    def can_truncate(self, high_water: int, n_removed: int, slack: int) -> bool:
-        """As LayerCache.can_truncate."""
-        return False
 
 
 class KVCache:
@@ -171,7 +154,7 @@ class KVCache:
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows and {max_len} positions: both must be at least 1")
         self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
-        self.mask_builder = MaskBuilder(config, dtype, self.device)
+        self.mask_builder = MaskBuilder.of_model(config, dtype, self.device)
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
         self.layers = [
             self._new_layer(pattern, batch_size, config.head_counts(layer)[1])
@@ -182,13 +165,13 @@ class KVCache:
         by_token = self.mask_builder.by_token
         self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if by_token else None
 
-    def _new_layer(self, pattern: Pattern | LinearAttentionSpec, B: int, K: int) -> LayerCache | LinearLayer:
-        if isinstance(pattern, LinearAttentionSpec):
+    def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
+        if pattern.n_features:
             return LinearLayer.empty(B, K, pattern.n_features, self.head_dim, self.device)
         size = max(1, (pattern.max_distance or 0) + self.slack) + pattern.n_global
         if size >= self.max_len or not pattern.fits_ring_buffer:
-            return LayerCache(*self._new_tensors(B, K, self.max_len))
-        return RingLayer(*self._new_tensors(B, K, size + 1), pattern.n_global)
+            return LayerCache(*self._new_tensors(B, K, self.max_len), self.slack)
+        return RingLayer(*self._new_tensors(B, K, size + 1), self.slack, pattern.n_global)
 
     def _new_tensors(self, B: int, K: int, size: int) -> tuple[Tensor, Tensor]:
         D = self.head_dim
@@ -201,7 +184,7 @@ class KVCache:
     @property
     def is_unbounded(self) -> bool:
         """Whether any number of positions fits."""
-        return all(layer.is_unbounded for layer in self.layers)
+        return all(layer.size < math.inf for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -213,24 +196,25 @@ class KVCache:
 
         Raises UserError, with nothing changed, if they do not fit.
         """
-        self._check_room(batch_size, length)
-        starts = self._advance(length)
+        starts = self._reserve(batch_size, length)
         positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
         if min(starts) < max(starts) or min(self.high_water) < max(self.high_water):
             positions = positions + (torch.tensor(starts, device=self.device) - starts[0])[:, None]  # (B, T)
         if self.tokens is not None:
             self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
-        prepared: dict[tuple[type, Pattern | LinearAttentionSpec], tuple[AttentionMask, CacheSlots | None]] = {}
-        masks, slots = [], []
-        for layer, pattern in zip(self.layers, self.mask_builder.patterns):
-            if (type(layer), pattern) not in prepared:
-                prepared[type(layer), pattern] = layer.prepare(self, pattern, starts, positions)
-            mask, layer_slots = prepared[type(layer), pattern]
-            masks.append(mask)
-            slots.append(layer_slots)
+        prepared: dict[tuple[type, Pattern], tuple[AttentionMask, CacheSlots | None]] = {}
+        kinds = [(type(layer), pattern) for layer, pattern in zip(self.layers, self.mask_builder.patterns)]
+        for layer, kind in zip(self.layers, kinds):
+            if kind not in prepared:
+                is_linear = isinstance(layer, LinearLayer)  # sums need no mask and have no slots
+                prepared[kind] = (
+                    (AttentionMask(), None) if is_linear else layer.prepare(self, kind[1], starts, positions)
+                )
+        masks, slots = ([prepared[kind][i] for kind in kinds] for i in (0, 1))
         return ForwardContext(positions, max(self.lengths), masks, slots)
 
-    def _check_room(self, batch_size: int, length: int) -> None:
+    def _reserve(self, batch_size: int, length: int) -> list[int]:
+        """Count `length` new positions in every row and return the lengths before; errors as in append()."""
         starts = self.lengths
         if batch_size != len(starts):
             raise UserError(f"the cache has {len(starts)} rows, but the batch has {batch_size}")
@@ -244,10 +228,6 @@ class KVCache:
                 f"the first {self.prefix} positions attend to each other: they must come together in the cache's "
                 f"first chunk, not as {length} positions after {min(starts)}"
             )
-
-    def _advance(self, length: int) -> list[int]:
-        """Count `length` new positions in every row; returns the lengths before."""
-        starts = self.lengths
         self.lengths = [start + length for start in starts]
         self.high_water_before = self.high_water
         self.high_water = [max(pair) for pair in zip(self.high_water, self.lengths)]
@@ -266,21 +246,23 @@ class KVCache:
 
         Raises UserError if keys that it needs again have been overwritten.
         """
-        for row, (new, old) in enumerate(zip(lengths, self.lengths, strict=True)):
+        for new, old in zip(lengths, self.lengths, strict=True):
             if not 0 <= new <= old:
                 raise UserError(f"cannot truncate a row of {old} positions to {new}")
-            for layer in self.layers:
-                if not self._can_truncate_row(layer, row, new):
-                    raise UserError(f"cannot truncate from {old} to {new}: {layer.no_truncate_reason}")
+        for layer in self.layers:
+            if not self._can_truncate_layer(layer, lengths):
+                raise UserError(f"cannot truncate from {self.lengths} to {lengths}: {layer.no_truncate_reason}")
         self.lengths = list(lengths)
 
     def can_truncate(self, lengths: list[int]) -> bool:
         """Whether truncate() would succeed."""
-        return all(self._can_truncate_row(layer, row, new) for layer in self.layers for row, new in enumerate(lengths))
+        return all(self._can_truncate_layer(layer, lengths) for layer in self.layers)
 
-    def _can_truncate_row(self, layer: LayerCache | LinearLayer, row: int, length: int) -> bool:
-        high_water = self.high_water[row]
-        return length == self.lengths[row] or layer.can_truncate(high_water, high_water - length, self.slack)
+    def _can_truncate_layer(self, layer: LayerCache | LinearLayer, lengths: list[int]) -> bool:
+        return all(
+            new == old or high_water <= layer.size or high_water - new <= layer.slack
+            for new, old, high_water in zip(lengths, self.lengths, self.high_water)
+        )
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order; to drop finished rows or repeat a shared prompt."""

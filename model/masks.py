@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from thinker.model.attention_dispatch import AttentionMask, choose_kernel
+from thinker.model.attention_dispatch import KERNELS, AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.kernels.local_attention import LocalBlocks, positions_to_blocks
 from thinker.model.kernels.varlen_attention import VarlenAttention
-from thinker.model.patterns import CAUSAL, INVALID_POSITION, LinearAttentionSpec, Pattern, TokenInfo
+from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.model.positions import alibi_slopes
+from thinker.runtime.errors import UserError
 
 
 @dataclass
@@ -35,25 +36,32 @@ class ForwardContext:
     slots: list[CacheSlots | None]  # per layer; None without a cache of keys
 
 
+@dataclass
 class MaskBuilder:
-    """Builds the masks of one model, from its patterns per layer and what all of its masks have in common."""
+    """Builds the masks of one model: which kernel computes a pattern, and the mask in the form that it reads."""
 
-    def __init__(self, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto") -> None:
-        self.patterns, self.n_heads = config.patterns, config.n_heads
-        self.dtype, self.device, self.kernel = dtype, device, kernel
-        self.plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
-        self.alibi_slopes = alibi_slopes(self.n_heads, device) if config.positions == "alibi" else None
-        self.by_token = any(pattern.by_token for pattern in self.patterns)
-        self._length = 0  # that the masks below were built for
-        self._masks: dict[Pattern | LinearAttentionSpec, AttentionMask] = {}
+    n_heads: int  # H, query heads
+    dtype: torch.dtype = torch.float32  # of the activations
+    alibi_slopes: Tensor | None = None  # (H,), what a score loses per position of distance (model/positions.py)
+    kernel: str = "auto"  # one of attention_dispatch.KERNELS to force it; "reference" computes everything
+    plain_scores: bool = True  # attend() gets neither attn_logit_softcap nor sinks
+    patterns: list[Pattern] = field(default_factory=list)  # of each layer
+    _length: int = 0  # that the masks below were built for
+    _masks: dict[Pattern, AttentionMask] = field(default_factory=dict)
 
-    def build(self, pattern: Pattern, query: TokenInfo, key: TokenInfo, aligned: bool = False) -> AttentionMask:
-        """build_mask() with what all masks of the model have in common."""
-        common = self.n_heads, self.dtype, self.alibi_slopes
-        mask = build_mask(pattern, query, key, *common, aligned, self.kernel, self.plain_scores)
-        if aligned:
-            mask.reference_rows = partial(self.reference_mask, pattern, query)
-        return mask
+    @classmethod
+    def of_model(
+        cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto"
+    ) -> MaskBuilder:
+        """What all masks of a model have in common."""
+        slopes = alibi_slopes(config.n_heads, device) if config.positions == "alibi" else None
+        plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
+        return cls(config.n_heads, dtype, slopes, kernel, plain_scores, config.patterns)
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a pattern needs token ids."""
+        return any(pattern.by_token for pattern in self.patterns)
 
     def whole_sequence(self, query: TokenInfo) -> ForwardContext:
         """The context of a pass without a cache. Masks that depend on the length alone are kept for the next pass."""
@@ -63,88 +71,105 @@ class MaskBuilder:
                 self._length, self._masks = T, {}
             masks = self._masks
         for pattern in self.patterns:
-            if pattern in masks:
-                continue
-            if isinstance(pattern, LinearAttentionSpec):
+            if pattern not in masks and pattern.n_features:
                 masks[pattern] = AttentionMask(kernel_state=query.document_id)
-            else:
+            elif pattern not in masks:
                 masks[pattern] = self.build(pattern, query, query, aligned=True)
-        return ForwardContext(
-            query.position, T, [masks[pattern] for pattern in self.patterns], [None] * len(self.patterns)
-        )
+        by_layer = [masks[pattern] for pattern in self.patterns]
+        return ForwardContext(query.position, T, by_layer, [None] * len(by_layer))
 
     def reference_mask(self, pattern: Pattern, query: TokenInfo, rows: slice = slice(None)) -> AttentionMask:
         """The mask of some queries of a whole sequence, for the reference; nothing is built for the others."""
         part = _map_tensors(query, lambda x: x[..., rows])
-        return build_mask(pattern, part, query, self.n_heads, self.dtype, self.alibi_slopes, kernel="reference")
+        return replace(self, kernel="reference").build(pattern, part, query)
 
+    def build(self, pattern: Pattern, query: TokenInfo, key: TokenInfo, aligned: bool = False) -> AttentionMask:
+        """The mask between queries at positions (T,) or (B, T) and keys at (S,) or (B, S).
 
-def build_mask(
-    pattern: Pattern,
-    query: TokenInfo,
-    key: TokenInfo,
-    n_heads: int,
-    dtype: torch.dtype = torch.float32,
-    alibi_slopes: Tensor | None = None,
-    aligned: bool = False,
-    kernel: str = "auto",
-    plain_scores: bool = True,
-) -> AttentionMask:
-    """Choose the kernel for a pattern and build the mask in the form that it reads.
-
-    Args:
-        query, key: positions (T,) or (B, T), and (S,) or (B, S), with document and token ids where the pass has them.
-        n_heads: H, query heads.
-        dtype: of the activations.
-        alibi_slopes: (H,), what a score loses per position of distance (ALiBi, Press et al. 2022, arXiv:2108.12409).
-        aligned: queries and keys are the same positions, in the same order.
-        kernel: one of attention_dispatch.KERNELS to force it; "reference" computes everything.
-        plain_scores: attend() gets neither attn_logit_softcap nor sinks.
-
-    Raises UserError if the kernel does not compute the pattern.
-    """
-    has_alibi = alibi_slopes is not None
-    kernel = choose_kernel(kernel, pattern, query, dtype, aligned, plain_scores, has_alibi)
-    if kernel == "flex":
-        return AttentionMask(kernel=kernel, kernel_state=FlexAttention(pattern, query, n_heads, alibi_slopes))
-    if kernel == "varlen":
-        return AttentionMask(kernel=kernel, kernel_state=VarlenAttention(query.document_id, pattern.max_distance))
-    if pattern == CAUSAL and aligned and query.document_id is None and not has_alibi:
-        return AttentionMask(is_causal=True, kernel=kernel)
-    mask = AttentionMask(kernel=kernel, may_be_empty=not pattern.includes_self)
-    if kernel == "local":
-        mask.local_blocks = LocalBlocks.for_distance(pattern.max_distance, pattern.n_global)
-        info, blocks = query, mask.local_blocks
-        query, key = (  # (blocks or B·blocks, block) and (..., n_global + before + block)
-            _map_tensors(info, lambda x, i=i: positions_to_blocks(x, blocks, INVALID_POSITION)[i].flatten(0, -2))
-            for i in (0, 1)
-        )
-    device = query.position.device
-    if pattern.by_head or has_alibi:
-        head = torch.arange(n_heads, device=device)[:, None, None]  # (H, 1, 1)
-    else:
-        head = torch.zeros((), dtype=int, device=device)
-    query, key = _unsqueeze(query, -1), _unsqueeze(key, -2)  # (..., T, 1) and (..., 1, S)
-    bias = None
-    if has_alibi:
-        bias = -alibi_slopes[:, None, None] * (query.position - key.position).abs()  # (H, T, S) or (B, H, T, S)
-    if pattern.by_score:
-
-        def score_mask(scores: Tensor, rows: slice) -> Tensor:
-            part = _map_tensors(query, lambda x: x[..., rows, :])  # (..., rows, 1)
-            part.scores = scores
-            return pattern(head, part, key)
-
-        mask.allowed, mask.score_mask = bias, score_mask
+        `aligned`: they are the same positions, in the same order. Raises UserError if `kernel` does not compute it.
+        """
+        kernel = self.choose_kernel(pattern, query, aligned)
+        mask = AttentionMask(kernel=kernel, may_be_empty=not pattern.includes_self)
+        if aligned:
+            mask.reference_rows = partial(self.reference_mask, pattern, query)
+        if kernel == "flex":
+            mask.kernel_state = FlexAttention(pattern, query, self.n_heads, self.alibi_slopes)
+        elif kernel == "varlen":
+            mask.kernel_state = VarlenAttention(query.document_id, pattern.max_distance)
+        elif pattern == CAUSAL and aligned and query.document_id is None and self.alibi_slopes is None:
+            mask.is_causal = True
+        else:
+            if kernel == "local":
+                blocks = mask.local_blocks = LocalBlocks.for_distance(pattern.max_distance, pattern.n_global)
+                query, key = (  # (blocks or B·blocks, block) and (..., n_global + before + block)
+                    _map_tensors(key, lambda x, i=i: positions_to_blocks(x, blocks, INVALID_POSITION)[i].flatten(0, -2))
+                    for i in (0, 1)
+                )
+            self._set_allowed(mask, pattern, _unsqueeze(query, -1), _unsqueeze(key, -2))
         return mask
-    mask.allowed = pattern(head, query, key)  # (T, S), (H, T, S) or (B, 1 or H, T, S)
-    if bias is None and kernel == "blockwise":
-        bias = torch.zeros((), dtype=dtype)
-    if bias is not None:
-        mask.allowed = bias.masked_fill(~mask.allowed, -torch.inf)
-    if mask.allowed.dim() == 3:
-        mask.allowed = mask.allowed[None]
-    return mask
+
+    def choose_kernel(self, pattern: Pattern, query: TokenInfo, aligned: bool) -> str:
+        """The fastest kernel that computes a pattern here, or the requested one; arguments and errors as in build()."""
+        has_documents, has_alibi = query.document_id is not None, self.alibi_slopes is not None
+        is_bounded = aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
+        is_window = pattern.max_distance is not None and pattern.text == f"window({pattern.max_distance})"
+        by_query = aligned and self.plain_scores and not (pattern.by_score or pattern.bidirectional_prefix)
+        supported = {
+            "reference": True,
+            "sdpa": self.plain_scores and not pattern.by_score,
+            "blockwise": by_query and pattern.includes_self,
+            "local": is_bounded and not pattern.by_score,
+            "flex": aligned and not pattern.by_score,
+            "varlen": aligned
+            and self.plain_scores
+            and (is_window or pattern == CAUSAL)
+            and not has_alibi
+            and has_documents,
+        }
+        if self.kernel != "auto":
+            if not supported.get(self.kernel, False):
+                hint = "" if self.kernel in supported else f"; there are: {', '.join(KERNELS)}"
+                raise UserError(f"the attention kernel {self.kernel!r} does not compute {pattern.text} here{hint}")
+            return self.kernel
+        T = query.position.shape[-1]
+        if query.position.is_cuda:
+            if T >= 1024 and not (pattern == CAUSAL and not has_documents and not has_alibi):
+                has_flash = torch.cuda.get_device_capability(query.position.device) >= (8, 0)
+                if supported["varlen"] and has_flash and self.dtype in (torch.bfloat16, torch.float16):
+                    return "varlen"
+                return "flex" if supported["flex"] else "reference"
+        elif supported["blockwise"] and self.dtype == torch.bfloat16 and T <= 1024:
+            return "blockwise"
+        elif supported["local"] and 2 * (pattern.max_distance + pattern.n_global) + 128 < T:
+            return "local"
+        return "sdpa" if supported["sdpa"] else "reference"
+
+    def _set_allowed(self, mask: AttentionMask, pattern: Pattern, query: TokenInfo, key: TokenInfo) -> None:
+        """For the kernels that read `allowed`: query (..., T, 1), key (..., 1, S)."""
+        device, slopes = query.position.device, self.alibi_slopes
+        if pattern.by_head or slopes is not None:
+            head = torch.arange(self.n_heads, device=device)[:, None, None]  # (H, 1, 1)
+        else:
+            head = torch.zeros((), dtype=int, device=device)
+        bias = None
+        if slopes is not None:
+            bias = -slopes[:, None, None] * (query.position - key.position).abs()  # (H, T, S) or (B, H, T, S)
+        if pattern.by_score:
+
+            def score_mask(scores: Tensor, rows: slice) -> Tensor:
+                part = _map_tensors(query, lambda x: x[..., rows, :])  # (..., rows, 1)
+                part.scores = scores
+                return pattern(head, part, key)
+
+            mask.allowed, mask.score_mask = bias, score_mask
+            return
+        mask.allowed = pattern(head, query, key)  # (T, S), (H, T, S) or (B, 1 or H, T, S)
+        if bias is None and mask.kernel == "blockwise":
+            bias = torch.zeros((), dtype=self.dtype)
+        if bias is not None:
+            mask.allowed = bias.masked_fill(~mask.allowed, -torch.inf)
+        if mask.allowed.dim() == 3:
+            mask.allowed = mask.allowed[None]
 
 
 def _map_tensors(info: TokenInfo, function) -> TokenInfo:  # noqa: ANN001

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from thinker.model import patterns
-from thinker.model.patterns import LinearAttentionSpec, Pattern
+from thinker.model.patterns import Pattern
 from thinker.runtime.errors import UserError, did_you_mean
 
 MAX_NUMBER = 1 << 24  # the largest number in a pattern
@@ -20,7 +20,7 @@ MAX_ARGUMENTS = {"random": (1, 256), "bigbird": (3, 256), "linear": (0, 1 << 16)
 MAY_BE_ZERO = ("token", "random", "bigbird")  # whose numbers start at 0, those of the others at 1
 HINT = "write it as window(64) | global(4)"
 
-PATTERNS: dict[str, Callable[..., Pattern | LinearAttentionSpec]] = {  # by their names in configs
+PATTERNS: dict[str, Callable[..., Pattern]] = {  # by their names in configs
     "full": patterns.full, "window": patterns.window, "dilated": patterns.dilated, "block": patterns.block,
     "global": patterns.global_positions, "token": patterns.global_tokens, "strided": patterns.strided,
     "random": patterns.random, "prefix": patterns.prefix, "topk": patterns.topk, "heads": patterns.per_head,
@@ -28,7 +28,7 @@ PATTERNS: dict[str, Callable[..., Pattern | LinearAttentionSpec]] = {  # by thei
 }  # fmt: skip
 
 
-def parse_pattern(text: str) -> Pattern | LinearAttentionSpec:
+def parse_pattern(text: str) -> Pattern:
     """The pattern with this text form. Raises UserError that says what is wrong with it."""
     if len(text) > MAX_TEXT_LENGTH:
         raise UserError(
@@ -45,10 +45,10 @@ def parse_pattern(text: str) -> Pattern | LinearAttentionSpec:
         raise UserError(f"model.attention {text!r} cannot be read; {HINT}") from None
 
 
-def _parse_node(node: ast.expr) -> Pattern | LinearAttentionSpec:
+def _parse_node(node: ast.expr) -> Pattern:
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitOr, ast.BitAnd)):
         left, right = _parse_node(node.left), _parse_node(node.right)
-        if isinstance(left, LinearAttentionSpec) or isinstance(right, LinearAttentionSpec):
+        if left.n_features or right.n_features:
             raise UserError("linear attention has no mask and cannot be combined with a pattern")
         return left | right if isinstance(node.op, ast.BitOr) else left & right
     if isinstance(node, ast.Name):
@@ -68,7 +68,7 @@ def _to_name(node: ast.Name) -> str:
     raise UserError(f"there is no {name}{hint}")
 
 
-def _make_pattern(node: ast.expr, name: str, arguments: list[ast.expr]) -> Pattern | LinearAttentionSpec:
+def _make_pattern(node: ast.expr, name: str, arguments: list[ast.expr]) -> Pattern:
     if name == "heads":
         values = [_parse_node(argument) for argument in arguments]
     else:
@@ -81,7 +81,7 @@ def _make_pattern(node: ast.expr, name: str, arguments: list[ast.expr]) -> Patte
         raise UserError(f"{name} takes ({parameters}), but got {len(values)}") from None
     if not values and name in ("heads", "token"):
         raise UserError(f"{name} needs at least one argument")
-    if any(isinstance(value, LinearAttentionSpec) for value in values):
+    if name == "heads" and any(value.n_features for value in values):
         raise UserError("linear attention applies to whole layers, not to single heads")
     if name == "heads" and any("heads(" in value.text for value in values):
         raise UserError("heads cannot contain heads; name each head's pattern once, as in heads(full, window(8), full)")
@@ -102,9 +102,7 @@ def _unparse(node: ast.expr) -> str:
     return ast.unparse(node).replace("global_", "global")
 
 
-def layer_patterns(
-    attention: str | list[str], n_layers: int, window_size: int | None, n_heads: int
-) -> list[Pattern | LinearAttentionSpec]:
+def layer_patterns(attention: str | list[str], n_layers: int, window_size: int | None, n_heads: int) -> list[Pattern]:
     """The pattern of each layer, from one for all layers; a list, repeated; or letters such as "LLLG", repeated.
 
     L is a window of `window_size` keys, G is full. Raises UserError if it cannot be read or a part is never used.

@@ -5,9 +5,10 @@ model/pattern_parser.py reads them from the config; docs/attention.md shows a pi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import inf
 from operator import or_
 
 import torch
@@ -26,6 +27,9 @@ class TokenInfo:
     scores: Tensor | None = None  # (B, H, T, S), of queries, for patterns that select keys by score
 
 
+MaskMod = Callable[[Tensor, TokenInfo, TokenInfo], Tensor]
+
+
 @dataclass(frozen=True)
 class Pattern:
     """Which keys each query attends to: mask_mod(head, query, key) -> bool. `|` and `&` combine two patterns.
@@ -34,7 +38,7 @@ class Pattern:
     """
 
     text: str
-    mask_mod: Callable[[Tensor, TokenInfo, TokenInfo], Tensor] = field(compare=False, repr=False)
+    mask_mod: MaskMod = field(compare=False, repr=False)
     max_distance: int | None = None  # number of newest keys that can be visible, the query's own included; None: all
     n_global: int = 0
     bidirectional_prefix: int = 0  # the first positions that attend to each other both ways
@@ -43,6 +47,7 @@ class Pattern:
     tokens: tuple[int, ...] = ()  # the token ids it selects
     by_score: bool = False
     min_heads: int = 1  # a model with fewer heads would leave a part of the pattern unused
+    n_features: int = 0  # of linear attention (model/attention.py), which needs no mask; 0: any other pattern
 
     def __call__(self, head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         """True where the query attends to the key; with document masking only within one document."""
@@ -60,47 +65,29 @@ class Pattern:
         return self.max_distance is not None and not (self.by_token or self.by_score)
 
     def __or__(self, other: Pattern) -> Pattern:
-        distances = self.max_distance, other.max_distance
-        return Pattern(
-            text=f"({self.text} | {other.text})",
-            mask_mod=lambda *args: self.mask_mod(*args) | other.mask_mod(*args),
-            max_distance=None if None in distances else max(distances),
-            bidirectional_prefix=max(self.bidirectional_prefix, other.bidirectional_prefix),
-            includes_self=self.includes_self or other.includes_self,
-            **_common_fields([self, other]),
-        )
+        text = f"({self.text} | {other.text})"
+        return _combine(text, lambda *args: self.mask_mod(*args) | other.mask_mod(*args), [self, other], max, any)
 
     def __and__(self, other: Pattern) -> Pattern:
-        distances = [d for d in (self.max_distance, other.max_distance) if d is not None]
-        return Pattern(
-            text=f"({self.text} & {other.text})",
-            mask_mod=lambda *args: self.mask_mod(*args) & other.mask_mod(*args),
-            max_distance=min(distances, default=None),
-            bidirectional_prefix=min(self.bidirectional_prefix, other.bidirectional_prefix),
-            includes_self=self.includes_self and other.includes_self,
-            **_common_fields([self, other]),
-        )
+        text = f"({self.text} & {other.text})"
+        return _combine(text, lambda *args: self.mask_mod(*args) & other.mask_mod(*args), [self, other], min, all)
 
 
-def _common_fields(patterns: list[Pattern]) -> dict[str, int | bool | tuple[int, ...]]:
-    """What every combination of patterns inherits in the same way."""
-    return {
-        "n_global": max(pattern.n_global for pattern in patterns),
-        "by_head": any(pattern.by_head for pattern in patterns),
-        "tokens": sum((pattern.tokens for pattern in patterns), ()),
-        "by_score": any(pattern.by_score for pattern in patterns),
-        "min_heads": max(pattern.min_heads for pattern in patterns),
-    }
-
-
-@dataclass(frozen=True)
-class LinearAttentionSpec:
-    """Not a mask: linear attention with `n_features` random features (model/linear_attention.py)."""
-
-    text: str
-    n_features: int
-    max_distance, n_global, bidirectional_prefix, min_heads, tokens = 0, 0, 0, 1, ()  # as in Pattern
-    by_token, by_head, fits_ring_buffer = False, False, True
+def _combine(text: str, mask_mod: MaskMod, patterns: Sequence[Pattern], limit: Callable, include: Callable) -> Pattern:
+    """`limit`, max or min, gives the distance and the prefix from those of the patterns; `include`: any or all."""
+    distance = limit(inf if pattern.max_distance is None else pattern.max_distance for pattern in patterns)
+    return Pattern(
+        text,
+        mask_mod,
+        max_distance=None if distance == inf else distance,
+        n_global=max(pattern.n_global for pattern in patterns),
+        bidirectional_prefix=limit(pattern.bidirectional_prefix for pattern in patterns),
+        includes_self=include(pattern.includes_self for pattern in patterns),
+        by_head=any(pattern.by_head for pattern in patterns),
+        tokens=sum((pattern.tokens for pattern in patterns), ()),
+        by_score=any(pattern.by_score for pattern in patterns),
+        min_heads=max(pattern.min_heads for pattern in patterns),
+    )
 
 
 def full() -> Pattern:
@@ -222,16 +209,8 @@ def per_head(*patterns: Pattern) -> Pattern:
         visible = [(index == i) & pattern.mask_mod(head, query, key) for i, pattern in enumerate(patterns)]
         return reduce(or_, visible)
 
-    distances = [pattern.max_distance for pattern in patterns]
-    common = _common_fields(list(patterns))
-    return Pattern(
-        text=f"heads({', '.join(pattern.text for pattern in patterns)})",
-        mask_mod=mask_mod,
-        max_distance=None if None in distances else max(distances),
-        bidirectional_prefix=max(pattern.bidirectional_prefix for pattern in patterns),
-        includes_self=all(pattern.includes_self for pattern in patterns),
-        **common | {"by_head": True, "min_heads": max(len(patterns), common["min_heads"])},
-    )
+    text = f"heads({', '.join(pattern.text for pattern in patterns)})"
+    return replace(_combine(text, mask_mod, patterns, max, all), by_head=True, min_heads=len(patterns))
 
 
 def longformer(w: int, d: int, g: int) -> Pattern:
@@ -244,6 +223,6 @@ def bigbird(w: int, g: int, b: int, r: int, seed: int = 0) -> Pattern:
     return window(w) | global_positions(g) | random(b, r, seed)
 
 
-def linear(m: int) -> LinearAttentionSpec:
+def linear(m: int) -> Pattern:
     """m random features in place of the softmax (Choromanski et al. 2021, arXiv:2009.14794)."""
-    return LinearAttentionSpec(f"linear({m})", m)
+    return Pattern(f"linear({m})", CAUSAL.mask_mod, max_distance=0, n_features=m)

@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinker.model.activation_hooks import ActivationCache, HookManager, Patch, activation_names, hook, open_hooks
-from thinker.model.attention import Attention
+from thinker.model.activation_hooks import ActivationCache, HookManager, Patch, hook, hook_points, open_hooks
+from thinker.model.attention import Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache, LayerCache
 from thinker.model.linear import Linear
-from thinker.model.linear_attention import LinearAttention
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.norm import RMSNorm
-from thinker.model.patterns import LinearAttentionSpec, Pattern, TokenInfo
+from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import sinusoidal_embedding
 from thinker.model.rope import Rope, RopeScaling
 from thinker.runtime.errors import UserError
@@ -49,10 +48,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ThinkerConfig, pattern: Pattern | LinearAttentionSpec, layer: int) -> None:
+    def __init__(self, config: ThinkerConfig, pattern: Pattern, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        if isinstance(pattern, LinearAttentionSpec):
+        if pattern.n_features:
             self.attention = LinearAttention(config, pattern.n_features, layer)
         else:
             self.attention = Attention(config, layer)
@@ -94,6 +93,7 @@ class Thinker(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.kernel = "auto"  # one of attention_dispatch.KERNELS, to force it
         self.mask_builder: MaskBuilder | None = None
+        self._built_for: tuple[torch.dtype, torch.device, str] | None = None
         self.hooks: HookManager | None = None
         scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
         self.rope = Rope(config.head_dim, config.rope_theta, scaling) if config.positions == "rope" else None
@@ -108,34 +108,21 @@ class Thinker(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Initialise all weights.
-
-        | parameter | distribution |
-        |---|---|
-        | embedding | normal, std 1; 0.02 with tied embeddings |
-        | q, k, v, gate, up | normal, std 1/√(columns): outputs as large as inputs |
-        | o, down | zero: every block begins as the identity |
-        | lm_head | normal, std `head_init_std`; 0: the first loss is exactly ln V; the embedding if tied |
-        | learned positions | normal, std 0.02 |
-        | norm weights | one |
-        | sinks, biases | zero |
-
-        With `init` "normal" every matrix is normal with std 0.02 (Radford et al. 2019, GPT-2).
-        """
+        """Initialise all weights as stated here; `init` "normal" is GPT-2's (Radford et al. 2019)."""
         for name, parameter in self.named_parameters():
-            if self.config.init == "normal" and parameter.dim() == 2:
+            if parameter.dim() == 1:
+                parameter.fill_(0 if name.endswith(("sinks", "bias")) else 1)
+            elif self.config.init == "normal" or name == "positions.weight":
                 parameter.normal_(0, 0.02, generator=generator)
             elif name == "embedding.weight":
                 parameter.normal_(0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator)
-            elif name == "positions.weight":
-                parameter.normal_(0, 0.02, generator=generator)
-            elif parameter.dim() == 1:
-                parameter.fill_(0 if name.endswith(("sinks", "bias")) else 1)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
+                parameter.zero_()  # every block begins as the identity
             elif name == "lm_head.weight":
-                parameter.normal_(0, self.config.head_init_std, generator=generator)
-            else:
+                parameter.normal_(
+                    0, self.config.head_init_std, generator=generator
+                )  # 0: the first loss is exactly ln V
+            else:  # q, k, v, gate, up: outputs as large as inputs
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
 
     @property
@@ -218,10 +205,10 @@ class Thinker(nn.Module):
             positions = positions - torch.where(is_first, positions, 0).cummax(dim=1).values
             document_ids = is_first.cumsum(dim=1)  # numbered from 1, whatever the ids were
         built_for = self.dtype, inputs.device, self.kernel
-        builder = self.mask_builder
-        if builder is None or (builder.dtype, builder.device, builder.kernel) != built_for:
-            self.mask_builder = builder = MaskBuilder(self.config, *built_for)
-        return builder.whole_sequence(TokenInfo(positions, document_ids, tokens if builder.by_token else None))
+        if built_for != self._built_for:
+            self._built_for, self.mask_builder = built_for, MaskBuilder.of_model(self.config, *built_for)
+        token_ids = tokens if self.mask_builder.by_token else None
+        return self.mask_builder.whole_sequence(TokenInfo(positions, document_ids, token_ids))
 
     def embed(self, inputs: Tensor, context: ForwardContext) -> Tensor:
         """The input of the first block: tokens (B, T) or embeddings (B, T, C) -> (B, T, C), with positions."""
@@ -270,8 +257,8 @@ class Thinker(nn.Module):
         return open_hooks(self, (), patches)
 
     def activation_names(self) -> list[str]:
-        """All names that can be recorded, in the order of the pass: see model.activations.activation_names."""
-        return activation_names(self)
+        """All names that can be recorded, in the order of the pass: the table of activation_hooks.hook_points."""
+        return list(hook_points(self))
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> Tensor:

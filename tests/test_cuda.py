@@ -120,11 +120,11 @@ def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
 
 def values_and_gradients(kernel, dtype, pattern, places, alibi, attn_logit_softcap, leaves):
     from thinker.model.attention_dispatch import attend
-    from thinker.model.masks import build_mask
+    from thinker.model.masks import MaskBuilder
 
     q, k, v, *sinks = leaves
     plain = attn_logit_softcap is None and not sinks
-    mask = build_mask(pattern, places, places, q.shape[1], dtype, alibi, True, kernel, plain)
+    mask = MaskBuilder(q.shape[1], dtype, alibi, kernel, plain).build(pattern, places, places, True)
     y = attend(*(x.to(dtype) for x in (q, k, v)), mask, None, attn_logit_softcap, *sinks)
     weight = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     return mask.kernel, [y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)]
@@ -180,7 +180,7 @@ def test_flex_takes_further_lengths_and_patterns_without_end():
 
 def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
     from thinker.model.attention_dispatch import attend
-    from thinker.model.masks import build_mask
+    from thinker.model.masks import MaskBuilder
     from thinker.model.pattern_parser import parse_pattern
     from thinker.model.patterns import TokenInfo
 
@@ -188,7 +188,7 @@ def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
     q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    mask = build_mask(parse_pattern("longformer(256, 4, 4)"), places, places, 2, q.dtype, None, True)
+    mask = MaskBuilder(2, q.dtype).build(parse_pattern("longformer(256, 4, 4)"), places, places, True)
     assert mask.kernel == "flex"
     assert torch.isfinite(attend(q, q, q, mask)).all()
     assert torch.cuda.max_memory_allocated() - before < 3 * 2**30  # positions' differences alone would be 8 GiB

@@ -11,7 +11,7 @@ from test_attention_variants import ATTENTION, close, forms
 from thinker.generation import Generator, SamplingParams
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.inference_model import prepare_for_inference
-from thinker.model import attention_dispatch, linear_attention
+from thinker.model import attention, attention_dispatch
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,7 +279,7 @@ def test_how_many_rows_are_weighed_at_a_time_changes_nothing(random_model, monke
         for module, rows in (
             (attention_dispatch, 1),
             (attention_dispatch, 2),
-            (linear_attention, 4),
+            (attention, 4),
         ):  # and eight times as many by SDPA
             monkeypatch.setattr(module, "ROWS", rows)
             torch.testing.assert_close(model(tokens), known[0], rtol=0, atol=1e-4)

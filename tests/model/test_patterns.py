@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from thinker.model.attention_dispatch import attend
 from thinker.model.kernels import blockwise_attention, local_attention
-from thinker.model.masks import build_mask
+from thinker.model.masks import MaskBuilder
 from thinker.model.pattern_parser import parse_pattern
 from thinker.model.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
@@ -158,7 +158,7 @@ def check(situation, kernels, patch):
         patch.setattr(local_attention, "MIN_BLOCK", 1 + seed % 7)  # so that short sequences have several blocks
         patch.setattr(blockwise_attention, "ROWS", 1 + seed % 5)
         try:
-            mask = build_mask(pattern, query, key, H, torch.float64, alibi, T == S, kernel, plain)
+            mask = MaskBuilder(H, torch.float64, alibi, kernel, plain).build(pattern, query, key, T == S)
         except UserError:
             assert kernel not in ("auto", "reference")
             continue

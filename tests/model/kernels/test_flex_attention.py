@@ -8,7 +8,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import attend
 from thinker.model.kernels import flex_attention
 from thinker.model.kernels.flex_attention import FlexAttention
-from thinker.model.masks import build_mask
+from thinker.model.masks import MaskBuilder
 from thinker.model.pattern_parser import parse_pattern
 from thinker.model.patterns import TokenInfo
 from thinker.model.positions import alibi_slopes
@@ -43,7 +43,7 @@ def _traced_no_more_than_needed(monkeypatch):
 
 
 def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64, device="cpu"):
-    """Queries, keys, values, sinks; and what build_mask() and attend() take, by the names of their arguments."""
+    """Queries, keys, values, sinks; and what MaskBuilder and attend() take, by the names of their arguments."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": (B, H, T, D), "k": (B, K, T, D), "v": (B, K, T, D), "sinks": (H,)}
     inputs = {name: torch.randn(shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
@@ -64,7 +64,7 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
 
 def computed(kernel, pattern, places, inputs, alibi, attn_logit_softcap):
     q, plain = inputs["q"], attn_logit_softcap is None and "sinks" not in inputs
-    mask = build_mask(pattern, places, places, q.shape[1], q.dtype, alibi, True, kernel, plain)
+    mask = MaskBuilder(q.shape[1], q.dtype, alibi, kernel, plain).build(pattern, places, places, True)
     assert mask.kernel == kernel
     return attend(q, inputs["k"], inputs["v"], mask, None, attn_logit_softcap, inputs.get("sinks"))
 
@@ -117,7 +117,7 @@ def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypat
     T = 3 * size - 12  # the last block is not full
     monkeypatch.setattr(flex_attention, "BLOCK", size)
     pattern, places, *_ = situation(text, features, H=H, T=T)
-    mask = build_mask(pattern, places, places, H, kernel="reference")  # not aligned: a mask for every pattern
+    mask = MaskBuilder(H, kernel="reference").build(pattern, places, places)  # not aligned: a mask for every pattern
     seen = torch.nn.functional.pad(mask.allowed.expand(2, H, T, T), (0, 12, 0, 12))
     count = seen.unflatten(3, (3, size)).unflatten(2, (3, size)).sum((3, 5))  # (B, H, 3, 3)
     for scores in (1, 2**26):  # a row of blocks at a time, and all together

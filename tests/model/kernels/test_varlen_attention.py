@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinker.model.attention_dispatch import attend
 from thinker.model.kernels.varlen_attention import VarlenAttention, cu_seqlens
-from thinker.model.masks import build_mask
+from thinker.model.masks import MaskBuilder
 from thinker.model.pattern_parser import parse_pattern
 from thinker.model.patterns import TokenInfo
 
@@ -57,9 +57,9 @@ def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, groupe
     position = torch.arange(T) - torch.where(begins, torch.arange(T), 0).cummax(1).values
     places = TokenInfo(position, document)
     known = attend(
-        q, k, v, build_mask(parse_pattern(text), places, places, heads, kernel="reference", aligned=True), 0.3
+        q, k, v, MaskBuilder(heads, kernel="reference").build(parse_pattern(text), places, places, True), 0.3
     )
-    mask = build_mask(parse_pattern(text), places, places, heads, kernel="varlen", aligned=True)
+    mask = MaskBuilder(heads, kernel="varlen").build(parse_pattern(text), places, places, True)
     assert isinstance(mask.kernel_state, VarlenAttention)
     mask.kernel_state.varlen_attn, mask.kernel_state.has_gqa = stand_in, grouped
     torch.testing.assert_close(attend(q, k, v, mask, 0.3), known)
