@@ -13,7 +13,6 @@ from tqdm import tqdm
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability import heads, pruning
 from thinker.interpretability.head_reports import TITLES, UNBOUNDED, describe_random, score_heads
-from thinker.interpretability.heads import Importance
 from thinker.interpretability.reports import Panel, Prompt, Report, existing_heads, head_labels, to_json
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
@@ -29,26 +28,24 @@ def report_over_training(
 
     random, origin: as in report_heads().
     """
-    step_numbers, scores = [], []
+    scores = {}
     for step, load_model in tqdm(list(steps), desc="measuring", unit=" checkpoints"):
-        step_numbers.append(step)
-        scores.append(score_heads(load_model(), random if prompt is None else prompt.tokens[None], random))
-    names = [name for name in scores[0] if name not in ("normalised", *UNBOUNDED)]
-    pairs = existing_heads(scores[0]["entropy"])
-    labels = [f"{layer}.{head}" for layer, head in pairs]
-    curves = {name: torch.stack([one[name][tuple(zip(*pairs))] for one in scores]) for name in scores[0]}
-    rows = []
-    for number, step in enumerate(step_numbers):
-        best = [curves[name][number].max(dim=0) for name in names]
-        rows.append([str(step), *(f"{value:.3f} ({labels[head]})" for value, head in best)])
-    data = {"steps": step_numbers, "heads": labels} | {name: values.tolist() for name, values in curves.items()}
-    step_labels = [str(step) for step in step_numbers]
+        scores[step] = score_heads(load_model(), random if prompt is None else prompt.tokens[None], random)
+    first, rows = next(iter(scores.values())), []
+    pairs = existing_heads(first["entropy"])
+    labels, step_labels = [f"{layer}.{head}" for layer, head in pairs], [str(step) for step in scores]
+    curves = {name: torch.stack([one[name][tuple(zip(*pairs))] for one in scores.values()]) for name in first}
+    shown = [name for name in first if name not in ("normalised", *UNBOUNDED)]
+    for number, step in enumerate(step_labels):
+        best = [curves[name][number].max(dim=0) for name in shown]
+        rows.append([step, *(f"{value:.3f} ({labels[head]})" for value, head in best)])
+    data = {"steps": [*scores], "heads": labels} | {name: values.tolist() for name, values in curves.items()}
     panels = [
-        Panel(TITLES[name], curves[name], step_labels, labels, vmax=1.0, style="lines") for name in reversed(names)
+        Panel(TITLES[name], curves[name], step_labels, labels, vmax=1.0, style="lines") for name in reversed(shown)
     ]
     header = {"random": describe_random(random, origin), "cells": "the highest score, and (layer.head)"}
-    header["checkpoints"] = f"{len(step_numbers)}, steps {step_numbers[0]} to {step_numbers[-1]}"
-    return Report(header, ["step", *names], rows, data, panels, panels_per_row=2)
+    header["checkpoints"] = f"{len(scores)}, steps {step_labels[0]} to {step_labels[-1]}"
+    return Report(header, ["step", *shown], rows, data, panels, panels_per_row=2)
 
 
 @torch.no_grad()
@@ -74,17 +71,20 @@ def compare(
     n_heads = [[block.attention.n_heads for block in model.blocks] for model in models]
     if n_heads[0] != n_heads[1]:
         header["heads"] = f"{n_heads[0]} and {n_heads[1]} per layer, so they cannot be compared one by one"
-        by_position = kl.mean(dim=0, keepdim=True).cpu()  # (1, T)
-        positions = [str(position) for position in range(tokens.shape[1])]
-        columns, cells, labels = ["position", "KL"], [positions], positions
+        by_position = kl.mean(dim=0).cpu()  # (T,)
+        data["by_position"] = by_position.tolist()
+        columns = {"position": [str(position) for position in range(len(by_position))]}
         if prompt is not None:
-            columns, cells, labels = ["position", "token", "KL"], [positions, prompt.labels], prompt.numbered()
-        rows = [[*row, f"{x:.4f}"] for *row, x in zip(*cells, by_position[0].tolist())]
-        panel = Panel("KL of the predictions, by position (nats)", by_position, [""], labels)
-        return Report(header, columns, rows, data | {"by_position": by_position[0].tolist()}, [panel], footer)
+            columns["token"] = prompt.labels
+        columns["KL"] = [f"{x:.4f}" for x in data["by_position"]]
+        labels = columns["position"] if prompt is None else prompt.numbered()
+        panel = Panel("KL of the predictions, by position (nats)", by_position[None], [""], labels)
+        return Report(header, [*columns], [*zip(*columns.values())], data, [panel], footer)
     scores = [score_heads(model, tokens, random) for model in models]
     weights = zip(*(model.attention_weights(tokens) for model in models))
-    divergence = pad_sequence([_js_divergence(*pair) for pair in weights], batch_first=True)  # (layers, H)
+    pairs = [torch.stack(pair, dim=2) for pair in weights]  # (B, H, 2, T, T) per layer
+    js = [heads.pairwise_js_divergence(pair)[..., 0, 1].mean(dim=0).cpu() for pair in pairs]
+    divergence = pad_sequence(js, batch_first=True)  # (layers, H)
     rows = []
     for layer, head in existing_heads(scores[0]["entropy"]):
         changes = [" → ".join(f"{part[name][layer, head]:.3f}" for part in scores) for name in COMPARED]
@@ -100,18 +100,6 @@ def compare(
     return Report(header, columns, rows, data, panels, footer, panels_per_row=2)
 
 
-def _js_divergence(one: Tensor, other: Tensor) -> Tensor:
-    """The Jensen–Shannon divergence of two models' heads, averaged over texts and rows: (B, H, T, T) each -> (H,)."""
-    pairs = torch.stack((one, other), dim=2)  # (B, H, 2, T, T)
-    return heads.pairwise_js_divergence(pairs)[..., 0, 1].mean(dim=0).cpu()
-
-
-def _importance(model: Thinker, texts: Texts, method: str, by_group: bool) -> Importance:
-    if method == "gradient":
-        return heads.importance_by_gradient(model, texts[0], targets=texts[1], by_group=by_group)
-    return heads.importance_by_ablation(model, texts[0], method, targets=texts[1], by_group=by_group, progress=True)
-
-
 IMPORTANCE_COLUMNS = ("importance", "95% from", "to")
 UNITS = {
     "zero": "loss in nats per token when the head's output is zero",
@@ -120,24 +108,27 @@ UNITS = {
 }
 
 
-def _importance_cells(importance: Importance, pair: tuple[int, int]) -> list[str]:
-    return [f"{values[pair]:+.5f}" for values in (importance.value, importance.low, importance.high)]
-
-
-def _importance_data(importance: Importance, method: str) -> dict[str, Any]:
-    return {"importance": method} | {name: to_json(values) for name, values in vars(importance).items()}
+def _importance(
+    model: Thinker, texts: Texts, method: str, by_group: bool
+) -> tuple[heads.Importance, dict[tuple[int, int], list[str]], dict[str, Any]]:
+    """The importance of heads or groups, its cells in a table by (layer, head), and its numbers."""
+    if method == "gradient":
+        importance = heads.importance_by_gradient(model, *texts, by_group)
+    else:
+        importance = heads.importance_by_ablation(model, texts[0], method, texts[1], by_group)
+    columns = vars(importance)
+    cells = {pair: [f"{x[pair]:+.5f}" for x in columns.values()] for pair in existing_heads(importance.value)}
+    return importance, cells, {"importance": method} | {name: to_json(x) for name, x in columns.items()}
 
 
 def report_importance(model: Thinker, texts: Texts, method: str) -> Report:
     """The importance of each head, largest first, with 95 % intervals over texts."""
-    importance = _importance(model, texts, method, by_group=False)
+    importance, cells, data = _importance(model, texts, method, by_group=False)
     value = importance.value
-    order = sorted(existing_heads(value), key=lambda pair: -value[pair])
-    rows = [[str(layer), str(head), *_importance_cells(importance, (layer, head))] for layer, head in order]
+    rows = [[*map(str, pair), *cells[pair]] for pair in sorted(cells, key=lambda pair: -value[pair])]
     panel = Panel(UNITS[method], value, *head_labels(value), signed=bool((value < 0).any()))
     header = {"importance": UNITS[method], "texts": f"{len(texts[0])} of {texts[0].shape[1]} tokens"}
-    columns = ["layer", "head", *IMPORTANCE_COLUMNS]
-    return Report(header, columns, rows, _importance_data(importance, method), [panel])
+    return Report(header, ["layer", "head", *IMPORTANCE_COLUMNS], rows, data, [panel])
 
 
 def report_pruning(
@@ -153,7 +144,7 @@ def report_pruning(
     choosing, measuring = ((texts[0][part], texts[1][part]) for part in (slice(half), slice(half, None)))
     pruning.prune(model, groups or [])  # fail before long work
     pruning.check_count(model, len(groups or []) if count is None else count)
-    importance = _importance(model, choosing, method, by_group=True)
+    importance, cells, data = _importance(model, choosing, method, by_group=True)
     value = importance.value
     pruned = pruning.least_important(importance, count) if groups is None else groups
     pruned_model = pruning.prune(model, pruned)
@@ -169,28 +160,21 @@ def report_pruning(
         "texts": f"{half} to choose by, {len(before)} others to measure on, of {texts[0].shape[1]} tokens",
         "parameters": f"{sizes[0]:,} before, {sizes[1]:,} after",
     }
-    kind = "head" if model.config.n_heads == model.config.n_kv_heads else "KV head"
-    pairs = existing_heads(value)
-    renumbered = []
+    kind, renumbered = "head" if model.config.n_heads == model.config.n_kv_heads else "KV head", []
     for layer in range(len(value)):
-        remaining = [head for at_layer, head in pairs if at_layer == layer and (layer, head) not in pruned]
+        remaining = [head for at_layer, head in cells if at_layer == layer and (layer, head) not in pruned]
         if remaining != list(range(len(remaining))):
             renumbered.append(f"layer {layer}: {', '.join(map(str, remaining))}")
     if renumbered:
         header["new numbers"] = f"{kind}s are numbered from 0 again; {'; '.join(renumbered)}"
-    rows = []
-    for layer, head in sorted(pairs, key=lambda pair: value[pair]):
-        mark = "pruned" if (layer, head) in pruned else ""
-        rows.append([str(layer), str(head), mark, *_importance_cells(importance, (layer, head))])
-    data = {"pruned": pruned} | _importance_data(importance, method)
+    data = {"pruned": pruned} | data
     data |= {"loss_before": loss_before, "loss_after": loss_after, "parameters": sizes, "cost": vars(cost)}
-    cells = [
-        [f"{x:.4f}{' pruned' if (layer, head) in pruned else ''}" for head, x in enumerate(row)]
-        for layer, row in enumerate(value.tolist())
-    ]
-    layers, columns = head_labels(value)
-    columns = [name.replace("head", kind) for name in columns]
+    order = sorted(cells, key=lambda pair: value[pair])
+    rows = [[*map(str, pair), "pruned" if pair in pruned else "", *cells[pair]] for pair in order]
+    texts_of_heads = [[f"{x:.4f}" for x in row] for row in value.tolist()]
+    for layer, head in set(pruned):
+        texts_of_heads[layer][head] += " pruned"
+    labels, columns = head_labels(value, kind)
     signed = bool((value < 0).any())
-    panel = Panel(UNITS[method], value, layers, columns, signed, style="table", cells=cells)
-    columns = ["layer", kind, "pruned", *IMPORTANCE_COLUMNS]
-    return pruned_model, Report(header, columns, rows, data, [panel])
+    panel = Panel(UNITS[method], value, labels, columns, signed, style="table", cells=texts_of_heads)
+    return pruned_model, Report(header, ["layer", kind, "pruned", *IMPORTANCE_COLUMNS], rows, data, [panel])

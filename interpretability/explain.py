@@ -18,7 +18,7 @@ from thinker.runtime.errors import UserError
 def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -> Report:
     """Every number of one attention row: scores, scaling, mask, softmax, weighted sum (Vaswani et al. 2017, eq. 1).
 
-    Raises UserError for a layer of linear attention, which has no scores.
+    Raises UserError for a layer of linear attention.
     """
     attention = model.blocks[layer].attention
     if isinstance(attention, LinearAttention):
@@ -42,13 +42,10 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     largest = max(logits, default=0.0)
     exponentials = (scores[query] - largest).exp()  # (T,)
     total = exponentials[mask].sum().item()
-    footer = ""
-    if sink is not None:
-        sink_share = math.exp(sink - largest)
-        total += sink_share
-        footer = f", including {sink_share:.4f} of the sink"
+    sink_share = 0.0 if sink is None else math.exp(sink - largest)
     output = row @ v[kv_head]  # (D,)
-    footer = f"Σ exp = {total:.4f}{footer}; the weighted sum of the values has norm {output.norm():.4f}, "
+    footer = f"Σ exp = {total + sink_share:.4f}{'' if sink is None else f', including {sink_share:.4f} of the sink'}; "
+    footer += f"the weighted sum of the values has norm {output.norm():.4f}, "
     footer += f"the head's output {z[head, query].norm():.4f}"
 
     steps = {"q·k": raw[query], f"÷ √{q.shape[-1]}": scaled[query]}
@@ -70,15 +67,14 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     data |= {"bias": bias[query].tolist(), "sink": sink, "visible": mask.tolist(), "weights": row.tolist()}
     data |= {"values": v[kv_head].tolist(), "output": output.tolist(), "head_output": z[head, query].tolist()}
 
-    labels = prompt.numbered()
-    options = {"highlighted_row": query, "axis_labels": ATTENTION_AXES}
-    masked, softmax = scores.masked_fill(~visible, torch.nan), weights[head].masked_fill(~visible, torch.nan)
-    panels = [
-        Panel("scores, scaled", scores, labels, labels, signed=True, **options),
-        Panel("scores after the mask", masked, labels, labels, signed=True, **options),
-        Panel("softmax: the weights", softmax, labels, labels, **options),
-        Panel("softmax without the mask", scores.softmax(dim=-1), labels, labels, **options),
-    ]
+    labels, panels = prompt.numbered(), []
+    for title, values, signed in (
+        ("scores, scaled", scores, True),
+        ("scores after the mask", scores.masked_fill(~visible, torch.nan), True),
+        ("softmax: the weights", weights[head].masked_fill(~visible, torch.nan), False),
+        ("softmax without the mask", scores.softmax(dim=-1), False),
+    ):
+        panels.append(Panel(title, values, labels, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES))
     return Report(header, columns, rows, data, panels, footer, panels_per_row=2)
 
 

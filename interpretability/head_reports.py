@@ -32,10 +32,7 @@ UNBOUNDED = ("entropy", "distance")  # the other measures lie between 0 and 1
 
 @torch.no_grad()
 def measure_heads(model: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) -> dict[str, list[Tensor]]:
-    """Each measure of each layer's attention weights, averaged over texts: tokens (B, T) -> (H, ...) per layer.
-
-    One forward pass, which keeps one layer's weights at a time.
-    """
+    """Each measure of attention weights, averaged over texts, in one pass: tokens (B, T) -> (H, ...) per layer."""
     results: dict[str, list[Tensor]] = {name: [] for name in measures}
 
     def record(weights: Tensor) -> Tensor:
@@ -49,10 +46,7 @@ def measure_heads(model: Thinker, tokens: Tensor, measures: Mapping[str, Measure
 
 
 def random_repeats(model: Thinker, ids: Tensor | None = None, n: int = 24, batch: int = 8) -> Tensor:
-    """Tokens for induction scores: n distinct random ones, repeated once, fewer for a short context; (batch, 2n).
-
-    ids: the ids to sample from, such as those in a text; by default the whole vocabulary.
-    """
+    """repeated_random_tokens() of `ids`, by default the whole vocabulary; fewer for a short context; (batch, 2n)."""
     ids = torch.arange(model.config.vocab_size) if ids is None else ids
     n = min(n, len(ids), model.config.max_seq_len // 2)
     return heads.repeated_random_tokens(ids, n, batch).to(model.device)
@@ -71,19 +65,17 @@ def describe_random(random: Tensor, origin: str) -> str:
 
 @torch.no_grad()
 def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: str) -> Report:
-    """All measures of every head, on the prompt, or without one on random tokens repeated once.
-
-    random: random_repeats(); origin: where its tokens come from, in words.
-    """
+    """All measures of every head, on the prompt or else on random_repeats(), whose tokens come from `origin`."""
     tokens = random if prompt is None else prompt.tokens[None]
     scores = score_heads(model, tokens, random)
     divergence = measure_heads(model, tokens, {"js": heads.pairwise_js_divergence})["js"]  # (H, H) per layer
     rows = []
     for layer, head in existing_heads(scores["entropy"]):
-        others = [(x, other) for other, x in enumerate(divergence[layer][head].tolist()) if other != head]
-        most_similar = "{1} ({0:.3f})".format(*min(others)) if others else ""
+        others = [
+            (x, f"{other} ({x:.3f})") for other, x in enumerate(divergence[layer][head].tolist()) if other != head
+        ]
         values = (f"{values[layer, head]:.3f}" for values in scores.values())
-        rows.append([str(layer), str(head), *values, most_similar])
+        rows.append([str(layer), str(head), *values, min(others, default=(0, ""))[1]])
     labels = head_labels(scores["entropy"])
     panels = [Panel("attention of every head", _tile_attention_maps(model, tokens[:1]), *labels)]
     for name, values in scores.items():
@@ -95,8 +87,8 @@ def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: 
     }
     data = {name: to_json(values) for name, values in scores.items()}
     data["js_divergence"] = [values.tolist() for values in divergence]
-    T = random.shape[1]
-    uniform = sum(1 / (i + 1) for i in range(T // 2, T)) / (T // 2)
+    n = random.shape[1] // 2
+    uniform = sum(1 / (i + 1) for i in range(n, 2 * n)) / n
     footer = f"uniform attention has duplicate and induction scores of {uniform:.3f}"
     return Report(header, ["layer", "head", *scores, "most similar"], rows, data, panels, footer, panels_per_row=2)
 

@@ -6,7 +6,6 @@ Weights are (..., T, T), rows are queries and positions count from 0; logarithms
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +50,9 @@ def first_token(weights: Tensor) -> Tensor:
 
 
 def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
-    """Rows of n distinct random tokens, repeated once: (batch, 2n), for induction() and duplicate_token().
+    """Rows of n distinct random tokens of `ids` (or a vocabulary of that size), repeated once: (batch, 2n).
 
-    ids: the ids to sample from, or the size of a vocabulary. Raises UserError if there are fewer than n.
+    For induction() and duplicate_token(). Raises UserError if there are fewer than n.
     """
     ids = torch.arange(ids) if isinstance(ids, int) else ids
     if len(ids) < n:
@@ -92,10 +91,7 @@ def pairwise_js_divergence(weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """The importance of each head (or group of heads) and its confidence interval, (layers, H) each.
-
-    nan stands for heads that a layer does not have.
-    """
+    """The importance of each head (or group) and its 95 % interval, (layers, H) each; nan where there is no head."""
 
     value: Tensor
     low: Tensor
@@ -124,83 +120,64 @@ def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tup
     return list(zip(tokens.split(rows), targets.split(rows)))
 
 
-def _replace_heads(group: range, value: Tensor | float) -> Callable[[Tensor], Tensor]:
-    """A patch of blocks.i.attention.heads, (B, H, T, D), that sets the outputs of these heads."""
-
-    def patch(z: Tensor) -> Tensor:
-        z = z.clone()
-        z[:, group.start : group.stop] = value
-        return z
-
-    return patch
-
-
 @torch.no_grad()
 def importance_by_ablation(
-    model: Thinker,
-    tokens: Tensor,
-    ablation: str = "zero",
-    *,
-    targets: Tensor | None = None,
-    confidence: float = 0.95,
-    by_group: bool = False,
-    progress: bool = False,
+    model: Thinker, tokens: Tensor, ablation: str = "zero", targets: Tensor | None = None, by_group: bool = False
 ) -> Importance:
     """What ablating each head costs: the mean over texts of CE(with its output replaced) − CE, in nats per token.
+
+    The interval is over paired differences of texts.
 
     Args:
         tokens: (N, T), at least two texts; targets as in losses().
         ablation: "zero", or "mean": the head's mean output over all texts and positions.
-        confidence: of the interval, which is over paired differences of texts.
         by_group: ablate all query heads of a KV head together, (layers, K).
     """
     names = [f"blocks.{layer}.attention.heads" for layer in range(len(model.blocks))]
-    sums, batches = dict.fromkeys(names, 0.0), _batches(model, tokens, targets)
+    sums, batches, baseline = dict.fromkeys(names, 0.0), _batches(model, tokens, targets), []
     with model.record(*names) as cache:
-        baseline = []
         for batch in batches:
             baseline.append(_losses(model, *batch))
             sums = {name: sums[name] + cache[name].sum(dim=(0, 2))[:, None] for name in names}  # (H, 1, D)
             cache.passes.clear()
     baseline, n_tokens = torch.cat(baseline), sum(batch.numel() for batch, _ in batches)
     groups = [_groups(block.attention, by_group) for block in model.blocks]
-    bar = tqdm(total=sum(map(len, groups)), desc="ablating heads", disable=not progress)
     costs = []
-    for name, layer_groups in zip(names, groups):
-        layer_costs = []
-        for group in layer_groups:
-            value = 0.0 if ablation == "zero" else sums[name][group.start : group.stop] / n_tokens
-            with model.patch({name: _replace_heads(group, value)}):
-                layer_costs.append(losses(model, tokens, targets) - baseline)
-            bar.update()
-        costs.append(torch.stack(layer_costs))  # (H, N)
-    bar.close()
-    return _estimate(costs, confidence)
+    with tqdm(total=sum(map(len, groups)), desc="ablating heads") as bar:
+        for name, layer_groups in zip(names, groups):
+            layer_costs = []
+            for group in layer_groups:
+                value = 0.0 if ablation == "zero" else sums[name][group] / n_tokens
+
+                def replace(z: Tensor, group: slice = group, value: Tensor | float = value) -> Tensor:
+                    z = z.clone()  # (B, H, T, D)
+                    z[:, group] = value
+                    return z
+
+                with model.patch({name: replace}):
+                    layer_costs.append(losses(model, tokens, targets) - baseline)
+                bar.update()
+            costs.append(torch.stack(layer_costs))  # (H, N)
+    return _estimate(costs)
 
 
-def _groups(attention: Any, by_group: bool) -> list[range]:
+def _groups(attention: Any, by_group: bool) -> list[slice]:
     """The query heads to ablate together: those of each KV head, or each alone."""
     size = attention.n_heads // attention.n_kv_heads if by_group else 1
-    return [range(head, head + size) for head in range(0, attention.n_heads, size)]
+    return [slice(head, head + size) for head in range(0, attention.n_heads, size)]
 
 
-def _estimate(values: list[Tensor], confidence: float) -> Importance:
+def _estimate(values: list[Tensor]) -> Importance:
     """Means over texts with their intervals: (H, N) per layer -> (layers, H) each."""
-    ones = torch.ones(values[0].shape[-1])
-    layers = []
+    ones, layers = torch.ones(values[0].shape[-1]), []
     for layer in values:
-        rows = [vars(estimate_ratio(row, ones, confidence)).values() for row in layer.cpu()]
+        rows = [vars(estimate_ratio(row, ones, 0.95)).values() for row in layer.cpu()]
         layers.append(torch.tensor([[math.nan if x is None else x for x in row] for row in rows]))  # (H, 3)
     return Importance(*pad_sequence(layers, batch_first=True, padding_value=math.nan).unbind(-1))
 
 
 def importance_by_gradient(
-    model: Thinker,
-    tokens: Tensor,
-    *,
-    targets: Tensor | None = None,
-    confidence: float = 0.95,
-    by_group: bool = False,
+    model: Thinker, tokens: Tensor, targets: Tensor | None = None, by_group: bool = False
 ) -> Importance:
     """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
 
@@ -217,6 +194,6 @@ def importance_by_gradient(
         for values, block, z, g in zip(by_layer, model.blocks, heads, gradients):
             groups = _groups(block.attention, by_group)
             values.append((z * g).detach().sum(dim=(2, 3)).unflatten(1, (len(groups), -1)).sum(dim=2).abs().T)
-    estimate = _estimate([torch.cat(values, dim=1) for values in by_layer], confidence)
+    estimate = _estimate([torch.cat(values, dim=1) for values in by_layer])
     norm = estimate.value.nan_to_num().norm(dim=1, keepdim=True).clamp_min(1e-30)
     return Importance(estimate.value / norm, estimate.low / norm, estimate.high / norm)

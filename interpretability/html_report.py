@@ -35,22 +35,11 @@ SCRIPTS = ("html_report_draw.js", "html_report_views.js", "html_report.js")
 
 @dataclass(frozen=True)
 class Explorer:
-    """What the interactive part shows.
+    """What the interactive part shows."""
 
-    Attributes:
-        facts: numbers and names, as html_report.js reads them; see make_explorer().
-        thumbnails: (layers, H, side, side) bytes of round(255 √w), w the largest weight that each cell covers.
-        weights: (layer, head) -> the same bytes, deflated: rows up to the diagonal, or whole if facts["bidirectional"].
-    """
-
-    facts: dict[str, Any]
-    thumbnails: Tensor
-    weights: dict[tuple[int, int], bytes]
-
-
-def count_weights(length: int, bidirectional: bool) -> int:
-    """How many weights of a head the file stores."""
-    return length * length if bidirectional else length * (length + 1) // 2
+    facts: dict[str, Any]  # numbers and names, as html_report.js reads them
+    thumbnails: Tensor  # (layers, H, side, side) bytes of round(255 √w), w the largest weight that each cell covers
+    weights: dict[tuple[int, int], bytes]  # (layer, head) -> the same, deflated: rows to the diagonal, or whole
 
 
 def choose_heads(layers: int, heads: int, count: int, first: tuple[int, int]) -> set[tuple[int, int]]:
@@ -71,33 +60,27 @@ def make_explorer(
     target: int | None = None,
     contrast_token: int | None = None,
     position: int = -1,
-    first: tuple[int, int] = (0, 0),
+    layer: int = 0,
+    head: int = 0,
+    view: str = "attention",
 ) -> Explorer:
-    """Run the model over the prompt, once per layer, to keep only one layer's weights in memory.
+    """Run the model over the prompt, keeping only one layer's weights in memory.
 
     Args:
         target, contrast_token, position: the prediction to attribute; by default the likeliest token after `position`.
-        first: (layer, head) that can be opened in any case, if not all can.
+        layer, head: shown first; it can be opened in any case, if not all heads can.
+        view: shown first, attention, attribution or lens.
 
     Raises UserError if not even one head of the prompt fits into a file, or the logits are not finite.
     """
     config, T = model.config, len(prompt.tokens)
     bidirectional, layers, H = config.prefix > 0, config.n_layers, config.n_heads
-    size = count_weights(T, bidirectional)
+    size = T * T if bidirectional else T * (T + 1) // 2  # weights of a head
     if size > MAX_WEIGHTS:
         longest = math.isqrt(MAX_WEIGHTS) if bidirectional else (math.isqrt(8 * MAX_WEIGHTS + 1) - 1) // 2
         raise UserError(f"the prompt has {T} tokens; the longest that an HTML report can show has {longest}")
-    count = min(layers * H, MAX_WEIGHTS // size)
-    chosen = choose_heads(layers, H, count, first)
-    scores = {name: [] for name in (*MEASURES, "itself")}
-    thumbnails, weights = [], {}
-    for layer in tqdm(range(layers), desc="reading layers", leave=False, delay=1):
-        heads = [head for chosen_layer, head in chosen if chosen_layer == layer]
-        layer_scores, layer_thumbnails, layer_weights = _read_layer(model, prompt.tokens, layer, heads)
-        for name, values in layer_scores.items():
-            scores[name].append(values)
-        thumbnails.append(layer_thumbnails)
-        weights |= {(layer, head): data for head, data in layer_weights.items()}
+    count, position = min(layers * H, MAX_WEIGHTS // size), position % T
+    scores, thumbnails, weights = _read_weights(model, prompt.tokens, choose_heads(layers, H, count, (layer, head)))
     facts = {"labels": prompt.labels, "tokens": prompt.tokens.tolist(), "bidirectional": bidirectional}
     facts |= {"layers": layers, "heads": H, "scores": scores, "summaries": _summaries(model, scores), "banner": ""}
     if count < layers * H:
@@ -109,46 +92,48 @@ def make_explorer(
     facts["attribution"] = _attribution(model, tokenizer, prompt, target, contrast_token, position)
     listed = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
     facts["names"] = {token: token_label(tokenizer, token) for token in sorted(listed)}
-    return Explorer(facts, torch.stack(thumbnails), weights)
+    facts["start"] = {"layer": layer, "head": head, "position": position, "view": view}
+    return Explorer(facts | {"side": thumbnails.shape[-1]}, thumbnails, weights)
 
 
-def _read_layer(
-    model: Thinker, tokens: Tensor, layer: int, heads: list[int]
-) -> tuple[dict[str, list[float]], Tensor, dict[int, bytes]]:
-    """Scores of a layer's heads, their thumbnails (H, side, side), and the deflated weights of the given heads."""
-    name = f"blocks.{layer}.attention.weights"
-    with model.record(name) as cache:
-        model(tokens[None])
-    weights = cache[name][0].float()  # (H, T, T)
-    weights = F.pad(weights, (0, 0, 0, 0, 0, model.config.n_heads - len(weights)))  # zeros for pruned heads
-    scores = {name: measure(weights) for name, measure in MEASURES.items()}
-    scores["itself"] = weights.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
-    # Roots keep more digits of small weights; the error is at most √w/255.
-    roots = (weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu()
-    side = min(THUMBNAIL_SIDE, len(tokens))
-    thumbnails = F.adaptive_max_pool2d(roots.float()[None], side)[0].to(torch.uint8)
-    deflated = {}
-    for head in heads:
-        rows = list(roots[head].numpy())
-        if model.config.prefix == 0:
-            rows = [row[: query + 1] for query, row in enumerate(rows)]
-        deflated[head] = zlib.compress(b"".join(row.tobytes() for row in rows))
-    return {name: _round(values) for name, values in scores.items()}, thumbnails, deflated
+def _read_weights(
+    model: Thinker, tokens: Tensor, chosen: set[tuple[int, int]]
+) -> tuple[dict[str, list[list[float]]], Tensor, dict[tuple[int, int], bytes]]:
+    """The scores of all heads, (layers, H) each, their thumbnails, and the deflated weights of the chosen ones."""
+    measures = {**MEASURES, "itself": lambda weights: weights.diagonal(dim1=-2, dim2=-1).mean(dim=-1)}
+    scores, thumbnails, deflated = {name: [] for name in measures}, [], {}
+    side, stored = min(THUMBNAIL_SIDE, len(tokens)), torch.ones(len(tokens), len(tokens), dtype=torch.bool)
+    if model.config.prefix == 0:
+        stored = stored.tril()
+    for layer in tqdm(range(model.config.n_layers), desc="reading layers", leave=False, delay=1):
+        name = f"blocks.{layer}.attention.weights"
+        with model.record(name) as cache:
+            model(tokens[None])
+        weights = cache[name][0].float()  # (H, T, T)
+        weights = F.pad(weights, (0, 0, 0, 0, 0, model.config.n_heads - len(weights)))  # zeros for pruned heads
+        for name, measure in measures.items():
+            scores[name].append(_round(measure(weights)))
+        # Roots keep more digits of small weights; the error is at most √w/255.
+        roots = (weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu()
+        thumbnails.append(F.adaptive_max_pool2d(roots.float()[None], side)[0].to(torch.uint8))
+        for head in (head for at_layer, head in chosen if at_layer == layer):
+            deflated[layer, head] = zlib.compress(roots[head][stored].numpy().tobytes())
+    return scores, torch.stack(thumbnails), deflated
 
 
 def _summaries(model: Thinker, scores: dict[str, list[list[float]]]) -> list[list[str]]:
     """What each head mostly does, in words, (layers, H)."""
     targets = {"previous": "the previous token", "first": "the first token", "itself": "the token itself"}
-
-    def summary(layer: int, head: int) -> str:
-        if head >= model.blocks[layer].attention.n_heads:
-            return "pruned"
-        name = max(targets, key=lambda name: scores[name][layer][head])
-        if scores[name][layer][head] >= 0.5:
-            return f"attends mostly to {targets[name]}"
-        return f"spreads over about {math.exp(scores['entropy'][layer][head]):.1f} tokens"
-
-    return [[summary(layer, head) for head in range(len(row))] for layer, row in enumerate(scores["entropy"])]
+    summaries = []
+    for layer, block in enumerate(model.blocks):
+        summaries.append(["pruned"] * model.config.n_heads)
+        for head in range(block.attention.n_heads):
+            name = max(targets, key=lambda name: scores[name][layer][head])
+            if scores[name][layer][head] >= 0.5:
+                summaries[layer][head] = f"attends mostly to {targets[name]}"
+            else:
+                summaries[layer][head] = f"spreads over about {math.exp(scores['entropy'][layer][head]):.1f} tokens"
+    return summaries
 
 
 def _round(values: Tensor) -> list[float]:
@@ -157,10 +142,9 @@ def _round(values: Tensor) -> list[float]:
 
 
 def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
-    """The likeliest next tokens at each position, those after each layer, and how likely the true next token is.
+    """The `likeliest` next tokens (T, 10) and those after each layer, `lens` (layers + 1, T, 5), in flat lists.
 
-    Lists are flat: `likeliest` (T, 10), `lens` (layers + 1, T, 5), `next_probability` (layers + 1, T − 1),
-    `next_rank` (T − 1).
+    And of the true next token, `next_probability` (layers + 1, T − 1) and `next_rank` (T − 1).
     """
     with model.record("embedding", "blocks.*") as cache:
         model(tokens[None])
@@ -191,7 +175,6 @@ def _attribution(
     model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, contrast_token: int | None, position: int
 ) -> dict[str, Any]:
     """What makes up the prediction: `by_token` (T,), `heads` (layers, H), `mlps` (layers,), `embedding`, `logit`."""
-    position %= len(prompt.tokens)
     target = prompt_reports.likeliest_next_token(model, prompt, position) if target is None else target
     components = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
     description = prompt_reports.describe_target(tokenizer, target, contrast_token)
@@ -206,32 +189,24 @@ def _attribution(
 
 
 def write_html_report(
-    path: Path,
-    title: str,
-    report: Report | None,
-    explorer: Explorer | None,
-    layer: int = 0,
-    head: int = 0,
-    position: int = -1,
-    view: str = "attention",
-    fold: bool = False,
+    path: Path, title: str, report: Report | None, explorer: Explorer | None, fold: bool = False
 ) -> None:
-    """Write the file. Raises UserError if that fails.
-
-    view: the first one shown, attention, attribution or lens. fold: hide the report's table at first.
-    """
-    folder = Path(__file__).parent
-    blocks = []
+    """Write the file; `fold` hides the report's table at first. Raises UserError if that fails."""
+    folder, scripts = Path(__file__).parent, []
     if explorer is not None:
-        start = {"layer": layer, "head": head, "position": position % len(explorer.facts["labels"]), "view": view}
-        facts = {**explorer.facts, "start": start, "side": explorer.thumbnails.shape[-1]}
-        blocks = [_json("facts", facts), _bytes("thumbnails", zlib.compress(explorer.thumbnails.numpy().tobytes()))]
-        blocks += [_bytes(f"w-{layer}-{head}", data) for (layer, head), data in explorer.weights.items()]
+        facts = json.dumps(explorer.facts, allow_nan=False, separators=(",", ":"))  # all but ASCII is escaped
+        for character in "<>&":  # so that no text can close the element
+            facts = facts.replace(character, f"\\u{ord(character):04x}")
+        blobs = {"thumbnails": zlib.compress(explorer.thumbnails.numpy().tobytes())}
+        blobs |= {f"w-{layer}-{head}": data for (layer, head), data in explorer.weights.items()}
+        scripts.append(f'<script type="application/json" id="facts">{facts}</script>')
+        for name, data in blobs.items():
+            scripts.append(f'<script type="application/octet-stream;base64" id="{name}">{_base64(data)}</script>')
     parts = {
         "title": html.escape(title),
         "style": (folder / "html_report.css").read_text("utf-8"),
         "report": "" if report is None else _report(report, fold),
-        "blocks": "\n".join(blocks),
+        "blocks": "\n".join(scripts),
         "script": "".join((folder / name).read_text("utf-8") for name in SCRIPTS),
     }
     text = (folder / "html_report.html").read_text("utf-8")
@@ -243,17 +218,8 @@ def write_html_report(
         path.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold half a character
 
 
-def _json(name: str, value: Any) -> str:
-    """A script element of JSON, in which no text can close the element."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # all but ASCII is escaped
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return f'<script type="application/json" id="{name}">{text}</script>'
-
-
-def _bytes(name: str, data: bytes) -> str:
-    text = base64.b64encode(data).decode("ascii")
-    return f'<script type="application/octet-stream;base64" id="{name}">{text}</script>'
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
 def _report(report: Report, fold: bool) -> str:
@@ -263,11 +229,10 @@ def _report(report: Report, fold: bool) -> str:
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in report.rows)
     buffer = io.BytesIO()
     plot_panels(report.panels, buffer, "", report.panels_per_row)
-    image = base64.b64encode(buffer.getvalue()).decode("ascii")
     return f"""<details class="card" id="report"{"" if fold else " open"}>
 <summary>The command's table</summary>
 <dl>{header}</dl>
-<img alt="A plot of the table" src="data:image/png;base64,{image}">
+<img alt="A plot of the table" src="data:image/png;base64,{_base64(buffer.getvalue())}">
 <div class="scroll" role="region" aria-label="table of the report" tabindex="0">
 <table><thead><tr>{columns}</tr></thead><tbody>
 {rows}</tbody></table></div>

@@ -20,8 +20,7 @@ def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) 
     name = f"blocks.{layer}.attention.weights"
     with torch.no_grad(), model.record(name) as cache:
         model(prompt.tokens[None])
-    weights = cache[name][0, head].cpu()  # (T, T)
-    rows = []
+    weights, rows = cache[name][0, head].cpu(), []  # (T, T)
     for query, text in enumerate(prompt.labels):
         top = weights[query].topk(min(3, query + 1))
         pairs = zip(top.values.tolist(), top.indices.tolist())
@@ -29,8 +28,7 @@ def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) 
         rows.append([str(query), text, *cells, *[""] * (3 - len(cells))])
     data = {"layer": layer, "head": head, "tokens": prompt.labels, "weights": weights.tolist()}
     names = prompt.numbered()
-    nonzero = weights.masked_fill(weights == 0, torch.nan)
-    title = f"attention weights, layer {layer}, head {head}"
+    title, nonzero = f"attention weights, layer {layer}, head {head}", weights.masked_fill(weights == 0, torch.nan)
     panel = Panel(title, nonzero, names, names, vmax=1.0, axis_labels=reports.ATTENTION_AXES)
     columns = ["query", "token", "attends most to", "then", "then"]
     return Report({"layer": layer, "head": head}, columns, rows, data, [panel])
@@ -99,11 +97,8 @@ def report_attribution(
     data = {"prediction": description, "target": target, "contrast_token": contrast_token, "tokens": prompt.labels}
     data |= {"logit": components.logit, "embedding": components.embedding}
     data |= {"heads": reports.to_json(components.heads), "mlps": components.mlps.tolist()}
-    panels = [
-        Panel(
-            "direct logit attribution of heads", components.heads, *reports.head_labels(components.heads), signed=True
-        )
-    ]
+    labels = reports.head_labels(components.heads)
+    panels = [Panel("direct logit attribution of heads", components.heads, *labels, signed=True)]
     footer = f"components add up to {components.sum():.4f}; "
     by_token = attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
     if by_token is None:
@@ -111,8 +106,7 @@ def report_attribution(
     else:
         values, baseline, error = by_token
         data |= {"by_token": values.tolist(), "completeness_error": error, "baseline_logit": baseline}
-        token_rows = zip(prompt.numbered(), values.tolist())
-        rows = [["token", text, f"{value:+.4f}"] for text, value in token_rows] + rows
+        rows = [["token", text, f"{x:+.4f}"] for text, x in zip(prompt.numbered(), values.tolist())] + rows
         title = f"integrated gradients of {description}"
         panels.insert(0, Panel(title, values[None], [""], prompt.labels, signed=True, style="text"))
         footer += f"tokens, with the baseline's {baseline:.4f}, to {components.logit + error:.4f}"
@@ -131,21 +125,16 @@ def report_logit_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, posi
     shown = slice(max(0, position - MAX_LENS_COLUMNS + 1), position + 1)
     probabilities = attribution.logit_lens(model, prompt.tokens, shown).softmax(dim=-1).cpu()  # (layers + 1, T', V)
     names = _depth_labels(len(probabilities))
-    top = probabilities[:, -1].topk(min(3, probabilities.shape[-1]), dim=-1)
-    likeliest = [
-        [{"token": token_label(tokenizer, i), "id": i, "probability": p} for p, i in zip(*row)]
-        for row in zip(top.values.tolist(), top.indices.tolist())
-    ]
-    rows = [
-        [name, *(f"{entry['probability']:.3f} {entry['token']}" for entry in entries)]
-        for name, entries in zip(names, likeliest)
-    ]
+    likeliest, rows = [], []
+    for name, row in zip(names, probabilities[:, -1]):
+        top = zip(*(part.tolist() for part in row.topk(min(3, len(row)))))
+        likeliest.append([{"token": token_label(tokenizer, i), "id": i, "probability": p} for p, i in top])
+        rows.append([name, *(f"{entry['probability']:.3f} {entry['token']}" for entry in likeliest[-1])])
     best = probabilities.max(dim=-1)  # (layers + 1, T') each
     cells = [[token_label(tokenizer, token) for token in row] for row in best.indices.tolist()]
     data = {"position": position, "after": names, "likeliest": likeliest, "tokens": prompt.labels[shown]}
     data |= {"top_token": cells, "probability": best.values.tolist()}
-    title = "the likeliest next token after each layer, and its probability"
-    n_shown = probabilities.shape[1]
+    title, n_shown = "the likeliest next token after each layer, and its probability", probabilities.shape[1]
     if n_shown < len(prompt.tokens):
         title += f": the last {n_shown} of {position + 1} positions"
     panel = Panel(title, best.values, names, prompt.numbered()[shown], vmax=1.0, style="table", cells=cells)

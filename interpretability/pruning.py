@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
 from thinker.interpretability.heads import Importance
 from thinker.model import Thinker, ThinkerConfig
@@ -29,7 +28,7 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
             raise UserError(f"layer {layer} would have no head left; keep at least one in every layer")
     existing = {(i, head) for i, block in enumerate(model.blocks) for head in range(block.attention.n_kv_heads)}
     if unknown := set(groups) - existing:
-        raise UserError(f"layer {min(unknown)[0]} has no KV head {min(unknown)[1]}")
+        raise UserError("layer {} has no KV head {}".format(*min(unknown)))
     sizes, shared = [len(kv_heads) for kv_heads in remaining], old.n_heads // old.n_kv_heads
     values = old.to_dict() | {"n_kv_heads_per_layer": sizes}
     ThinkerConfig.from_dict(values)  # refuses what cannot differ by layer
@@ -37,27 +36,16 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
         values |= {"n_heads": sizes[0] * shared, "n_kv_heads": sizes[0], "n_kv_heads_per_layer": None}
     new = Thinker(ThinkerConfig.from_dict(values)).to(model.device, model.embedding.weight.dtype).eval()
     new.activation_dtype = model.activation_dtype
-    weights = {}
-    for name, weight in model.state_dict().items():
+    D, weights = old.head_dim, model.state_dict()
+    sizes = {"q_proj": shared * D, "k_proj": D, "v_proj": D, "sinks": shared, "o_proj": shared * D}  # of a KV head
+    for name, weight in weights.items():
         parts = name.split(".")
-        if parts[0] == "blocks" and parts[2] == "attention":
-            weight = _part(parts[3], weight, remaining[int(parts[1])], shared, old.head_dim)
-        weights[name] = weight
+        if parts[0] == "blocks" and parts[2] == "attention" and parts[3] in sizes:  # not a norm, which all heads share
+            axis, kept = int(parts[3] == "o_proj"), torch.tensor(remaining[int(parts[1])], device=weight.device)
+            by_head = weight.unflatten(axis, (-1, sizes[parts[3]])).index_select(axis, kept)
+            weights[name] = by_head.flatten(axis, axis + 1)
     new.load_state_dict(weights)
     return new
-
-
-def _part(name: str, weight: Tensor, groups: list[int], shared: int, D: int) -> Tensor:
-    """The part of one attention weight that belongs to these KV heads and the query heads that share them."""
-    heads = {"q_proj": shared * D, "k_proj": D, "v_proj": D, "sinks": shared, "o_proj": shared * D}
-    if name not in heads:
-        return weight  # a norm, shared by all heads
-    axis = 1 if name == "o_proj" else 0
-    return (
-        weight.unflatten(axis, (-1, heads[name]))
-        .index_select(axis, torch.tensor(groups, device=weight.device))
-        .flatten(axis, axis + 1)
-    )
 
 
 def check_count(model: Thinker, n: int) -> None:
@@ -69,9 +57,8 @@ def check_count(model: Thinker, n: int) -> None:
 
 def least_important(importance: Importance, n: int) -> list[tuple[int, int]]:
     """The n (layer, group) of the smallest importance, keeping at least one group per layer: see check_count."""
-    value = importance.value
+    value, chosen = importance.value, []
     left = (~value.isnan()).sum(dim=1).tolist()
-    chosen: list[tuple[int, int]] = []
     for flat in value.nan_to_num(torch.inf).flatten().argsort(stable=True).tolist():
         layer, group = divmod(flat, value.shape[1])
         if len(chosen) < n and left[layer] > 1:

@@ -19,10 +19,7 @@ ATTENTION_AXES = "key", "query"
 
 @dataclass(frozen=True)
 class Panel:
-    """A matrix to plot: values (rows, columns), nan for an empty cell, with labels spread evenly where there are fewer.
-
-    Styles: "text", one row of colored tokens; "table", each cell with its own text; "lines", one line per column.
-    """
+    """A matrix to plot: values (rows, columns), nan for an empty cell; fewer labels than those are spread evenly."""
 
     title: str
     values: Tensor
@@ -30,8 +27,9 @@ class Panel:
     columns: list[str]
     signed: bool = False  # diverging colors around zero
     vmax: float | None = None  # end of the color scale; by default the largest value
+    # text: one row of colored tokens; table: each cell with its own text, from `cells`; lines: one per column
     style: Literal["heatmap", "text", "table", "lines"] = "heatmap"
-    cells: list[list[str]] | None = None  # texts of a table
+    cells: list[list[str]] | None = None
     highlighted_row: int | None = None
     axis_labels: tuple[str, str] = ("", "")  # of columns and of rows
 
@@ -50,15 +48,13 @@ class Report:
 
     def table(self) -> str:
         """The report as aligned text: words to the left, numbers to the right."""
-        lines = [f"{name:>12}  {value}" for name, value in self.header.items()]
-        lines.append("")
-        columns = []
+        lines, columns = [f"{name:>12}  {value}" for name, value in self.header.items()], []
         for name, *cells in zip(self.columns, *self.rows):
             width = max(map(len, [name, *cells]))
             has_words = any(cell[:1].strip("+-.0123456789") for cell in cells)
             align = str.ljust if has_words else str.rjust
             columns.append([align(cell, width) for cell in [name, *cells]])
-        lines += ["  ".join(row).rstrip() for row in zip(*columns)]
+        lines += ["", *("  ".join(row).rstrip() for row in zip(*columns))]
         if self.footer:
             lines += ["", self.footer]
         return "\n".join(lines)
@@ -77,8 +73,8 @@ class Prompt:
         ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
         if not 2 <= len(ids) <= model.config.max_seq_len:
             with_bos = " including BOS" if tokenizer.bos_prefix else ""
-            limits = f"2 to {model.config.max_seq_len}"
-            raise UserError(f"the prompt has {len(ids)} token(s){with_bos}; there must be {limits}")
+            limit = model.config.max_seq_len
+            raise UserError(f"the prompt has {len(ids)} token(s){with_bos}; there must be 2 to {limit}")
         return cls(torch.tensor(ids, device=model.device), [token_label(tokenizer, i) for i in ids])
 
     def numbered(self) -> list[str]:
@@ -99,9 +95,9 @@ def token_label(tokenizer: Tokenizer, token: int) -> str:
     return "".join("·" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text) or f"<{token}>"
 
 
-def head_labels(values: Tensor) -> tuple[list[str], list[str]]:
+def head_labels(values: Tensor, kind: str = "head") -> tuple[list[str], list[str]]:
     """Row and column labels of a (layers, H) matrix."""
-    return [f"layer {layer}" for layer in range(len(values))], [f"head {head}" for head in range(values.shape[1])]
+    return [f"layer {layer}" for layer in range(len(values))], [f"{kind} {head}" for head in range(values.shape[1])]
 
 
 def existing_heads(values: Tensor) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -71,11 +72,18 @@ def parse_arguments() -> argparse.Namespace:
     prune.add_argument("--importance", **importance, default="zero")
     groups = prune.add_mutually_exclusive_group(required=True)
     groups.add_argument("--count", type=int, metavar="N", help="this many KV heads, each with its query heads")
-    groups.add_argument("--groups", metavar="L.K,...", help="these KV heads, as layer.head")
+    groups.add_argument("--groups", type=parse_groups, metavar="L.K,...", help="these KV heads, as layer.head")
     prune.add_argument("--out", type=Path, metavar="FOLDER", help="where the pruned model is written")
     arguments = parser.parse_args()
     check_arguments(arguments)
     return arguments
+
+
+def parse_groups(text: str) -> list[tuple[int, int]]:
+    """ "0.1,2.3" as pairs. Raises UserError."""
+    if not re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", text):
+        raise UserError(f"--groups {text} is not a list such as 0.1,2.3: layer and KV head, both from 0")
+    return [(int(layer), int(group)) for layer, group in (pair.split(".") for pair in text.split(","))]
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -98,7 +106,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--out {arguments.out} exists; give a new folder")
     outputs = (arguments.png, arguments.html, arguments.json, arguments.out)
     files = [Path(file).absolute() for file in outputs if file not in (None, "-")]
-    for file, name in ((file, os.path.relpath(file)) for file in files):
+    for file in files:
+        name = os.path.relpath(file)
         if not file.parent.is_dir():
             raise UserError(f"cannot write {name}: its folder does not exist")
         if file.is_dir():
@@ -118,9 +127,7 @@ def check_index(flag: str, index: int, size: int, from_end: bool = False) -> int
 
 def encode_token(tokenizer: Any, flag: str, text: str | None) -> int | None:
     """The id of a token's text. Raises UserError where it is not exactly one token."""
-    if text is None:
-        return None
-    ids = tokenizer.encode(text, allow_special=True)
+    ids = [None] if text is None else tokenizer.encode(text, allow_special=True)
     if len(ids) != 1:
         parts = " ".join(repr(tokenizer.decode([i])) for i in ids)
         raise UserError(f"--{flag} {text!r} is {len(ids)} tokens of this model, {parts}; one is wanted, as in ' cat'")
@@ -130,7 +137,7 @@ def encode_token(tokenizer: Any, flag: str, text: str | None) -> int | None:
 def report_on_prompt(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, prompt: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The report of a command about one prompt, and where the HTML explorer of it opens."""
+    """The report of a command about one prompt, and what the HTML explorer of it opens with."""
     from thinker.interpretability import prompt_reports
     from thinker.interpretability.explain import explain
     from thinker.interpretability.reports import Prompt
@@ -158,7 +165,7 @@ def report_on_prompt(
         case "patch":
             corrupt = Prompt.from_text(model, tokenizer, arguments.corrupt)
             report = prompt_reports.report_patching(model, tokenizer, prompt, corrupt, target, contrast_token)
-    start = {"layer": layer, "head": head, "position": position}
+    start = {"layer": layer, "head": head, "position": position, "view": VIEWS.get(command, "attention")}
     return report, start | {"target": target, "contrast_token": contrast_token}
 
 
@@ -193,8 +200,7 @@ def report_on_heads(
         texts = sample_sequences(model, tokenizer, folder, arguments.text, arguments.texts or 32, Path(scratch))
     if arguments.command == "heads":
         return comparison.report_importance(model, texts, arguments.importance)
-    groups = None if arguments.groups is None else parse_groups(arguments.groups)
-    pruned, report = comparison.report_pruning(model, texts, arguments.importance, arguments.count, groups)
+    pruned, report = comparison.report_pruning(model, texts, arguments.importance, arguments.count, arguments.groups)
     if arguments.out is None:
         print("nothing is written; --out FOLDER writes the smaller model", file=sys.stderr)
         return report
@@ -210,20 +216,12 @@ def checkpoints_of(run: Path, device: Any) -> list[tuple[int, Any]]:
     from thinker.checkpoint import list_checkpoints
     from thinker.interop import load
 
-    if not (run / "checkpoints").is_dir():
-        raise UserError(f"{run} is not a run directory; --over-training needs the checkpoints of one")
     checkpoints = list_checkpoints(run / "checkpoints")
     if len(checkpoints) < 2:
-        raise UserError(f"{run} has {len(checkpoints)} checkpoints; train with train.keep_every=N, which keeps more")
+        raise UserError(
+            f"{run} has {len(checkpoints)} checkpoints; --over-training needs a run with train.keep_every=N"
+        )
     return [(int(path.name.split("-")[1]), lambda path=path: load(path, device)[0]) for path in checkpoints]
-
-
-def parse_groups(text: str) -> list[tuple[int, int]]:
-    """ "0.1,2.3" as pairs. Raises UserError."""
-    pairs = [part.split(".") for part in text.split(",")]
-    if not all(len(pair) == 2 and all(number.isdecimal() for number in pair) for pair in pairs):
-        raise UserError(f"--groups {text} is not a list such as 0.1,2.3: layer and KV head, both from 0")
-    return [(int(layer), int(group)) for layer, group in pairs]
 
 
 def main() -> int:
@@ -240,11 +238,9 @@ def main() -> int:
     model, tokenizer = load(folder, device)
     if tokenizer is None and (arguments.prompt is not None or arguments.importance is not None):
         raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a text")
-    prompt, start = None, {}
-    if arguments.prompt is not None:
-        prompt = Prompt.from_text(model, tokenizer, arguments.prompt)
+    prompt = None if arguments.prompt is None else Prompt.from_text(model, tokenizer, arguments.prompt)
     if arguments.command in ("heads", "compare", "prune"):
-        report = report_on_heads(arguments, folder, model, tokenizer, prompt, device)
+        report, start = report_on_heads(arguments, folder, model, tokenizer, prompt, device), {}
     else:
         report, start = report_on_prompt(arguments, model, tokenizer, prompt)
     try:
@@ -265,11 +261,8 @@ def main() -> int:
     if arguments.html is not None:
         from thinker.interpretability import html_report
 
-        head = start.pop("layer", 0), start.pop("head", 0)
-        explorer = None if prompt is None else html_report.make_explorer(model, tokenizer, prompt, first=head, **start)
-        view, fold = VIEWS.get(arguments.command, "attention"), arguments.command in IN_EXPLORER
-        start = *head, start.get("position", -1), view
-        html_report.write_html_report(arguments.html, title, report, explorer, *start, fold)
+        explorer = None if prompt is None else html_report.make_explorer(model, tokenizer, prompt, **start)
+        html_report.write_html_report(arguments.html, title, report, explorer, arguments.command in IN_EXPLORER)
     for file in (arguments.png, arguments.html, arguments.json):
         if file not in (None, "-"):
             print(f"wrote {file}", file=sys.stderr)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,9 @@ class Shown:
             self.shares = self.model(self.tokens[None])[0].softmax(dim=-1)  # (T, V)
         self.explorer = html_report.make_explorer(self.model, self.tokenizer, self.prompt)
         self.path = folder / "page.html"
-        html_report.write_html_report(self.path, "a model", None, self.explorer, layer=1, head=2, position=9)
+        start = {"layer": 1, "head": 2, "position": 9, "view": "attention"}
+        page = replace(self.explorer, facts=self.explorer.facts | {"start": start})
+        html_report.write_html_report(self.path, "a model", None, page)
 
     def byte(self, layer, head, query, key):
         return round(255 * self.weights[layer, head, query, key].clamp(0, 1).sqrt().item())

@@ -107,7 +107,7 @@ def test_hostile_text_does_nothing(tmp_path, visit):
 
 
 def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
-    monkeypatch.setattr(html_report, "MAX_WEIGHTS", 5 * html_report.count_weights(29, False))
+    monkeypatch.setattr(html_report, "MAX_WEIGHTS", 5 * 29 * 30 // 2)
     shown = Shown(tmp_path)
     assert len(shown.explorer.weights) == 5
     tab = visit(shown.path)
@@ -130,8 +130,8 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
 
 
 def test_a_prompt_of_which_no_head_fits(tmp_path, monkeypatch):
-    for ahead, attention in ((False, "full"), (True, "prefix(3)")):
-        monkeypatch.setattr(html_report, "MAX_WEIGHTS", html_report.count_weights(20, ahead) + 3)
+    for fitting, attention in ((20 * 21 // 2, "full"), (20 * 20, "prefix(3)")):
+        monkeypatch.setattr(html_report, "MAX_WEIGHTS", fitting + 3)
         with pytest.raises(UserError, match="29 tokens; the longest that an HTML report can show has 20"):
             Shown(tmp_path, attention=attention)
         Shown(tmp_path, "x" * 19, attention=attention)
@@ -192,7 +192,7 @@ def test_a_vocabulary_smaller_than_what_is_listed(tmp_path, visit):
     tokenizer.bos_prefix = []  # its own begins texts with an id that the model lacks
     prompt = reports.Prompt(torch.tensor([1, 2, 3, 1]), ["a", "b", "c", "a"])
     html_report.write_html_report(
-        tmp_path / "p.html", "small", None, html_report.make_explorer(model, tokenizer, prompt), view="lens"
+        tmp_path / "p.html", "small", None, html_report.make_explorer(model, tokenizer, prompt, view="lens")
     )
     tab = visit(tmp_path / "p.html")
     assert tab.locator("#next li").count() == 4
