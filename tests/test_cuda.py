@@ -93,8 +93,8 @@ def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     assert not torch.equal(step.model.lm_head.weight, before["lm_head.weight"])
 
 
-def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
-    """A pattern, places, slopes, soft-cap, and leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
+def random_inputs(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
+    """A pattern, TokenInfo, ALiBi slopes, soft-cap; leaves q, k, v (and sinks) in fp32 that `dtype` holds exactly."""
     from thinker.model.pattern_parser import parse_pattern
     from thinker.model.patterns import TokenInfo
     from thinker.model.positions import alibi_slopes
@@ -108,23 +108,23 @@ def seen_and_drawn(text, features, dtype, B=2, H=4, K=2, T=1100, D=64):
         position = position - torch.where(begins, position, 0).cummax(1).values
     if "token" in text:
         token = torch.randint(200, (B, T), generator=generator)
-    places = TokenInfo(*(x if x is None else x.cuda() for x in (position, document, token)))
+    tokens = TokenInfo(*(x if x is None else x.cuda() for x in (position, document, token)))
     shapes = [(B, H, T, D), (B, K, T, D), (B, K, T, D)] + [(H,)] * ("sinks" in features)
     leaves = [torch.randn(s, generator=generator).to("cuda", dtype).float().requires_grad_() for s in shapes]
     alibi, attn_logit_softcap = (
         alibi_slopes(H, "cuda") if "alibi" in features else None,
         1.5 if "attn_logit_softcap" in features else None,
     )
-    return parse_pattern(text), places, alibi, attn_logit_softcap, leaves
+    return parse_pattern(text), tokens, alibi, attn_logit_softcap, leaves
 
 
-def values_and_gradients(kernel, dtype, pattern, places, alibi, attn_logit_softcap, leaves):
+def values_and_gradients(kernel, dtype, pattern, tokens, alibi, attn_logit_softcap, leaves):
     from thinker.model.attention_dispatch import attend
     from thinker.model.masks import MaskBuilder
 
     q, k, v, *sinks = leaves
     plain = attn_logit_softcap is None and not sinks
-    mask = MaskBuilder(q.shape[1], dtype, alibi, kernel, plain).build(pattern, places, places, True)
+    mask = MaskBuilder(q.shape[1], dtype, alibi, kernel, plain).build(pattern, tokens, tokens, True)
     y = attend(*(x.to(dtype) for x in (q, k, v)), mask, None, attn_logit_softcap, *sinks)
     weight = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     return mask.kernel, [y.detach(), *torch.autograd.grad((y * weight).sum(), leaves)]
@@ -160,10 +160,10 @@ FLEX = [
 @pytest.mark.usefixtures("_exact_fp32")
 def test_flex_equals_the_reference(text, features, width):
     # Twelve heads: the kernel counts them in 32 bits, which the random blocks' hash overflows from the eleventh on.
-    given = seen_and_drawn(text, features, torch.float32, H=12, K=4, D=width)
+    given = random_inputs(text, features, torch.float32, H=12, K=4, D=width)
     _, known = values_and_gradients("reference", torch.float32, *given)
     assert_near(values_and_gradients("flex", torch.float32, *given)[1], known, 1e-4)
-    given = seen_and_drawn(text, features, torch.bfloat16, H=12, K=4, D=width)
+    given = random_inputs(text, features, torch.bfloat16, H=12, K=4, D=width)
     _, known = values_and_gradients("reference", torch.float32, *given)
     chosen, ours = values_and_gradients("auto", torch.bfloat16, *given)
     assert chosen == "flex"
@@ -173,7 +173,7 @@ def test_flex_equals_the_reference(text, features, width):
 @pytest.mark.usefixtures("_exact_fp32")
 def test_flex_takes_further_lengths_and_patterns_without_end():
     for text, T in [("window(9)", 128), ("window(9)", 200), *((f"window({w})", 1024) for w in range(9, 18))]:
-        given = seen_and_drawn(text, "", torch.float32, T=T)
+        given = random_inputs(text, "", torch.float32, T=T)
         _, known = values_and_gradients("reference", torch.float32, *given)
         assert_near(values_and_gradients("flex", torch.float32, *given)[1], known, 1e-4)
 
@@ -184,11 +184,11 @@ def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
     from thinker.model.pattern_parser import parse_pattern
     from thinker.model.patterns import TokenInfo
 
-    places = TokenInfo(torch.arange(2**15, device="cuda"))
+    tokens = TokenInfo(torch.arange(2**15, device="cuda"))
     q = torch.randn(1, 2, 2**15, 64, device="cuda", dtype=torch.bfloat16)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    mask = MaskBuilder(2, q.dtype).build(parse_pattern("longformer(256, 4, 4)"), places, places, True)
+    mask = MaskBuilder(2, q.dtype).build(parse_pattern("longformer(256, 4, 4)"), tokens, tokens, True)
     assert mask.kernel == "flex"
     assert torch.isfinite(attend(q, q, q, mask)).all()
     assert torch.cuda.max_memory_allocated() - before < 3 * 2**30  # positions' differences alone would be 8 GiB
@@ -198,7 +198,7 @@ def test_flex_of_a_long_sequence_holds_neither_scores_nor_mask():
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 64), (6, 2, 36), (4, 1, 128)])
 @pytest.mark.parametrize("text", ["full", "window(1)", "window(100)", "window(5000)"])
 def test_varlen_equals_the_reference(text, heads, kv_heads, width, dtype):
-    given = seen_and_drawn(text, "documents", dtype, H=heads, K=kv_heads, D=width)
+    given = random_inputs(text, "documents", dtype, H=heads, K=kv_heads, D=width)
     _, known = values_and_gradients("reference", torch.float32, *given)
     chosen, ours = values_and_gradients("auto", dtype, *given)
     assert chosen == "varlen"

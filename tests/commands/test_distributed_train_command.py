@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_the_others_and_costs_only_time(start_ranks, config, 
     assert_as_if_uninterrupted(run, config, options, tmp_path)
 
 
-ENDLESS = ["train.max_steps=100000", "train.save_every=null", "train.save_sharded=true"]
+UNTIL_STOPPED = ["train.max_steps=100000", "train.save_every=null", "train.save_sharded=true"]
 
 
 def assert_saved_once_by_both(run, log):
@@ -144,7 +144,7 @@ def assert_saved_once_by_both(run, log):
 
 def test_a_signal_to_torchrun_saves_on_all_ranks_at_the_same_step(torchrun, config, tmp_path):
     run = tmp_path / "run"
-    process, log = torchrun("train.py", config, f"run.dir={run}", *ENDLESS)
+    process, log = torchrun("train.py", config, f"run.dir={run}", *UNTIL_STOPPED)
     assert wait_for(lambda: last_step(run) >= 10, process), log.read_text()
     pids = rank_pids(process)
     process.terminate()
@@ -156,7 +156,7 @@ def test_a_signal_to_torchrun_saves_on_all_ranks_at_the_same_step(torchrun, conf
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_any_rank_saves_on_all_at_the_same_step(start_ranks, config, tmp_path, rank):
     run = tmp_path / "run"
-    ranks = start_ranks(config, f"run.dir={run}", *ENDLESS)
+    ranks = start_ranks(config, f"run.dir={run}", *UNTIL_STOPPED)
     assert wait_for(lambda: last_step(run) >= 10, ranks[0]), ranks[0].output()
     ranks[rank].send_signal(signal.SIGTERM)
     assert [each.wait() for each in ranks] == [143, 143]

@@ -24,7 +24,9 @@ def model(corpus):
     torch.manual_seed(0)
     model = Thinker(ThinkerConfig(vocab_size=600, d_model=16, n_layers=1, n_heads=2, max_seq_len=600))
     torch.nn.init.normal_(model.lm_head.weight, std=0.3)
-    torch.nn.init.normal_(model.blocks[0].attention.o_proj.weight, std=0.5)  # a fresh one is blind to all before
+    torch.nn.init.normal_(
+        model.blocks[0].attention.o_proj.weight, std=0.5
+    )  # zero in a fresh model, whose context would not matter
     return model.train()
 
 

@@ -59,7 +59,9 @@ def _renormalised(probs, expected_tokens):
 
 
 def support(**params):
-    exact = LOGITS.exp().round(decimals=3).double().log()  # so that the borders lie where the cases below say
+    exact = (
+        LOGITS.exp().round(decimals=3).double().log()
+    )  # so that the thresholds lie where the cases below expect them
     probs = distribution(exact, SamplingParams(**params))
     assert probs.sum().item() == pytest.approx(1)
     return probs[0].nonzero()[:, 0].tolist()

@@ -21,7 +21,7 @@ from thinker.runtime.errors import UserError
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = make_tokenizer("byte", [])
 EOS = TOKENIZER.eos_id
-ENDLESS = {EOS: -math.inf}
+NO_EOS = {EOS: -math.inf}
 
 # The same examples every time: a pass over several positions differs from one over a single position in its last
 # bits, and one draw in a million stands so near to a border that it could fall on either side.
@@ -155,7 +155,7 @@ def test_each_accepted_draft_saves_a_forward_pass(model):
 
 def test_drafts_of_the_same_model_are_always_accepted(model):
     generator = Generator(model, TOKENIZER, speculate=3, draft=model)
-    completions = generator.generate(["", "abc", "é漢"], SamplingParams(30, logit_bias=ENDLESS, presence_penalty=1.0))
+    completions = generator.generate(["", "abc", "é漢"], SamplingParams(30, logit_bias=NO_EOS, presence_penalty=1.0))
     # The prompt leads to one token, then each pass to three drafts and one more, the last to what is still wanted.
     assert [(c.drafted, c.accepted) for c in completions] == [(7 * 3 + 0, 7 * 3 + 0)] * 3
 

@@ -46,12 +46,12 @@ def visit(browser):
         tab.on("pageerror", lambda error: faults.append(str(error)))
         tab.on("dialog", lambda dialog: (faults.append(dialog.message), dialog.dismiss()))
         tab.goto(path.as_uri())
-        settle(tab)
+        wait_until_painted(tab)
         return tab
 
     yield visit
     for tab, path, asked, faults in opened:
-        settle(tab)
+        wait_until_painted(tab)
         tab.close()
         assert faults == []
         assert asked == [path.as_uri()]
@@ -65,7 +65,7 @@ QUIET = """async () => {
 }"""
 
 
-def settle(tab):
+def wait_until_painted(tab):
     """Until what was begun is painted."""
     tab.evaluate(QUIET)
 
@@ -130,7 +130,7 @@ def backgrounds(tab):
 
 def view(tab, name):
     tab.locator("#view").get_by_text(name, exact=True).click()
-    settle(tab)
+    wait_until_painted(tab)
 
 
 def cell(tab, layer, head):

@@ -9,7 +9,7 @@ WIDTH = 2 * V + T  # which token, which position, which token before
 
 
 def induction_circuit(sharpness=200.0):
-    """Two layers of one head: the first copies the token before, the second looks for whom that is the own token."""
+    """Two layers of one head: the first copies the previous token, the second looks for copies of its own token."""
     config = ThinkerConfig(
         vocab_size=V, d_model=WIDTH, n_layers=2, n_heads=1, head_dim=T, d_ff=8, max_seq_len=T, positions="learned",
         qk_norm=False,

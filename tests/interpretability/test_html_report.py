@@ -5,7 +5,7 @@ import re
 import html_report_fixtures
 import pytest
 import torch
-from html_report_fixtures import STYLE, Shown, backgrounds, cell, heat, pixel, settle, share, tokens, view
+from html_report_fixtures import STYLE, Shown, backgrounds, cell, heat, pixel, share, tokens, view, wait_until_painted
 
 from thinker.interpretability import attribution, html_report, reports
 
@@ -33,7 +33,7 @@ def test_a_click_on_a_head_shows_it(shown, visit):
     assert tab.locator("#head-name").inner_text() == "Layer 1, head 2"
     for layer, head in ((1, 2), (2, 0), (0, 3)):
         cell(tab, layer, head).click()
-        settle(tab)
+        wait_until_painted(tab)
         assert tab.locator("#head-name").inner_text() == f"Layer {layer}, head {head}"
         assert cell(tab, layer, head).get_attribute("aria-selected") == "true"
         for query, key in ((20, 3), (9, 8), (5, 5), (12, 0)):
@@ -46,7 +46,7 @@ def test_the_slider_goes_through_the_layers(shown, visit):
     slider = tab.get_by_label("layer", exact=False).and_(tab.get_by_role("slider"))
     for key, layer in (("ArrowRight", 2), ("Home", 0)):
         slider.press(key)
-        settle(tab)
+        wait_until_painted(tab)
         assert tab.locator("#head-name").inner_text() == f"Layer {layer}, head 2"
         assert pixel(tab, 20, 3) == pytest.approx(heat(shown.byte(layer, 2, 20, 3)), abs=2)
 
@@ -64,7 +64,7 @@ def test_hovering_shows_what_a_token_looks_at(shown, visit):
 
     check(9)
     tokens(tab).nth(14).hover()
-    settle(tab)
+    wait_until_painted(tab)
     check(14)
     first = tab.locator("#tip").inner_text().split("\n")
     assert first[0] == f"14 {shown.prompt.labels[14]} attends to"
@@ -73,11 +73,11 @@ def test_hovering_shows_what_a_token_looks_at(shown, visit):
     assert float(value) == pytest.approx(shown.weights[1, 2, 14].max().item(), abs=1 / 255 + 5e-4)
     assert f"token 14 {shown.prompt.labels[14]} attends to" in tab.locator("#status").inner_text()
     tab.mouse.move(1, 1)
-    settle(tab)
+    wait_until_painted(tab)
     check(9)
     assert tab.locator("#tip").is_hidden()
     tab.get_by_text("is attended to by").click()
-    settle(tab)
+    wait_until_painted(tab)
     check(9, column=True)
 
 
@@ -85,21 +85,21 @@ def test_a_locked_token_stays_until_escape(shown, visit):
     tab = visit(shown.path)
     tokens(tab).nth(17).click()
     locked = tokens(tab).nth(17)
-    settle(tab)
+    wait_until_painted(tab)
     kept = backgrounds(tab)
     assert locked.get_attribute("aria-pressed") == "true"
     tokens(tab).nth(4).hover()
-    settle(tab)
+    wait_until_painted(tab)
     assert backgrounds(tab) == kept
     value = float(tab.locator("#tip").inner_text().split("\n")[1])
     assert value == pytest.approx(shown.weights[1, 2, 17, 4].item(), abs=1 / 255 + 5e-4)
     tab.mouse.move(1, 1)
-    settle(tab)
+    wait_until_painted(tab)
     assert backgrounds(tab) == kept
     assert "(locked)" in tab.locator("#status").inner_text()
     tab.keyboard.press("Escape")
     tokens(tab).nth(4).hover()
-    settle(tab)
+    wait_until_painted(tab)
     assert backgrounds(tab) != kept
     assert locked.get_attribute("aria-pressed") == "false"
 
@@ -109,13 +109,13 @@ def test_the_heatmap_answers_the_pointer(shown, visit):
     box = tab.evaluate("(({left, top, cw, ch}) => ({left, top, cw, ch}))(state.map)")
     place = {"x": box["left"] + 6.5 * box["cw"], "y": box["top"] + 12.5 * box["ch"]}
     tab.locator("#map canvas").hover(position=place)
-    settle(tab)
+    wait_until_painted(tab)
     said = tab.locator("#tip").inner_text().split("\n")
     assert said[0] == f"12 {shown.prompt.labels[12]} → 6 {shown.prompt.labels[6]}"
     assert float(said[1]) == pytest.approx(shown.weights[1, 2, 12, 6].item(), abs=1 / 255 + 5e-4)
     assert tab.locator("#map .cross:visible").count() == 2
     tab.locator("#map canvas").click(position=place)
-    settle(tab)
+    wait_until_painted(tab)
     assert tokens(tab).nth(12).get_attribute("aria-pressed") == "true"
 
 
@@ -131,7 +131,7 @@ def test_a_long_prompt_scrolls_to_the_token(tmp_path, visit):
     assert not tab.evaluate(inside, 0)
     first, *_ = tab.evaluate("state.sides[1].tokens.map(([token]) => token)")
     tab.locator("#lines").click(position={"x": 320 - 34 - 10, "y": 10})
-    settle(tab)
+    wait_until_painted(tab)
     assert tokens(tab).nth(first).get_attribute("aria-pressed") == "true"
     assert tab.evaluate(inside, first)
     assert tab.evaluate("scrollY") == 0
@@ -142,11 +142,11 @@ def test_lines_answer_the_pointer(shown, visit):
     before = tab.evaluate("$('lines').toDataURL()")
     x, y = 20, tab.evaluate("state.sides[0].tokens[21][1]")
     tab.locator("#lines").hover(position={"x": x, "y": y})
-    settle(tab)
+    wait_until_painted(tab)
     assert f"token 21 {shown.prompt.labels[21]} attends" in tab.locator("#status").inner_text()
     assert tab.evaluate("$('lines').toDataURL()") != before
     tab.locator("#lines").click(position={"x": x, "y": y})
-    settle(tab)
+    wait_until_painted(tab)
     assert tokens(tab).nth(21).get_attribute("aria-pressed") == "true"
 
 
@@ -167,7 +167,7 @@ def test_the_keyboard_alone_can_do_all(shown, visit):
     def press(*keys):
         for key in keys:
             tab.keyboard.press(key)
-        settle(tab)
+        wait_until_painted(tab)
 
     tab_to("#theme")
     tab_to("summary")
@@ -228,7 +228,7 @@ def test_attribution(shown, visit):
     sign = "plus" if given[given.abs().argmax()] > 0 else "minus"
     assert most == [int(re.search(rf"--{sign}: light-dark\(#(\w+)", STYLE)[1][at : at + 2], 16) for at in (0, 2, 4)]
     tab.get_by_role("button", name="head 2.1").click()
-    settle(tab)
+    wait_until_painted(tab)
     assert tab.locator("#head-name").inner_text() == "Layer 2, head 1"
 
 
@@ -238,7 +238,7 @@ def test_lens(shown, visit):
     lens = attribution.logit_lens(shown.model, shown.tokens).softmax(dim=-1)  # (layers + 1, T, V)
     tokens(tab).nth(6).click()
     tab.get_by_role("slider").press("ArrowLeft")
-    settle(tab)
+    wait_until_painted(tab)
     rows = tab.locator("#lens tbody tr")
     assert rows.count() == 4
     for depth in range(4):
@@ -262,7 +262,7 @@ def test_lens(shown, visit):
 def test_what_comes_next(shown, visit):
     tab = visit(shown.path)
     tokens(tab).nth(5).hover()
-    settle(tab)
+    wait_until_painted(tab)
     top = shown.shares[5].topk(10)
     lines = [line.split("\n") for line in tab.locator("#next li").all_inner_texts()]
     assert [line[0] for line in lines] == [reports.token_label(shown.tokenizer, t) for t in top.indices.tolist()]
@@ -273,5 +273,5 @@ def test_what_comes_next(shown, visit):
     assert said.endswith(f"rank {rank}")
     assert share(re.search(r"with (.*), rank", said)[1]) == pytest.approx(follows.item(), abs=6e-4)
     tokens(tab).nth(shown.T - 1).hover()
-    settle(tab)
+    wait_until_painted(tab)
     assert tab.locator("#follows").inner_text() == "The prompt ends here."

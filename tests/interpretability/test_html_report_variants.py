@@ -6,7 +6,7 @@ import html_report_fixtures
 import pytest
 import torch
 from conftest import random_model
-from html_report_fixtures import TEXT, Shown, cell, heat, pixel, settle, tokens, view
+from html_report_fixtures import TEXT, Shown, cell, heat, pixel, tokens, view, wait_until_painted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +57,7 @@ def test_the_theme_can_be_chosen_and_is_remembered(shown, visit):
     auto = tab.evaluate(paper)
     tab.locator("#theme").click()
     assert tab.evaluate(paper) != auto
-    settle(tab)
+    wait_until_painted(tab)
     assert pixel(tab, 20, 3) == pytest.approx(heat(shown.byte(1, 2, 20, 3)), abs=2)
     tab.locator("#theme").click()
     assert tab.evaluate(paper) == auto
@@ -118,14 +118,14 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
     )
     missing = next((n, h) for n in range(3) for h in range(4) if (n, h) not in shown.explorer.weights)
     cell(tab, *missing).click()
-    settle(tab)
+    wait_until_painted(tab)
     assert tab.locator("#not-stored").is_visible()
     assert "cannot be opened" in tab.locator("#not-stored").inner_text()
     assert "cannot be opened" in tab.locator("#status").inner_text()
     assert pixel(tab, 20, 3) == pytest.approx(heat(shown.byte(*missing, 20, 3)), abs=2)
     held = next(iter(shown.explorer.weights))
     cell(tab, *held).click()
-    settle(tab)
+    wait_until_painted(tab)
     assert tab.locator("#not-stored").is_hidden()
 
 
@@ -246,7 +246,7 @@ def test_a_narrow_screen_does_not_scroll_sideways(tmp_path, shown, visit):
         view(tab, name)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360
     tab.set_viewport_size({"width": 90, "height": 900})  # nothing to be read, but nothing to fail either
-    settle(tab)
+    wait_until_painted(tab)
 
 
 def test_it_cannot_be_written(shown, tmp_path):

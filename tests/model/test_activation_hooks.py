@@ -247,13 +247,13 @@ def test_closing_one_leaves_the_others_open(random_model):
 
 def test_the_mean_is_over_texts_and_positions_and_of_weights_over_texts(random_model):
     model, tokens = random_model(), torch.arange(18).reshape(3, 6)
-    for name, places in {"heads.1": (0, 1), "heads": (0, 2), "weights": (0,)}.items():
+    for name, dims in {"heads.1": (0, 1), "heads": (0, 2), "weights": (0,)}.items():
         path = f"blocks.1.attention.{name}"
         with model.record(path) as before:
             model(tokens)
         with model.patch({path: "mean"}), model.record(path) as after:
             model(tokens)
-        known = before[path].mean(dim=places, keepdim=True).expand_as(before[path])
+        known = before[path].mean(dim=dims, keepdim=True).expand_as(before[path])
         torch.testing.assert_close(after[path], known, rtol=0, atol=1e-6)
         assert (known - before[path]).abs().max() > 1e-3
 

@@ -152,7 +152,7 @@ def check(situation, kernels, patch):
     grad = torch.randn(known.shape, generator=generator, dtype=torch.float64)
     known_grads = torch.autograd.grad(known, inputs, grad, allow_unused=True) if known.requires_grad else []
     if pattern.max_distance is None and not pattern.by_token and document is None:
-        query, key = (TokenInfo(places.position[0]) for places in (query, key))  # as a batch of equal rows is described
+        query, key = (TokenInfo(info.position[0]) for info in (query, key))  # as a batch of equal rows is described
     used = []
     for kernel in kernels:
         patch.setattr(local_attention, "MIN_BLOCK", 1 + seed % 7)  # so that short sequences have several blocks

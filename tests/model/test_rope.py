@@ -215,8 +215,8 @@ def test_scores_depend_on_distance_alone(name, seed, ends, shift):
     q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     shift = min(shift, length - 1 - max(ends))
 
-    def score(*places):
-        turned = [apply_rotary_emb(x, rope(torch.tensor([at]), length, torch.float64)) for x, at in zip((q, k), places)]
+    def score(*ends):
+        turned = [apply_rotary_emb(x, rope(torch.tensor([at]), length, torch.float64)) for x, at in zip((q, k), ends)]
         return (turned[0] * turned[1]).sum()
 
     close([score(*ends)], [score(*(end + shift for end in ends))], 1e-5)

@@ -47,7 +47,7 @@ def test_sigterm_at_random_moments_loses_no_step(train_args, tmp_path, stress):
     print(f"{stopped} of {stopped} stopped without loss")
 
 
-ENDLESS_STEP = """
+STEP_THAT_NEVER_ENDS = """
 import hashlib, runpy, signal, sys, time
 from pathlib import Path
 from thinker.model import Thinker
@@ -71,8 +71,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def test_a_second_signal_leaves_at_once(train_args, tmp_path):
     """Even while Python has no turn, inside a step that takes very long."""
-    run, script = tmp_path / "run", tmp_path / "endless.py"
-    script.write_text(ENDLESS_STEP)
+    run, script = tmp_path / "run", tmp_path / "never_ends.py"
+    script.write_text(STEP_THAT_NEVER_ENDS)
     process = start_script(script, tmp_path, *train_args, f"run.dir={run}", *LONG)
     assert wait_for((tmp_path / "inside").exists, process), process.output()
     process.send_signal(signal.SIGTERM)

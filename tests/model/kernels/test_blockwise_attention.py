@@ -1,4 +1,4 @@
-"""Attention by blocks against the reference, values and gradients, wherever the blocks' borders fall."""
+"""Blockwise attention against the reference, values and gradients, wherever the block boundaries fall."""
 
 import pytest
 import torch

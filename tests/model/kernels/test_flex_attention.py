@@ -55,16 +55,16 @@ def situation(text, features="", B=2, H=4, K=2, T=150, D=8, dtype=torch.float64,
         position = position - torch.where(begins, position, 0).cummax(1).values
     if pattern.by_token:
         token = torch.randint(12, (B, T), generator=generator)
-    places = TokenInfo(*(x if x is None else x.to(device) for x in (position, document, token)))
+    tokens = TokenInfo(*(x if x is None else x.to(device) for x in (position, document, token)))
     alibi = alibi_slopes(H, device).to(torch.promote_types(dtype, torch.float32)) if "alibi" in features else None
     if "sinks" not in features:
         del inputs["sinks"]
-    return pattern, places, inputs, alibi, 1.5 if "attn_logit_softcap" in features else None
+    return pattern, tokens, inputs, alibi, 1.5 if "attn_logit_softcap" in features else None
 
 
-def computed(kernel, pattern, places, inputs, alibi, attn_logit_softcap):
+def computed(kernel, pattern, tokens, inputs, alibi, attn_logit_softcap):
     q, plain = inputs["q"], attn_logit_softcap is None and "sinks" not in inputs
-    mask = MaskBuilder(q.shape[1], q.dtype, alibi, kernel, plain).build(pattern, places, places, True)
+    mask = MaskBuilder(q.shape[1], q.dtype, alibi, kernel, plain).build(pattern, tokens, tokens, True)
     assert mask.kernel == kernel
     return attend(q, inputs["k"], inputs["v"], mask, None, attn_logit_softcap, inputs.get("sinks"))
 
@@ -83,12 +83,12 @@ def test_every_feature_equals_the_reference_in_fp32(features, kv_heads):
 
 def test_a_query_that_sees_nothing_gives_0():
     for features in ("", "sinks"):
-        pattern, places, inputs, *scores = situation("token(3)", features)
-        y = computed("flex", pattern, places, inputs, *scores)
-        blind = (places.token_id == 3).cumsum(1) == 0  # nothing to see until the first of them has come
-        assert blind.any()
-        assert y.transpose(1, 2)[blind].abs().max() == 0
-        assert y.transpose(1, 2)[~blind].abs().amin((-1, -2)).min() > 0
+        pattern, tokens, inputs, *scores = situation("token(3)", features)
+        y = computed("flex", pattern, tokens, inputs, *scores)
+        sees_nothing = (tokens.token_id == 3).cumsum(1) == 0  # until the first token 3
+        assert sees_nothing.any()
+        assert y.transpose(1, 2)[sees_nothing].abs().max() == 0
+        assert y.transpose(1, 2)[~sees_nothing].abs().amin((-1, -2)).min() > 0
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_gradients_equal_the_references(text, features, monkeypatch):
     """torch refuses gradients on a CPU, although it has the formulas; the gradients of sinks and soft-cap are ours."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False, raising=False)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    pattern, places, inputs, *scores = situation(text, features, T=40)
+    pattern, tokens, inputs, *scores = situation(text, features, T=40)
     inputs = {name: x.requires_grad_() for name, x in inputs.items()}
     grads = []
     for kernel in ("flex", "reference"):
-        y = computed(kernel, pattern, places, inputs, *scores)
+        y = computed(kernel, pattern, tokens, inputs, *scores)
         weight = torch.arange(y.numel(), dtype=y.dtype).view_as(y).sin()
         grads.append(torch.autograd.grad((y * weight).sum(), list(inputs.values())))
     for mine, right in zip(*grads):
@@ -116,13 +116,13 @@ def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypat
     size, H = 32, 4
     T = 3 * size - 12  # the last block is not full
     monkeypatch.setattr(flex_attention, "BLOCK", size)
-    pattern, places, *_ = situation(text, features, H=H, T=T)
-    mask = MaskBuilder(H, kernel="reference").build(pattern, places, places)  # not aligned: a mask for every pattern
+    pattern, tokens, *_ = situation(text, features, H=H, T=T)
+    mask = MaskBuilder(H, kernel="reference").build(pattern, tokens, tokens)  # not aligned: a mask for every pattern
     seen = torch.nn.functional.pad(mask.allowed.expand(2, H, T, T), (0, 12, 0, 12))
     count = seen.unflatten(3, (3, size)).unflatten(2, (3, size)).sum((3, 5))  # (B, H, 3, 3)
     for scores in (1, 2**26):  # a row of blocks at a time, and all together
         monkeypatch.setattr(flex_attention, "MAX_SCORES", scores)
-        blocks = FlexAttention(pattern, places, H, None).block_mask
+        blocks = FlexAttention(pattern, tokens, H, None).block_mask
         assert blocks.shape[-2:] == (T, T)
         assert list(blocks.BLOCK_SIZE) == [size, size]
         assert blocks.shape[1] == (H if pattern.by_head else 1)
@@ -136,8 +136,8 @@ def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypat
 
 def test_random_blocks_are_the_same_where_heads_are_counted_in_32_bits():
     """As the kernel counts them; the hash overflows 32 bits from the eleventh on, and keeps those that it needs."""
-    pattern, places, *_ = situation("random(16, 3, 7)", H=16)
-    mask = FlexAttention(pattern, places, 16, None).block_mask.mask_mod
+    pattern, tokens, *_ = situation("random(16, 3, 7)", H=16)
+    mask = FlexAttention(pattern, tokens, 16, None).block_mask.mask_mod
     b, h, at = torch.tensor(0), torch.arange(16)[:, None, None], torch.arange(150)
     seen = mask(b, h, at[:, None], at)
     assert torch.equal(mask(b.int(), h.int(), at[:, None].int(), at.int()), seen)

@@ -55,11 +55,11 @@ def test_it_hands_over_what_the_reference_computes(text, heads, kv_heads, groupe
     document = (torch.rand(B, T) < 0.2).cumsum(1)
     begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     position = torch.arange(T) - torch.where(begins, torch.arange(T), 0).cummax(1).values
-    places = TokenInfo(position, document)
+    tokens = TokenInfo(position, document)
     known = attend(
-        q, k, v, MaskBuilder(heads, kernel="reference").build(parse_pattern(text), places, places, True), 0.3
+        q, k, v, MaskBuilder(heads, kernel="reference").build(parse_pattern(text), tokens, tokens, True), 0.3
     )
-    mask = MaskBuilder(heads, kernel="varlen").build(parse_pattern(text), places, places, True)
+    mask = MaskBuilder(heads, kernel="varlen").build(parse_pattern(text), tokens, tokens, True)
     assert isinstance(mask.kernel_state, VarlenAttention)
     mask.kernel_state.varlen_attn, mask.kernel_state.has_gqa = stand_in, grouped
     torch.testing.assert_close(attend(q, k, v, mask, 0.3), known)
