@@ -32,23 +32,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thinker.checkpoint import sharded
+from thinker.checkpoint.sharded import DTYPES, CorruptCheckpoint
+from thinker.runtime import files as runtime_files
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import sync_to_disk
 from thinker.runtime.process_group import DistContext
 
 FORMAT_VERSION = 2  # raised when an older reader would misread a checkpoint, or this one an older checkpoint
 MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
 MODEL, TRAINING = "model.safetensors", "training.safetensors"
-MAX_JSON_BYTES = 1 << 24  # ours are smaller; a stranger's file must not fill the memory
-DTYPES = {torch.float32: "F32"}  # as safetensors calls them
 CHUNK_BYTES = 1 << 18  # written and hashed at once
 
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or a JSON object
 Expected = Mapping[str, Tensor | None]  # tensors with the dtypes and shapes to expect
-
-
-class CorruptCheckpoint(UserError):
-    """A checkpoint that is incomplete or damaged; the message names the file."""
 
 
 class UnsupportedFormat(UserError):
@@ -56,10 +51,7 @@ class UnsupportedFormat(UserError):
 
 
 def write_checkpoint(
-    folder: Path,
-    files: Files,
-    throttle: Callable[[float], None] | None = None,
-    dist: DistContext | None = None,
+    folder: Path, files: Files, throttle: Callable[[float], None] | None = None, dist: DistContext | None = None
 ) -> None:
     """Write files so that `folder` appears complete or not at all; a folder of that name is replaced.
 
@@ -87,13 +79,13 @@ def write_checkpoint(
         manifest |= {name: _write_file(temporary / name, files[name], throttle) for name in sorted(files)}
         listing = {"format_version": FORMAT_VERSION, "files": dict(sorted(manifest.items()))}
         _write_file(temporary / MANIFEST, listing, throttle)
-        sync_to_disk(temporary)
+        runtime_files.sync_to_disk(temporary)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)  # recover() puts it back if this process ends before the next line
         temporary.rename(folder)
-        sync_to_disk(folder.parent)
+        runtime_files.sync_to_disk(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         if is_main:
@@ -119,51 +111,32 @@ def verify(folder: Path) -> None:
     changed = CorruptCheckpoint(f"{path} is not as it was written")
     if set(manifest) != {"format_version", "files"} or not isinstance(entries, dict):
         raise changed
-    for name, entry in entries.items():
-        types = [type(value) for value in entry] if isinstance(entry, list) else None
-        if not re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) or types != [int, str]:
-            raise changed
-    try:
-        if path.read_bytes() != _to_json(manifest):
-            raise changed
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+    if not all(re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) for name in entries):
+        raise changed
     required = [CONFIG, STATE]
     if not any(name.startswith("shard-") for name in entries):
         required += [MODEL, TRAINING] if folder.name.startswith("step-") else [MODEL]
-    if missing := [name for name in required if name not in entries]:
-        raise CorruptCheckpoint(f"{path} does not list {missing[0]}")
-    for name, entry in entries.items():
-        _verify_file(folder / name, entry)
+    try:
+        if path.read_bytes() != _to_json(manifest):
+            raise changed
+        if missing := [name for name in required if name not in entries]:
+            raise CorruptCheckpoint(f"{path} does not list {missing[0]}")
+        for name, entry in entries.items():
+            file = folder / name
+            if file.is_symlink() or not file.is_file():
+                raise CorruptCheckpoint(f"{file} is missing, or not a regular file")
+            if [file.stat().st_size, _sha256(file)] != entry:
+                raise CorruptCheckpoint(f"{file} is not as it was written: its size or sha256 differs")
+    except OSError as error:
+        raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
     number = re.fullmatch(r"(?:step|best|nonfinite)-(\d+)", folder.name)
     if number and read_json(folder / STATE).get("step") != int(number[1]):
         raise CorruptCheckpoint(f"{folder / STATE} belongs to another step")
 
 
-def _verify_file(path: Path, entry: list[int | str]) -> None:
-    if path.is_symlink() or not path.is_file():
-        raise CorruptCheckpoint(f"{path} is missing, or not a regular file")
-    try:
-        matches = [path.stat().st_size, _sha256(path)] == entry
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    if not matches:
-        raise CorruptCheckpoint(f"{path} is not as it was written: its size or sha256 differs")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises CorruptCheckpoint where the file is missing or holds anything else."""
-    try:
-        if not path.is_file():
-            raise CorruptCheckpoint(f"{path} is missing")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CorruptCheckpoint(f"{path} is larger than any file of its kind")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise CorruptCheckpoint(f"{path} cannot be read as JSON") from error
-    if not isinstance(value, dict):
-        raise CorruptCheckpoint(f"{path} is not a JSON object")
-    return value
+    return runtime_files.read_json(path, CorruptCheckpoint)
 
 
 def read_tensors(path: Path, expected: Expected | None = None) -> dict[str, Tensor]:
@@ -188,10 +161,7 @@ def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tenso
     if not sharded.is_sharded(folder) and not any(hasattr(tensor, "to_local") for tensor in expected.values()):
         return read_tensors(folder / name, expected)
     _compare(folder, read_header(folder, name), expected)
-    try:
-        return sharded.read(folder, {key: tensor for key, tensor in expected.items() if tensor is not None})
-    except sharded.IncompleteShards as error:
-        raise CorruptCheckpoint(str(error)) from error
+    return sharded.read(folder, {key: tensor for key, tensor in expected.items() if tensor is not None})
 
 
 def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
@@ -202,15 +172,8 @@ def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
     if not sharded.is_sharded(folder):
         with open_safetensors(folder / name) as file:
             return _read_shapes(file)
-    try:
-        header = sharded.read_header(folder)
-    except sharded.IncompleteShards as error:
-        raise CorruptCheckpoint(str(error)) from error
-    return {
-        key: (DTYPES.get(dtype, str(dtype)), *shape)
-        for key, (dtype, shape) in header.items()
-        if key.startswith("optimizer.") == (name == TRAINING)
-    }
+    header = sharded.read_header(folder)
+    return {key: shape for key, shape in header.items() if key.startswith("optimizer.") == (name == TRAINING)}
 
 
 @contextlib.contextmanager

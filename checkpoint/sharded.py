@@ -13,15 +13,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 
 PATTERN = "shard-*.safetensors"
+DTYPES = {torch.float32: "F32"}  # as safetensors calls them
 
-Header = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and unsharded shape by name
 
-
-class IncompleteShards(Exception):
-    """Files that do not hold every row of every tensor exactly once; the message says where."""
+class CorruptCheckpoint(UserError):
+    """A checkpoint that is incomplete or damaged; the message names the file."""
 
 
 def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[Path]:
@@ -47,25 +47,23 @@ def is_sharded(folder: Path) -> bool:
     return next(folder.glob(PATTERN), None) is not None
 
 
-def read_header(folder: Path) -> Header:
-    """Read what the shards of a folder hold together. Raises IncompleteShards where a row is missing or duplicated."""
+def read_header(folder: Path) -> dict[str, tuple]:
+    """Read (dtype, *shape) of each unsharded tensor. Raises CorruptCheckpoint where a row is missing or duplicated."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise IncompleteShards(f"{folder} holds a file that is not a complete safetensors file") from error
-    header: Header = {}
+        raise CorruptCheckpoint(f"{folder} holds a file that is not a complete safetensors file") from error
+    header: dict[str, tuple] = {}
     for name, tensor in metadata.items():
-        shape, n_rows = tuple(tensor.size), 0
+        shape, n_rows, fits = tuple(tensor.size), 0, True
         for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.offsets) if shape else ():
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            if offsets != (n_rows,) + (0,) * (len(shape) - 1) or sizes[1:] != shape[1:]:
-                raise IncompleteShards(f"{folder} does not hold every row of {name} once")
-            n_rows += sizes[0]
-        if shape and n_rows != shape[0]:
-            raise IncompleteShards(f"{folder} does not hold every row of {name} once")
-        header[name] = tensor.properties.dtype, shape
+            fits &= tuple(chunk.offsets) == (n_rows, *[0] * (len(shape) - 1)) and tuple(chunk.sizes[1:]) == shape[1:]
+            n_rows += chunk.sizes[0]
+        if shape and not (fits and n_rows == shape[0]):
+            raise CorruptCheckpoint(f"{folder} does not hold every row of {name} once")
+        header[name] = DTYPES.get(tensor.properties.dtype, str(tensor.properties.dtype)), *shape
     return header
 
 
@@ -73,7 +71,7 @@ def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Read the tensors of these names, after their shapes have been compared with read_header().
 
     A tensor that the ranks share is filled in place, each rank reading its own rows; others are read into new tensors
-    in the host's memory. Raises IncompleteShards where a file has changed since read_header().
+    in the host's memory. Raises CorruptCheckpoint where a file has changed since read_header().
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
@@ -86,5 +84,5 @@ def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads for itself
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
-        raise IncompleteShards(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error
+        raise CorruptCheckpoint(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error
     return tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json
 # Our own keys in tokenizer_config.json: what no other key states, and model files may state otherwise.
 EOS_KEY, ADD_BOS_KEY, BOS_KEY = "thinker_eos_ids", "thinker_add_bos", "thinker_bos_id"
 SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token: they decide where it is recognized
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token: they decide where it is recognized
 
 
 def _printable() -> dict[int, str]:
@@ -33,12 +33,17 @@ TO_CHAR = _printable()
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
 
-class TokenizerFiles:
-    """The content of a Hugging Face tokenizer's files, checked."""
+class HFTokenizer(Tokenizer):
+    """A tokenizer run by the library `tokenizers`, with the interface of Tokenizer.
+
+    Attributes:
+        content, config: of tokenizer.json and tokenizer_config.json.
+        flags: name of an added token -> FLAGS -> whether it has that flag.
+    """
 
     def __init__(
         self,
-        tokenizer: dict,
+        content: dict,
         config: dict,
         chat_template: str | None,
         eos_ids: list[int],
@@ -47,119 +52,79 @@ class TokenizerFiles:
     ) -> None:
         """
         Args:
-            tokenizer, config: the content of tokenizer.json and tokenizer_config.json.
             eos_ids, bos_id: from generation_config.json or config.json, if they state them.
             tokens_elsewhere: added tokens, as names or dictionaries, that files other than tokenizer.json declare.
 
-        Raises ValueError for what cannot be reproduced.
+        Raises ValueError for what cannot be reproduced. (The base class would build a tiktoken encoding.)
         """
-        self.tokenizer, self.config, self.chat_template = tokenizer, config, chat_template
-        added = tokenizer.get("added_tokens") or []
-        self.added = {str(token["content"]): token["id"] for token in added}
+        self.content, self.config, self.chat_template = content, config, chat_template
+        self.kind, self.normalizer = "hf", None
+        added = content.get("added_tokens") or []
+        self.special_tokens = {str(token["content"]): token["id"] for token in added}
         self.non_special_added_tokens = [token["content"] for token in added if not token.get("special")]
-        self.matches_flexibly = any(token.get(flag) for token in added for flag in FLAGS[:3])
-        self.normalized = {bool(token.get("normalized")) for token in added}
-        self._check(added, tokens_elsewhere)
+        self.flags = {token["content"]: {flag: bool(token.get(flag)) for flag in FLAGS} for token in added}
+        self._check(len(added), tokens_elsewhere)
         named = {name: config[name] for name in SPECIAL if config.get(name) is not None}
         self.special_tokens_map = {name: x.get("content") if isinstance(x, dict) else x for name, x in named.items()}
         eos_token = self.special_tokens_map.get("eos_token")
-        self.eos_ids = eos_ids or [self.added[name] for name in [eos_token] if name in self.added]
-        if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in [*self.eos_ids, *self.added.values()]):
+        self.eos_ids = eos_ids or [self.special_tokens[name] for name in [eos_token] if name in self.special_tokens]
+        if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in [*self.eos_ids, *self.special_tokens.values()]):
             raise ValueError("the id of an EOS token or of an added token is not valid")
         bos_names = [self.special_tokens_map.get("bos_token")]
-        bos_names += [name for name, number in reversed(self.added.items()) if number == bos_id]
-        bos_names += [name for name, number in self.added.items() if number in self.eos_ids]
+        bos_names += [name for name, number in reversed(self.special_tokens.items()) if number == bos_id]
+        bos_names += [name for name, number in self.special_tokens.items() if number in self.eos_ids]
         self.bos_token = next((name for name in bos_names if name), None)
-        if self.bos_token not in self.added or not self.eos_ids:
+        if self.bos_token not in self.special_tokens or not self.eos_ids:
             raise ValueError("it names no BOS or EOS token")
-        self.bos_id = self.added[self.bos_token]
-        prefix = _template_prefix(tokenizer.get("post_processor"), self.added)
+        self.bos_id, self.eos_id = self.special_tokens[self.bos_token], self.eos_ids[0]
+        prefix = _template_prefix(content.get("post_processor"), self.special_tokens)
         self.bos_prefix = prefix or ([self.bos_id] if config.get(ADD_BOS_KEY) is True else [])
         if self.bos_prefix not in ([], [self.bos_id]):
             raise ValueError("texts begin with more than one special token")
+        self._load()
 
-    def _check(self, added: list[dict], tokens_elsewhere: list[Any]) -> None:
+    def _check(self, n_added: int, tokens_elsewhere: list[Any]) -> None:
         """Raise ValueError where the library or transformers would not do what tokenizer.json states."""
-        if len(self.added) < len(added):
+        if len(self.special_tokens) < n_added:
             raise ValueError("it adds a token twice")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
             raise ValueError("its chat template is not text")
-        model = self.tokenizer["model"]
+        model = self.content["model"]
         for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(name) and model.get("type") == "BPE":
                 raise ValueError(f"its {name} is {model[name]!r}, which is not supported")
         if self.config.get("split_special_tokens"):
             raise ValueError("split_special_tokens is not supported")
-        flags = {token["content"]: [bool(token.get(name)) for name in FLAGS] for token in added}
         for token in tokens_elsewhere:
             name = token.get("content") if isinstance(token, dict) else token
-            if name not in self.added:
+            if name not in self.special_tokens:
                 raise ValueError(f"it does not add the token {name!r}, which other files declare")
-            if isinstance(token, dict) and [bool(token.get(flag)) for flag in FLAGS] != flags[name]:
+            if isinstance(token, dict) and {flag: bool(token.get(flag)) for flag in FLAGS} != self.flags[name]:
                 raise ValueError(f"other files declare its token {name!r} with other flags")
 
-    def content(self) -> dict:
-        """Everything that decides how text is encoded and where it ends."""
-        return {
-            "tokenizer": self.tokenizer,
-            "chat_template": self.chat_template,
-            "bos_token": self.bos_token,
-            "eos_ids": self.eos_ids,
-            "add_bos": bool(self.bos_prefix),
-            "special_tokens_map": self.special_tokens_map,
-        }
-
-    def write(self, folder: Path) -> Path:
-        """Write the files into an existing folder. Returns the path of tokenizer.json."""
-        write_json(folder / CONFIG_NAME, self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id})
-        if self.chat_template is not None:
-            atomic_write(folder / TEMPLATE_NAME, self.chat_template)
-        return write_json(folder / FILE_NAME, self.tokenizer)
-
-
-class HFTokenizer(Tokenizer):
-    """A tokenizer run by the library `tokenizers`, with the interface of Tokenizer."""
-
-    def __init__(self, files: TokenizerFiles) -> None:  # the base class would build a tiktoken encoding
-        self._files, content = files, files.tokenizer
-        self._with_special = _library(content)
-        self.kind, self.normalizer, self.chat_template = "hf", None, files.chat_template
-        self.special_tokens, self.non_special_added_tokens = files.added, files.non_special_added_tokens
-        self.special_tokens_map = files.special_tokens_map
-        self.bos_token, self.bos_id, self.bos_prefix = files.bos_token, files.bos_id, files.bos_prefix
-        self.eos_ids, self.eos_id = files.eos_ids, files.eos_ids[0]
-        self._added_bytes = {files.added[name]: name.encode() for name in self.non_special_added_tokens}
-        special = {name: number for name, number in files.added.items() if name not in self.non_special_added_tokens}
-        self._plain = _library(_without_names(content, special))
+    def _load(self) -> None:
+        """Load the library twice: as it is, and so that special tokens are not recognized; check the vocabulary."""
+        self._with_special = _library(self.content)
+        special = {name: i for name, i in self.special_tokens.items() if name not in self.non_special_added_tokens}
+        self._plain = _library(_without_names(self.content, special))
         vocab = self._with_special.get_vocab()
         self.vocab_size = 1 + max(vocab.values())
-        if moved := [name for name, number in files.added.items() if vocab.get(name) != number]:
+        if moved := [name for name, number in self.special_tokens.items() if vocab.get(name) != number]:
             raise ValueError(f"its token {moved[0]!r} has another id in its vocabulary")
-        if self.vocab_size > MAX_VOCAB:
-            raise ValueError(f"it has ids up to {self.vocab_size}")
-        if max(files.eos_ids) >= self.vocab_size:
-            raise ValueError(f"the EOS token {max(files.eos_ids)} is outside its vocabulary of {self.vocab_size}")
+        if self.vocab_size > MAX_VOCAB or max(self.eos_ids) >= self.vocab_size:
+            raise ValueError(f"its vocabulary of {self.vocab_size} is too large, or has no token {max(self.eos_ids)}")
         self._tokens = [None] * self.vocab_size
-        to_bytes, added_ids = _piece_to_bytes(content), set(files.added.values())
+        self._added_bytes = {self.special_tokens[name]: name.encode() for name in self.non_special_added_tokens}
+        to_bytes, added_ids = _piece_to_bytes(self.content), set(self.special_tokens.values())
         for piece, number in vocab.items():
             if number not in added_ids:
                 self._tokens[number] = to_bytes(piece)
         adds_space = self.decode_bytes(self.encode("a")).startswith(b" ")
-        stated = files.config.get("add_prefix_space")
-        if stated is not None and stated != adds_space:
-            raise ValueError(f"add_prefix_space is {stated}, but tokenizer.json does otherwise")
+        if self.config.get("add_prefix_space") not in (None, adds_space):
+            raise ValueError(f"add_prefix_space is {not adds_space}, but tokenizer.json does otherwise")
 
-    def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """As Tokenizer.encode."""
-        return self._run(self._with_special, text).tolist() if allow_special else self._encode(text).tolist()
-
-    def _encode(self, text: str) -> np.ndarray:
-        return self._run(self._plain, text)
-
-    def _encode_with_names(self, text: str, names: list[str]) -> np.ndarray:
-        return self._encode(text)  # the library recognizes the non-special added tokens itself
-
-    def _run(self, library: Any, text: str) -> np.ndarray:
+    def _ids(self, text: str, allow_special: bool = False) -> np.ndarray:
+        library = self._with_special if allow_special else self._plain  # which find the non-special added tokens
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is not text
         try:
             return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
@@ -168,24 +133,35 @@ class HFTokenizer(Tokenizer):
                 raise
             raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """As Tokenizer.decode, without the space that encoding adds before a text."""
         ids = list(ids)
         self.decode_bytes(ids)  # raises for ids out of range
         return self._with_special.decode(ids, skip_special_tokens=True)
 
     def _content(self) -> dict:
-        return self._files.content()
-
-    def with_chat_template(self, template: str) -> Tokenizer:
-        """As Tokenizer.with_chat_template."""
-        return HFTokenizer(
-            TokenizerFiles(self._files.tokenizer, self._files.config, template, self.eos_ids, self.bos_id)
-        )
+        return {
+            "tokenizer": self.content,
+            "chat_template": self.chat_template,
+            "bos_token": self.bos_token,
+            "eos_ids": self.eos_ids,
+            "add_bos": bool(self.bos_prefix),
+            "special_tokens_map": self.special_tokens_map,
+        }
 
     def save(self, folder: str | Path) -> Path:
         """Write its Hugging Face files into an existing folder."""
-        return self._files.write(Path(folder))
+        config = self.config | {EOS_KEY: self.eos_ids, BOS_KEY: self.bos_id}
+        write_files(Path(folder), self.content, config, self.chat_template)
+        return Path(folder) / FILE_NAME
+
+
+def write_files(folder: Path, content: dict, config: dict, chat_template: str | None) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template, each whole or not at all."""
+    for name, values in ((CONFIG_NAME, config), (FILE_NAME, content)):
+        atomic_write(folder / name, json.dumps(values, ensure_ascii=False, indent=1))
+    if chat_template is not None:
+        atomic_write(folder / TEMPLATE_NAME, chat_template)
 
 
 def _without_names(content: dict, special: dict[str, int]) -> dict:
@@ -253,9 +229,3 @@ def _library(content: dict) -> Any:
     library.no_truncation()
     library.no_padding()
     return library
-
-
-def write_json(path: Path, content: dict) -> Path:
-    """A JSON file, whole or not at all. Returns its path."""
-    atomic_write(path, json.dumps(content, ensure_ascii=False, indent=1))
-    return path

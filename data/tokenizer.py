@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import json
 import os
@@ -17,11 +18,10 @@ import numpy as np
 import tiktoken
 
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import atomic_write
+from thinker.runtime.files import atomic_write, read_json
 
 FILE_NAME = "thinker-tokenizer.json"
 FILE_FORMAT = 2
-MAX_FILE_BYTES = 1 << 26  # o200k_base, the largest of tiktoken's own, takes 4 MB
 MAX_VOCAB = 1 << 20
 PIECE_CHARS = 1 << 16  # rustbpe's and tiktoken's regular expressions overflow their stack on a million spaces
 PROBE = "A cat's 2 Émigrés,\n\n\tΩ 中文 🙂  \u200d x"  # every pattern must split it and lose nothing
@@ -44,7 +44,6 @@ class Tokenizer:
         bos_prefix: what a prompt begins with: [bos_id] or nothing.
         chat_template: the Jinja template that renders a conversation as text, or None.
         special_tokens_map: what the template calls bos_token, eos_token, ... -> their names.
-        content_hash: sha256 of everything that decides how text is encoded, as 64 hexadecimal digits.
     """
 
     def __init__(
@@ -83,60 +82,52 @@ class Tokenizer:
             raise ValueError("the BOS token is not a special token, or a special token has no name")
         if tokens[-1] is None and len(tokens) - 1 not in ids:
             raise ValueError("the last id is neither a token nor special")
-        eos_ids = [special_tokens[bos_token]] if eos_ids is None else eos_ids
-        if not eos_ids or any(type(i) is not int or not 0 <= i < len(tokens) for i in eos_ids):
-            raise ValueError("an EOS token is missing or out of range")
-        self.non_special_added_tokens = non_special_added_tokens or []
-        if normalizer not in (None, "NFC") or not all(
-            isinstance(name, str) and name in special_tokens for name in self.non_special_added_tokens
-        ):
-            raise ValueError("the normalizer is not NFC, or a non-special added token is not an added token")
-        self.kind = kind
-        self.pattern = pattern
-        self.bos_token = bos_token
-        self.special_tokens = dict(special_tokens)
-        self.vocab_size = len(tokens)
-        self.bos_id = special_tokens[bos_token]
-        self.eos_ids, self.eos_id = eos_ids, eos_ids[0]
+        self.kind, self.pattern, self.normalizer, self.chat_template = kind, pattern, normalizer, chat_template
+        self.vocab_size, self._tokens = len(tokens), tokens
+        self.special_tokens, self.non_special_added_tokens = dict(special_tokens), non_special_added_tokens or []
+        self.bos_token, self.bos_id = bos_token, special_tokens[bos_token]
         self.bos_prefix = [self.bos_id] if add_bos else []
-        self.normalizer = normalizer
-        self.chat_template = chat_template
-        if special_tokens_map is None:
-            names = {number: name for name, number in special_tokens.items()}
-            special_tokens_map = {"bos_token": bos_token, "eos_token": names.get(self.eos_id, bos_token)}
-        self.special_tokens_map = special_tokens_map
+        self.eos_ids = [self.bos_id] if eos_ids is None else eos_ids
+        if not self.eos_ids or any(type(i) is not int or not 0 <= i < len(tokens) for i in self.eos_ids):
+            raise ValueError("an EOS token is missing or out of range")
+        self.eos_id = self.eos_ids[0]
+        names = {number: name for name, number in special_tokens.items()}
+        default = {"bos_token": bos_token, "eos_token": names.get(self.eos_id, bos_token)}
+        self.special_tokens_map = default if special_tokens_map is None else special_tokens_map
+        if normalizer not in (None, "NFC") or any(name not in special_tokens for name in self.non_special_added_tokens):
+            raise ValueError("the normalizer is not NFC, or a non-special added token is not an added token")
+        texts = [kind, *self.special_tokens_map.values(), *([] if chat_template is None else [chat_template])]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("its kind, its chat template or a name in special_tokens_map is not a string")
         self._added_bytes = {special_tokens[name]: name.encode() for name in self.non_special_added_tokens}
-        self._tokens = tokens
         self._encoding = tiktoken.Encoding(
             kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """A copy with another chat template."""
-        content = self._content() | {"chat_template": template}
-        return Tokenizer._from_content(content | {"sha256": _hash(content)})
+        other = copy.copy(self)
+        other.chat_template = template
+        vars(other).pop("content_hash", None)
+        return other
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of a text, without a BOS token. Names of special tokens are plain text unless allow_special."""
-        names = list(self.special_tokens) if allow_special else self.non_special_added_tokens
-        return self._encode_with_names(text, names).tolist()
-
-    def _encode_with_names(self, text: str, names: list[str]) -> np.ndarray:
-        """The ids of a text in which these names stand for their tokens."""
-        if not names:
-            return self._encode(text)
-        alternatives = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-        parts = [
-            np.array([self.special_tokens[part]], np.uint32) if i % 2 else self._encode(part)
-            for i, part in enumerate(re.split(f"({alternatives})", text))
-        ]
-        return np.concatenate(parts)
+        return self._ids(text, allow_special).tolist()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of many texts, encoded in threads; special names are plain text. Each a 1-D array of uint32."""
-        names = self.non_special_added_tokens
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(lambda text: self._encode_with_names(text, names), texts))
+            return list(pool.map(self._ids, texts))
+
+    def _ids(self, text: str, allow_special: bool = False) -> np.ndarray:
+        names = list(self.special_tokens) if allow_special else self.non_special_added_tokens
+        if not names:
+            return self._encode(text)
+        alternatives = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        parts = re.split(f"({alternatives})", text)
+        ids = [np.array([self.special_tokens[p]], np.uint32) if i % 2 else self._encode(p) for i, p in enumerate(parts)]
+        return np.concatenate(ids)
 
     def _encode(self, text: str) -> np.ndarray:
         try:
@@ -173,8 +164,9 @@ class Tokenizer:
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 of the content of the file."""
-        return _hash(self._content())
+        """sha256 of everything that decides how text is encoded, as 64 hexadecimal digits."""
+        text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -203,56 +195,21 @@ class Tokenizer:
         """Read what save() wrote; path is the folder or the file. Raises UserError if the file is damaged."""
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
+        content = read_json(path)
+        version, stated_hash = content.pop("format", None), content.pop("sha256", None)
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                raise ValueError("it is larger than any tokenizer")
-            return cls._from_content(json.loads(path.read_bytes()))
-        except OSError as error:
-            raise UserError(f"cannot read a tokenizer from {path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+            if version != FILE_FORMAT:
+                raise ValueError(f"it has format {version}, and this version reads format {FILE_FORMAT}")
+            encoded = content.pop("tokens")
+            tokens = [None if token is None else base64.b64decode(token, validate=True) for token in encoded]
+            tokenizer = cls(tokens=tokens, **content)
+            if tokenizer.content_hash != stated_hash:  # also if a key is missing or a value has another type
+                raise ValueError("its content does not match its sha256")
+            if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
+                raise ValueError("its pattern loses text")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a valid {FILE_NAME}: {error}") from error
-
-    @classmethod
-    def _from_content(cls, content: Any) -> Tokenizer:
-        if not isinstance(content, dict) or content.get("format") != FILE_FORMAT:
-            found = content.get("format") if isinstance(content, dict) else None
-            raise ValueError(f"it has format {found}, and this version reads format {FILE_FORMAT}")
-        content = dict(content)
-        stated_hash = content.pop("sha256", None)
-        types = {
-            "format": int,
-            "kind": str,
-            "pattern": str,
-            "bos_token": str,
-            "special_tokens": dict,
-            "tokens": list,
-            "eos_ids": list,
-            "add_bos": bool,
-            "non_special_added_tokens": list,
-            "normalizer": str | None,
-            "chat_template": str | None,
-            "special_tokens_map": dict,
-        }
-        if content.keys() != types.keys() or any(not isinstance(content[key], types[key]) for key in types):
-            raise ValueError(f"its keys must be {', '.join(types)} and sha256, each of its type")
-        if any(type(i) is not int for i in content["special_tokens"].values()):
-            raise ValueError("an id of special_tokens is not an integer")
-        if not all(isinstance(name, str) for name in content["special_tokens_map"].values()):
-            raise ValueError("a name in special_tokens_map is not a string")
-        if not all(isinstance(token, str | None) for token in content["tokens"]):
-            raise ValueError("an entry of tokens is neither base64 nor null")
-        if _hash(content) != stated_hash:
-            raise ValueError("its content does not match its sha256")
-        del content["format"]
-        tokens = [None if token is None else base64.b64decode(token, validate=True) for token in content.pop("tokens")]
-        tokenizer = cls(tokens=tokens, **content)
-        if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
-            raise ValueError("its pattern loses text")
         return tokenizer
-
-
-def _hash(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def token_byte_lengths(tokenizer: Tokenizer) -> np.ndarray:

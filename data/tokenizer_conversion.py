@@ -14,28 +14,15 @@ Every other tokenizer is run by the library `tokenizers` itself.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from thinker.data.hf_tokenizer import (
-    ADD_BOS_KEY,
-    BOS_KEY,
-    CONFIG_NAME,
-    EOS_KEY,
-    FILE_NAME,
-    SPECIAL,
-    TEMPLATE_NAME,
-    TO_BYTE,
-    TO_CHAR,
-    HFTokenizer,
-    TokenizerFiles,
-    write_json,
-)  # fmt: skip
-from thinker.data.tokenizer import MAX_FILE_BYTES, ONE_CHARACTER, PROBE, Tokenizer
+from thinker.data import hf_tokenizer as hf
+from thinker.data.hf_tokenizer import FILE_NAME, TO_BYTE, TO_CHAR, HFTokenizer
+from thinker.data.tokenizer import ONE_CHARACTER, PROBE, Tokenizer
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import atomic_write
+from thinker.runtime.files import read_json
 
 POSSESSIVE = r"(\{\d*,?\d*\})\+"  # possessive for tiktoken, a repeated group for `tokenizers`
 # How ByteLevel splits text by default; and how it does after Digits has split off every digit.
@@ -50,22 +37,22 @@ HARD_TEXTS = [
 ]
 
 
-def read_files(folder: Path) -> TokenizerFiles:
-    """Read the files of a folder. Raises UserError where they are missing, broken or incomplete.
+def read(folder: Path) -> Tokenizer:
+    """Read the tokenizer of a Hugging Face folder: as a tiktoken encoding if that is equal, else as an HFTokenizer.
 
-    The EOS tokens are those of generation_config.json, else of config.json, else of tokenizer_config.json.
+    The EOS tokens are those of generation_config.json, else of config.json, else of tokenizer_config.json. Raises
+    UserError if the files are missing, broken, or ask for something that is not supported.
     """
-    tokenizer = _read_json(folder / FILE_NAME)
-    config, *model_configs = (
-        _read_json(folder / name, missing={}) for name in (CONFIG_NAME, "generation_config.json", "config.json")
-    )
+    content = read_json(folder / FILE_NAME)
+    names = (hf.CONFIG_NAME, "generation_config.json", "config.json")
+    config, *model_configs = (_read_optional(folder / name) for name in names)
     template = config.get("chat_template")
-    if (folder / TEMPLATE_NAME).is_file():
+    if (folder / hf.TEMPLATE_NAME).is_file():
         try:
-            template = (folder / TEMPLATE_NAME).read_text(encoding="utf-8")
+            template = (folder / hf.TEMPLATE_NAME).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{folder / TEMPLATE_NAME} cannot be read: {error}") from error
-    eos, bos_id = config.pop(EOS_KEY, None), config.pop(BOS_KEY, None)
+            raise UserError(f"{folder / hf.TEMPLATE_NAME} cannot be read: {error}") from error
+    eos, bos_id = config.pop(hf.EOS_KEY, None), config.pop(hf.BOS_KEY, None)
     for model_config in model_configs:
         eos = model_config.get("eos_token_id") if eos is None else eos
         bos_id = model_config.get("bos_token_id") if bos_id is None else bos_id
@@ -73,10 +60,24 @@ def read_files(folder: Path) -> TokenizerFiles:
         if isinstance(template, list):  # named templates
             template = next((x.get("template") for x in template if x.get("name") == "default"), None)
         eos_ids = [eos] if isinstance(eos, int) else list(eos or [])
-        return TokenizerFiles(tokenizer, config, template, eos_ids, bos_id, _tokens_elsewhere(folder, config))
+        by_library = HFTokenizer(content, config, template, eos_ids, bos_id, _tokens_elsewhere(folder, config))
+        by_tiktoken = as_tiktoken(by_library)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = error if isinstance(error, ValueError) else f"it has no {error}"
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{folder / FILE_NAME} cannot be used: {reason}") from error
+    try:
+        is_equal = by_tiktoken is not None and all(
+            by_tiktoken.encode(text, allow_special) == by_library.encode(text, allow_special)
+            for text in HARD_TEXTS
+            for allow_special in (False, True)
+        )
+    except UserError:  # tiktoken cannot run the pattern
+        is_equal = False
+    return by_tiktoken if is_equal else by_library
+
+
+def _read_optional(path: Path) -> dict:
+    return read_json(path) if path.exists() else {}
 
 
 def _tokens_elsewhere(folder: Path, config: dict) -> list[Any]:
@@ -84,73 +85,47 @@ def _tokens_elsewhere(folder: Path, config: dict) -> list[Any]:
     if "added_tokens_decoder" in config:
         declared = [*config["added_tokens_decoder"].values()]
     else:  # the format before that key
-        config = config | _read_json(folder / "special_tokens_map.json", missing={})
-        declared = [*_read_json(folder / "added_tokens.json", missing={})]
-    names = [config.get(name) for name in SPECIAL]
+        config = config | _read_optional(folder / "special_tokens_map.json")
+        declared = [*_read_optional(folder / "added_tokens.json")]
+    names = [config.get(name) for name in hf.SPECIAL]
     for name in ("extra_special_tokens", "additional_special_tokens"):
         extra = config.get(name) or []
         names += extra.values() if isinstance(extra, dict) else extra
     return declared + [name["content"] if isinstance(name, dict) else name for name in names if name is not None]
 
 
-def read(folder: Path) -> Tokenizer:
-    """Read the tokenizer of a Hugging Face folder: as a tiktoken encoding if that is equal, else as an HFTokenizer.
-
-    Raises UserError if the files are missing, broken, or ask for something that is not supported.
-    """
-    files = read_files(folder)
-    try:
-        hf_tokenizer = HFTokenizer(files)
-        by_tiktoken = as_tiktoken(files)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / FILE_NAME} cannot be used: {error}") from error
-    if by_tiktoken is None:
-        return hf_tokenizer
-    try:
-        for text in HARD_TEXTS:
-            for allow_special in (False, True):
-                if by_tiktoken.encode(text, allow_special) != hf_tokenizer.encode(text, allow_special):
-                    return hf_tokenizer
-    except UserError:  # tiktoken cannot run the pattern
-        return hf_tokenizer
-    return by_tiktoken
-
-
-def as_tiktoken(files: TokenizerFiles) -> Tokenizer | None:
+def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
     """The tokenizer as a tiktoken encoding; None if step 1 above fails, or if a setting has no equivalent there."""
-    content = files.tokenizer
+    content = tokenizer.content
     model, normalizer = content["model"], (content.get("normalizer") or {}).get("type")
     pattern = _pattern(content.get("pre_tokenizer"))
     unsupported = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
     if model.get("type") != "BPE" or any(model.get(name) for name in unsupported) or not is_byte_level:
         return None
-    if pattern is None or files.matches_flexibly or normalizer not in (None, "NFC"):
+    matches_flexibly = any(flags[name] for flags in tokenizer.flags.values() for name in hf.FLAGS[:3])
+    if pattern is None or matches_flexibly or normalizer not in (None, "NFC"):
         return None
-    if files.normalized == {True, False} or (normalizer and files.normalized == {True}):
+    normalized = {flags["normalized"] for flags in tokenizer.flags.values()}
+    if normalized == {True, False} or (normalizer and normalized == {True}):
         return None
-    special = set(files.added.values())
+    special = set(tokenizer.special_tokens.values())
     pieces = {piece: number for piece, number in model["vocab"].items() if number not in special}
     if not all(set(piece) <= TO_BYTE.keys() for piece in pieces):
         return None
-    ranks = {bytes(TO_BYTE[char] for char in piece): number for piece, number in pieces.items()}
-    if len(ranks) < len(pieces) or any(bytes([b]) not in ranks for b in range(256)):
-        return None
-    if not _same_merges(model, ranks):
+    ranks = {_unprinted(piece): number for piece, number in pieces.items()}
+    if len(ranks) < len(pieces) or any(bytes([b]) not in ranks for b in range(256)) or not _same_merges(model, ranks):
         return None
     tokens: list[bytes | None] = [None] * (1 + max([*ranks.values(), *special]))
     for token, number in ranks.items():
         tokens[number] = token
-    options = {
-        "eos_ids": files.eos_ids,
-        "add_bos": bool(files.bos_prefix),
-        "non_special_added_tokens": files.non_special_added_tokens,
-        "normalizer": normalizer,
-        "chat_template": files.chat_template,
-        "special_tokens_map": files.special_tokens_map,
-    }
     try:
-        return Tokenizer("hf", tokens, files.added, files.bos_token, pattern, **options)
+        return Tokenizer(
+            "hf", tokens, tokenizer.special_tokens, tokenizer.bos_token, pattern, normalizer=normalizer,
+            eos_ids=tokenizer.eos_ids, add_bos=bool(tokenizer.bos_prefix), chat_template=tokenizer.chat_template,
+            special_tokens_map=tokenizer.special_tokens_map,
+            non_special_added_tokens=tokenizer.non_special_added_tokens,
+        )  # fmt: skip
     except ValueError:  # tiktoken cannot read the pattern, or two names share a token
         return None
 
@@ -163,7 +138,7 @@ def _same_merges(model: dict, ranks: dict[bytes, int]) -> bool:
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         if not set(first + second) <= TO_BYTE.keys():
             return False
-        parts = tuple(bytes(TO_BYTE[char] for char in part) for part in (first, second))
+        parts = _unprinted(first), _unprinted(second)
         number = ranks.get(parts[0] + parts[1])
         if number is None or number < newest or any(part not in ranks for part in parts):
             return False
@@ -222,11 +197,8 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         return
     vocab = {_printed(token): number for number, token in enumerate(tokenizer._tokens) if token is not None}
     special = sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [
-        {"id": number, "content": name, **flags, "special": name not in tokenizer.non_special_added_tokens}
-        for name, number in special
-    ]
+    flags, visible = dict.fromkeys(hf.FLAGS, False), tokenizer.non_special_added_tokens
+    added = [{"id": number, "content": name, **flags, "special": name not in visible} for name, number in special]
     pattern = r"[\s\S]" if tokenizer.pattern == ONE_CHARACTER else tokenizer.pattern
     pattern = {"Regex": re.sub(POSSESSIVE, r"\1", pattern)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -250,14 +222,11 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
         "bos_token": tokenizer.special_tokens_map.get("bos_token"),
         "eos_token": eos,
         "pad_token": tokenizer.special_tokens_map.get("pad_token", eos),
-        ADD_BOS_KEY: bool(tokenizer.bos_prefix),
+        hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix),
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }
-    write_json(folder / FILE_NAME, content)
-    write_json(folder / CONFIG_NAME, config)
-    if tokenizer.chat_template is not None:
-        atomic_write(folder / TEMPLATE_NAME, tokenizer.chat_template)
+    hf.write_files(folder, content, config, tokenizer.chat_template)
 
 
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
@@ -271,18 +240,5 @@ def _printed(token: bytes) -> str:
     return "".join(map(TO_CHAR.get, token))
 
 
-def _read_json(path: Path, missing: dict | None = None) -> dict:
-    """The content of a JSON file, or `missing` if the file does not exist. Raises UserError."""
-    if missing is not None and not path.exists():
-        return missing
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError("it is larger than any tokenizer")
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return content
+def _unprinted(piece: str) -> bytes:
+    return bytes(TO_BYTE[char] for char in piece)

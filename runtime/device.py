@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -46,17 +47,14 @@ def configure_backend(device: torch.device) -> None:
 
 def device_name(device: torch.device) -> str:
     """The type and the product name of a device."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    return f"{device.type}: {name}"
+    return f"{device.type}: {torch.cuda.get_device_name(device) if device.type == 'cuda' else processor_name()}"
 
 
 def processor_name() -> str:
     """The product name of the CPU, or its architecture if the system does not report one."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":")[1].strip()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"(?m)^model name\s*:(.*)", Path("/proc/cpuinfo").read_text()):
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -68,10 +66,7 @@ def enable_determinism() -> None:
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """The precision to train in; "auto" measures on a CPU, and on a GPU prefers bf16.
-
-    Raises UserError if the device does not support it.
-    """
+    """The precision to train in; "auto" measures on a CPU, and on a GPU prefers bf16. Raises UserError."""
     if name == "fp16" and device.type == "cpu":
         raise UserError("precision fp16 trains on a GPU only; on the CPU use bf16 or fp32")
     if device.type == "cuda" and name in ("auto", "bf16"):
@@ -82,18 +77,15 @@ def choose_precision(name: str, device: torch.device) -> str:
         return "fp16"
     if name != "auto":
         return name
-    if device.type == "cpu":
-        return "bf16" if matmul_flops(device, "bf16") > 1.25 * matmul_flops(device, "fp32") else "fp32"
-    return "fp32"
+    is_faster = device.type == "cpu" and matmul_flops(device, "bf16") > 1.25 * matmul_flops(device, "fp32")
+    return "bf16" if is_faster else "fp32"
 
 
 def choose_decoding_precision(name: str, device: torch.device) -> str:
-    """The precision to sample in; "auto" prefers bf16 on a GPU, and is fp32 on a CPU.
+    """The precision to sample in; "auto" prefers bf16 on a GPU, and is fp32 on a CPU. Raises UserError.
 
     It does not depend on a measurement, so that a seed always gives the same text. On CPUs, with and without AMX, bf16
     was hardly faster for one row (docs/decoding.md), and in some rows its largest logits are exactly equal.
-
-    Raises UserError if the device does not support it.
     """
     if device.type == "cpu":
         return "fp32" if name == "auto" else name

@@ -45,9 +45,8 @@ def run_command(main: Callable[[], int]) -> None:
         sys.stdout.flush()
     except (UserError, RunError) as error:
         line = " ".join(str(error).split())
-        if len(line) > MAX_MESSAGE_CHARS:
-            line = line[:MAX_MESSAGE_CHARS] + " ..."
-        print(f"error: {line}", file=sys.stderr)
+        cut = f"{line[:MAX_MESSAGE_CHARS]} ..." if len(line) > MAX_MESSAGE_CHARS else line
+        print(f"error: {cut}", file=sys.stderr)
         status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":

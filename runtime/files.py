@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from thinker.runtime.errors import UserError
+
+MAX_JSON_BYTES = 1 << 26  # the largest, o200k_base's tokens, take 4 MB; a stranger's file must not fill the memory
 
 
 def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
@@ -25,6 +31,23 @@ def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, Any]:
+    """The JSON object in a file. Raises `error_type` where the file is missing or holds anything else."""
+    try:
+        if not path.is_file():
+            raise error_type(f"{path} is missing")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise error_type(f"{path} is larger than any file of its kind")
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise error_type(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise error_type(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise error_type(f"{path} is not a JSON object")
+    return content
 
 
 def sync_to_disk(path: Path) -> None:

@@ -30,8 +30,7 @@ class DistContext:
     """This process among the ranks that train together, or alone.
 
     Attributes:
-        rank, world_size: its number, from 0, and the number of ranks.
-        local_rank, local_world_size: the same on its machine.
+        rank, world_size: its number, from 0, and the number of ranks. local_rank, local_world_size: on its machine.
         store: the key-value store of torch.distributed that all ranks share.
         under_torchrun: whether torchrun holds the store, which then outlives rank 0.
     """
@@ -52,8 +51,7 @@ class DistContext:
     def from_environment(cls) -> DistContext:
         """The rank that torchrun's variables describe; without them a single process.
 
-        Raises UserError where only some of the variables are set, or they contradict each other, and RunError where the
-        store does not answer.
+        Raises UserError where some are missing or contradict each other, and RunError where the store does not answer.
         """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
@@ -87,11 +85,9 @@ class DistContext:
         return cls(rank, world_size, local_rank, local_world_size, store, under_torchrun)
 
     def init_process_group(self, device_type: str, timeout: float) -> None:
-        """Make torch's process group: gloo, and NCCL for GPUs.
+        """Make torch's process group: gloo, and NCCL for GPUs. Raises RunError, naming them, where ranks did not start.
 
-        Args: timeout: seconds that one rank waits for another, now and later.
-
-        Raises RunError, naming them, where ranks did not start.
+        timeout: seconds that one rank waits for another, now and later.
         """
         self.device_type, self.timeout = device_type, timeout
         if self.world_size == 1:
@@ -108,10 +104,7 @@ class DistContext:
         )  # fmt: skip
 
     def all_gather_scalars(self, *values: float) -> list[list[float]]:
-        """The values of every rank, in rank order. All ranks call this with equally many numbers.
-
-        They go from host to host: no device is waited for.
-        """
+        """The numbers of every rank, equally many, in rank order, from host to host: no device is waited for."""
         if self.world_size == 1:
             return [list(values)]
         import torch.distributed
@@ -122,13 +115,7 @@ class DistContext:
 
     def broadcast_object(self, value: Any = None) -> Any:
         """Rank 0's value, on every rank."""
-        if self.world_size == 1:
-            return value
-        import torch.distributed
-
-        objects = [value]
-        torch.distributed.broadcast_object_list(objects, src=0, device=torch.device("cpu"))
-        return objects[0]
+        return self.gather_objects(value)[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The values of every rank, in rank order, on every rank."""
@@ -162,14 +149,15 @@ class DistContext:
 
     def shutdown(self) -> None:
         """Wait until rank 0 has finished: whoever started the ranks ends the others once one has ended."""
-        if self.world_size > 1:
-            import torch.distributed
+        if self.world_size == 1:
+            return
+        import torch.distributed
 
-            if self.is_main:
-                self.store.set("done all", "")
-            self._wait_for_keys("done all")
-            self.all_gather_scalars(0)
-            torch.distributed.destroy_process_group()
+        if self.is_main:
+            self.store.set("done all", "")
+        self._wait_for_keys("done all")
+        self.all_gather_scalars(0)
+        torch.distributed.destroy_process_group()
 
     def resolve_failure(self, error: BaseException) -> BaseException:
         """What this rank ends with: `error` if it was the first rank to fail, otherwise a quiet SystemExit.
@@ -220,12 +208,12 @@ class DistContext:
             time.sleep(0.02)
         if not missing:
             return ""
-        names = [str(rank) for rank in missing[:4]]
-        for i, rank in enumerate(missing[:4]):
+        processes = dict.fromkeys(missing[:4], "")
+        for rank in processes:
             if self.store.check([f"here/{rank}"]):  # it had started: name its process
-                names[i] += f" ({self.store.get(f'here/{rank}').decode()})"
-        more = " and more" if len(missing) > 4 else ""
-        return f"rank {', '.join(names)}{more} of {self.world_size}"
+                processes[rank] = f" ({self.store.get(f'here/{rank}').decode()})"
+        names = ", ".join(f"{rank}{process}" for rank, process in processes.items())
+        return f"rank {names}{' and more' if len(missing) > 4 else ''} of {self.world_size}"
 
 
 SINGLE_PROCESS = DistContext()  # whatever the environment says

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data import tokenizer as module
 from thinker.data.tokenizer import FILE_NAME, Tokenizer, token_byte_lengths
 from thinker.data.tokenizer_factory import SAMPLE_BYTES, make_tokenizer
 from thinker.runtime.errors import UserError
@@ -207,15 +206,15 @@ def test_damaged_files(tmp_path):
     assert Tokenizer.load(path).vocab_size == 257
     for damaged in (whole[:-10], whole.replace('"byte"', '"bite"'), "", "[" * 100_000, "[1]", "\0"):
         path.write_text(damaged)
-        with pytest.raises(UserError, match="not a valid"):
+        with pytest.raises(UserError, match="not a valid|cannot be read as JSON|not a JSON object"):
             Tokenizer.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="not a valid"):
+    with pytest.raises(UserError, match="cannot be read as JSON"):
         Tokenizer.load(path)
     os.truncate(path, 1 << 27)
-    with pytest.raises(UserError, match="larger than any tokenizer"):
+    with pytest.raises(UserError, match="larger than any"):
         Tokenizer.load(path)
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="absent is missing"):
         Tokenizer.load(tmp_path / "absent")
 
 
@@ -281,8 +280,8 @@ def test_a_strangers_pattern_is_tried_before_it_is_believed(tmp_path, pattern, s
     """It runs in a library that panics where it matches nothing, and silently leaves out what it does not match."""
     path = make_tokenizer("byte", []).save(tmp_path)
     content = {**json.loads(path.read_text()), "pattern": pattern}
-    del content["sha256"]
-    path.write_text(json.dumps({**content, "sha256": module._hash(content)}))
+    _seal(content)
+    path.write_text(json.dumps(content))
     if says is None:
         Tokenizer.load(tmp_path)
     else:
