@@ -33,8 +33,9 @@ from torch import Tensor
 
 from thinker.checkpoint import sharded
 from thinker.checkpoint.sharded import DTYPES, CorruptCheckpoint
-from thinker.runtime import files as runtime_files
 from thinker.runtime.errors import UserError
+from thinker.runtime.files import read_json as read_json_file
+from thinker.runtime.files import sync_to_disk
 from thinker.runtime.process_group import DistContext
 
 FORMAT_VERSION = 2  # raised when an older reader would misread a checkpoint, or this one an older checkpoint
@@ -79,13 +80,13 @@ def write_checkpoint(
         manifest |= {name: _write_file(temporary / name, files[name], throttle) for name in sorted(files)}
         listing = {"format_version": FORMAT_VERSION, "files": dict(sorted(manifest.items()))}
         _write_file(temporary / MANIFEST, listing, throttle)
-        runtime_files.sync_to_disk(temporary)
+        sync_to_disk(temporary)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)  # recover() puts it back if this process ends before the next line
         temporary.rename(folder)
-        runtime_files.sync_to_disk(folder.parent)
+        sync_to_disk(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         if is_main:
@@ -136,7 +137,7 @@ def verify(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises CorruptCheckpoint where the file is missing or holds anything else."""
-    return runtime_files.read_json(path, CorruptCheckpoint)
+    return read_json_file(path, CorruptCheckpoint)
 
 
 def read_tensors(path: Path, expected: Expected | None = None) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from thinker.checkpoint.format import CorruptCheckpoint, verify
 from thinker.checkpoint.manager import list_checkpoints
 from thinker.runtime.errors import FULL_DISK, RunError, UserError
-from thinker.runtime.files import atomic_write, sync_to_disk
+from thinker.runtime.files import atomic_write, make_folder, sync_to_disk
 
 
 class RunDirectory:
@@ -37,14 +37,8 @@ class RunDirectory:
 
     def create(self) -> None:
         """Make the folders. Raises UserError where that is not allowed or a file is in the way."""
-        if not self.writes:
-            return
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            if error.errno in FULL_DISK:
-                raise
-            raise UserError(f"run.dir {self.path} cannot be made a folder: {error.strerror}") from error
+        if self.writes:
+            make_folder(self.checkpoints, "run.dir")
 
     def lock(self) -> None:
         """Keep other trainings out for as long as this process lives, if the folder exists yet.

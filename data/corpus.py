@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -23,8 +24,8 @@ from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter,
 from thinker.data.sources import Document, Source, open_source
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
-from thinker.runtime.errors import FULL_DISK, UserError
-from thinker.runtime.files import atomic_write
+from thinker.runtime.errors import UserError
+from thinker.runtime.files import atomic_write, make_folder, read_json
 
 INDEX_FORMAT = 3  # of corpus.json
 BATCH_CHARS = 4 << 20  # characters tokenized together, in threads
@@ -74,15 +75,13 @@ def prepare_corpus(
     if not 0 < val_fraction < 1:
         raise UserError(f"data.val_fraction={val_fraction}: it must lie between 0 and 1, for example 0.05")
     opened = open_source(source, **source_options)
-    spec = load_tokenizer(tokenizer) if kind == "path" else tokenizer
-    if source == "repeated_random" and (spec.kind if isinstance(spec, Tokenizer) else kind) not in ("byte", "char"):
-        raise UserError(
-            f"data.tokenizer={tokenizer}: data.source=repeated_random needs byte or char, one token per character"
-        )
-    tokenizer_key = spec.content_hash if isinstance(spec, Tokenizer) else spec
+    spec, tokenizer_key = (load_tokenizer(tokenizer) if kind == "path" else tokenizer), tokenizer
+    if isinstance(spec, Tokenizer):
+        kind, tokenizer_key = spec.kind, spec.content_hash
+    if source == "repeated_random" and kind not in ("byte", "char"):
+        raise UserError(f"data.tokenizer={tokenizer}: data.source=repeated_random needs byte or char")
     parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
-    if assistant_only_loss:
-        parts.append("assistant_only_loss")
+    parts += ["assistant_only_loss"] if assistant_only_loss else []
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     if folder.exists():
@@ -90,13 +89,11 @@ def prepare_corpus(
             return _open(folder)
         except DamagedShard as error:
             print(f"the token cache is damaged and is made again: {error}", file=sys.stderr)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in FULL_DISK:
-            raise
-        raise UserError(f"data.cache_dir={cache_dir}: {folder.parent} cannot be a folder: {error.strerror}") from error
-    _remove_abandoned(folder)
+    make_folder(folder.parent, "data.cache_dir")
+    for other in folder.parent.glob(f"{folder.name}.building-*"):
+        with contextlib.suppress(FileNotFoundError):  # its builder has just finished
+            if time.time() - other.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)
     building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=folder.parent))
     try:
         _build(building, opened, spec, assistant_only_loss, val_fraction, progress, shard_tokens)
@@ -108,13 +105,12 @@ def prepare_corpus(
 
 def _open(folder: Path) -> Corpus:
     try:
-        index = json.loads((folder / "corpus.json").read_bytes())
+        index = read_json(folder / "corpus.json")
         tokenizer = load_tokenizer(folder)
         train, val = (TokenShards.open(folder, index[name], tokenizer) for name in ("train", "val"))
-        sha256 = str(index["sha256"])
+        return Corpus(tokenizer, train, val, str(index["sha256"]), folder)
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise DamagedShard(f"{folder}: {error}") from error
-    return Corpus(tokenizer, train, val, sha256, folder)
 
 
 def _publish(building: Path, folder: Path) -> None:
@@ -132,44 +128,35 @@ def _publish(building: Path, folder: Path) -> None:
             raise
 
 
-def _remove_abandoned(folder: Path) -> None:
-    for other in folder.parent.glob(f"{folder.name}.building-*"):
-        try:
-            abandoned = time.time() - other.stat().st_mtime > ABANDONED_SECONDS
-        except FileNotFoundError:
-            continue  # its builder has just finished
-        if abandoned:
-            shutil.rmtree(other, ignore_errors=True)
-
-
 def _build(
-    folder: Path,
-    source: Source,
-    spec: str | Tokenizer,
-    assistant_only_loss: bool,
-    val_fraction: float,
-    progress: bool,
-    shard_tokens: int,
-) -> None:
+    folder: Path, source: Source, spec: str | Tokenizer, assistant_only_loss: bool, val_fraction: float,
+    progress: bool, shard_tokens: int,
+) -> None:  # fmt: skip
     """Write a corpus into an empty folder. The source is read once: what trains the tokenizer is kept in memory."""
     documents = _split(source, val_fraction)
-    sample: list[SplitDocument] = []  # bounded: tokenizers are trained on at most SAMPLE_BYTES
+    sample: list[SplitDocument] = []  # what is read for the tokenizer, from either split: at most about SAMPLE_BYTES
+
+    def training_texts() -> Iterator[str]:
+        for split, document in documents:
+            sample.append((split, document))
+            if split == "train":
+                yield document.text
+        if not any(split == "train" for split, _ in sample):
+            raise _empty_split_error("train", source, val_fraction)
+
     tokenizer = spec
     if isinstance(spec, str):
         if progress and spec.startswith("bpe:"):
             print(f"training {spec} on {source.name} ...", file=sys.stderr)
-        tokenizer = make_tokenizer(spec, _training_texts(source, val_fraction, documents, sample))
-        if spec.startswith("bpe:") and tokenizer.vocab_size < int(spec[4:]):
-            size = f"the vocabulary has {tokenizer.vocab_size} tokens"
-            print(f"the text is too short for {spec}: {size}", file=sys.stderr)
+        tokenizer = make_tokenizer(spec, training_texts())
+        if spec.startswith("bpe:") and (size := tokenizer.vocab_size) < int(spec[4:]):
+            print(f"the text is too short for {spec}: the vocabulary has {size} tokens", file=sys.stderr)
     tokenizer.save(folder)
     writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
+    n_tokens, total, unit = 0, source.n_documents, " documents"
     if source.whole_text:
-        scale = {"total": source.n_bytes, "unit": "B", "unit_scale": True}
-    else:
-        scale = {"total": source.n_documents, "unit": " documents"}
-    n_tokens = 0
-    with tqdm(desc="tokenizing", disable=not progress, **scale) as bar:
+        total, unit = source.n_bytes, "B"
+    with tqdm(desc="tokenizing", disable=not progress, total=total, unit=unit, unit_scale=source.whole_text) as bar:
         for batch in _batches(itertools.chain(sample, documents)):
             encoded = encode_all(tokenizer, [document for _, document in batch], assistant_only_loss)
             for (split, document), (ids, loss_mask) in zip(batch, encoded):
@@ -216,18 +203,6 @@ def _split(source: Source, val_fraction: float) -> Iterator[SplitDocument]:
         print(f"{n_empty} of {n_documents} documents hold no text and are left out", file=sys.stderr)
 
 
-def _training_texts(
-    source: Source, val_fraction: float, documents: Iterator[SplitDocument], sample: list[SplitDocument]
-) -> Iterator[str]:
-    """The texts of the training split. Every document that is read, from either split, is appended to `sample`."""
-    for split, document in documents:
-        sample.append((split, document))
-        if split == "train":
-            yield document.text
-    if not any(split == "train" for split, _ in sample):
-        raise _empty_split_error("train", source, val_fraction)
-
-
 def encode_all(
     tokenizer: Tokenizer, documents: list[Document], assistant_only_loss: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
@@ -239,9 +214,7 @@ def encode_all(
         raise UserError("some rows are conversations and others are text; give them in files of their own")
     if documents[0].messages is None:
         if assistant_only_loss:
-            raise UserError(
-                "data.assistant_only_loss=true needs conversations: rows with a list of messages (data.column)"
-            )
+            raise UserError("data.assistant_only_loss=true needs conversations: a data.column with lists of messages")
         yield from ((ids, None) for ids in tokenizer.encode_batch([document.text for document in documents]))
         return
     for document in documents:
@@ -263,10 +236,9 @@ def _batches(documents: Iterable[SplitDocument]) -> Iterator[list[SplitDocument]
 
 
 def _empty_split_error(split: str, source: Source, val_fraction: float) -> UserError:
-    change = "raise" if split == "val" else "lower"
-    remedy = "give it more text" if source.whole_text else f"{change} data.val_fraction or give it more documents"
-    equal = "" if source.whole_text else " (equal documents go into the same split)"
-    return UserError(
-        f"data.source={source.name}: with data.val_fraction={val_fraction} nothing falls into the {split} split{equal};"
-        f" {remedy}"
-    )
+    remedy = "; give it more text"
+    if not source.whole_text:
+        change = "raise" if split == "val" else "lower"
+        remedy = f" (equal documents go into the same split); {change} data.val_fraction or give it more documents"
+    where = f"data.source={source.name}: with data.val_fraction={val_fraction}"
+    return UserError(f"{where} nothing falls into the {split} split{remedy}")

@@ -15,7 +15,7 @@ import struct
 import zlib
 from array import array
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -88,15 +88,12 @@ class Shard:
             sections["log_probs"] = ("<f8", n_documents)
         if flags & HAS_LOSS_MASK:
             sections["loss_mask"] = ("u1", n_tokens)
-        expected_size = HEADER_BYTES + sum(
-            _aligned(count * np.dtype(kind).itemsize) for kind, count in sections.values()
-        )
-        if expected_size != size:
-            raise DamagedShard(f"{path} has {size} bytes, its header says {expected_size}")
-        mapped, position, arrays = np.memmap(path, np.uint8, "r"), HEADER_BYTES, {}
-        for name, (kind, count) in sections.items():
-            arrays[name] = np.frombuffer(mapped, kind, count, position)
-            position += _aligned(arrays[name].nbytes)
+        sizes = [_aligned(count * np.dtype(kind).itemsize) for kind, count in sections.values()]
+        starts = list(accumulate(sizes, initial=HEADER_BYTES))
+        if starts[-1] != size:
+            raise DamagedShard(f"{path} has {size} bytes, its header says {starts[-1]}")
+        mapped = np.memmap(path, np.uint8, "r")
+        arrays = {name: np.frombuffer(mapped, *sections[name], start) for name, start in zip(sections, starts)}
         tokens, offsets = arrays["tokens"], arrays["offsets"]
         if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != tokenizer.bos_id or tokens[-1] != tokens[0]:
             raise DamagedShard(f"{path} does not begin and end with a document")
@@ -110,8 +107,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder, self.name = folder, name
-        self.tokenizer, self.shard_tokens = tokenizer, shard_tokens
+        self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
         self.files: list[str] = []
         self.digest = hashlib.sha256()  # of all tokens
         self._dtype = token_dtype(tokenizer.vocab_size)
@@ -126,13 +122,9 @@ class ShardWriter:
         return bool(self.files) or self._file is not None
 
     def add(
-        self,
-        ids: np.ndarray,
-        n_bytes: int,
-        log_prob: float | None = None,
-        continues: bool = False,
+        self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False,
         loss_mask: np.ndarray | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Append a document, or with continues=True more of the last one: its ids and its number of bytes of text.
 
         loss_mask: which ids are targets, given for all documents or for none. Conversations contain their EOS tokens.
@@ -215,35 +207,24 @@ class ShardWriter:
 
 
 class TokenShards:
-    """One split of a corpus: its shards, in order, and their totals."""
+    """One split of a corpus: its shards, in order, and their totals.
+
+    Attributes:
+        n_tokens: BOS tokens included. n_bytes: of UTF-8 text.
+        has_conversations: documents are conversations with a loss mask.
+    """
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
+        self.n_tokens = sum(shard.n_tokens for shard in shards)
+        self.n_documents = sum(shard.n_documents for shard in shards)
+        self.n_bytes = sum(shard.n_bytes for shard in shards)
+        self.has_conversations = any(shard.loss_mask is not None for shard in shards)
 
     @classmethod
     def open(cls, folder: Path, files: list[str], tokenizer: Tokenizer) -> TokenShards:
         """Open shards by name; raises DamagedShard."""
         return cls([Shard.open(folder / file, tokenizer) for file in files])
-
-    @cached_property
-    def n_tokens(self) -> int:
-        """Number of tokens, BOS tokens included."""
-        return sum(shard.n_tokens for shard in self.shards)
-
-    @property
-    def has_conversations(self) -> bool:
-        """Whether documents are conversations with a loss mask."""
-        return any(shard.loss_mask is not None for shard in self.shards)
-
-    @cached_property
-    def n_documents(self) -> int:
-        """Number of documents."""
-        return sum(shard.n_documents for shard in self.shards)
-
-    @cached_property
-    def n_bytes(self) -> int:
-        """Number of bytes of UTF-8 text."""
-        return sum(shard.n_bytes for shard in self.shards)
 
 
 def _crc(data: bytes) -> bytes:

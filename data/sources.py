@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -14,28 +15,25 @@ import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from thinker.data.chat import Message, check_messages
 from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
-SOURCES = ("tales", "pysource", "repeated_random", "text", "jsonl", "parquet", "hub")
+OPTIONS = {  # what each source reads besides max_documents and seed
+    **dict.fromkeys(("tales", "pysource", "repeated_random"), ()),
+    "text": ("path",),
+    **dict.fromkeys(("jsonl", "parquet"), ("path", "column")),
+    "hub": ("path", "config", "split", "column", "streaming"),
+}
 GENERATED_DOCUMENTS = 25_000  # of tales and repeated_random, which never end, if max_documents is not set
 PIECE_BYTES = 1 << 20  # a single text is read in pieces of about this size
 REPEAT_ALPHABET = "".join(chr(c) for c in range(33, 127))
 REPEAT_LENGTHS = range(16, 65)
 # Folders beside the standard library's modules: tests, installed packages, bundled wheels, the IDLE editor.
-EXCLUDED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "__pycache__",
-}
+EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 EXTENSIONS = {"text": "", "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"), "parquet": ".parquet"}
 
 
@@ -56,7 +54,7 @@ class Source:
     """A stream of documents that can be read any number of times.
 
     Attributes:
-        name: one of SOURCES.
+        name: a key of OPTIONS.
         key: changes whenever the documents change (but not when the owner of a hub dataset changes it).
         documents: returns an iterator over all documents. Raises UserError if the text cannot be read.
         whole_text: the documents are consecutive pieces of one single text.
@@ -86,7 +84,7 @@ def open_source(
     """Check the options of a source and open it; nothing is read, generated or downloaded yet.
 
     Args:
-        source: one of SOURCES.
+        source: a key of OPTIONS.
         path: a file, folder or glob (text, jsonl, parquet), or the name or folder of a dataset (hub).
         config, split, streaming: what to load from the hub, and whether to stream it instead of downloading it first.
         column: the column that holds the text (jsonl, parquet, hub).
@@ -95,38 +93,52 @@ def open_source(
 
     Raises UserError for an unknown source, a missing file, or an option that the source does not read.
     """
-    if source not in SOURCES:
-        raise UserError(f"data.source={source}: there are {', '.join(SOURCES)}{did_you_mean(source, SOURCES)}")
+    if source not in OPTIONS:
+        raise UserError(f"data.source={source}: there are {', '.join(OPTIONS)}{did_you_mean(source, OPTIONS)}")
     if max_documents is not None and max_documents < 1:
         raise UserError(f"data.max_documents={max_documents}: it must be at least 1, or null for no bound")
-    reads_path = source in ("text", "jsonl", "parquet", "hub")
-    unread = {
-        "path": path is not None and not reads_path,
-        "config": config is not None and source != "hub",
-        "split": split != "train" and source != "hub",
-        "streaming": not streaming and source != "hub",
-        "column": column != "text" and source not in ("jsonl", "parquet", "hub"),
-    }
-    for option, is_set in unread.items():
-        if is_set:
+    is_set = {"path": path is not None, "config": config is not None, "split": split != "train"}
+    is_set |= {"streaming": not streaming, "column": column != "text"}
+    for option in is_set:
+        if is_set[option] and option not in OPTIONS[source]:
             raise UserError(f"data.{option} is set, but data.source={source} does not read it; leave it out")
-    if reads_path and not path:
+    if "path" in OPTIONS[source] and not path:
         wanted = "a dataset's name or folder" if source == "hub" else "a file, folder or glob"
         raise UserError(f"data.source={source} needs data.path={wanted}")
+    path = str(path)
 
+    count = max_documents or GENERATED_DOCUMENTS
     if source == "tales":
-        return _tales(max_documents or GENERATED_DOCUMENTS, seed)
+        from thinker.data import tales
+
+        key, generate = _key(source, seed, count, tales.GRAMMAR_HASH), tales.generate_story
+        return Source(source, key, partial(_generate, generate, seed, count), n_documents=count)
     if source == "repeated_random":
-        return _repeated_random(max_documents or GENERATED_DOCUMENTS, seed)
+        key = _key(source, seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
+        return Source(source, key, partial(_generate, _repeat, seed, count), n_documents=count)
+
+    n_documents = None
     if source == "pysource":
-        return _pysource(max_documents)
-    if source == "hub":
-        return _hub(str(path), config, split, column, streaming, max_documents)
-    files = _find_files(source, str(path))
-    if source == "text":
-        return _text(files, max_documents)
-    key = _key(source, _stamps(files), column, max_documents)
-    return Source(source, key, lambda: _bounded(_read_tables(source, files, column), max_documents))
+        files = _standard_library()
+        content = platform.python_version(), _stamps(files), max_documents
+        documents = partial(_read_modules, files)
+    elif source == "hub":
+        files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none for a dataset's name
+        content = path, config, split, column, max_documents, _stamps(files)  # `streaming` changes no text
+        arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
+        documents = partial(_read_rows, f"data.path={path}", column, arguments)
+    elif source == "text":
+        files = _find_files(source, path)
+        if len(files) == 1:
+            key, n_bytes = _key(source, _stamps(files)), os.path.getsize(files[0])
+            return Source(source, key, partial(_read_pieces, files[0]), whole_text=True, n_bytes=n_bytes)
+        content, n_documents = (_stamps(files), max_documents), len(files[:max_documents])
+        documents = partial(_read_texts, files)
+    else:
+        files = _find_files(source, path)
+        content = _stamps(files), column, max_documents
+        documents = partial(_read_tables, source, files, column)
+    return Source(source, _key(source, *content), lambda: _bounded(documents(), max_documents), n_documents=n_documents)
 
 
 def _bounded(documents: Iterable[Document], max_documents: int | None) -> Iterator[Document]:
@@ -150,23 +162,10 @@ def _stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in status]
 
 
-# Generated text
-
-
-def _tales(count: int, seed: int) -> Source:
-    from thinker.data import tales
-
-    def read() -> Iterator[Document]:
-        for index in range(count):
-            story = tales.generate_story(seed, index)
-            yield Document(story.text, story.log_prob)
-
-    return Source("tales", _key("tales", seed, count, tales.GRAMMAR_HASH), read, n_documents=count)
-
-
-def _repeated_random(count: int, seed: int) -> Source:
-    key = _key("repeated_random", seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
-    return Source("repeated_random", key, lambda: (_repeat(seed, i) for i in range(count)), n_documents=count)
+def _generate(story: Callable[[int, int], Any], seed: int, count: int) -> Iterator[Document]:
+    for index in range(count):
+        made = story(seed, index)
+        yield Document(made.text, made.log_prob)
 
 
 def _repeat(seed: int, index: int) -> Document:
@@ -177,27 +176,20 @@ def _repeat(seed: int, index: int) -> Document:
     return Document(half + half, -math.log(len(REPEAT_LENGTHS)) - n * math.log(len(REPEAT_ALPHABET)))
 
 
-# Files of text
-
-
-def _pysource(max_documents: int | None) -> Source:
-    root = sysconfig.get_paths()["stdlib"]
+def _standard_library() -> list[str]:
     files = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - EXCLUDED_FOLDERS)
+    for folder, subfolders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        subfolders[:] = sorted(set(subfolders) - EXCLUDED)
         files += [os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")]
+    return files
 
-    def read() -> Iterator[Document]:
-        for file in files:
-            try:
-                with tokenize.open(file) as opened:  # in the encoding that the file declares
-                    text = opened.read()
-            except (SyntaxError, UnicodeDecodeError):  # a few files hold broken encodings on purpose
-                continue
+
+def _read_modules(files: list[str]) -> Iterator[Document]:
+    for file in files:
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # a few files hold broken encodings on purpose
+            with tokenize.open(file) as opened:  # in the encoding that the file declares
+                text = opened.read()
             yield Document(text)
-
-    key = _key("pysource", platform.python_version(), _stamps(files), max_documents)
-    return Source("pysource", key, lambda: _bounded(read(), max_documents))
 
 
 def _find_files(source: str, path: str) -> list[str]:
@@ -211,29 +203,20 @@ def _find_files(source: str, path: str) -> list[str]:
         paths = glob.glob(os.path.expanduser(path), recursive=True)
     files = sorted(file for file in paths if os.path.isfile(file))
     if not files:
-        wanted = "file" if source == "text" else f"{source} file"
-        reason = "does not exist"
-        if os.path.isdir(path):
-            reason = f"holds no {wanted}"
-        elif glob.has_magic(path):
-            reason = f"matches no {wanted}"
+        verb = "holds" if os.path.isdir(path) else "matches"
+        reason = f"{verb} no {'file' if source == 'text' else f'{source} file'}"
+        if not (os.path.isdir(path) or glob.has_magic(path)):
+            reason = "does not exist"
         raise UserError(f"data.path={path} {reason}; give a file, a folder or a glob such as 'folder/*.txt'")
     return files
 
 
-def _text(files: list[str], max_documents: int | None) -> Source:
-    if len(files) == 1:
-        size = os.path.getsize(files[0])
-        return Source("text", _key("text", _stamps(files)), lambda: _pieces(files[0]), True, n_bytes=size)
-
-    def read() -> Iterator[Document]:
-        yield from _bounded((Document("".join(p.text for p in _pieces(file))) for file in files), max_documents)
-
-    count = len(files[:max_documents])
-    return Source("text", _key("text", _stamps(files), max_documents), read, n_documents=count)
+def _read_texts(files: list[str]) -> Iterator[Document]:
+    for file in files:
+        yield Document("".join(piece.text for piece in _read_pieces(file)))
 
 
-def _pieces(file: str) -> Iterator[Document]:
+def _read_pieces(file: str) -> Iterator[Document]:
     """The text of a file in pieces of about PIECE_BYTES characters, cut at the end of a line if possible."""
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
@@ -248,21 +231,11 @@ def _pieces(file: str) -> Iterator[Document]:
         raise UserError(f"data.path: cannot read {file}: {error.strerror}") from error
 
 
-# Tables, through the datasets library
-
-
-def _hub(path: str, config: str | None, split: str, column: str, streaming: bool, max_documents: int | None) -> Source:
-    files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none if path is a dataset's name
-    key = _key("hub", path, config, split, column, max_documents, _stamps(files))  # `streaming` changes no text
-    arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
-    return Source("hub", key, lambda: _bounded(_read_rows(f"data.path={path}", column, arguments), max_documents))
-
-
 def _read_tables(source: str, files: list[str], column: str) -> Iterator[Document]:
-    loader = {"jsonl": "json", "parquet": "parquet"}[source]
+    arguments = {"path": "json" if source == "jsonl" else source, "split": "train", "streaming": True}
     for file in files:  # one at a time: their other columns may differ
         if os.path.getsize(file):  # datasets cannot read empty files
-            arguments = {"path": loader, "data_files": [os.path.abspath(file)], "split": "train", "streaming": True}
+            arguments["data_files"] = [os.path.abspath(file)]
             yield from _read_rows(f"data.path={file}", column, arguments)
 
 
@@ -284,10 +257,10 @@ def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[D
             if isinstance(text, list):
                 messages = check_messages(text, f"data.column={column}: row {number} of {where}")
                 yield Document(json.dumps(messages, ensure_ascii=False), messages=messages)
-                continue
-            if not (text is None or isinstance(text, str)):
+            elif text is None or isinstance(text, str):
+                yield Document(text or "")
+            else:
                 raise UserError(f"data.column={column}: row {number} of {where} holds {type(text).__name__}, not text")
-            yield Document(text or "")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise

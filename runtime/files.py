@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import FULL_DISK, UserError
 
 MAX_JSON_BYTES = 1 << 26  # the largest, o200k_base's tokens, take 4 MB; a stranger's file must not fill the memory
 
@@ -31,6 +31,16 @@ def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def make_folder(path: Path, setting: str) -> None:
+    """Make a folder, unless it exists. Raises UserError, which names the setting, where that cannot be done."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise
+        raise UserError(f"{setting}: {path} cannot be made a folder: {error.strerror}") from error
 
 
 def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, Any]:
