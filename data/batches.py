@@ -20,16 +20,15 @@ Packing = Literal["contiguous", "documents"]
 ROUNDS = 8
 
 
-def permute(index: int | np.ndarray, size: int, key: tuple[int, ...]) -> int | np.ndarray:
-    """Apply the pseudorandom permutation of range(size) that `key` selects to an index, or to an array of them.
+def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
+    """Apply the pseudorandom permutation of range(size) that `key` selects to indices, (n,) int64.
 
     A Feistel network over the smallest even number of bits that holds size - 1. A value outside range(size) is permuted
     again until it falls inside (cycle walking, fewer than 4 rounds on average). There is no table, so memory does not
     depend on size. Raises IndexError for an index outside range(size).
     """
-    indices = np.atleast_1d(np.asarray(index, np.int64))
     if ((indices < 0) | (indices >= size)).any():
-        raise IndexError(f"index {index} is outside range({size})")
+        raise IndexError(f"index {indices} is outside range({size})")
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     round_keys = np.frombuffer(hashlib.sha512(repr((size, *key)).encode()).digest(), "<u8")[:ROUNDS]
@@ -41,7 +40,7 @@ def permute(index: int | np.ndarray, size: int, key: tuple[int, ...]) -> int | n
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         out[outside] = left << half | right
         outside = out >= size
-    return out.astype(np.int64) if isinstance(index, np.ndarray) else int(out[0])
+    return out.astype(np.int64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -54,13 +53,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
 class PackedDataset:
     """Token shards cut into windows: seq_len inputs and their targets, which are the tokens one position later.
 
-    Every token except the first BOS token of each shard is a target exactly once; nothing is dropped.
+    Every token except the first BOS token of each shard is a target exactly once; nothing is dropped. Padding has BOS
+    as input and IGNORE_INDEX as target.
 
     "contiguous": windows follow each other through the stream; the last window of a shard is padded.
     "documents": a window starts at a document's BOS token and holds as many complete documents as fit, in order,
     followed by padding. A document longer than seq_len is cut into consecutive windows of its own.
-
-    Padding has BOS as input and IGNORE_INDEX as target.
 
     Args:
         stride: contiguous windows start this many tokens apart (default seq_len). If they overlap, only the last
@@ -72,32 +70,24 @@ class PackedDataset:
     """
 
     def __init__(
-        self,
-        tokens: TokenShards,
-        seq_len: int,
-        packing: Packing,
-        *,
-        stride: int | None = None,
-        document_masking: bool = False,
-        prefix_len: int = 0,
-    ) -> None:
+        self, tokens: TokenShards, seq_len: int, packing: Packing, *, stride: int | None = None,
+        document_masking: bool = False, prefix_len: int = 0,
+    ) -> None:  # fmt: skip
         if packing not in get_args(Packing):
             raise UserError(f"data.packing={packing}: it must be {' or '.join(get_args(Packing))}")
-        if seq_len < 1:
-            raise UserError(f"data.seq_len={seq_len}: it must be at least 1")
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self.packing = packing
-        self.document_masking = document_masking
-        self.prefix_len = prefix_len
+        self.tokens, self.seq_len, self.packing = tokens, seq_len, packing
+        self.document_masking, self.prefix_len = document_masking, prefix_len
         self.stride = seq_len if stride is None else stride
         can_overlap = packing == "contiguous" and prefix_len <= 1
         if not 1 <= self.stride <= seq_len or (self.stride < seq_len and not can_overlap):
             raise UserError(
-                f"a stride of {stride} tokens: it must be between 1 and the context length, {seq_len}, and needs "
+                f"a stride of {self.stride} tokens: it must be between 1 and the context length, {seq_len}, and needs "
                 "contiguous windows and a model without a prefix"
             )
-        if document_masking and any(s.loss_mask is not None and _has_inner_bos(s) for s in tokens.shards):
+        if document_masking and any(
+            shard.loss_mask is not None and (shard.tokens == shard.tokens[0]).sum() > len(shard.offsets)
+            for shard in tokens.shards
+        ):
             raise UserError(
                 "data.document_masking: the chat template writes the BOS token within conversations too, so that "
                 "conversations cannot be told apart; set it to false"
@@ -121,7 +111,8 @@ class PackedDataset:
         shard_index = int(np.searchsorted(self._first_window, index, side="right")) - 1
         shard, local = self.tokens.shards[shard_index], index - int(self._first_window[shard_index])
         if self.packing == "documents":
-            return shard, int(self.starts[shard_index][local]), int(self.starts[shard_index][local + 1])
+            start, end = self.starts[shard_index][local : local + 2]
+            return shard, int(start), int(end)
         start = local * self.stride
         return shard, start, min(start + self.seq_len, shard.n_tokens - 1)
 
@@ -147,10 +138,7 @@ class PackedDataset:
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
     def document_ids(self, inputs: Tensor) -> Tensor | None:
-        """(B, T) -> (B, T): the number of each token's document in its window; None without document_masking.
-
-        Every padding token counts as a document of its own.
-        """
+        """(B, T) int64: each token's document in its window, each padding token one; None without document_masking."""
         bos_id = int(self.tokens.shards[0].tokens[0])
         return (inputs == bos_id).cumsum(dim=1) if self.document_masking else None
 
@@ -167,9 +155,7 @@ class BatchLoader:
                 f"the training split has {dataset.tokens.n_tokens} tokens, but one window of data.seq_len="
                 f"{dataset.seq_len} takes {dataset.seq_len + 1}; lower data.seq_len or add text"
             )
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.seed = seed
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
 
     def sample_ids(self, step: int) -> list[int]:
         """The indices of the windows in the batch of a step (from 0)."""
@@ -190,8 +176,7 @@ def sequential_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The first `limit` windows (all if None) in order, as batches of (inputs, targets); the last may be smaller.
 
-    Several ranks take turns and get equally many batches: a rank without a batch in the last round gets a window whose
-    targets are all IGNORE_INDEX.
+    Ranks take turns. A rank without a batch in the last round gets a window whose targets are all IGNORE_INDEX.
     """
     count = len(dataset) if limit is None else min(limit, len(dataset))
     for round_start in range(0, count, batch_size * ranks):
@@ -207,8 +192,7 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
     """-sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats per target.
 
     No model can have a lower expected loss on exactly these windows, if it sees each document from its beginning. None
-    if the corpus does not know ln P, if a document is cut, if a prefix is not counted, and for contiguous packing,
-    which cuts documents.
+    if the corpus does not know ln P, if a document is cut (as contiguous packing does), or if a prefix is not counted.
     """
     knows_log_probs = all(shard.log_probs is not None for shard in dataset.tokens.shards)
     if dataset.packing != "documents" or dataset.prefix_len > 1 or not knows_log_probs:
@@ -225,11 +209,6 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
         targets += int(end) - shard.has_eos * n_documents  # the BOS token after an EOS token is no target
         count -= min(count, len(starts) - 1)
     return nats / targets
-
-
-def _has_inner_bos(shard: Shard) -> bool:
-    """Whether documents contain the BOS token beyond the one at their start."""
-    return int((shard.tokens == shard.tokens[0]).sum()) > len(shard.offsets)
 
 
 def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:

@@ -22,7 +22,7 @@ import math
 import random
 import re
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -211,9 +211,7 @@ def generate_story(seed: int, index: int) -> Story:
     """The story number `index` of a seed: always the same, and independent of all others."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     uniform = random.Random(int.from_bytes(digest, "big")).random
-    pieces: list[str] = []
-    events: list[Choice] = []
-    bound: dict[str, Item] = {}
+    pieces, events, bound = [], [], {}  # texts, Choices, and name -> Item
 
     def walk(rule: Rule) -> None:
         number = 0
@@ -241,26 +239,19 @@ def generate_story(seed: int, index: int) -> Story:
 
 def parse(text: str) -> Story:
     """The story that has this text, with its choices. Raises ValueError if the grammar has no such story."""
-    found = derivations(text)
+    found = [events for end, _, events in _derive(GRAMMAR.story, text, (0, {}, ())) if end == len(text)]
     if not found:
         raise ValueError("this text is not a story of the grammar")
     assert len(found) == 1, f"the grammar is ambiguous: {len(found)} derivations of {text!r}"
-    return found[0]
-
-
-def derivations(text: str) -> list[Story]:
-    """All derivations of exactly this text. A story has one, because the grammar is unambiguous."""
-    states = _derive(GRAMMAR.story, text, (0, {}, ()))
-    return [_story(text, list(events)) for end, _, events in states if end == len(text)]
+    return _story(text, found[0])
 
 
 def _derive(rule: Rule, text: str, state: State) -> list[State]:
     """The states behind all matches of the rule at the state's position."""
     position, bound, events = state
     found = []
-    for number, ops in enumerate(rule.alternatives):
-        choice = (rule.choices[number],) if rule.cumulative else ()
-        states = [(position, bound, events + choice)]
+    for choice, ops in zip(rule.choices, rule.alternatives):
+        states = [(position, bound, (*events, choice) if rule.cumulative else events)]
         for op in ops:
             states = [after for before in states for after in _match(op, text, before)]
         found += states
@@ -288,7 +279,7 @@ def _match(op: Op, text: str, state: State) -> list[State]:
     return [(position + len(expected), bound, events)] if text.startswith(expected, position) else []
 
 
-def _story(text: str, events: list[Choice]) -> Story:
+def _story(text: str, events: Iterable[Choice]) -> Story:
     """A story from the events in the order of its text: its choices, and the recalls that make a slot a fact."""
     # A pronoun does not count as a recall: the word itself need not be remembered.
     recalled = {event.name for event in events if event.kind == _RECALL and not event.value.startswith(".")}

@@ -41,7 +41,7 @@ def write(folder, lengths, shard_tokens=1 << 20, log_probs=None):
 def test_permute_is_a_bijection_of_any_size(size, seed, epoch):
     image = permute(np.arange(size), size, (seed, epoch))
     assert sorted(image.tolist()) == list(range(size))
-    assert permute(size // 2, size, (seed, epoch)) == image[size // 2]
+    assert permute(np.array([size // 2]), size, (seed, epoch)) == image[size // 2]
 
 
 @given(size=st.integers(2**40, 2**62), seed=st.integers(0, 100))
@@ -52,7 +52,7 @@ def test_permute_needs_no_table(size, seed):
     assert len(np.unique(image)) == len(indices)
 
 
-@pytest.mark.parametrize("index", [-1, 8, np.array([3, 8]), np.array([-1, 3])])
+@pytest.mark.parametrize("index", [np.array([8]), np.array([3, 8]), np.array([-1, 3])])
 def test_permute_refuses_what_is_out_of_range(index):
     with pytest.raises(IndexError):
         permute(index, 8, (0, 0))
@@ -222,7 +222,7 @@ def test_wrong_options(make_tokens):
     tokens = make_tokens([4])
     with pytest.raises(UserError, match="data.packing=tight: it must be contiguous or documents"):
         PackedDataset(tokens, 4, "tight")
-    with pytest.raises(UserError, match="data.seq_len=0"):
+    with pytest.raises(UserError, match="the context length, 0"):
         PackedDataset(tokens, 0, "contiguous")
     with pytest.raises(IndexError):
         PackedDataset(tokens, 4, "contiguous")[2]
