@@ -11,7 +11,6 @@ from thinker.checkpoint.format import (
     open_safetensors,
     read_header,
     read_json,
-    read_tensors,
     verify,
     write_checkpoint,
 )

@@ -41,6 +41,7 @@ from thinker.runtime.process_group import DistContext
 FORMAT_VERSION = 2  # raised when an older reader would misread a checkpoint, or this one an older checkpoint
 MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
 MODEL, TRAINING = "model.safetensors", "training.safetensors"
+TENSORS = ".safetensors"  # how the names of files of tensors end; the others hold JSON
 CHUNK_BYTES = 1 << 18  # written and hashed at once
 
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or a JSON object
@@ -70,11 +71,12 @@ def write_checkpoint(
             temporary.mkdir()
         if dist is not None:
             dist.broadcast_object()  # the folder exists
-            tensors = {key: part for name, file in files.items() if is_tensor_file(name) for key, part in file.items()}
+            tensor_files = [file for name, file in files.items() if name.endswith(TENSORS)]
+            tensors = {key: part for file in tensor_files for key, part in file.items()}
             shards = sharded.write(temporary, tensors, dist)
             entries = dist.gather_objects({path.name: [path.stat().st_size, _sha256(path)] for path in shards})
             manifest = {name: entry for by_name in entries for name, entry in by_name.items()}
-            files = {name: file for name, file in files.items() if not is_tensor_file(name)}
+            files = {name: file for name, file in files.items() if not name.endswith(TENSORS)}
         if not is_main:
             return
         manifest |= {name: _write_file(temporary / name, files[name], throttle) for name in sorted(files)}
@@ -140,29 +142,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_json_file(path, CorruptCheckpoint)
 
 
-def read_tensors(path: Path, expected: Expected | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file.
-
-    Names, shapes and dtypes in its header must be those of `expected`, if given; this is checked before any tensor is
-    loaded. A tensor that is expected as None may have any shape, and is not loaded. Raises CorruptCheckpoint where they
-    differ, or the file is missing or broken.
-    """
-    with open_safetensors(path) as file:
-        if expected is None:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        _compare(path, _read_shapes(file), expected)
-        return {name: file.get_tensor(name) for name, tensor in expected.items() if tensor is not None}
-
-
 def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tensor]:
-    """As read_tensors(), for a checkpoint's file of this name or the shards that its ranks wrote instead.
+    """Read the tensors of a checkpoint's file of this name, or of the shards that its ranks wrote instead.
 
-    Where `expected` holds tensors that the ranks share, each rank reads its own rows into them.
+    Names, shapes and dtypes must be those of `expected`; this is checked before any tensor is loaded. A tensor that is
+    expected as None may have any shape, and is not loaded. Where `expected` holds tensors that the ranks share, each
+    rank reads its own rows into them. Raises CorruptCheckpoint where they differ, or a file is missing or broken.
     """
-    if not sharded.is_sharded(folder) and not any(hasattr(tensor, "to_local") for tensor in expected.values()):
-        return read_tensors(folder / name, expected)
-    _compare(folder, read_header(folder, name), expected)
-    return sharded.read(folder, {key: tensor for key, tensor in expected.items() if tensor is not None})
+    header, is_sharded = read_header(folder, name), sharded.is_sharded(folder)
+    for key in sorted(header.keys() | expected.keys()):
+        tensor = expected.get(key)
+        needs = None if tensor is None else (DTYPES[tensor.dtype], *tensor.shape)
+        has = header.get(key)
+        if has != needs and not (has and key in expected and tensor is None):
+            has_text, needs_text = (" ".join(map(str, shape or ["nothing"])) for shape in (has, needs))
+            where = folder if is_sharded else folder / name
+            raise CorruptCheckpoint(f"{where} has {key} as {has_text} where {needs_text} belongs")
+    wanted = {key: tensor for key, tensor in expected.items() if tensor is not None}
+    if is_sharded or any(hasattr(tensor, "to_local") for tensor in wanted.values()):
+        return sharded.read(folder, wanted)
+    with open_safetensors(folder / name) as file:
+        return {key: file.get_tensor(key) for key in wanted}
 
 
 def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
@@ -170,11 +170,12 @@ def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
 
     Raises CorruptCheckpoint where that is missing or broken.
     """
-    if not sharded.is_sharded(folder):
-        with open_safetensors(folder / name) as file:
-            return _read_shapes(file)
-    header = sharded.read_header(folder)
-    return {key: shape for key, shape in header.items() if key.startswith("optimizer.") == (name == TRAINING)}
+    if sharded.is_sharded(folder):
+        header = sharded.read_header(folder)
+        return {key: shape for key, shape in header.items() if key.startswith("optimizer.") == (name == TRAINING)}
+    with open_safetensors(folder / name) as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        return {key: (part.get_dtype(), *part.get_shape()) for key, part in slices.items()}
 
 
 @contextlib.contextmanager
@@ -189,27 +190,6 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise CorruptCheckpoint(f"{path} is not a complete safetensors file") from error
 
 
-def is_tensor_file(name: str) -> bool:
-    """Whether a file of a checkpoint holds tensors; the others hold JSON."""
-    return name.endswith(".safetensors")
-
-
-def _read_shapes(file: Any) -> dict[str, tuple]:
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    return {name: (part.get_dtype(), *part.get_shape()) for name, part in slices.items()}
-
-
-def _compare(path: Path, header: dict[str, tuple], expected: Expected) -> None:
-    for name in sorted(header.keys() | expected.keys()):
-        if name in header and name in expected and expected[name] is None:
-            continue
-        tensor = expected.get(name)
-        needs = None if tensor is None else (DTYPES[tensor.dtype], *tensor.shape)
-        if header.get(name) != needs:
-            has_text, needs_text = (" ".join(map(str, shape or ["nothing"])) for shape in (header.get(name), needs))
-            raise CorruptCheckpoint(f"{path} has {name} as {has_text} where {needs_text} belongs")
-
-
 def _to_json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
@@ -218,7 +198,7 @@ def _write_file(path: Path, file: dict[str, Any], throttle: Callable[[float], No
     """Write one file through to the disk. Returns its size and sha256."""
     digest = hashlib.sha256()
     with path.open("wb") as out:
-        for chunk in _to_safetensors(file) if is_tensor_file(path.name) else (_to_json(file),):
+        for chunk in _to_safetensors(file) if path.name.endswith(TENSORS) else (_to_json(file),):
             start = time.perf_counter()
             out.write(chunk)
             digest.update(chunk)

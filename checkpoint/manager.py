@@ -28,15 +28,9 @@ class CheckpointManager:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        keep_last: int,
-        keep_every: int | None = None,
-        background: bool = False,
-        cpu_share: float = 1.0,
-        dist: DistContext = SINGLE_PROCESS,
-        sharded: bool = False,
-    ) -> None:
+        self, folder: Path, keep_last: int, keep_every: int | None = None, background: bool = False,
+        cpu_share: float = 1.0, dist: DistContext = SINGLE_PROCESS, sharded: bool = False,
+    ) -> None:  # fmt: skip
         self.folder, self.keep_last, self.keep_every = folder, keep_last, keep_every
         self.cpu_share, self.dist, self.sharded = cpu_share, dist, sharded
         self._executor = ThreadPoolExecutor(1, "checkpoint") if background else None
@@ -77,9 +71,13 @@ class CheckpointManager:
         if not self.dist.is_main:
             return
         for folder in list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:
-            is_milestone = kind == "step" and self.keep_every and int(folder.name.split("-")[1]) % self.keep_every == 0
+            is_milestone = kind == "step" and self.keep_every and _number(folder) % self.keep_every == 0
             if folder.name != name and not is_milestone:
-                _remove(folder)
+                # Renamed first, so that a crash in between leaves no half of a checkpoint under its name.
+                hidden = folder.with_name(f".{folder.name}.removed")
+                shutil.rmtree(hidden, ignore_errors=True)
+                folder.rename(hidden)
+                shutil.rmtree(hidden)
 
     def _throttle(self, seconds_worked: float) -> None:
         self._is_awaited.wait(seconds_worked * (1 / self.cpu_share - 1))
@@ -91,8 +89,11 @@ def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
     folders = [path for path in matching if path.is_dir() and not path.is_symlink()]
     if not all(map(os.path.lexists, matching)):  # a running training has just removed one, and written another
         return list_checkpoints(folder, kind)
-    numbered = [path for path in folders if re.fullmatch(rf"{kind}-\d+", path.name)]
-    return sorted(numbered, key=lambda path: int(path.name.split("-")[1]))
+    return sorted((path for path in folders if re.fullmatch(rf"{kind}-\d+", path.name)), key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
 
 
 def quarantine(folder: Path, prefix: str) -> None:
@@ -110,11 +111,3 @@ def recover(folder: Path) -> None:
             path.rename(folder / hidden[1])
         elif hidden:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint, renaming it first, so that a crash in between leaves no half of one under its name."""
-    hidden = folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)

@@ -22,15 +22,11 @@ from thinker.runtime.files import atomic_write, make_folder, sync_to_disk
 
 
 class RunDirectory:
-    """The files of one run. Nothing is created before create().
-
-    Args: writes: true on rank 0; the other ranks write nothing and lock nothing.
-    """
+    """The files of one run. Nothing is created before create(). `writes` on rank 0 only: no other writes or locks."""
 
     def __init__(self, path: str | Path, writes: bool = True) -> None:
         self.path, self.writes = Path(path), writes
-        self.config = self.path / "config.yaml"
-        self.metrics = self.path / "metrics.jsonl"
+        self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self._lock = FileLock(self.path / ".lock", timeout=0)
         self._locked_file: os.stat_result | None = None
@@ -44,8 +40,7 @@ class RunDirectory:
         """Keep other trainings out for as long as this process lives, if the folder exists yet.
 
         The operating system holds the lock on .lock, and releases it when the process ends, however that happens.
-        Where the system has no such locks, filelock goes by the process number in that file. .owner names the process
-        for messages. Raises UserError where another training has the lock, or the folder cannot be written to.
+        .owner names the process. Raises UserError where another has the lock, or the folder cannot be written to.
         """
         if self._locked_file is not None or not self.writes or not self.path.is_dir():
             return
@@ -54,9 +49,8 @@ class RunDirectory:
             self._lock.acquire()
         except Timeout as error:
             name = owner.read_text(encoding="utf-8", errors="replace")[:200].strip() if owner.is_file() else "unknown"
-            raise UserError(
-                f"another training is at work in {self.path} ({name}); wait for it, or choose another run.dir"
-            ) from error
+            message = f"another training is at work in {self.path} ({name}); wait for it, or choose another run.dir"
+            raise UserError(message) from error
         except OSError as error:
             if error.errno in FULL_DISK:
                 raise
@@ -118,15 +112,14 @@ class RunDirectory:
             return
         if self.metrics.is_symlink():
             self.metrics.unlink()  # it could lead anywhere
-        if not self.metrics.exists():
-            return
         last_step = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
         lines = [
             json.dumps(line) + "\n"
             for line in self.read_metrics()
             if all(line["step"] <= last for key, last in last_step.items() if key in line)
         ]
-        atomic_write(self.metrics, "".join(lines))
+        if self.metrics.exists():
+            atomic_write(self.metrics, "".join(lines))
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, None if there is no checkpoint. Damaged ones are passed over with a message.
@@ -142,15 +135,13 @@ class RunDirectory:
                 if newest.exists():  # otherwise a running training has just removed it, after it saved another
                     print(f"passing over a checkpoint: {error}", file=sys.stderr)
                     damaged.add(newest)
-                continue
-            if damaged:
-                print(f"using {newest} instead", file=sys.stderr)
-            return newest
-        if damaged:
-            best = ", ".join(path.name for path in list_checkpoints(self.checkpoints, "best"))
-            hint = f"; there is {best} to sample from (--checkpoint best)" if best else ""
-            raise UserError(
-                f"no checkpoint in {self.checkpoints} is whole{hint}; to train anew choose another run.dir, or move "
-                "that folder away"
-            )
-        return None
+            else:
+                if damaged:
+                    print(f"using {newest} instead", file=sys.stderr)
+                return newest
+        if not damaged:
+            return None
+        best = ", ".join(path.name for path in list_checkpoints(self.checkpoints, "best"))
+        hint = f"; there is {best} to sample from (--checkpoint best)" if best else ""
+        wayout = "to train anew choose another run.dir, or move that folder away"
+        raise UserError(f"no checkpoint in {self.checkpoints} is whole{hint}; {wayout}")

@@ -8,19 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.checkpoint.format import (
-    CONFIG,
-    MODEL,
-    STATE,
-    TRAINING,
-    CorruptCheckpoint,
-    Files,
-    is_tensor_file,
-    load_tensors,
-    read_header,
-    read_json,
-    write_checkpoint,
-)
+from thinker.checkpoint import format as checkpoint_format
+from thinker.checkpoint.format import CONFIG, MODEL, STATE, TRAINING, CorruptCheckpoint, Files, read_header
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF, add_lora, merge_lora
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
@@ -28,15 +17,13 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tens
 
 def save(folder: Path, model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> None:
     """Write a checkpoint; see checkpoint_files() and write_checkpoint()."""
-    write_checkpoint(folder, checkpoint_files(model, state, training))
+    checkpoint_format.write_checkpoint(folder, checkpoint_files(model, state, training))
 
 
 def checkpoint_files(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
     """Collect the files of a checkpoint; their tensors are the live ones.
 
-    Args:
-        state: a JSON object: step, tokens, losses.
-        training: the tensors that resuming needs; a checkpoint without them is for sampling only.
+    state: a JSON object: step, tokens, losses. training: the tensors that resuming, not sampling, needs.
     """
     files = {CONFIG: model.config.to_dict(), MODEL: model_tensors(model), STATE: state}
     return files if training is None else files | {TRAINING: training}
@@ -45,13 +32,11 @@ def checkpoint_files(model: Thinker, state: dict[str, Any], training: dict[str, 
 def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
     """Copy all tensors, unsharded, to the host's memory, so that training can continue while they are written.
 
-    Args:
-        dist: ranks that share tensors and all call this; only rank 0 gets tensors.
-        always: copy tensors that are in the host's memory already, too.
+    dist: ranks that share tensors and all call this; only rank 0 gets tensors. always: copy those of the host, too.
     """
     result: Files = {}
     for name, file in files.items():
-        if not is_tensor_file(name):
+        if not name.endswith(checkpoint_format.TENSORS):
             result[name] = file
             continue
         result[name] = {}
@@ -81,11 +66,9 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
 
     Raises CorruptCheckpoint or UserError where its files and its configuration disagree.
     """
-    config = ThinkerConfig.from_dict(read_json(folder / CONFIG))
+    config = ThinkerConfig.from_dict(checkpoint_format.read_json(folder / CONFIG))
     if config.n_layers > len(read_header(folder)):  # building that many blocks could take forever
-        raise CorruptCheckpoint(
-            f"{folder / MODEL} has fewer tensors than its configuration has layers ({config.n_layers})"
-        )
+        raise CorruptCheckpoint(f"{folder / MODEL} has fewer tensors than {folder / CONFIG} has layers")
     with torch.device("meta"):
         model = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
     lora_rank = read_lora_rank(folder)
@@ -102,7 +85,7 @@ def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
 
     They are copied into the parameters, or with `assign` become the parameters.
     """
-    tensors = load_tensors(folder, MODEL, model_tensors(model))
+    tensors = checkpoint_format.load_tensors(folder, MODEL, model_tensors(model))
     model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
     if model.config.tie_embeddings:
         model.lm_head.weight = model.embedding.weight

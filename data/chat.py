@@ -14,12 +14,9 @@ JSON = (str, int, float, bool, list, dict, type(None))
 Message = dict[str, Any]  # {"role": "user", "content": "..."}; the template defines the roles
 
 
-def check_messages(value: Any, where: str) -> list[Message]:
+def check_messages(value: list, where: str) -> list[Message]:
     """The messages of one row of a table, without null values. Raises UserError, which names the row, if invalid."""
-    is_valid = isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
-    )
-    if not is_valid:
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
         raise UserError(f'{where} is not a conversation: it must be a list of {{"role": ..., "content": ...}}')
     for part in (part for message in value for part in message.values()):
         if not isinstance(part, JSON):  # the datasets library turns some strings into dates
@@ -61,10 +58,9 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
                 )
             spans.append((len(before), len(before) + _answer_length(tokenizer, after[len(before) :])))
     parts, position = [], 0
-    for start, end in spans:
+    for start, end in [*spans, (len(text), len(text))]:
         parts += [(text[position:start], False), (text[start:end], True)]
         position = end
-    parts.append((text[position:], False))
     return [(part, is_answer) for part, is_answer in parts if part]
 
 
@@ -81,15 +77,11 @@ def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, n
 
     Answers are tokenized separately from the text before them, as during generation.
     """
-    ids: list[int] = []
-    answers: list[bool] = []
-    for text, is_answer in pieces(tokenizer, messages):
-        piece_ids = tokenizer.encode(text, allow_special=True)
-        ids += piece_ids
-        answers += [is_answer] * len(piece_ids)
-    if ids[:1] == [tokenizer.bos_id]:
-        ids, answers = ids[1:], answers[1:]
-    return np.array(ids, np.uint32), np.array(answers, bool)
+    parts = [(tokenizer.encode(text, allow_special=True), is_answer) for text, is_answer in pieces(tokenizer, messages)]
+    ids = np.array([i for part, _ in parts for i in part], np.uint32)
+    answers = np.array([is_answer for part, is_answer in parts for _ in part], bool)
+    start = int(ids[:1].tolist() == [tokenizer.bos_id])
+    return ids[start:], answers[start:]
 
 
 def encode_prompt(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
@@ -102,10 +94,8 @@ def _render(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool, mark_answers: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     if tokenizer.chat_template is None:
-        raise UserError(
-            "conversations need a chat template, and the tokenizer has none; to train with a plain one, give "
-            "data.chat_template=configs/chat.jinja"
-        )
+        need = "conversations need a chat template, and the tokenizer has none"
+        raise UserError(f"{need}; to train with a plain one, give data.chat_template=configs/chat.jinja")
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError as error:

@@ -24,10 +24,8 @@ class Batch(NamedTuple):
 class Prefetcher:
     """Prepares the next batches of a loader ahead of time; each remains a pure function of its step.
 
-    Args:
-        pinned: put batches into page-locked memory, which a GPU reads while the host continues.
-        rows: the rows of each batch that this rank gets.
-        num_workers: threads, each preparing one batch; with 0 a batch is made when it is requested.
+    pinned: put them into page-locked memory, which a GPU reads while the host continues. rows: those that this rank
+    gets. num_workers: threads, each preparing one batch; with 0 a batch is made when it is requested.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import tiktoken
 
 from thinker.data import tokenizer_conversion
 from thinker.data.tokenizer import BOS_TOKEN, FILE_NAME, MAX_VOCAB, ONE_CHARACTER, PIECE_CHARS, Tokenizer
-from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
+from thinker.runtime.errors import UserError, did_you_mean
 
 SAMPLE_BYTES = 32 << 20  # a tokenizer is trained on at most this many bytes of UTF-8
 # GPT-4's pattern without its possessive quantifiers, which other libraries read differently.
@@ -24,30 +24,20 @@ WORDS = (
 
 
 def check_spec(spec: str) -> str:
-    """The kind of tokenizer that spec names: "byte", "char", "bpe" (bpe:VOCAB), "tiktoken" (tiktoken:NAME) or "path".
-
-    Raises UserError for anything else; a path must exist.
-    """
+    """The kind of tokenizer that spec names: byte, char, bpe (:VOCAB), tiktoken (:NAME) or path. Raises UserError."""
     kind, _, option = spec.partition(":")
-    if spec in ("byte", "char"):
-        return spec
-    if kind == "bpe":
-        if not re.fullmatch("[0-9]{1,9}", option) or not 258 <= int(option) <= MAX_VOCAB:
-            raise UserError(
-                f"data.tokenizer={spec}: bpe:VOCAB needs a whole number from 258 (256 bytes, one merge, the BOS"
-                f" token) to {MAX_VOCAB}, for example bpe:4096"
-            )
-        return kind
-    if kind == "tiktoken":
-        names = tiktoken.list_encoding_names()
-        if option not in names:
-            raise UserError(f"data.tokenizer={spec}: tiktoken has {', '.join(names)}{did_you_mean(option, names)}")
+    names = tiktoken.list_encoding_names() if kind == "tiktoken" else []
+    if kind == "bpe" and not (re.fullmatch("[0-9]{1,9}", option) and 258 <= int(option) <= MAX_VOCAB):
+        wanted = f"a whole number from 258 (256 bytes, one merge, the BOS token) to {MAX_VOCAB}, for example bpe:4096"
+        raise UserError(f"data.tokenizer={spec}: bpe:VOCAB needs {wanted}")
+    if kind == "tiktoken" and option not in names:
+        raise UserError(f"data.tokenizer={spec}: tiktoken has {', '.join(names)}{did_you_mean(option, names)}")
+    if spec in ("byte", "char") or kind in ("bpe", "tiktoken"):
         return kind
     if not os.path.exists(spec):
-        raise UserError(
-            f"data.tokenizer={spec} is neither byte, char, bpe:VOCAB, tiktoken:NAME nor the path of a saved tokenizer"
-            + did_you_mean(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
-        )
+        hint = did_you_mean(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
+        kinds = "byte, char, bpe:VOCAB, tiktoken:NAME nor the path of a saved tokenizer"
+        raise UserError(f"data.tokenizer={spec} is neither {kinds}{hint}")
     return "path"
 
 
@@ -57,8 +47,7 @@ def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     At most SAMPLE_BYTES of texts are read, and nothing for other kinds. If the texts are too short, bpe:VOCAB makes
     fewer tokens. Raises UserError for a wrong spec, texts too short for a single merge, or a failed download.
     """
-    kind = check_spec(spec)
-    option = spec.partition(":")[2]
+    kind, option = check_spec(spec), spec.partition(":")[2]
     single_bytes = [bytes([b]) for b in range(256)]
     if kind == "byte":
         return _with_bos("byte", single_bytes)
@@ -67,9 +56,7 @@ def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
         return _with_bos("char", single_bytes + [c.encode() for c in sorted(characters) if ord(c) > 127])
     if kind == "bpe":
         return _train_bpe(int(option), texts)
-    if kind == "tiktoken":
-        return _load_tiktoken(option)
-    return load_tokenizer(spec)
+    return _load_tiktoken(option) if kind == "tiktoken" else load_tokenizer(spec)
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -78,10 +65,7 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a saved tokenizer: path is a run's folder, the tokenizer file in it, or a Hugging Face folder.
-
-    Raises UserError if there is none, or if it is damaged.
-    """
+    """Load a saved tokenizer: path is a run's folder, the file in it, or a Hugging Face folder. Raises UserError."""
     if (Path(path) / tokenizer_conversion.FILE_NAME).is_file() and not (Path(path) / FILE_NAME).is_file():
         return tokenizer_conversion.read(Path(path))
     return Tokenizer.load(path)
@@ -118,7 +102,7 @@ def _load_tiktoken(name: str) -> Tokenizer:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:  # requests' errors are OSErrors too
         url = getattr(getattr(error, "request", None), "url", None)
-        if error.errno in FULL_DISK or url is None:
+        if url is None:
             raise
         raise UserError(
             f"data.tokenizer=tiktoken:{name}: cannot download {url} ({type(error).__name__}); go online once, or set"

@@ -256,9 +256,9 @@ def test_a_pickle_under_our_names_never_runs(run, tmp_path):
             kept = (folder / "manifest.json").read_bytes()
             (folder / "manifest.json").write_text(json.dumps(manifest))
         code = "from thinker.interop import load; "
-        code += f"load({str(folder)!r}); from thinker.checkpoint import read_tensors, read_json; "
+        code += f"load({str(folder)!r}); from thinker.checkpoint import read_header, read_json; "
         code += "from pathlib import Path; "
-        code += f"folder = Path({str(folder)!r}); read_tensors(folder / 'training.safetensors'); "
+        code += f"folder = Path({str(folder)!r}); read_header(folder, 'training.safetensors'); "
         code += "read_json(folder / 'state.json')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode != 0

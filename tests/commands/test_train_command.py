@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT, TINY_OVERRIDES, run_script, start_script
+from safetensors.torch import load_file
 from training_runs import assert_same_tensors, checkpoint_steps, last_step, read_metrics, train_losses, wait_for
 
 from thinker import checkpoint
@@ -289,7 +290,7 @@ def test_a_key_that_is_newer_than_a_run_is_no_change(train_args, tiny_run, tmp_p
     folder = run / "checkpoints" / "step-00000040"
     state = checkpoint.read_json(folder / "state.json")
     del state["settings"]["model"]["head_init_std"], state["settings"]["data"]["streaming"]
-    files = {name: checkpoint.read_tensors(folder / f"{name}.safetensors") for name in ("model", "training")}
+    files = {name: load_file(folder / f"{name}.safetensors") for name in ("model", "training")}
     files = {f"{name}.safetensors": tensors for name, tensors in files.items()}
     files |= {"config.json": checkpoint.read_json(folder / "config.json"), "state.json": state}
     checkpoint.write_checkpoint(folder, files)
@@ -329,7 +330,7 @@ def test_a_run_that_diverges_keeps_what_it_had(train_args, tmp_path):
         assert kept
         for folder in kept:
             checkpoint.verify(folder)
-            tensors = checkpoint.read_tensors(folder / "model.safetensors").values()
+            tensors = load_file(folder / "model.safetensors").values()
             assert all(tensor.isfinite().all() for tensor in tensors)
 
 
@@ -371,7 +372,7 @@ def test_compiled_equals_eager(train_args, tmp_path):
         done = run_script(*train_args, f"run.dir={run}", *options)
         assert done.returncode == 0, done.stderr
         losses.append(list(train_losses(run).values()))
-        names = checkpoint.read_tensors(run / "checkpoints" / "step-00000006" / "model.safetensors").keys()
+        names = load_file(run / "checkpoints" / "step-00000006" / "model.safetensors").keys()
         assert not any("_orig_mod" in name for name in names)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 from conftest import random_model
+from safetensors.torch import load_file
 from tqdm import tqdm
 
-from thinker.checkpoint import read_tensors
 from thinker.data import tokenizer_conversion
 from thinker.data.prefetch import Batch
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
@@ -183,7 +183,7 @@ def test_resuming_is_bitwise_without_the_init_from_folder(make_trainer, base, tm
     second = make_trainer(*given, folder="parts")
     assert second.state.step == 3
     second.train()
-    ours = [read_tensors(sorted((tmp_path / run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
+    ours = [load_file(sorted((tmp_path / run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
             for run in ("whole", "parts")]  # fmt: skip
     assert ours[0].keys() == ours[1].keys()
     assert all(torch.equal(ours[0][name], ours[1][name]) for name in ours[0])
