@@ -47,13 +47,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         trainer = build_trainer(config)
         trainer.train()
         tokenizer, tokens = trainer.corpus.tokenizer, trainer.state.tokens
+        generated = (tales.generate_story(config.run.seed, index) for index in range(config.data.max_documents))
+        by_text = {story.text: story for story in generated}
         stories = [
-            tokenizer.decode(shard.tokens[start:end].tolist())
+            by_text[tokenizer.decode(shard.tokens[start:end].tolist())]
             for shard in trainer.corpus.val.shards
             for start, end in zip(shard.offsets[:-1], shard.offsets[1:])
         ][: arguments.stories]
         entropy, lower_bound = compute_bounds(tokenizer, stories, width)
-        loss = sliding_window_loss(trainer.model, tokenizer, stories, width)
+        loss = sliding_window_loss(trainer.model, tokenizer, [story.text for story in stories], width)
         rows.append({"minutes": minutes, "tokens": tokens, "loss": loss, "entropy": entropy, "bound": lower_bound})
         print(
             f"{minutes:g} minutes, {tokens:,} tokens: {loss:.4f} nats per token, {loss / entropy:.3f} times the "
@@ -80,7 +82,7 @@ def sliding_window_loss(model: Thinker, tokenizer: Tokenizer, stories: list[str]
     return nats / n_targets
 
 
-def compute_bounds(tokenizer: Tokenizer, stories: list[str], width: int) -> tuple[float, float]:
+def compute_bounds(tokenizer: Tokenizer, stories: list[tales.Story], width: int) -> tuple[float, float]:
     """The entropy, and the lower bound of the loss with windows of `width` tokens, both in nats per token.
 
     The bound adds the cost of each mention of a fact whose word does not occur in the window before it. Facts are
@@ -88,10 +90,9 @@ def compute_bounds(tokenizer: Tokenizer, stories: list[str], width: int) -> tupl
     gender leaves open is added, because a pronoun may give the gender away.
     """
     entropy = lost = n_tokens = 0.0
-    for text in stories:
-        story = tales.parse(text)
+    for story in stories:
         token_ends, end = [], 0  # in bytes
-        for token in tokenizer.encode(text):
+        for token in tokenizer.encode(story.text):
             end += len(tokenizer.token_bytes(token))
             token_ends.append(end)
         entropy -= story.log_prob
@@ -101,7 +102,7 @@ def compute_bounds(tokenizer: Tokenizer, stories: list[str], width: int) -> tupl
                 continue
             nats = -choice.log_prob - (LN_2 if choice.name in ("hero", "friend") else 0.0)
             previous = None  # the last token of the previous mention
-            for match in re.finditer(rf"\b{re.escape(choice.value)}\b", text, re.IGNORECASE):
+            for match in re.finditer(rf"\b{re.escape(choice.value)}\b", story.text, re.IGNORECASE):
                 first_token = sum(end <= match.start() for end in token_ends)
                 if previous is not None and first_token - previous > width:
                     lost += max(nats, 0.0)

@@ -12,7 +12,7 @@ consists of four constructs:
 `{Name}` or `{:List}` capitalizes the word. `{name.he}` is the form `he` that the word's list declares, a pronoun.
 
 No choice depends on earlier choices, so probabilities multiply, and the entropy of the whole language is a short sum.
-Generating and parsing a story are two walks through the same grammar.
+A story has one derivation only, as the tests verify by parsing, so its probability is that of its choices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import math
 import random
 import re
 from bisect import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -65,7 +65,6 @@ class SampleWord(NamedTuple):
     source: str
     form: str
     items: tuple[Item, ...]
-    by_surface: dict[str, Item]
     log_prob: float
 
 
@@ -82,7 +81,6 @@ class Call(NamedTuple):
     rule: Rule
 
 
-State = tuple[int, dict[str, Item], tuple[Choice, ...]]  # of parsing: position in the text, bindings, events
 Op = Text | SampleWord | RecallWord | Call
 
 
@@ -170,7 +168,7 @@ class Grammar:
                 assert source in self.lists, f"line {line}: there is no list {source}"
                 assert not pronoun, f"line {line}: {name} must be bound before it has a pronoun"
                 items = self.lists[source]
-                yield SampleWord(name, source, form, items, {item[form]: item for item in items}, -math.log(len(items)))
+                yield SampleWord(name, source, form, items, -math.log(len(items)))
             else:
                 yield RecallWord(name, form)
         if end < len(text):
@@ -204,7 +202,7 @@ _SOURCE = (Path(__file__).parent / "tales.grammar").read_bytes()
 GRAMMAR = Grammar(_SOURCE.decode("ascii"))
 GRAMMAR_HASH = hashlib.sha256(_SOURCE).hexdigest()
 
-_RECALL = "recall"  # the kind of an event that is not a choice: a bound word is mentioned again
+RECALL = "recall"  # the kind of an event that is not a choice: a bound word is mentioned again
 
 
 def generate_story(seed: int, index: int) -> Story:
@@ -224,7 +222,7 @@ def generate_story(seed: int, index: int) -> Story:
                 pieces.append(op.text)
             elif kind is RecallWord:
                 pieces.append(bound[op.name][op.form])
-                events.append(Choice(_RECALL, op.name, op.form, 0.0))
+                events.append(Choice(RECALL, op.name, op.form, 0.0))
             elif kind is SampleWord:
                 item = op.items[int(uniform() * len(op.items))]
                 pieces.append(item[op.form])
@@ -234,58 +232,16 @@ def generate_story(seed: int, index: int) -> Story:
                 walk(op.rule)
 
     walk(GRAMMAR.story)
-    return _story("".join(pieces), events)
+    return story_of("".join(pieces), events)
 
 
-def parse(text: str) -> Story:
-    """The story that has this text, with its choices. Raises ValueError if the grammar has no such story."""
-    found = [events for end, _, events in _derive(GRAMMAR.story, text, (0, {}, ())) if end == len(text)]
-    if not found:
-        raise ValueError("this text is not a story of the grammar")
-    assert len(found) == 1, f"the grammar is ambiguous: {len(found)} derivations of {text!r}"
-    return _story(text, found[0])
-
-
-def _derive(rule: Rule, text: str, state: State) -> list[State]:
-    """The states behind all matches of the rule at the state's position."""
-    position, bound, events = state
-    found = []
-    for choice, ops in zip(rule.choices, rule.alternatives):
-        states = [(position, bound, (*events, choice) if rule.cumulative else events)]
-        for op in ops:
-            states = [after for before in states for after in _match(op, text, before)]
-        found += states
-    return found
-
-
-def _match(op: Op, text: str, state: State) -> list[State]:
-    """The states behind all matches of one construct."""
-    if isinstance(op, Call):
-        return _derive(op.rule, text, state)
-    position, bound, events = state
-    if isinstance(op, Text):
-        expected = op.text
-    elif isinstance(op, RecallWord):
-        expected = bound[op.name][op.form]
-        events += (Choice(_RECALL, op.name, op.form, 0.0),)
-    else:
-        match = WORD_WITH_ARTICLE.match(text, position)
-        expected = match.group() if match else ""
-        item = op.by_surface.get(expected)
-        if item is None:
-            return []
-        bound = {**bound, op.name: item} if op.name else bound
-        events += (Choice("filler", op.name or op.source, item[""], op.log_prob),)
-    return [(position + len(expected), bound, events)] if text.startswith(expected, position) else []
-
-
-def _story(text: str, events: Iterable[Choice]) -> Story:
+def story_of(text: str, events: list[Choice]) -> Story:
     """A story from the events in the order of its text: its choices, and the recalls that make a slot a fact."""
     # A pronoun does not count as a recall: the word itself need not be remembered.
-    recalled = {event.name for event in events if event.kind == _RECALL and not event.value.startswith(".")}
+    recalled = {event.name for event in events if event.kind == RECALL and not event.value.startswith(".")}
     choices = tuple(
         event._replace(kind="fact") if event.kind == "filler" and event.name in recalled else event
         for event in events
-        if event.kind != _RECALL
+        if event.kind != RECALL
     )
     return Story(text, choices, sum(choice.log_prob for choice in choices))

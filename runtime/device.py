@@ -21,13 +21,11 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 def choose_device(name: str = "auto") -> torch.device:
     """The device of that name; "auto" prefers a GPU. Raises UserError if this machine does not have the device."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(kind for kind, is_available in available.items() if is_available)
-    if not available.get(name, False):
-        names = ", ".join(kind for kind, is_available in available.items() if is_available)
-        raise UserError(f"the device {name} is not available; this machine has: {names}")
-    return torch.device(name)
+    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    names = [kind for kind in is_available if is_available[kind]]
+    if name not in ("auto", *names):
+        raise UserError(f"the device {name} is not available; this machine has: {', '.join(names)}")
+    return torch.device(names[0] if name == "auto" else name)
 
 
 def configure_backend(device: torch.device) -> None:
@@ -69,14 +67,13 @@ def choose_precision(name: str, device: torch.device) -> str:
     """The precision to train in; "auto" measures on a CPU, and on a GPU prefers bf16. Raises UserError."""
     if name == "fp16" and device.type == "cpu":
         raise UserError("precision fp16 trains on a GPU only; on the CPU use bf16 or fp32")
-    if device.type == "cuda" and name in ("auto", "bf16"):
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16"
-        if name == "bf16":
-            raise UserError("this GPU has no bf16; use fp16 or fp32")
-        return "fp16"
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "bf16" and not has_bf16:
+        raise UserError("this GPU has no bf16; use fp16 or fp32")
     if name != "auto":
         return name
+    if device.type == "cuda":
+        return "bf16" if has_bf16 else "fp16"
     is_faster = device.type == "cpu" and matmul_flops(device, "bf16") > 1.25 * matmul_flops(device, "fp32")
     return "bf16" if is_faster else "fp32"
 

@@ -45,17 +45,13 @@ def run_command(main: Callable[[], int]) -> None:
         sys.stdout.flush()
     except (UserError, RunError) as error:
         line = " ".join(str(error).split())
-        cut = f"{line[:MAX_MESSAGE_CHARS]} ..." if len(line) > MAX_MESSAGE_CHARS else line
-        print(f"error: {cut}", file=sys.stderr)
+        print(f"error: {line[:MAX_MESSAGE_CHARS]}{' ...' if len(line) > MAX_MESSAGE_CHARS else ''}", file=sys.stderr)
         status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":
             raise
-        print(
-            f"error: {sys.executable} does not have the package {error.name}; run `make demo` once and then "
-            ".venv/bin/python, or pip install -r requirements.txt",
-            file=sys.stderr,
-        )
+        remedy = "run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt"
+        print(f"error: {sys.executable} does not have the package {error.name}; {remedy}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -14,10 +14,9 @@ MAX_JSON_BYTES = 1 << 26  # the largest, o200k_base's tokens, take 4 MB; a stran
 
 
 def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Write a file completely or not at all; a link of that name is replaced, not followed.
+    """Write a file, text as UTF-8, completely or not at all; a link of that name is replaced, not followed.
 
-    Text is encoded as UTF-8, and its line ends are not converted. With `sync` the content is on the disk before the
-    file gets its name: it survives a power failure. Raises OSError, and then leaves the previous file in place.
+    With `sync` it survives a power failure. Raises OSError, and then leaves the previous file in place.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
@@ -51,9 +50,7 @@ def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, 
         if path.stat().st_size > MAX_JSON_BYTES:
             raise error_type(f"{path} is larger than any file of its kind")
         content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise error_type(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise error_type(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise error_type(f"{path} is not a JSON object")

@@ -20,7 +20,7 @@ from thinker.runtime.errors import RunError, UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 CONNECT_SECONDS = 60.0  # until the store must answer
 ROLL_CALL_SECONDS = 5.0  # in which all living ranks answer after one went silent
 
@@ -55,30 +55,25 @@ class DistContext:
         """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
-        if missing := [name for name in VARIABLES if name not in os.environ]:
+        host, values = os.environ.get("MASTER_ADDR"), [os.environ.get(name, "") for name in VARIABLES]
+        if not host or not all(value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
+            found = ", ".join(f"{name}={value}" for name, value in zip(VARIABLES, values))
             raise UserError(
-                f"the environment sets RANK or WORLD_SIZE, but not {', '.join(missing)}; start several ranks with "
+                f"the environment's {found}, MASTER_ADDR={host} does not describe a rank; start several ranks with "
                 "torchrun, or take those out of the environment"
             )
-        host, numbers = os.environ["MASTER_ADDR"], [os.environ[name] for name in VARIABLES if name != "MASTER_ADDR"]
-        if not all(number.isdigit() for number in numbers) or int(numbers[0]) >= int(numbers[1]):
-            values = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
-            raise UserError(f"the environment's {values} does not describe a rank; start the ranks with torchrun")
-        rank, world_size, local_rank, local_world_size, port = map(int, numbers)
+        rank, world_size, local_rank, local_world_size, port = map(int, values)
         if world_size == 1:
             return cls()
         from torch.distributed import DistError, PrefixStore, TCPStore
 
         under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_master, timeout = rank == 0 and not under_torchrun, timedelta(seconds=CONNECT_SECONDS)
         try:
-            store = TCPStore(
-                host, port, is_master=rank == 0 and not under_torchrun, wait_for_workers=False,
-                timeout=timedelta(seconds=CONNECT_SECONDS),
-            )  # fmt: skip
+            store = TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
         except DistError as error:
-            raise RunError(
-                f"rank {rank} of {world_size} found nobody at {host}:{port} within {CONNECT_SECONDS:.0f} s"
-            ) from error
+            where = f"{host}:{port} within {CONNECT_SECONDS:.0f} s"
+            raise RunError(f"rank {rank} of {world_size} found nobody at {where}") from error
         # torchrun's store outlives a restart of the ranks, after a failure or when one joins: old keys must not count.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"thinker/{attempt}/{world_size}", store)
@@ -118,7 +113,7 @@ class DistContext:
         return self.gather_objects(value)[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The values of every rank, in rank order, on every rank."""
+        """The values of every rank, in rank order."""
         if self.world_size == 1:
             return [value]
         import torch.distributed
@@ -129,9 +124,9 @@ class DistContext:
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the body on rank 0 first, then on local rank 0 of each other machine, then on all others.
+        """Run the body on rank 0 first, then on local rank 0 of each other machine, then on all others; only once.
 
-        Once per training. It may take hours, so the ranks wait without a limit, but not for ranks that have failed.
+        It may take hours, so the ranks wait without a limit, but not for ranks that have failed.
         """
         if self.world_size == 1:
             yield
@@ -197,10 +192,7 @@ class DistContext:
             time.sleep(0.02)
 
     def _wait_for_ranks(self, key: str, seconds: float, ignore_failure: bool = False) -> str:
-        """Answer under `key`, and wait for the answers of all. Returns the ranks that did not, in words, or "".
-
-        Once a rank has failed nobody waits any longer, except with `ignore_failure`.
-        """
+        """Answer under `key`, wait for the answers of all until one has failed, and return who gave none, in words."""
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         missing, end = list(range(self.world_size)), time.monotonic() + seconds
         while missing and time.monotonic() < end and (ignore_failure or not self.store.check(["failed"])):
@@ -220,7 +212,7 @@ SINGLE_PROCESS = DistContext()  # whatever the environment says
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All rows of a tensor that the ranks share, on each of them; all ranks call this. Other tensors as they are."""
+    """All rows of a tensor that the ranks share; all of them call this. Other tensors as they are."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -249,9 +241,7 @@ def distributed_session() -> Iterator[DistContext]:
                 raise
             raise SystemExit(130) from None
         except Exception as error:
-            if dist.world_size == 1:
-                raise
-            resolved = dist.resolve_failure(error)
+            resolved = error if dist.world_size == 1 else dist.resolve_failure(error)
             if resolved is error:
                 raise
             raise resolved from error

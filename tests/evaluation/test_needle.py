@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from story_parser import parse
 
 from thinker.data import tales
 from thinker.data.corpus import prepare_corpus
@@ -72,7 +73,7 @@ def test_needles_match_their_story(request, monkeypatch, spec, distance):
 
         opening = text.split("\n\n")[0]
         story = stories[opening]
-        assert tales.parse(story.text) == story
+        assert parse(story.text) == story
         assert ("fact", name, value) in [choice[:3] for choice in story.choices]
         at, encounters = len(opening), 0
         while not story.text[len(opening) :].startswith(text[at:]):
