@@ -57,11 +57,8 @@ def write_checkpoint(
 ) -> None:
     """Write files so that `folder` appears complete or not at all; a folder of that name is replaced.
 
-    Args:
-        throttle: called after every chunk with the seconds it took; it may wait, to leave the processor to others.
-        dist: the ranks that all call this, each to write its part of the tensors into a file of its own.
-
-    Raises OSError, such as for a full disk, and then leaves nothing of the attempt.
+    throttle: called after every chunk with the seconds it took; it may wait, to leave the processor to others.
+    dist: the ranks that all call this, each to write its part of the tensors. Raises OSError, and leaves nothing then.
     """
     temporary, manifest = folder.with_name(f".{folder.name}.tmp"), {}
     is_main = dist is None or dist.is_main
@@ -97,11 +94,7 @@ def write_checkpoint(
 
 
 def verify(folder: Path) -> None:
-    """Compare every file with the manifest.
-
-    Raises CorruptCheckpoint, naming the first file that has changed since it was written, and UnsupportedFormat for a
-    checkpoint of another version.
-    """
+    """Compare every file with the manifest. Raises CorruptCheckpoint, naming one that differs, or UnsupportedFormat."""
     path = folder / MANIFEST
     manifest = read_json(path)
     version = manifest.get("format_version", 1)  # the first format had none
@@ -112,9 +105,8 @@ def verify(folder: Path) -> None:
         )
     entries = manifest.get("files")
     changed = CorruptCheckpoint(f"{path} is not as it was written")
-    if set(manifest) != {"format_version", "files"} or not isinstance(entries, dict):
-        raise changed
-    if not all(re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) for name in entries):
+    names_are_valid = isinstance(entries, dict) and all(re.fullmatch(r"\w[\w.-]{0,99}", n, re.ASCII) for n in entries)
+    if set(manifest) != {"format_version", "files"} or not names_are_valid:
         raise changed
     required = [CONFIG, STATE]
     if not any(name.startswith("shard-") for name in entries):
@@ -166,10 +158,7 @@ def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tenso
 
 
 def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
-    """Read (dtype, *shape) of each tensor in a checkpoint's file of this name, or the shards written instead.
-
-    Raises CorruptCheckpoint where that is missing or broken.
-    """
+    """Read (dtype, *shape) of each tensor in a checkpoint's file or its shards. Raises CorruptCheckpoint."""
     if sharded.is_sharded(folder):
         header = sharded.read_header(folder)
         return {key: shape for key, shape in header.items() if key.startswith("optimizer.") == (name == TRAINING)}
@@ -210,9 +199,9 @@ def _write_file(path: Path, file: dict[str, Any], throttle: Callable[[float], No
 
 
 def _to_safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file in chunks: the header (names, dtypes, shapes, offsets), then one tensor after another.
+    """Yield a safetensors file in chunks: the header, then one tensor after another.
 
-    The library would write the file in one call, which cannot be throttled, and hashing would have to read it again.
+    The library would write it in one call, which cannot be throttled, and hashing would have to read it again.
     """
     header, end = {}, 0
     tensors = dict(sorted(tensors.items()))  # the same bytes, whatever the order of insertion

@@ -122,10 +122,7 @@ class RunDirectory:
             atomic_write(self.metrics, "".join(lines))
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, None if there is no checkpoint. Damaged ones are passed over with a message.
-
-        Raises UserError where every checkpoint is damaged, UnsupportedFormat where the newest is of another version.
-        """
+        """The newest whole checkpoint, None if there is none at all. Raises UserError if all are damaged."""
         damaged: set[Path] = set()
         while candidates := [folder for folder in list_checkpoints(self.checkpoints) if folder not in damaged]:
             newest = candidates[-1]

@@ -25,10 +25,7 @@ class CorruptCheckpoint(UserError):
 
 
 def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[Path]:
-    """Write this rank's rows of `tensors` into an existing folder; all ranks call this. Returns the files it wrote.
-
-    Raises OSError where a disk is full.
-    """
+    """Write this rank's rows of `tensors` into an existing folder; all ranks call this. Returns the files it wrote."""
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -70,8 +67,7 @@ def read_header(folder: Path) -> dict[str, tuple]:
 def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Read the tensors of these names, after their shapes have been compared with read_header().
 
-    A tensor that the ranks share is filled in place, each rank reading its own rows; others are read into new tensors
-    in the host's memory. Raises CorruptCheckpoint where a file has changed since read_header().
+    A tensor that the ranks share is filled in place, others are read into new ones. Raises CorruptCheckpoint.
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 

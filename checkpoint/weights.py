@@ -21,9 +21,9 @@ def save(folder: Path, model: Thinker, state: dict[str, Any], training: dict[str
 
 
 def checkpoint_files(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
-    """Collect the files of a checkpoint; their tensors are the live ones.
+    """Collect the files of a checkpoint; their tensors are the live ones. state: a JSON object: step, tokens, losses.
 
-    state: a JSON object: step, tokens, losses. training: the tensors that resuming, not sampling, needs.
+    training: the tensors that resuming, not sampling, needs.
     """
     files = {CONFIG: model.config.to_dict(), MODEL: model_tensors(model), STATE: state}
     return files if training is None else files | {TRAINING: training}
@@ -62,10 +62,7 @@ def read_lora_rank(folder: Path) -> int | None:
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
-    """The model of a checkpoint, adapters merged, in eval mode.
-
-    Raises CorruptCheckpoint or UserError where its files and its configuration disagree.
-    """
+    """The model of a checkpoint, adapters merged, in eval mode. Raises CorruptCheckpoint or UserError."""
     config = ThinkerConfig.from_dict(checkpoint_format.read_json(folder / CONFIG))
     if config.n_layers > len(read_header(folder)):  # building that many blocks could take forever
         raise CorruptCheckpoint(f"{folder / MODEL} has fewer tensors than {folder / CONFIG} has layers")
@@ -81,10 +78,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
 
 
 def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
-    """Load a checkpoint's weights into the model after checking all names and shapes; raises CorruptCheckpoint.
-
-    They are copied into the parameters, or with `assign` become the parameters.
-    """
+    """Load a checkpoint's weights, checked, into the parameters, or with `assign` as them. Raises CorruptCheckpoint."""
     tensors = checkpoint_format.load_tensors(folder, MODEL, model_tensors(model))
     model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
     if model.config.tie_embeddings:

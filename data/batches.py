@@ -65,8 +65,6 @@ class PackedDataset:
             `stride` targets of a window are counted, except in the first window of a shard.
         document_masking: number the documents of a window, so that the model can mask across them (document_ids).
         prefix_len: the first tokens of each window are context only: what they predict of each other is not counted.
-
-    Raises UserError for an unknown packing, and for options that do not go together.
     """
 
     def __init__(
@@ -144,10 +142,7 @@ class PackedDataset:
 
 
 class BatchLoader:
-    """Training batches, each a pure function of (seed, step): every window once per epoch, in a new order each epoch.
-
-    Raises UserError if the corpus is shorter than one window.
-    """
+    """Training batches, pure functions of (seed, step): every window once per epoch, each epoch in a new order."""
 
     def __init__(self, dataset: PackedDataset, batch_size: int, seed: int) -> None:
         if dataset.tokens.n_tokens < dataset.seq_len + 1:

@@ -27,10 +27,7 @@ def check_messages(value: list, where: str) -> list[Message]:
 
 
 def render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False) -> str:
-    """The conversation as text; with add_generation_prompt it ends where the next answer begins.
-
-    Raises UserError if there is no template, or if it fails on these messages.
-    """
+    """The conversation as text; with add_generation_prompt it ends where the next answer begins. Raises UserError."""
     return _render(tokenizer, messages, add_generation_prompt, mark_answers=False)[0]
 
 

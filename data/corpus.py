@@ -206,10 +206,7 @@ def _split(source: Source, val_fraction: float) -> Iterator[SplitDocument]:
 def encode_all(
     tokenizer: Tokenizer, documents: list[Document], assistant_only_loss: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """The ids of each document, and which of them are targets (None: all).
-
-    Raises UserError if only some documents are conversations, or if none is and assistant_only_loss is set.
-    """
+    """The ids of each document, and which of them are targets (None: all). Raises UserError for mixed kinds of rows."""
     if len({document.messages is None for document in documents}) > 1:
         raise UserError("some rows are conversations and others are text; give them in files of their own")
     if documents[0].messages is None:

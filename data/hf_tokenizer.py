@@ -36,9 +36,7 @@ TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 class HFTokenizer(Tokenizer):
     """A tokenizer run by the library `tokenizers`, with the interface of Tokenizer.
 
-    Attributes:
-        content, config: of tokenizer.json and tokenizer_config.json.
-        flags: name of an added token -> FLAGS -> whether it has that flag.
+    content, config: of tokenizer.json and tokenizer_config.json. flags: name of an added token -> FLAGS -> bool.
     """
 
     def __init__(
@@ -50,12 +48,10 @@ class HFTokenizer(Tokenizer):
         bos_id: int | None = None,
         tokens_elsewhere: list[Any] = (),
     ) -> None:
-        """
-        Args:
-            eos_ids, bos_id: from generation_config.json or config.json, if they state them.
-            tokens_elsewhere: added tokens, as names or dictionaries, that files other than tokenizer.json declare.
+        """eos_ids, bos_id: from generation_config.json or config.json, if they state them.
 
-        Raises ValueError for what cannot be reproduced. (The base class would build a tiktoken encoding.)
+        tokens_elsewhere: added tokens, as names or dictionaries, that files other than tokenizer.json declare. Raises
+        ValueError for what cannot be reproduced. (The base class would build a tiktoken encoding.)
         """
         self.content, self.config, self.chat_template = content, config, chat_template
         self.kind, self.normalizer = "hf", None
@@ -140,14 +136,9 @@ class HFTokenizer(Tokenizer):
         return self._with_special.decode(ids, skip_special_tokens=True)
 
     def _content(self) -> dict:
-        return {
-            "tokenizer": self.content,
-            "chat_template": self.chat_template,
-            "bos_token": self.bos_token,
-            "eos_ids": self.eos_ids,
-            "add_bos": bool(self.bos_prefix),
-            "special_tokens_map": self.special_tokens_map,
-        }
+        content = {"tokenizer": self.content, "chat_template": self.chat_template, "bos_token": self.bos_token}
+        content |= {"eos_ids": self.eos_ids, "add_bos": bool(self.bos_prefix)}
+        return content | {"special_tokens_map": self.special_tokens_map}
 
     def save(self, folder: str | Path) -> Path:
         """Write its Hugging Face files into an existing folder."""
@@ -202,14 +193,14 @@ def _piece_to_bytes(content: dict) -> Callable[[str], bytes]:
     kinds = re.findall(r'"type": ?"(\w+)"', json.dumps(content.get("decoder") or {}))
     if "ByteLevel" in kinds:
         return lambda piece: bytes(TO_BYTE[char] for char in piece) if set(piece) <= TO_BYTE.keys() else piece.encode()
-    if {"Metaspace", "ByteFallback", "Replace"} & set(kinds):
+    if not {"Metaspace", "ByteFallback", "Replace"} & set(kinds):
+        raise ValueError(f"its decoder is {' of '.join(kinds) or 'missing'}; supported are ByteLevel and Metaspace")
 
-        def from_sentencepiece(piece: str) -> bytes:
-            number = re.fullmatch("<0x([0-9A-F]{2})>", piece)
-            return bytes([int(number[1], 16)]) if number else piece.replace("▁", " ").encode()
+    def from_sentencepiece(piece: str) -> bytes:
+        number = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+        return bytes([int(number[1], 16)]) if number else piece.replace("▁", " ").encode()
 
-        return from_sentencepiece
-    raise ValueError(f"its decoder is {' of '.join(kinds) or 'missing'}; only ByteLevel and Metaspace are supported")
+    return from_sentencepiece
 
 
 def _library(content: dict) -> Any:
@@ -217,9 +208,7 @@ def _library(content: dict) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise UserError(
-            "a Hugging Face folder's tokenizer needs the library tokenizers: pip install tokenizers"
-        ) from error
+        raise UserError("a Hugging Face folder's tokenizer needs tokenizers: pip install tokenizers") from error
     try:
         library = tokenizers.Tokenizer.from_str(json.dumps(content))
     except BaseException as error:  # a plain Exception, or a Rust panic, which is not an Exception

@@ -43,27 +43,18 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @dataclass(frozen=True)
 class Shard:
-    """One open shard. The arrays are memory-mapped.
-
-    Attributes:
-        tokens: (n_tokens,) uint16 or uint32, BOS tokens included.
-        offsets: (n_documents + 1,) int64, the positions of the documents' BOS tokens, and of the closing one.
-        document_bytes: (n_documents,) int64, bytes of UTF-8 text.
-        log_probs: (n_documents,) float64, ln P of each document, or None.
-        loss_mask: (n_tokens,) uint8, 1 for tokens that are targets, or None if all are.
-        has_eos: documents end with an EOS token, so the BOS token after it is no target.
-    """
+    """One open shard. The arrays are memory-mapped."""
 
     path: Path
     n_tokens: int
     n_documents: int
     n_bytes: int
-    tokens: np.ndarray
-    offsets: np.ndarray
-    document_bytes: np.ndarray
-    log_probs: np.ndarray | None = None
-    loss_mask: np.ndarray | None = None
-    has_eos: bool = False
+    tokens: np.ndarray  # (n_tokens,) uint16 or uint32, BOS tokens included
+    offsets: np.ndarray  # (n_documents + 1,) int64, the positions of the documents' BOS tokens, and of the closing one
+    document_bytes: np.ndarray  # (n_documents,) int64, bytes of UTF-8 text
+    log_probs: np.ndarray | None = None  # (n_documents,) float64, ln P of each document
+    loss_mask: np.ndarray | None = None  # (n_tokens,) uint8, 1 for tokens that are targets; None: all are
+    has_eos: bool = False  # documents end with an EOS token, so the BOS token after it is no target
 
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
@@ -110,16 +101,12 @@ class ShardWriter:
         self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
         self.files: list[str] = []
         self.digest = hashlib.sha256()  # of all tokens
+        self.started = False  # whether a document has been added
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._bos = np.array([tokenizer.bos_id], self._dtype).tobytes()
         has_eos = tokenizer.bos_id not in tokenizer.eos_ids
         self._eos = np.array([tokenizer.eos_id], self._dtype).tobytes() if has_eos else b""
         self._file = None
-
-    @property
-    def started(self) -> bool:
-        """Whether a document has been added."""
-        return bool(self.files) or self._file is not None
 
     def add(
         self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False,
@@ -138,6 +125,7 @@ class ShardWriter:
                 self.close()
             if self._file is None:
                 self._open()
+            self.started = True
             self._offsets.append(self._n_tokens)
             self._write_tokens(self._bos)
             if has_mask:
@@ -207,11 +195,9 @@ class ShardWriter:
 
 
 class TokenShards:
-    """One split of a corpus: its shards, in order, and their totals.
+    """One split of a corpus: its shards, in order, and their totals: n_tokens (with BOS tokens), n_documents, n_bytes.
 
-    Attributes:
-        n_tokens: BOS tokens included. n_bytes: of UTF-8 text.
-        has_conversations: documents are conversations with a loss mask.
+    has_conversations: documents are conversations with a loss mask.
     """
 
     def __init__(self, shards: list[Shard]) -> None:

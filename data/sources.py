@@ -39,35 +39,23 @@ EXTENSIONS = {"text": "", "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"),
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or one conversation: `messages`, whose JSON is `text`.
-
-    log_prob is ln P(text) in nats for the generated sources, None for others.
-    """
+    """One text, or one conversation: `messages`, whose JSON is `text`."""
 
     text: str
-    log_prob: float | None = None
+    log_prob: float | None = None  # ln P(text) in nats, for the generated sources
     messages: list[Message] | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A stream of documents that can be read any number of times.
+    """A stream of documents that can be read any number of times."""
 
-    Attributes:
-        name: a key of OPTIONS.
-        key: changes whenever the documents change (but not when the owner of a hub dataset changes it).
-        documents: returns an iterator over all documents. Raises UserError if the text cannot be read.
-        whole_text: the documents are consecutive pieces of one single text.
-        n_documents: how many there are, if that is known before reading.
-        n_bytes: the size of a whole text, in bytes of UTF-8.
-    """
-
-    name: str
-    key: str
-    documents: Callable[[], Iterator[Document]]
-    whole_text: bool = False
-    n_documents: int | None = None
-    n_bytes: int | None = None
+    name: str  # a key of OPTIONS
+    key: str  # changes whenever the documents change (but not when the owner of a hub dataset changes it)
+    documents: Callable[[], Iterator[Document]]  # raises UserError if the text cannot be read
+    whole_text: bool = False  # the documents are consecutive pieces of one single text
+    n_documents: int | None = None  # if that is known before reading
+    n_bytes: int | None = None  # the size of a whole text, in bytes of UTF-8
 
 
 def open_source(

@@ -61,14 +61,10 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens_map: dict[str, str] | None = None,
     ) -> None:
-        """
-        Args:
-            tokens: the bytes of each id, None for a special token or a gap.
-            pattern: the regular expression that splits text before merging.
-            add_bos: whether prompts begin with the BOS token.
-            normalizer: applied to text first: "NFC" or None.
+        """tokens: the bytes of each id, None for a special token or a gap.
 
-        Raises ValueError if these do not make a tokenizer that can encode every text.
+        pattern: the regular expression that splits text before merging. add_bos: prompts begin with the BOS token.
+        normalizer: applied to text first, "NFC" or None. Raises ValueError if it could not encode every text.
         """
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
         if not 256 <= len(tokens) <= MAX_VOCAB or any(bytes([b]) not in ranks for b in range(256)) or b"" in ranks:
@@ -91,8 +87,8 @@ class Tokenizer:
         if not self.eos_ids or any(type(i) is not int or not 0 <= i < len(tokens) for i in self.eos_ids):
             raise ValueError("an EOS token is missing or out of range")
         self.eos_id = self.eos_ids[0]
-        names = {number: name for name, number in special_tokens.items()}
-        default = {"bos_token": bos_token, "eos_token": names.get(self.eos_id, bos_token)}
+        eos_names = [name for name, number in special_tokens.items() if number == self.eos_id]
+        default = {"bos_token": bos_token, "eos_token": [bos_token, *eos_names][-1]}
         self.special_tokens_map = default if special_tokens_map is None else special_tokens_map
         if normalizer not in (None, "NFC") or any(name not in special_tokens for name in self.non_special_added_tokens):
             raise ValueError("the normalizer is not NFC, or a non-special added token is not an added token")
@@ -100,9 +96,8 @@ class Tokenizer:
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("its kind, its chat template or a name in special_tokens_map is not a string")
         self._added_bytes = {special_tokens[name]: name.encode() for name in self.non_special_added_tokens}
-        self._encoding = tiktoken.Encoding(
-            kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
-        )
+        options = {"mergeable_ranks": ranks, "special_tokens": self.special_tokens}
+        self._encoding = tiktoken.Encoding(kind, pat_str=pattern, **options)
 
     def with_chat_template(self, template: str) -> Tokenizer:
         """A copy with another chat template."""
@@ -169,20 +164,12 @@ class Tokenizer:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _content(self) -> dict[str, Any]:
-        return {
-            "format": FILE_FORMAT,
-            "kind": self.kind,
-            "pattern": self.pattern,
-            "bos_token": self.bos_token,
-            "special_tokens": self.special_tokens,
-            "tokens": [None if token is None else base64.b64encode(token).decode() for token in self._tokens],
-            "eos_ids": self.eos_ids,
-            "add_bos": bool(self.bos_prefix),
-            "non_special_added_tokens": self.non_special_added_tokens,
-            "normalizer": self.normalizer,
-            "chat_template": self.chat_template,
-            "special_tokens_map": self.special_tokens_map,
-        }
+        content = {"format": FILE_FORMAT, "kind": self.kind, "pattern": self.pattern, "bos_token": self.bos_token}
+        content["special_tokens"] = self.special_tokens
+        content["tokens"] = [None if token is None else base64.b64encode(token).decode() for token in self._tokens]
+        content |= {"eos_ids": self.eos_ids, "add_bos": bool(self.bos_prefix)}
+        content |= {"non_special_added_tokens": self.non_special_added_tokens, "normalizer": self.normalizer}
+        return content | {"chat_template": self.chat_template, "special_tokens_map": self.special_tokens_map}
 
     def save(self, folder: str | Path) -> Path:
         """Write `thinker-tokenizer.json` into an existing folder (to a temporary name, then renamed)."""

@@ -205,27 +205,16 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     split_step = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": tokenizer.normalizer and {"type": tokenizer.normalizer},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split_step, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level | {"use_regex": True},
-        "model": model | {"vocab": vocab | dict(special), "merges": merges_of(tokenizer)},
-    }
-    eos = tokenizer.special_tokens_map.get("eos_token")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.special_tokens_map.get("bos_token"),
-        "eos_token": eos,
-        "pad_token": tokenizer.special_tokens_map.get("pad_token", eos),
-        hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix),
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
-    }
+    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    content["normalizer"] = tokenizer.normalizer and {"type": tokenizer.normalizer}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split_step, byte_level]}
+    content |= {"post_processor": None, "decoder": byte_level | {"use_regex": True}}
+    content["model"] = model | {"vocab": vocab | dict(special), "merges": merges_of(tokenizer)}
+    names = tokenizer.special_tokens_map
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names.get("bos_token")}
+    config |= {"eos_token": names.get("eos_token"), "pad_token": names.get("pad_token", names.get("eos_token"))}
+    config |= {hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix), "clean_up_tokenization_spaces": False}
+    config["model_max_length"] = max_length
     hf.write_files(folder, content, config, tokenizer.chat_template)
 
 

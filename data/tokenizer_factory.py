@@ -44,8 +44,7 @@ def check_spec(spec: str) -> str:
 def make_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
     """Make the tokenizer that spec names (see check_spec); "char" and "bpe" are trained on texts.
 
-    At most SAMPLE_BYTES of texts are read, and nothing for other kinds. If the texts are too short, bpe:VOCAB makes
-    fewer tokens. Raises UserError for a wrong spec, texts too short for a single merge, or a failed download.
+    Of those at most SAMPLE_BYTES are read. If they are too short, bpe:VOCAB makes fewer tokens. Raises UserError.
     """
     kind, option = check_spec(spec), spec.partition(":")[2]
     single_bytes = [bytes([b]) for b in range(256)]

@@ -18,10 +18,7 @@ class RunError(Exception):
 
 
 def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
-    """The end of an error message about a mistyped word: "; did you mean ...?" with the closest of `words`, or "".
-
-    `form` formats the suggestion, for example "model.{}".
-    """
+    """End of a message about a mistyped word: "; did you mean ...?" with the closest of `words` in `form`, or ""."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; did you mean {form.format(close[0])}?" if close else ""
 
@@ -33,9 +30,8 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's main() and end the process with its exit status.
 
-    UserError prints one line to standard error and ends with status 2; RunError and a full disk print one line and end
-    with status 1. A closed pipe ends the process silently, as it ends `cat`. Other errors are bugs and keep their stack
-    trace.
+    UserError prints one line to standard error and ends with status 2, RunError and a full disk with status 1. A closed
+    pipe ends the process silently, as it ends `cat`. Other errors are bugs and keep their stack trace.
     """
     # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.

@@ -8,10 +8,7 @@ BLUE, ORANGE, GREY = "#2f6db3", "#d9662b", "#777777"
 
 
 def new_figure(width: float, height: float, columns: int = 1, share: bool = True) -> tuple[Any, list[Any]]:
-    """Return a matplotlib figure and its `columns` panels; `width` and `height` are in inches, no display is needed.
-
-    share: the panels share the vertical axis.
-    """
+    """A figure of width x height inches, and its panels, which `share` the vertical axis; no display is needed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -27,20 +27,14 @@ ROLL_CALL_SECONDS = 5.0  # in which all living ranks answer after one went silen
 
 @dataclass
 class DistContext:
-    """This process among the ranks that train together, or alone.
-
-    Attributes:
-        rank, world_size: its number, from 0, and the number of ranks. local_rank, local_world_size: on its machine.
-        store: the key-value store of torch.distributed that all ranks share.
-        under_torchrun: whether torchrun holds the store, which then outlives rank 0.
-    """
+    """This process among the ranks that train together, or alone."""
 
     rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
+    world_size: int = 1  # the number of ranks
+    local_rank: int = 0  # on its machine
     local_world_size: int = 1
-    store: Any = None
-    under_torchrun: bool = False
+    store: Any = None  # the key-value store of torch.distributed that all ranks share
+    under_torchrun: bool = False  # torchrun holds the store, which then outlives rank 0
 
     @property
     def is_main(self) -> bool:
@@ -49,10 +43,7 @@ class DistContext:
 
     @classmethod
     def from_environment(cls) -> DistContext:
-        """The rank that torchrun's variables describe; without them a single process.
-
-        Raises UserError where some are missing or contradict each other, and RunError where the store does not answer.
-        """
+        """The rank that torchrun's variables describe, or a single process. Raises UserError or RunError."""
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
         host, values = os.environ.get("MASTER_ADDR"), [os.environ.get(name, "") for name in VARIABLES]
