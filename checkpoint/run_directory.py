@@ -140,5 +140,5 @@ class RunDirectory:
             return None
         best = ", ".join(path.name for path in list_checkpoints(self.checkpoints, "best"))
         hint = f"; there is {best} to sample from (--checkpoint best)" if best else ""
-        wayout = "to train anew choose another run.dir, or move that folder away"
-        raise UserError(f"no checkpoint in {self.checkpoints} is whole{hint}; {wayout}")
+        remedy = "to train anew choose another run.dir, or move that folder away"
+        raise UserError(f"no checkpoint in {self.checkpoints} is whole{hint}; {remedy}")

@@ -84,11 +84,11 @@ def prepare_corpus(
     parts += ["assistant_only_loss"] if assistant_only_loss else []
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
-    if folder.exists():
-        try:
+    try:
+        if folder.exists():
             return _open(folder)
-        except DamagedShard as error:
-            print(f"the token cache is damaged and is made again: {error}", file=sys.stderr)
+    except DamagedShard as error:
+        print(f"the token cache is damaged and is made again: {error}", file=sys.stderr)
     make_folder(folder.parent, "data.cache_dir")
     for other in folder.parent.glob(f"{folder.name}.building-*"):
         with contextlib.suppress(FileNotFoundError):  # its builder has just finished
@@ -115,12 +115,12 @@ def _open(folder: Path) -> Corpus:
 
 def _publish(building: Path, folder: Path) -> None:
     """Rename a finished folder to its final name, unless another process has just published the same."""
-    if folder.exists():
-        try:
+    try:
+        if folder.exists():
             _open(folder)
             return
-        except DamagedShard:
-            shutil.rmtree(folder)
+    except DamagedShard:
+        shutil.rmtree(folder)
     try:
         os.rename(building, folder)
     except OSError:

@@ -40,14 +40,9 @@ class HFTokenizer(Tokenizer):
     """
 
     def __init__(
-        self,
-        content: dict,
-        config: dict,
-        chat_template: str | None,
-        eos_ids: list[int],
-        bos_id: int | None = None,
-        tokens_elsewhere: list[Any] = (),
-    ) -> None:
+        self, content: dict, config: dict, chat_template: str | None, eos_ids: list[int], bos_id: int | None,
+        tokens_elsewhere: list[Any],
+    ) -> None:  # fmt: skip
         """eos_ids, bos_id: from generation_config.json or config.json, if they state them.
 
         tokens_elsewhere: added tokens, as names or dictionaries, that files other than tokenizer.json declare. Raises

@@ -94,7 +94,6 @@ def open_source(
         wanted = "a dataset's name or folder" if source == "hub" else "a file, folder or glob"
         raise UserError(f"data.source={source} needs data.path={wanted}")
     path = str(path)
-
     count = max_documents or GENERATED_DOCUMENTS
     if source == "tales":
         from thinker.data import tales
@@ -133,9 +132,7 @@ def _bounded(documents: Iterable[Document], max_documents: int | None) -> Iterat
     """The first documents, with a message if there are more: the author of the config may have set the bound."""
     for number, document in enumerate(documents):
         if number == max_documents:
-            print(
-                f"data.max_documents: the first {max_documents:,} documents are taken, there are more", file=sys.stderr
-            )
+            print(f"data.max_documents: the first {number:,} documents are taken, there are more", file=sys.stderr)
             return
         yield document
 
@@ -191,10 +188,10 @@ def _find_files(source: str, path: str) -> list[str]:
         paths = glob.glob(os.path.expanduser(path), recursive=True)
     files = sorted(file for file in paths if os.path.isfile(file))
     if not files:
-        verb = "holds" if os.path.isdir(path) else "matches"
-        reason = f"{verb} no {'file' if source == 'text' else f'{source} file'}"
-        if not (os.path.isdir(path) or glob.has_magic(path)):
-            reason = "does not exist"
+        reason = "does not exist"
+        if os.path.isdir(path) or glob.has_magic(path):
+            wanted = "file" if source == "text" else f"{source} file"
+            reason = f"{'holds' if os.path.isdir(path) else 'matches'} no {wanted}"
         raise UserError(f"data.path={path} {reason}; give a file, a folder or a glob such as 'folder/*.txt'")
     return files
 

@@ -104,10 +104,10 @@ def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
     if model.get("type") != "BPE" or any(model.get(name) for name in unsupported) or not is_byte_level:
         return None
     matches_flexibly = any(flags[name] for flags in tokenizer.flags.values() for name in hf.FLAGS[:3])
-    if pattern is None or matches_flexibly or normalizer not in (None, "NFC"):
-        return None
     normalized = {flags["normalized"] for flags in tokenizer.flags.values()}
-    if normalized == {True, False} or (normalizer and normalized == {True}):
+    if matches_flexibly or normalized == {True, False} or (normalizer and normalized == {True}):
+        return None
+    if pattern is None or normalizer not in (None, "NFC"):
         return None
     special = set(tokenizer.special_tokens.values())
     pieces = {piece: number for piece, number in model["vocab"].items() if number not in special}
@@ -191,7 +191,6 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     `AutoTokenizer(text)` gives tokenizer.encode(text, allow_special=True), without a BOS token in front. Possessive
     counts, `{1,3}+`, are written without the +: the library `tokenizers` would read them as repeated groups.
     """
-    folder = Path(folder)
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
         return
@@ -215,7 +214,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     config |= {"eos_token": names.get("eos_token"), "pad_token": names.get("pad_token", names.get("eos_token"))}
     config |= {hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix), "clean_up_tokenization_spaces": False}
     config["model_max_length"] = max_length
-    hf.write_files(folder, content, config, tokenizer.chat_template)
+    hf.write_files(Path(folder), content, config, tokenizer.chat_template)
 
 
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:

@@ -40,7 +40,9 @@ def pattern(ops):
             case tales.Call(rule):
                 parts.append("(?:" + "|".join(map(pattern, rule.alternatives)) + ")")
             case tales.SampleWord():
-                parts.append("(?:" + "|".join(sorted(map(re.escape, op.by_surface), reverse=True)) + ")")
+                parts.append(
+                    "(?:" + "|".join(sorted({re.escape(item[op.form]) for item in op.items}, reverse=True)) + ")"
+                )
             case _:
                 parts.append(r"[\w-]+")
     return "".join(parts)
