@@ -99,10 +99,9 @@ def verify(folder: Path) -> None:
     manifest = read_json(path)
     version = manifest.get("format_version", 1)  # the first format had none
     if version != FORMAT_VERSION:
-        raise UnsupportedFormat(
-            f"{folder} has checkpoint format {version}, but this version of Thinker reads format {FORMAT_VERSION}; "
-            "train anew in another run.dir, or use the version that wrote it"
-        )
+        formats = f"checkpoint format {version}, but this version of Thinker reads format {FORMAT_VERSION}"
+        remedy = "train anew in another run.dir, or use the version that wrote it"
+        raise UnsupportedFormat(f"{folder} has {formats}; {remedy}")
     entries = manifest.get("files")
     changed = CorruptCheckpoint(f"{path} is not as it was written")
     names_are_valid = isinstance(entries, dict) and all(re.fullmatch(r"\w[\w.-]{0,99}", n, re.ASCII) for n in entries)

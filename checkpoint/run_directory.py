@@ -71,11 +71,11 @@ class RunDirectory:
         if self._locked_file is None:
             return
         try:
-            current = os.stat(self.path / ".lock")
-        except OSError as error:
-            raise RunError(f"{self.path} was removed or moved away while the training was at work in it") from error
-        if not os.path.samestat(current, self._locked_file):
-            raise RunError(f"{self.path} was replaced by another folder while the training was at work in it")
+            is_same = os.path.samestat(os.stat(self.path / ".lock"), self._locked_file)
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise RunError(f"{self.path} was removed, moved away or replaced while the training was at work in it")
 
     def write_config(self, tree: dict[str, Any]) -> None:
         """Write the resolved config, completely or not at all."""

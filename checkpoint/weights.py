@@ -21,10 +21,7 @@ def save(folder: Path, model: Thinker, state: dict[str, Any], training: dict[str
 
 
 def checkpoint_files(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
-    """Collect the files of a checkpoint; their tensors are the live ones. state: a JSON object: step, tokens, losses.
-
-    training: the tensors that resuming, not sampling, needs.
-    """
+    """Collect the files of a checkpoint; their tensors are the live ones, of which only resuming needs `training`."""
     files = {CONFIG: model.config.to_dict(), MODEL: model_tensors(model), STATE: state}
     return files if training is None else files | {TRAINING: training}
 

@@ -145,11 +145,10 @@ class BatchLoader:
     """Training batches, pure functions of (seed, step): every window once per epoch, each epoch in a new order."""
 
     def __init__(self, dataset: PackedDataset, batch_size: int, seed: int) -> None:
-        if dataset.tokens.n_tokens < dataset.seq_len + 1:
-            raise UserError(
-                f"the training split has {dataset.tokens.n_tokens} tokens, but one window of data.seq_len="
-                f"{dataset.seq_len} takes {dataset.seq_len + 1}; lower data.seq_len or add text"
-            )
+        n_tokens, seq_len = dataset.tokens.n_tokens, dataset.seq_len
+        if n_tokens <= seq_len:
+            needs = f"one window of data.seq_len={seq_len} takes {seq_len + 1}; lower data.seq_len or add text"
+            raise UserError(f"the training split has {n_tokens} tokens, but {needs}")
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
 
     def sample_ids(self, step: int) -> list[int]:

@@ -43,9 +43,7 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
         text, spans = _render(tokenizer, messages, add_generation_prompt=False, mark_answers=True)
     else:
         text, spans = render(tokenizer, messages), []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for number in [number for number, message in enumerate(messages) if message["role"] == "assistant"]:
             before = render(tokenizer, messages[:number], add_generation_prompt=True)
             after = render(tokenizer, messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
@@ -63,10 +61,10 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
 
 def _answer_length(tokenizer: Tokenizer, answer: str) -> int:
     """The length of an answer up to and including its EOS token, without a line break that the template adds."""
-    names = [name for name, number in tokenizer.special_tokens.items() if number in tokenizer.eos_ids]
-    names += [tokenizer.special_tokens_map[name] for name in ("eos_token",) if name in tokenizer.special_tokens_map]
+    ends = [name for name, number in tokenizer.special_tokens.items() if number in tokenizer.eos_ids]
+    ends += [name for key, name in tokenizer.special_tokens_map.items() if key == "eos_token"]
     stripped = answer.rstrip()
-    return len(stripped) if stripped.endswith(tuple(names)) else len(answer)
+    return len(stripped) if stripped.endswith(tuple(ends)) else len(answer)
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:

@@ -111,8 +111,8 @@ class HFTokenizer(Tokenizer):
             if number not in added_ids:
                 self._tokens[number] = to_bytes(piece)
         adds_space = self.decode_bytes(self.encode("a")).startswith(b" ")
-        if self.config.get("add_prefix_space") not in (None, adds_space):
-            raise ValueError(f"add_prefix_space is {not adds_space}, but tokenizer.json does otherwise")
+        if (stated := self.config.get("add_prefix_space")) not in (None, adds_space):
+            raise ValueError(f"add_prefix_space is {stated}, but tokenizer.json does otherwise")
 
     def _ids(self, text: str, allow_special: bool = False) -> np.ndarray:
         library = self._with_special if allow_special else self._plain  # which find the non-special added tokens
@@ -200,10 +200,8 @@ def _piece_to_bytes(content: dict) -> Callable[[str], bytes]:
 
 def _library(content: dict) -> Any:
     """The library's tokenizer. Raises ValueError if the library refuses the content."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UserError("a Hugging Face folder's tokenizer needs tokenizers: pip install tokenizers") from error
+    import tokenizers
+
     try:
         library = tokenizers.Tokenizer.from_str(json.dumps(content))
     except BaseException as error:  # a plain Exception, or a Rust panic, which is not an Exception

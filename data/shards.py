@@ -65,7 +65,7 @@ class Shard:
                 size = file.seek(0, os.SEEK_END)
         except OSError as error:
             raise DamagedShard(f"{path} cannot be read: {error.strerror}") from error
-        if len(head) < HEADER_BYTES or head[:8] != MAGIC or head[HEADER.size :] != _crc(head[: HEADER.size]):
+        if len(head) < HEADER_BYTES or head[:8] != MAGIC or zlib.crc32(head[:-8]).to_bytes(8, "little") != head[-8:]:
             raise DamagedShard(f"{path} has no whole header")
         _, version, item, vocab, n_tokens, n_documents, n_bytes, flags, digest = HEADER.unpack_from(head)
         dtype = token_dtype(tokenizer.vocab_size)
@@ -185,7 +185,7 @@ class ShardWriter:
         digest = bytes.fromhex(self.tokenizer.content_hash)
         head = HEADER.pack(MAGIC, FORMAT, self._dtype.itemsize, self.tokenizer.vocab_size, *counts, flags, digest)
         self._file.seek(0)
-        self._file.write(head + _crc(head))
+        self._file.write(head + zlib.crc32(head).to_bytes(8, "little"))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -195,10 +195,7 @@ class ShardWriter:
 
 
 class TokenShards:
-    """One split of a corpus: its shards, in order, and their totals: n_tokens (with BOS tokens), n_documents, n_bytes.
-
-    has_conversations: documents are conversations with a loss mask.
-    """
+    """One split of a corpus: its shards, in order, and their totals, with BOS tokens and in bytes of UTF-8 text."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
@@ -211,10 +208,6 @@ class TokenShards:
     def open(cls, folder: Path, files: list[str], tokenizer: Tokenizer) -> TokenShards:
         """Open shards by name; raises DamagedShard."""
         return cls([Shard.open(folder / file, tokenizer) for file in files])
-
-
-def _crc(data: bytes) -> bytes:
-    return struct.pack("<Q", zlib.crc32(data))
 
 
 def _aligned(size: int) -> int:

@@ -208,10 +208,8 @@ def _read_pieces(file: str) -> Iterator[Document]:
             while text := opened.read(PIECE_BYTES):
                 yield Document(text + opened.readline(PIECE_BYTES))
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"data.path: {file} is not UTF-8 text (byte {error.object[error.start]:#04x}); convert it, for example"
-            " with iconv, or choose other files with a glob such as 'folder/*.txt'"
-        ) from error
+        found = f"{file} is not UTF-8 text (byte {error.object[error.start]:#04x})"
+        raise UserError(f"data.path: {found}; convert it, for example with iconv, or choose other files") from error
     except OSError as error:
         raise UserError(f"data.path: cannot read {file}: {error.strerror}") from error
 
@@ -226,10 +224,8 @@ def _read_tables(source: str, files: list[str], column: str) -> Iterator[Documen
 
 def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[Document]:
     """A document from each row's column: text, or a conversation. A null becomes an empty document."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("this data.source needs the datasets library: pip install datasets") from error
+    import datasets
+
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become ours
     try:
         for number, row in enumerate(datasets.load_dataset(**arguments)):

@@ -67,17 +67,15 @@ class Tokenizer:
         normalizer: applied to text first, "NFC" or None. Raises ValueError if it could not encode every text.
         """
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
-        if not 256 <= len(tokens) <= MAX_VOCAB or any(bytes([b]) not in ranks for b in range(256)) or b"" in ranks:
-            raise ValueError("the tokens must hold all 256 bytes, no empty string, and at most 2**20 entries")
-        if len(ranks) != sum(token is not None for token in tokens):
-            raise ValueError("two ids have the same bytes")
+        are_distinct = len(ranks) == sum(token is not None for token in tokens) and b"" not in ranks
+        if not (256 <= len(tokens) <= MAX_VOCAB and are_distinct and all(bytes([b]) in ranks for b in range(256))):
+            raise ValueError("the tokens must hold all 256 bytes, no string twice, no empty one, and at most 2**20")
         ids = list(special_tokens.values())
         if any(not 0 <= i < len(tokens) or tokens[i] is not None for i in ids):  # two names may share an id
             raise ValueError("a special token's id is out of range, or belongs to an ordinary token")
-        if bos_token not in special_tokens or "" in special_tokens:
-            raise ValueError("the BOS token is not a special token, or a special token has no name")
-        if tokens[-1] is None and len(tokens) - 1 not in ids:
-            raise ValueError("the last id is neither a token nor special")
+        ends_with_gap = tokens[-1] is None and len(tokens) - 1 not in ids
+        if bos_token not in special_tokens or "" in special_tokens or ends_with_gap:
+            raise ValueError("the BOS token or the last id is no token, or a special token has no name")
         self.kind, self.pattern, self.normalizer, self.chat_template = kind, pattern, normalizer, chat_template
         self.vocab_size, self._tokens = len(tokens), tokens
         self.special_tokens, self.non_special_added_tokens = dict(special_tokens), non_special_added_tokens or []

@@ -116,9 +116,8 @@ def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
     ranks = {_unprinted(piece): number for piece, number in pieces.items()}
     if len(ranks) < len(pieces) or any(bytes([b]) not in ranks for b in range(256)) or not _same_merges(model, ranks):
         return None
-    tokens: list[bytes | None] = [None] * (1 + max([*ranks.values(), *special]))
-    for token, number in ranks.items():
-        tokens[number] = token
+    texts = {number: token for token, number in ranks.items()}
+    tokens = [texts.get(number) for number in range(1 + max([*texts, *special]))]
     try:
         return Tokenizer(
             "hf", tokens, tokenizer.special_tokens, tokenizer.bos_token, pattern, normalizer=normalizer,

@@ -107,8 +107,7 @@ def _load_tiktoken(name: str) -> Tokenizer:
             f"data.tokenizer=tiktoken:{name}: cannot download {url} ({type(error).__name__}); go online once, or set"
             f" TIKTOKEN_CACHE_DIR to a folder with that file in it, named {hashlib.sha1(url.encode()).hexdigest()}"
         ) from error
-    tokens: list[bytes | None] = [None] * (encoding.max_token_value + 1)
-    for token, rank in encoding._mergeable_ranks.items():
-        tokens[rank] = token
+    texts = {rank: token for token, rank in encoding._mergeable_ranks.items()}
+    tokens = [texts.get(i) for i in range(encoding.max_token_value + 1)]
     eot = next(text for text, i in encoding._special_tokens.items() if i == encoding.eot_token)
     return Tokenizer(f"tiktoken:{name}", tokens, encoding._special_tokens, eot, encoding._pat_str)

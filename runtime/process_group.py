@@ -124,13 +124,11 @@ class DistContext:
             return
         done_here = f"done on/{socket.gethostname()}"
         if not self.is_main:
-            self._wait_for_keys("done" if self.local_rank == 0 else done_here)
+            self._wait_for_keys("done/0" if self.local_rank == 0 else done_here)
         yield
-        if self.is_main:
-            self.store.set("done", "")
+        self.store.set(f"done/{self.rank}", "")
         if self.local_rank == 0:
             self.store.set(done_here, "")
-        self.store.set(f"done/{self.rank}", "")
         self._wait_for_keys(*(f"done/{rank}" for rank in range(self.world_size)))
 
     def shutdown(self) -> None:
