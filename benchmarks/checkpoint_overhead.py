@@ -17,6 +17,7 @@ from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.weights import to_cpu
 from thinker.training.config import load_config
 from thinker.training.run import build_trainer
+from thinker.training.schedule import lr_multiplier
 from thinker.training.trainer import Trainer
 
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def bare_step(trainer: Trainer) -> None:
     """A step as most training loops make it, without what resuming and the checks for finite values need."""
-    multiplier = trainer.lr_multiplier()
+    multiplier = lr_multiplier(trainer.settings.train, trainer.state.step, trainer.progress())
     batch = trainer.batches.batch(trainer.state.step)
     trainer.step.skip_nonfinite = False
     loss, norm = trainer.step(batch, multiplier)

@@ -62,11 +62,7 @@ class Gpt2Run(TrainingRun):
         loader = BatchLoader(windows, train.batch_size, config.run.seed)
         tokens, start = 0, time.perf_counter()
         for step in tqdm(range(train.max_steps), desc=self.name):
-            multiplier = lr_multiplier(
-                step, step / train.max_steps, schedule=train.schedule, warmup_steps=train.warmup_steps,
-                decay_fraction=train.decay_fraction,
-                final=train.min_lr_ratio,
-            )  # fmt: skip
+            multiplier = lr_multiplier(train, step, step / train.max_steps)
             for group in optimizer.param_groups:
                 group["lr"] = config.optimizer.lr * multiplier
             inputs, targets = loader.batch(step)

@@ -1,24 +1,16 @@
-"""A config: what the user wrote, validated, with overrides section.key=value from the command line."""
+"""A config: what the user wrote, validated, with overrides from the command line; and the settings it resolves to."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import ValidationError, model_validator
+from pydantic import BeforeValidator, ValidationError, model_validator
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError, did_you_mean
-from thinker.training.config_sections import (
-    ConfigSection,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrackingConfig,
-    TrainConfig,
-)
+from thinker.training import config_sections as sections
 
 # Plainer words for pydantic's types of errors.
 EXPECTED = {
@@ -42,28 +34,27 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class Config(ConfigSection):
+class Config(sections.ConfigSection):
     """What the user wrote, and defaults for the rest. Raises where keys contradict each other."""
 
-    run: RunConfig = RunConfig()
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    train: TrainConfig = TrainConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    run: sections.RunConfig = sections.RunConfig()
+    model: sections.ModelConfig = sections.ModelConfig()
+    data: sections.DataConfig = sections.DataConfig()
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    train: sections.TrainConfig = sections.TrainConfig()
+    tracking: sections.TrackingConfig = sections.TrackingConfig()
 
     @model_validator(mode="before")
     @classmethod
     def _fill_dependent_defaults(cls, tree: Any) -> Any:
         """The two defaults that depend on run.init_from."""
-        sections = {name: (tree or {}).get(name, {}) for name in ("run", "data", "optimizer")}
-        if not all(isinstance(section, dict) for section in sections.values()):
+        run, data, optimizer = (tree.get(name, {}) for name in ("run", "data", "optimizer"))
+        if not all(isinstance(section, dict) for section in (run, data, optimizer)):
             return tree  # validation reports it
-        data, optimizer = dict(sections["data"]), dict(sections["optimizer"])
-        if sections["run"].get("init_from") is not None:
-            optimizer.setdefault("name", "adamw")
+        if run.get("init_from") is not None:
+            optimizer = {"name": "adamw", **optimizer}
         elif data.get("tokenizer") is None:
-            data["tokenizer"] = "bpe:4096"
+            data = {**data, "tokenizer": "bpe:4096"}
         return {**tree, "data": data, "optimizer": optimizer}
 
     @model_validator(mode="after")
@@ -114,13 +105,37 @@ class Config(ConfigSection):
         """The architecture with a tokenizer of this size. Raises UserError where the two do not fit together."""
         values = self.model.model_dump()
         values["max_seq_len"] = values["max_seq_len"] or self.data.seq_len
-        if (values["vocab_size"] or vocab_size) < vocab_size:
+        values["vocab_size"] = values["vocab_size"] or vocab_size
+        if values["vocab_size"] < vocab_size:
             raise UserError(
                 f"model.vocab_size ({values['vocab_size']}) is smaller than the tokenizer's ({vocab_size}); "
                 "leave it out to take the tokenizer's"
             )
-        values["vocab_size"] = values["vocab_size"] or vocab_size
         return ThinkerConfig(**values)
+
+
+class TrainSettings(sections.TrainConfig):
+    """The section `train` with every choice made."""
+
+    precision: Literal["fp32", "bf16", "fp16"]
+    compile: bool
+    micro_batch_size: sections.Positive
+    save_sharded: bool
+
+
+class Settings(sections.ConfigSection):
+    """What a config resolves to on this machine and data: nothing is "auto" or missing any more. Saved with the run."""
+
+    run: sections.RunConfig
+    model: Annotated[ThinkerConfig, BeforeValidator(lambda v: ThinkerConfig.from_dict(v) if isinstance(v, dict) else v)]
+    data: sections.DataConfig
+    optimizer: sections.OptimizerConfig
+    train: TrainSettings
+    tracking: sections.TrackingConfig
+
+    def with_train(self, **changes: Any) -> Settings:
+        """A copy with other values in the section `train`."""
+        return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 
 
 def load_config(path: str | Path, overrides: list[str]) -> Config:
@@ -147,12 +162,10 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
     # A section whose keys are all commented out is None.
     tree = {name: {} if section is None else section for name, section in tree.items()}
     for override in overrides:
-        dotted, equals, text = override.partition("=")
-        dotted = dotted.strip()
-        section, dot, key = dotted.partition(".")
-        if not (equals and dot and key):
+        name, equals, text = override.partition("=")
+        section, _, key = name.strip().partition(".")
+        if not (equals and key):
             raise UserError(f"{override!r} is not an override; write section.key=value, such as train.max_steps=100")
-        _check_name(section, list(Config.model_fields), dotted)
         if not isinstance(tree.setdefault(section, {}), dict):
             raise UserError(f"{path}: {section} must hold keys, not {tree[section]!r}")
         try:
@@ -167,20 +180,21 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
 
 def validate_config(tree: dict[str, Any]) -> Config:
     """A Config from plain dictionaries. Raises UserError that names the first wrong key."""
-    for section, keys in tree.items():
-        _check_name(section, list(Config.model_fields), section)
-        for key in keys if isinstance(keys, dict) else ():
-            _check_name(key, list(Config.model_fields[section].annotation.model_fields), f"{section}.{key}")
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         errors = error.errors()
-        location = errors[0]["loc"][:2]
-        name = ".".join(part for part in location if isinstance(part, str))
+        location, error_type = errors[0]["loc"][:2], errors[0]["type"]
+        *section, key = map(str, location) if location else [""]
+        name = ".".join([*section, key])
+        if error_type in ("extra_forbidden", "invalid_key"):
+            names = list(Config.model_fields[section[0]].annotation.model_fields if section else Config.model_fields)
+            hint = did_you_mean(key, names, ".".join([*section, "{}"])) or f"; valid keys: {', '.join(names)}"
+            raise UserError(f"the config has no key {name}{hint}") from error
         # One key has several errors if its type is a union.
         message = ", or ".join(_error_message(each) for each in errors if each["loc"][:2] == location)
         message = message.replace(", or it must be", ", or")
-        if name and errors[0]["type"] != "value_error":
+        if name and error_type != "value_error":
             message = f"{name} is {errors[0]['input']!r}; {message}"
         elif name:
             message = f"{name}: {message}"
@@ -197,10 +211,3 @@ def _error_message(error: Any) -> str:
         if error["type"].startswith(error_type):
             return message
     return error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
-
-
-def _check_name(name: Any, valid_names: list[str], dotted: Any) -> None:
-    if name not in valid_names:
-        template = str(dotted).replace(str(name), "{}", 1)
-        hint = did_you_mean(str(name), valid_names, template) or f"; valid keys: {', '.join(valid_names)}"
-        raise UserError(f"the config has no key {dotted}{hint}")

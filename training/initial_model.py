@@ -10,8 +10,7 @@ from thinker.data.tokenizer_factory import check_spec, load_tokenizer
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.training.config import Config, validate_config
-from thinker.training.settings import Settings
+from thinker.training.config import Config, Settings, validate_config
 
 # Keys that may differ from the initial model's. `init` and `head_init_std` no longer have an effect.
 MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")

@@ -20,7 +20,7 @@ from thinker.data.prefetch import Batch
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.settings import Settings
+from thinker.training.config import Settings
 from thinker.training.step import TrainingStep
 
 

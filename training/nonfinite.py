@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches import BatchLoader
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.model.lora import RANK_OF, add_lora
-from thinker.runtime.files import atomic_write
 from thinker.runtime.process_group import full_tensor
 
 MAX_TEXT_CHARS = 200  # per sample, in a report
@@ -32,8 +29,14 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
     samples: list[dict[str, Any]] = []
     modules: list[str] = []  # whose output was not finite, in the order of the forward pass
     parameters: set[str] = set()  # whose gradient was not finite
+
+    def record_nonfinite(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not all(bool(part.isfinite().all()) for part in outputs if isinstance(part, Tensor)):
+            modules.append(name)
+
     for name, module in copy.named_modules():
-        module.register_forward_hook(_record_nonfinite(modules, name or "loss"))
+        module.register_forward_hook(partial(record_nonfinite, name or "loss"))
     for row, sample_id in enumerate(loader.sample_ids(step)):
         inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
         document_ids = loader.dataset.document_ids(inputs)
@@ -60,14 +63,6 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
     }
 
 
-def write_nonfinite_report(run: RunDirectory, step: int, report: dict[str, Any]) -> str:
-    """Write a report on a step (from 1) into the run directory. Returns its path."""
-    path = run.path / f"nonfinite-step-{step:08d}.json"
-    if run.writes:
-        atomic_write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    return str(path)
-
-
 def finite_or_none(value: Tensor | float) -> float | None:
     """The number, or None for nan and inf, which JSON cannot hold."""
     return float(value) if math.isfinite(value) else None
@@ -85,12 +80,3 @@ def unwrapped_copy(model: Thinker) -> Thinker:
         copy.lm_head.weight = copy.embedding.weight
     copy.activation_dtype = model.activation_dtype
     return copy.requires_grad_().eval()
-
-
-def _record_nonfinite(modules: list[str], name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        if not all(bool(part.isfinite().all()) for part in outputs if isinstance(part, Tensor)):
-            modules.append(name)
-
-    return hook

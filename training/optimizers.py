@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config import Config
 from thinker.training.config_sections import OptimizerConfig
 from thinker.training.muon import Muon
 
@@ -44,11 +43,6 @@ def resolve_learning_rates(
         del defaults["head_lr"]
     missing = {name: value for name, value in defaults.items() if getattr(optimizer_config, name) is None}
     return optimizer_config.model_copy(update=missing)
-
-
-def finetune_lr_scale(config: Config) -> float:
-    """What all default rates are multiplied by: 0.1 to fine-tune weights, 1 for random weights and LoRA adapters."""
-    return 0.1 if config.run.init_from is not None and config.train.lora_rank is None else 1.0
 
 
 class Optimizers:

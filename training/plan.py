@@ -12,12 +12,11 @@ import torch
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
-from thinker.training.config import Config
+from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_estimate import estimate_memory, free_memory
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.resolve_settings import resolve_precision, resolve_settings
-from thinker.training.settings import Settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.training_data import prepare_training_data
 

@@ -12,11 +12,10 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import choose_precision, matmul_flops
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.config import Config, list_divisors
+from thinker.training.config import Config, Settings, TrainSettings, list_divisors
 from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch, usable_fraction
 from thinker.training.metrics import flops_per_token, peak_flops
-from thinker.training.optimizers import finetune_lr_scale, resolve_learning_rates
-from thinker.training.settings import Settings, TrainSettings
+from thinker.training.optimizers import resolve_learning_rates
 
 # Seconds that compiling the blocks takes, and the share of a step that it saves by width, widest first: measured on a
 # CPU in fp32 (docs/training.md), a guess on a GPU.
@@ -35,10 +34,8 @@ def resolve_settings(
 ) -> Settings:
     """Decide everything that the config leaves open, the same on all ranks. Choices go to stderr.
 
-    Args:
-        model_config: the complete architecture, its vocabulary size included.
-        precision: as resolve_precision() returned it, if it was called before.
-        previous: the settings of a run that is resumed; its choices are kept.
+    `model_config` is complete; `precision` is what resolve_precision() returned, if it was called before. The choices
+    of a run that is resumed (`previous`) are kept.
 
     Raises UserError where the batch cannot be split, not one sequence fits, or the machine cannot do what is asked for.
     """
@@ -55,15 +52,10 @@ def resolve_settings(
         "micro_batch_size": 1,  # this and compile are replaced below
         "compile": False,
     }
-    lr_scale = finetune_lr_scale(config)
-    settings = Settings(
-        run=config.run,
-        model=model_config,
-        data=config.data,
-        optimizer=resolve_learning_rates(config.optimizer, model_config, train.batch_size, lr_scale),
-        train=TrainSettings(**(train.model_dump() | choices)),
-        tracking=config.tracking,
-    )
+    lr_scale = 0.1 if config.run.init_from is not None and train.lora_rank is None else 1.0  # fine-tuning all weights
+    optimizer = resolve_learning_rates(config.optimizer, model_config, train.batch_size, lr_scale)
+    resolved = {"model": model_config, "optimizer": optimizer, "train": TrainSettings(**train.model_dump() | choices)}
+    settings = Settings(**dict(config) | resolved)
     settings = settings.with_train(parallel=resolve_parallel(settings, device, dist))
     micro_batch_size = resolve_micro_batch_size(config, settings, device, previous, dist)
     compile_blocks = resolve_compile(config, settings, device, previous)
@@ -85,12 +77,6 @@ def check_batch_split(config: Config, dist: DistContext) -> None:
             f"train.micro_batch_size ({micro_batch_size}) must divide each rank's share of train.batch_size, "
             f"{rows} sequences; possible: {list_divisors(rows)}"
         )
-
-
-def rank_rows(settings: Settings, dist: DistContext) -> slice:
-    """The rows of each batch that belong to this rank."""
-    rows = settings.train.batch_size // dist.world_size
-    return slice(dist.rank * rows, (dist.rank + 1) * rows)
 
 
 def resolve_precision(
@@ -189,13 +175,12 @@ def has_compiler(device: torch.device) -> bool:
 
 def planned_run_seconds(settings: Settings, device: torch.device) -> float:
     """How long the run trains: its time limit, or a guess from its FLOPs and the device's speed."""
-    train, limits = settings.train, []
-    if train.max_minutes is not None:
-        limits.append(60 * train.max_minutes)
-    if train.max_steps is not None:
-        with torch.device("meta"):
-            flops = flops_per_token(Thinker(settings.model), settings.data.seq_len)
-        flops_per_second = peak_flops(device, train.precision) or matmul_flops(device, train.precision)
-        n_tokens = train.max_steps * train.batch_size * settings.data.seq_len
-        limits.append(n_tokens * flops / (EXPECTED_MFU * flops_per_second))
-    return min(limits)
+    train = settings.train
+    seconds = math.inf if train.max_minutes is None else 60 * train.max_minutes
+    if train.max_steps is None:
+        return seconds
+    with torch.device("meta"):
+        flops = flops_per_token(Thinker(settings.model), settings.data.seq_len)
+    flops_per_second = peak_flops(device, train.precision) or matmul_flops(device, train.precision)
+    n_tokens = train.max_steps * train.batch_size * settings.data.seq_len
+    return min(seconds, n_tokens * flops / (EXPECTED_MFU * flops_per_second))

@@ -20,13 +20,11 @@ from thinker.data.tokenizer import FILE_NAME
 from thinker.runtime.device import device_name
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
-from thinker.training.settings import Settings
+from thinker.training.config import Settings
 from thinker.training.step import TrainingStep
 
 # Keys that may not change; of the other sections (model, data) every key but data.cache_dir.
 FIXED_KEYS = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}
-
-
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -67,16 +65,18 @@ def describe_machine(device: torch.device, dist: DistContext, parallel: str) -> 
     return machine | ({"ranks": f"{dist.world_size} ({parallel})"} if dist.world_size > 1 else {})
 
 
-def check_unchanged(run: RunDirectory, previous: Settings, section: str, values: dict[str, Any]) -> None:
-    """Raise UserError, naming the key, where a key of this section that decides weights or batches has changed."""
-    previous_values = previous.to_tree()[section]
-    for key, value in values.items():
-        is_fixed = key in FIXED_KEYS.get(section, (key,)) and key != "cache_dir"
-        if is_fixed and value != previous_values[key]:
-            raise UserError(
-                f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {previous_values[key]!r}; "
-                "put it back, choose another run.dir, or remove that folder to begin anew"
-            )
+def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, dict[str, Any]]) -> None:
+    """Raise UserError, naming the key, where a key that decides weights or batches is no longer what it was."""
+    begun_with = previous.model_dump(mode="json")
+    for section, values in sections.items():
+        for key, value in values.items():
+            is_fixed = key in FIXED_KEYS.get(section, (key,)) and key != "cache_dir"
+            if is_fixed and value != begun_with[section][key]:
+                raise UserError(
+                    f"{section}.{key} is {value!r}, but the run in {run.path} was begun with "
+                    f"{begun_with[section][key]!r}; put it back, choose another run.dir, or remove that folder to "
+                    "begin anew"
+                )
 
 
 def check_corpus(run: RunDirectory, state: RunState, corpus: Corpus, source: str) -> None:
@@ -91,12 +91,12 @@ def check_corpus(run: RunDirectory, state: RunState, corpus: Corpus, source: str
 
 def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:
     """On stderr: which keys have changed, and why the numbers will differ slightly from an uninterrupted run's."""
-    previous, now = state.settings.to_tree(), settings.to_tree()
+    previous, now = state.settings.model_dump(mode="json"), settings.model_dump(mode="json", exclude={"run"})
     changes = [
         f"{section}.{key} {previous[section][key]} -> {value}"
         for section, keys in now.items()
         for key, value in keys.items()
-        if section != "run" and previous[section][key] != value
+        if previous[section][key] != value
     ]
     if changes:
         print(f"changed since it was saved: {', '.join(changes)}", file=sys.stderr)
@@ -123,25 +123,16 @@ def best_val_loss_so_far(run: RunDirectory, state: RunState, settings: Settings)
     return min((loss for loss in losses if isinstance(loss, float)), default=None)
 
 
-def quarantine_stale_best(run: RunDirectory) -> None:
-    """Put aside the best checkpoint, with its tokenizer, of a run that ended before its first save and starts over."""
-    for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
-        if (run.path / FILE_NAME).exists():
-            shutil.copy(run.path / FILE_NAME, folder)  # the run's may become another
-        checkpoint.quarantine(folder, "earlier")
-
-
-def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState | None]:
-    """Lock the run directory and find its newest valid checkpoint. Returns its folder and state; None for a new run."""
+def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState]:
+    """Lock the run directory. Returns the folder of its newest valid checkpoint, None for a new run, and the state."""
     run.lock()
     folder = None
     if dist.is_main:
         checkpoint.recover(run.checkpoints)
         folder = run.latest()
-    name = dist.broadcast_object(folder.name if folder else None)
-    if name is None:
-        return None, None
-    folder = run.checkpoints / name
+    folder = dist.broadcast_object(folder)
+    if folder is None:
+        return None, RunState()
     state = read_state(folder)
     if state.settings is None:
         raise CorruptCheckpoint(f"{folder / 'state.json'} does not hold the settings of its run")
@@ -149,13 +140,20 @@ def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunStat
 
 
 def create_run(run: RunDirectory, is_new: bool, dist: DistContext) -> None:
-    """Make and lock the run directory. Raises UserError where another training was faster."""
+    """Make and lock the run directory. Raises UserError where another training was faster.
+
+    The best checkpoint of a run that ended before its first save, and now starts over, is put aside.
+    """
     run.create()
     run.lock()
-    if dist.is_main and is_new:
-        if checkpoint.list_checkpoints(run.checkpoints):
-            raise UserError(f"another training has just been at work in {run.path}; run the same command again")
-        quarantine_stale_best(run)
+    if not (dist.is_main and is_new):
+        return
+    if checkpoint.list_checkpoints(run.checkpoints):
+        raise UserError(f"another training has just been at work in {run.path}; run the same command again")
+    for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
+        if (run.path / FILE_NAME).exists():
+            shutil.copy(run.path / FILE_NAME, folder)  # the run's may become another
+        checkpoint.quarantine(folder, "earlier")
 
 
 def resume_run(

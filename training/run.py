@@ -15,13 +15,10 @@ from thinker.generation.option_checks import check_prompt_length
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
-from thinker.training.config import Config
-from thinker.training.config_sections import TrackingConfig
+from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
-from thinker.training.resolve_settings import rank_rows, resolve_precision, resolve_settings
-from thinker.training.resume import RunState
-from thinker.training.settings import Settings
+from thinker.training.resolve_settings import resolve_precision, resolve_settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 from thinker.training.training_data import prepare_training_data
@@ -48,58 +45,51 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     # Open the run.
     run = RunDirectory(config.run.dir, writes=dist.is_main)
     folder, state = resume.open_run(run, dist)
-    previous = state.settings if state else None
+    previous = state.settings
 
     # Resolve what is needed to read the data, and read it.
     config, initial_model, tokenizer = load_initial_model(config, previous, run.path)
     if previous is not None:
-        tree = config.model_dump(mode="json")
-        for section in ("run", "data", "optimizer", "train"):
-            resume.check_unchanged(run, previous, section, tree[section])
+        resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
     precision = resolve_precision(config, device, previous, dist)
     with dist.main_process_first():
         corpus = prepare_training_data(config, tokenizer)
     model_config = config.thinker_config(corpus.tokenizer.vocab_size)
     if previous is not None:
-        resume.check_unchanged(run, previous, "model", model_config.to_dict())
+        resume.check_unchanged(run, previous, {"model": model_config.to_dict()})
         resume.check_corpus(run, state, corpus, config.data.path or config.data.source)
 
     # Resolve the rest.
     configure_backend(device)
     settings = resolve_settings(config, model_config, device, precision, previous, dist)
+    train = settings.train
 
     # Build batches, model and optimizers.
     batches, evaluator = build_batches(settings, corpus, device, dist)
     memory = MemoryMeter(device)
-    is_sharded = dist.world_size > 1 and settings.train.parallel == "fsdp"  # then no device ever holds the whole model
+    is_sharded = dist.world_size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole model
     model_device = torch.device("cpu") if is_sharded else device
-    model = build_model(model_config, settings.run.seed, model_device, initial_model)
-    step = TrainingStep(model, settings, dist=dist)
-    if settings.train.sample_every:
-        prompt = [0, *corpus.tokenizer.encode(settings.train.sample_prompt)]
+    step = TrainingStep(build_model(model_config, settings.run.seed, model_device, initial_model), settings, dist=dist)
+    if train.sample_every:
+        prompt = [0, *corpus.tokenizer.encode(train.sample_prompt)]
         check_prompt_length(prompt, model_config, model_config.max_cached_len)
 
     # Everything has been checked: from here on files are written.
     resume.create_run(run, is_new=folder is None, dist=dist)
     if folder is not None:
         resume.resume_run(run, folder, state, step, settings, dist)
-    state = state or RunState()
     run.truncate_metrics(state.step, state.evaluated_at)
-    tracked = settings if dist.is_main else settings.model_copy(update={"tracking": TrackingConfig()})
-    tracker = Tracker(tracked, run)
-    state.tokenizer, state.corpus = corpus.tokenizer.content_hash, corpus.sha256
-    state.machine = resume.describe_machine(device, dist, settings.train.parallel)
-    state.settings = settings
-    train = settings.train
-    share = BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
+    tracker = Tracker(settings, run)
+    state.settings, state.tokenizer, state.corpus = settings, corpus.tokenizer.content_hash, corpus.sha256
+    state.machine = resume.describe_machine(device, dist, train.parallel)
+    saved = None if folder is None else state.model_copy(deep=True)
+    cpu_share = BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
     checkpoints = CheckpointManager(
-        run.checkpoints, train.keep_last, train.keep_every, train.async_save, share, dist, train.save_sharded
+        run.checkpoints, train.keep_last, train.keep_every, train.async_save, cpu_share, dist, train.save_sharded
     )
-    trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist)
-    if folder is not None:
-        trainer.saved = state.model_copy(deep=True)
+    trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist, saved)
     if not trainer.is_finished:
-        run.write_config(settings.to_tree())
+        run.write_config(settings.model_dump(mode="json"))
     if dist.is_main:
         corpus.tokenizer.save(run.path)
     return trainer
@@ -115,6 +105,8 @@ def build_batches(
     val_packing = "documents" if data.source == "tales" else data.packing
     val_set = PackedDataset(corpus.val, data.seq_len, val_packing, **masking)
     loader = BatchLoader(train_set, train.batch_size, settings.run.seed)
-    batches = Prefetcher(loader, device.type == "cuda", rank_rows(settings, dist), data.num_workers)
+    n_rows = train.batch_size // dist.world_size
+    rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
+    batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)
     byte_lengths = token_byte_lengths(corpus.tokenizer)
     return batches, Evaluator(val_set, train.micro_batch_size, byte_lengths, train.eval_sequences, dist)

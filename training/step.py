@@ -15,9 +15,9 @@ from thinker.model.linear import Linear
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.training.config import Settings
 from thinker.training.distributed import clip_grad_norm, gradient_sync, parallelize
 from thinker.training.optimizers import Optimizers
-from thinker.training.settings import Settings
 
 
 class TrainingStep:

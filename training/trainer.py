@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,53 +21,43 @@ from thinker.data.prefetch import Prefetcher
 from thinker.evaluation.loss import Evaluation, Evaluator
 from thinker.generation import Generator, SamplingParams
 from thinker.runtime.errors import RunError
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.files import atomic_write
+from thinker.runtime.process_group import DistContext
 from thinker.training import resume
+from thinker.training.config import Settings
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
-from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy, write_nonfinite_report
+from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy
 from thinker.training.report import print_summary
 from thinker.training.resume import RunState
 from thinker.training.schedule import lr_multiplier
-from thinker.training.settings import Settings
 from thinker.training.signals import SignalHandler, is_compile_error
 from thinker.training.step import TrainingStep
 from thinker.training.wandb_tracking import Tracker
 
 
+@dataclass
 class Trainer:
-    """The loop of one run. With several ranks, each has its own. thinker.training.run builds it from a config.
+    """The loop of one run, built from a config by thinker.training.run. With several ranks, each has its own."""
 
-    Attributes:
-        state: where the run stands; saved with each checkpoint.
-        saved: the state in the newest checkpoint, None without one.
-        signal: the number of a signal that any rank has received, as all ranks know it.
-        unread: (loss, gradient norm) of the last steps, still on the device.
-    """
+    settings: Settings
+    step: TrainingStep
+    state: RunState  # where the run stands; saved with each checkpoint
+    run: RunDirectory
+    corpus: Corpus
+    batches: Prefetcher
+    evaluator: Evaluator
+    checkpoints: CheckpointManager
+    tracker: Tracker
+    memory: MemoryMeter
+    dist: DistContext
+    saved: RunState | None = None  # the state in the newest checkpoint
+    last_evaluation: Evaluation | None = None
+    unread: list[Tensor] = field(default_factory=list)  # (loss, gradient norm) of the last steps, still on the device
 
-    def __init__(
-        self,
-        settings: Settings,
-        step: TrainingStep,
-        state: RunState,
-        run: RunDirectory,
-        corpus: Corpus,
-        batches: Prefetcher,
-        evaluator: Evaluator,
-        checkpoints: CheckpointManager,
-        tracker: Tracker,
-        memory: MemoryMeter,
-        dist: DistContext = SINGLE_PROCESS,
-    ) -> None:
-        self.settings, self.step, self.state, self.run, self.corpus = settings, step, state, run, corpus
-        self.batches, self.evaluator, self.checkpoints = batches, evaluator, checkpoints
-        self.tracker, self.memory, self.dist = tracker, memory, dist
-        self.model, self.device, self.loader = step.model, step.device, batches.loader
-        self.saved: RunState | None = None
-        self.last_evaluation: Evaluation | None = None
-        self.signal = 0
-        self.signal_handler = SignalHandler(together=dist.world_size > 1)
-        self.unread: list[Tensor] = []
-        self.logged = (state.elapsed_s, state.tokens, 0.0)  # seconds, tokens, seconds waited when the last line was
+    def __post_init__(self) -> None:
+        self.model, self.device, self.loader = self.step.model, self.step.device, self.batches.loader
+        self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
+        self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # and seconds waited when the last line was
         self.sync_step()
 
     @property
@@ -75,13 +67,10 @@ class Trainer:
 
     def train(self) -> int:
         """Run to the end, or until a signal. Returns the exit status."""
-        if self.is_finished:
+        is_finished = self.is_finished
+        if is_finished:
             print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
-            self.tracker.finish()
-            self.run.unlock()
-            print_summary(self.run, self.state, self.settings.model.prefix, self.corpus.train.has_conversations)
-            return 0
-        if self.state.step:
+        elif self.state.step:
             print(f"resuming from step {self.state.step} in {self.run.path}", file=sys.stderr)
         with self.signal_handler:
             self.bar = tqdm(
@@ -89,9 +78,11 @@ class Trainer:
                 initial=self.progress(),
                 smoothing=0,  # the remaining time follows the mean speed: an evaluation does not change it
                 bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
+                disable=is_finished,
             )
             try:
-                self.fit()
+                if not is_finished:
+                    self.fit()
                 self.checkpoints.wait()
             finally:
                 self.bar.close()
@@ -132,7 +123,7 @@ class Trainer:
     def train_step(self) -> None:
         """One optimizer step, and a line of metrics where one is due."""
         state, started = self.state, time.perf_counter()
-        multiplier = self.lr_multiplier()
+        multiplier = lr_multiplier(self.settings.train, state.step, self.progress())
         resume.seed_step(self.settings.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.step(self.batch, multiplier)
         self.unread.append(torch.stack((loss, grad_norm)))
@@ -187,15 +178,18 @@ class Trainer:
         """Report a non-finite step (from 0), which has changed nothing. Raises RunError where no more are allowed."""
         number, allowed = step + 1, self.settings.train.max_nonfinite_steps
         self.state.skipped += 1
+        is_allowed = self.state.skipped <= allowed
         message = f"step {number}: the loss is {loss:g}, the gradient norm {grad_norm:g}"
         report = {"step": number, "loss": finite_or_none(loss), "grad_norm": finite_or_none(grad_norm)}
         report["sample_ids"] = self.loader.sample_ids(step)
-        if self.state.skipped <= allowed:
-            path = write_nonfinite_report(self.run, number, report)
+        if not is_allowed:
+            report |= diagnose(self.model, self.loader, self.corpus.tokenizer, step)
+        path = self.run.path / f"nonfinite-step-{number:08d}.json"
+        if self.run.writes:
+            atomic_write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        if is_allowed:
             self.bar.write(f"{message}: skipped, {self.state.skipped} of {allowed} ({path})", file=sys.stderr)
             return
-        report |= diagnose(self.model, self.loader, self.corpus.tokenizer, step)
-        path = write_nonfinite_report(self.run, number, report)
         self.checkpoints.save("nonfinite", number, checkpoint.checkpoint_files(self.model, {"step": number}))
         self.dist.all_gather_scalars(number)  # the first rank to leave ends the others
         name, size = report["largest_weight"]
@@ -240,18 +234,6 @@ class Trainer:
         """Whether a signal ended this step's evaluation."""
         due = self.is_due(self.settings.train.eval_every) or self.progress() >= 1
         return bool(self.stopping) and due and self.state.evaluated_at != self.state.step
-
-    def lr_multiplier(self) -> float:
-        """The next step's learning rates, as a fraction of their peaks."""
-        train = self.settings.train
-        return lr_multiplier(
-            self.state.step,
-            self.progress(),
-            schedule=train.schedule,
-            warmup_steps=train.warmup_steps,
-            decay_fraction=train.decay_fraction,
-            final=train.min_lr_ratio,
-        )
 
     def progress(self) -> float:
         """The fraction of the run that is done, in [0, 1]: of steps or of time, whichever is further."""

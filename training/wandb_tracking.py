@@ -9,29 +9,25 @@ from typing import Any
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
-from thinker.training.settings import Settings
+from thinker.training.config import Settings
 
 
 class Tracker:
-    """A wandb run that continues under the same id when the training resumes; does nothing if disabled.
+    """A wandb run of rank 0 that continues under the same id when the training resumes; does nothing if disabled.
 
     wandb accepts steps in increasing order only. So tracking.json stores the last step sent, and is replaced before
-    wandb gets that step: no step is sent twice, even if the training is killed and repeats steps. The file is replaced
-    atomically but not synced: the page cache outlives a killed process. A kill loses only the newest steps, those that
-    wandb still had in memory; metrics.jsonl has them. At the start everything in metrics.jsonl after the last step sent
-    is sent, such as steps trained while tracking was disabled.
+    wandb gets that step: no step is sent twice, even if the training is killed and repeats steps. It need not be
+    synced: the page cache outlives a killed process. A kill loses only steps that wandb still had in memory. The start
+    sends what metrics.jsonl has after the last step sent, such as steps trained while tracking was disabled.
     """
 
     def __init__(self, settings: Settings, run: RunDirectory) -> None:
-        """Start or continue the wandb run; metrics.jsonl must have been truncated to where training resumes.
-
-        Raises UserError if wandb is missing or cannot be reached.
-        """
+        """metrics.jsonl must end where training resumes. Raises UserError if wandb is missing or cannot be reached."""
         self.run: Any = None
         self.path = run.path / "tracking.json"
         self.pending: dict[str, Any] = {}  # the newest step's lines so far: wandb takes a step once
         section = settings.tracking
-        if section.wandb == "disabled":
+        if section.wandb == "disabled" or not run.writes:
             return
         try:
             import wandb
@@ -45,15 +41,10 @@ class Tracker:
         self._save()
         try:
             self.run = wandb.init(
-                project=section.project,
-                name=section.name or run.path.name,
-                id=self.run_id,
-                resume="allow",
-                mode=section.wandb,
-                dir=str(run.path),
-                config=settings.model_dump(),
+                project=section.project, name=section.name or run.path.name, id=self.run_id, resume="allow",
+                mode=section.wandb, dir=str(run.path), config=settings.model_dump(),
                 settings=wandb.Settings(console="off", silent=section.wandb == "offline"),
-            )
+            )  # fmt: skip
         except wandb.Error as error:
             raise UserError(f"wandb cannot start: {error}; tracking.wandb=offline needs no account") from error
         if section.wandb == "online" and self.run.resumed:

@@ -61,7 +61,7 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
     ("override", "message"),
     [
         ("train.max_step=5", "no key train.max_step; did you mean train.max_steps"),
-        ("trian.max_steps=5", "no key trian.max_steps; did you mean train.max_steps"),
+        ("trian.max_steps=5", "no key trian; did you mean train"),
         ("train.max_steps=soon", "train.max_steps is 'soon'"),
         ("train.max_steps=0", "train.max_steps is 0"),
         ("train.max_steps=true", "max_steps is True"),
@@ -83,7 +83,7 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
         ("model.dropout=abc", "it must be a number"),
         ("optimizer.betas=0.9", "a list of two numbers"),
         ("train.compile=maybe", "true or false"),
-        ("modle.d_model=3", "did you mean model.d_model"),
+        ("modle.d_model=3", r"did you mean model\?"),
         ("model.d_modle=3", "did you mean model.d_model"),
         ("max_steps=5", "write section.key=value"),
         ("train.max_steps", "write section.key=value"),

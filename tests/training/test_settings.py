@@ -71,7 +71,7 @@ def test_a_config_is_not_changed_by_resolving_it():
         written.train.batch_size = 3
     with pytest.raises(ValidationError, match="frozen"):
         settings.train.micro_batch_size = 3
-    again = validate_config(settings.to_tree())  # config.yaml of the run directory
+    again = validate_config(settings.model_dump(mode="json"))  # config.yaml of the run directory
     assert resolve_settings.resolve_settings(again, again.thinker_config(100), CPU) == settings
 
 
