@@ -106,7 +106,7 @@ def load_tokens(
     """Returns the source's name, the length of the training windows (None if unknown), the packing, and the tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
-    from thinker.training.validation_data import load_run_config, load_validation_data
+    from thinker.training.training_data import load_run_config, load_validation_data
 
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}

@@ -177,7 +177,7 @@ def report_on_heads(
     from thinker.interop import load
     from thinker.interpretability import comparison, head_reports
     from thinker.interpretability.reports import write_errors
-    from thinker.training.validation_data import sample_sequences, used_token_ids
+    from thinker.training.training_data import sample_sequences, used_token_ids
 
     if arguments.importance is None:
         with tempfile.TemporaryDirectory() as scratch:

@@ -12,8 +12,7 @@ from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.training import config_sections as sections
 
-# Plainer words for pydantic's types of errors.
-EXPECTED = {
+EXPECTED = {  # plainer words for pydantic's types of errors
     "int_": "it must be a whole number",
     "float_": "it must be a number",
     "bool_": "it must be true or false",
@@ -148,15 +147,13 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader) or {}
     except FileNotFoundError as error:
         available = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
-        hint = f"; available: {available}" if available else ""
-        raise UserError(f"there is no config {path}{hint}") from error
+        raise UserError(f"there is no config {path}; available: {available or 'none in configs/'}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path} is not valid YAML{line}: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
-        raise UserError(f"{path} is not valid YAML: {error}") from error
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path} is not valid YAML{line}: {getattr(error, 'problem', error)}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a config, which has the sections {', '.join(Config.model_fields)}")
     # A section whose keys are all commented out is None.
@@ -191,9 +188,11 @@ def validate_config(tree: dict[str, Any]) -> Config:
             names = list(Config.model_fields[section[0]].annotation.model_fields if section else Config.model_fields)
             hint = did_you_mean(key, names, ".".join([*section, "{}"])) or f"; valid keys: {', '.join(names)}"
             raise UserError(f"the config has no key {name}{hint}") from error
-        # One key has several errors if its type is a union.
-        message = ", or ".join(_error_message(each) for each in errors if each["loc"][:2] == location)
-        message = message.replace(", or it must be", ", or")
+        messages = []  # several if the key's type is a union
+        for each in (each for each in errors if each["loc"][:2] == location):
+            plain = each["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+            messages.append(next((text for kind, text in EXPECTED.items() if each["type"].startswith(kind)), plain))
+        message = ", or ".join(messages).replace(", or it must be", ", or")
         if name and error_type != "value_error":
             message = f"{name} is {errors[0]['input']!r}; {message}"
         elif name:
@@ -204,10 +203,3 @@ def validate_config(tree: dict[str, Any]) -> Config:
 def list_divisors(n: int) -> str:
     """The divisors of n, for messages."""
     return ", ".join(str(divisor) for divisor in range(1, n + 1) if n % divisor == 0)
-
-
-def _error_message(error: Any) -> str:
-    for error_type, message in EXPECTED.items():
-        if error["type"].startswith(error_type):
-            return message
-    return error["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")

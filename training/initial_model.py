@@ -19,34 +19,28 @@ MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")
 def load_initial_model(
     config: Config, previous: Settings | None = None, run_dir: Path | None = None
 ) -> tuple[Config, Thinker | None, Tokenizer | None]:
-    """Open the model that run.init_from names.
-
-    Args:
-        previous: the settings of a run that is resumed; then `run_dir` holds all that is needed.
+    """Open the model that run.init_from names. Where a run is resumed (`previous`), `run_dir` holds all that is needed.
 
     Returns: the config, completed with the model's architecture and tokenizer; the model, None for random weights or a
         resumed run; the tokenizer, None where the config's own one is still to be made.
 
     Raises UserError where the config contradicts the model.
     """
-    source = config.run.init_from
-    if source is None:
-        if config.data.chat_template is None or previous is None:
-            return config, None, _with_chat_template(config, None)
-        return config, None, load_tokenizer(run_dir)
-    if previous is not None:
-        model, model_config, tokenizer = None, previous.model, load_tokenizer(run_dir)
-        tokenizer_spec = config.data.tokenizer or previous.data.tokenizer
+    source, spec, model = config.run.init_from, config.data.tokenizer, None
+    if previous is not None and (source is not None or config.data.chat_template is not None):
+        tokenizer = load_tokenizer(run_dir)
+    elif source is None:
+        tokenizer = _with_chat_template(config, None)
     else:
         model, tokenizer = load(source)
         if tokenizer is None:
             raise UserError(f"run.init_from={source} has no tokenizer, without which its tokens mean nothing")
-        if config.data.tokenizer is not None:
-            _check_same_tokenizer(config.data.tokenizer, tokenizer, source)
-        tokenizer_spec = config.data.tokenizer or str(source)
+        if spec is not None and not _is_same_tokenizer(spec, tokenizer):
+            raise UserError(f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; leave it out")
         tokenizer = _with_chat_template(config, tokenizer)
-        model_config = model.config
-    model_config = _with_changes(config, model_config)
+    if source is None:
+        return config, None, tokenizer
+    model_config = _with_changes(config, previous.model if model is None else model.config)
     if config.data.seq_len > model_config.max_seq_len:
         raise UserError(
             f"data.seq_len ({config.data.seq_len}) is longer than the context of the model in run.init_from "
@@ -55,7 +49,8 @@ def load_initial_model(
     if (config.train.lora_rank or 0) > model_config.d_model:
         raise UserError(f"train.lora_rank ({config.train.lora_rank}) exceeds model.d_model ({model_config.d_model})")
     tree = config.model_dump()
-    tree["model"], tree["data"]["tokenizer"] = model_config.to_dict(), tokenizer_spec
+    tree["model"] = model_config.to_dict()
+    tree["data"]["tokenizer"] = spec or (str(source) if previous is None else previous.data.tokenizer)
     if model is not None and model_config != model.config:
         weights = model.state_dict()
         model = Thinker(model_config)
@@ -69,11 +64,9 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
     for name in config.model.model_fields_set:
         value = getattr(config.model, name)
         is_size_of_weight = name == "max_seq_len" and model_config.positions == "learned"
-        if value is None:
-            continue
-        if name in MAY_CHANGE and not is_size_of_weight:
+        if value is not None and name in MAY_CHANGE and not is_size_of_weight:
             values[name] = value
-        elif value != values[name]:
+        elif value not in (None, values[name]):
             raise UserError(
                 f"model.{name} is {json.dumps(value)}, but the model in run.init_from={config.run.init_from} has "
                 f"{json.dumps(values[name])}; leave it out"
@@ -81,10 +74,8 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
     return ThinkerConfig.from_dict(values)
 
 
-def _check_same_tokenizer(spec: str, tokenizer: Tokenizer, source: str) -> None:
-    is_same = check_spec(spec) == "path" and load_tokenizer(spec).content_hash == tokenizer.content_hash
-    if not is_same:
-        raise UserError(f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; leave it out")
+def _is_same_tokenizer(spec: str, tokenizer: Tokenizer) -> bool:
+    return check_spec(spec) == "path" and load_tokenizer(spec).content_hash == tokenizer.content_hash
 
 
 def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenizer | None:

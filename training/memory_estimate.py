@@ -47,32 +47,26 @@ class LiveTensorMeter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
-                self.add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if storage not in self.storages:
+                    self.storages[storage] = True
+                    self._add(storage.nbytes())
+                    weakref.finalize(storage, self._add, -storage.nbytes())  # when it is freed
         return out
 
-    def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage until it is freed."""
-        if storage not in self.storages:
-            self.storages[storage] = True
-            n_bytes = storage.nbytes()
-            self.now += n_bytes
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.free, n_bytes)
-
-    def free(self, n_bytes: int) -> None:
-        """Count a storage no longer."""
-        self.now -= n_bytes
+    def _add(self, n_bytes: int) -> None:
+        self.now += n_bytes
+        self.peak = max(self.peak, self.now)
 
 
 def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.device) -> MemoryEstimate:
-    """Run two training steps on fake tensors, which have shapes and no contents: nothing is computed or allocated.
+    """Run two training steps, uncompiled, on fake tensors, which have shapes and no contents: nothing is computed.
 
-    It is the real training step, uncompiled. What kernels and allocators use beside tensors is not counted.
+    What kernels and allocators use beside tensors is not counted.
     """
-    precision = settings.train.precision
-    if precision == "fp16":
-        precision = "bf16"  # as large, and without the loss scale, which needs values
-    settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False, precision=precision)
+    settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False)
+    if settings.train.precision == "fp16":
+        settings = settings.with_train(precision="bf16")  # as large, and without the loss scale, which needs values
     rows = min(settings.train.batch_size, 2 * micro_batch_size)  # more micro-batches need no more memory
     rng_state = torch.get_rng_state()
     with FakeTensorMode(), LiveTensorMeter(device) as meter:
@@ -130,8 +124,7 @@ def largest_micro_batch(settings: Settings, device: torch.device, free: int, dis
     Raises UserError where a single sequence is too much.
     """
     rows = settings.train.batch_size // dist.world_size
-    # The fraction of weights and optimizer state that lies on other ranks.
-    elsewhere = 1 - 1 / dist.world_size if settings.train.parallel == "fsdp" else 0.0
+    elsewhere = 1 - 1 / dist.world_size if settings.train.parallel == "fsdp" else 0.0  # of weights and their state
     for size in (n for n in range(rows, 0, -1) if rows % n == 0):
         memory = estimate_memory(settings, size, device)
         peak = memory.peak - elsewhere * (memory.weights + memory.optimizer)

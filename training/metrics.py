@@ -13,20 +13,9 @@ from thinker.model import Thinker
 # Dense peaks in FLOP/s for bf16 (fp16 alike) with fp32 accumulation, from the makers' data sheets, by a part of the
 # name that torch reports. For other devices no MFU is reported.
 PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "T4": 65e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
+    "A10G": 70e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
 
 
 def flops_per_token(model: Thinker, seq_len: int) -> int:
@@ -35,20 +24,18 @@ def flops_per_token(model: Thinker, seq_len: int) -> int:
     6 per parameter (the head counts, the embedding look-up does not) plus 12 · n_layers · d_model · T for attention,
     where d_model stands for the width of all heads together.
     """
-    config = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not config.tie_embeddings:
+    if not model.config.tie_embeddings:
         parameters -= model.embedding.weight.numel()
     heads = sum(block.attention.n_heads for block in model.blocks)
-    return 6 * parameters + 12 * heads * config.head_dim * seq_len
+    return 6 * parameters + 12 * heads * model.config.head_dim * seq_len
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """The device's dense peak in FLOP/s at a precision, or None where it is not known."""
     if device.type != "cuda" or precision == "fp32":
         return None
-    name = torch.cuda.get_device_name(device)
-    words = f" {name} ".replace("-", " ")
+    words = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
     return next((peak for part, peak in PEAK_FLOPS.items() if f" {part} " in words), None)
 
 

@@ -25,13 +25,8 @@ class Muon(torch.optim.Muon):
 
     An orthogonalized matrix with more rows than columns moves some rows far and others hardly at all. NorMuon (Li et
     al. 2025, arXiv:2510.05491) divides each row by its root mean square over recent steps (`row_beta`) and keeps the
-    norm of the matrix.
-
-    torch orthogonalizes one matrix after the other, always in bf16. Small matrices keep no device busy, and a CPU
-    without bf16 units is five times slower in bf16 than in fp32: this took a third of a quickstart step. Here all
-    matrices of one shape form a batch, in `dtype`.
-
-    Matrices whose rows are sharded (FSDP2) are orthogonalized once, not once per rank: see sharded_orthogonalize().
+    norm of the matrix. torch orthogonalizes one matrix after the other, always in bf16; here all matrices of one shape
+    form a batch, in `dtype`: a CPU without bf16 units is five times slower in bf16 than in fp32.
     """
 
     def __init__(self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, **options: Any) -> None:
@@ -41,11 +36,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
-        """One update. A parameter without a gradient stays as it is.
-
-        As in torch's fused AdamW, nothing changes if the attribute `found_inf`, a scalar on the device, is 1. The host
-        does not wait for it.
-        """
+        """One update. As in torch's fused AdamW, nothing changes if `found_inf`, a scalar on the device, is 1."""
         assert closure is None, "our loop computes the loss"
         skip = None if getattr(self, "found_inf", None) is None else self.found_inf > 0
         n_sharded = 0  # matrices orthogonalized so far; decides which rank computes the next one
@@ -69,16 +60,15 @@ class Muon(torch.optim.Muon):
                     row_second_moments.append(local_tensor(state["row_second_moment"]))
                 stacked = torch.stack(updates).to(self.dtype)  # (n, rows, columns)
                 mesh = getattr(parameters[0], "device_mesh", None)
-                if mesh is None:
+                ranks = None if mesh is None else mesh.get_group()  # that share the rows (FSDP2)
+                if ranks is None:
                     stacked = orthogonalize(stacked)
                 else:
-                    stacked = sharded_orthogonalize(stacked, shape[0], n_sharded, mesh.get_group())
+                    stacked = sharded_orthogonalize(stacked, shape[0], n_sharded, ranks)
                     n_sharded += len(parameters)
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
                 weight = 1 - self.row_beta if skip is None else torch.where(skip, 0.0, 1 - self.row_beta)
-                stacked = normalize_rows(
-                    stacked, row_second_moments, weight, None if mesh is None else mesh.get_group()
-                )
+                stacked = normalize_rows(stacked, row_second_moments, weight, ranks)
                 for parameter, update in zip(map(local_tensor, parameters), stacked):
                     moved = parameter if skip is None else parameter.clone()
                     moved.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
@@ -89,9 +79,8 @@ class Muon(torch.optim.Muon):
 def orthogonalize(x: Tensor) -> Tensor:
     """Approximate U·Vᵀ of each matrix U·S·Vᵀ in a batch (n, rows, columns): its singular values come close to one.
 
-    Three iterations do what five of torch's do, for two reasons. Each has its own polynomial
-    (POLAR_EXPRESS_COEFFICIENTS). And matrices are first divided by the fourth root of Σσ⁴, which for n equal values is
-    n^¼ times too large, where the Frobenius norm is n^½ times too large. The first iteration computes it anyway.
+    Three iterations do what five of torch's do: each has its own polynomial, and matrices are first divided by the
+    fourth root of Σσ⁴, which for n equal values is n^¼ times too large, the Frobenius norm n^½ times.
     """
     wide = x.shape[1] <= x.shape[2]
     x = x if wide else x.mT
@@ -135,10 +124,8 @@ def normalize_rows(
 ) -> Tensor:
     """Divide each row of updates (n, rows, columns) by its root mean square over recent steps; keep each matrix's norm.
 
-    Args:
-        row_second_moments: n running means of squares (rows, 1), updated here with `weight` for the new
-            squares. Starting at zero needs no correction: a factor common to a whole matrix cancels.
-        group: the ranks that share the rows, if several do.
+    `row_second_moments`: n running means of squares (rows, 1), updated here with `weight` for the new squares. Starting
+    at zero needs no correction: a factor common to a whole matrix cancels. `group`: the ranks that share the rows.
     """
     squares = updates.float().square().mean(2, keepdim=True)  # (n, rows, 1)
     means = torch.stack([mean.lerp_(square, weight) for mean, square in zip(row_second_moments, squares)])

@@ -29,13 +29,8 @@ def resolve_learning_rates(
     scale = lr_scale * min(1.0, batch_size / 16) ** 0.5
     if optimizer_config.name == "muon":
         embedding_lr = 2.0 / model_config.d_model if model_config.tie_embeddings else 0.3
-        defaults = {
-            "lr": 0.04 * scale,
-            "embedding_lr": embedding_lr * scale,
-            "head_lr": 0.05 * scale,
-            "norm_lr": 0.01 * scale,
-            "momentum": 0.95,
-        }
+        rates = {"lr": 0.04, "embedding_lr": embedding_lr, "head_lr": 0.05, "norm_lr": 0.01}
+        defaults = {name: rate * scale for name, rate in rates.items()} | {"momentum": 0.95}
     else:
         lr = optimizer_config.lr or 1.0 / model_config.d_model * scale
         defaults = {"lr": lr, "embedding_lr": lr, "head_lr": lr, "norm_lr": lr}
@@ -58,27 +53,18 @@ class Optimizers:
         groups = _parameter_groups(model, optimizer_config)
         self.optimizers: list[torch.optim.Optimizer] = []
         if optimizer_config.name == "muon":
-            self.optimizers.append(
-                Muon(
-                    [groups.pop(kind) for kind in ("matrices", "head") if kind in groups],
-                    dtype=torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32,
-                    momentum=optimizer_config.momentum,
-                )
-            )
+            matrices = [groups.pop(kind) for kind in ("matrices", "head") if kind in groups]
+            dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
+            self.optimizers.append(Muon(matrices, dtype=dtype, momentum=optimizer_config.momentum))
+        options = {"betas": optimizer_config.betas, "eps": optimizer_config.eps}
         fused = model.device.type in ("cpu", "cuda")
-        self.optimizers.append(
-            torch.optim.AdamW(
-                list(groups.values()), betas=optimizer_config.betas, eps=optimizer_config.eps, fused=fused
-            )
-        )
-        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.optimizers.append(torch.optim.AdamW(list(groups.values()), fused=fused, **options))
         self.lr = optimizer_config.lr
 
     def set_lr(self, multiplier: float) -> None:
         """Set every group's learning rate to `multiplier` times its peak."""
-        for optimizer, peaks in zip(self.optimizers, self.peaks):
-            for group, peak in zip(optimizer.param_groups, peaks):
-                group["lr"] = peak * multiplier
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["peak_lr"] * multiplier
 
     def step(self, skip: Tensor | None = None) -> None:
         """Update all parameters, or none where `skip` (a scalar on the device) is true.
@@ -141,11 +127,11 @@ class Optimizers:
 
 def _parameter_groups(model: Thinker, optimizer_config: OptimizerConfig) -> dict[str, dict[str, Any]]:
     """torch's parameter groups by kind: matrices, embedding, head, norms. Only matrices and the head decay."""
+    c = optimizer_config
+    rates = {"matrices": c.lr, "embedding": c.embedding_lr, "head": c.head_lr, "norms": c.norm_lr}
+    decays = {"matrices": c.weight_decay, "embedding": 0.0, "head": c.weight_decay, "norms": 0.0}
     groups: dict[str, dict[str, Any]] = {
-        "matrices": {"params": [], "lr": optimizer_config.lr, "weight_decay": optimizer_config.weight_decay},
-        "embedding": {"params": [], "lr": optimizer_config.embedding_lr, "weight_decay": 0.0},
-        "head": {"params": [], "lr": optimizer_config.head_lr, "weight_decay": optimizer_config.weight_decay},
-        "norms": {"params": [], "lr": optimizer_config.norm_lr, "weight_decay": 0.0},
+        kind: {"params": [], "lr": lr, "peak_lr": lr, "weight_decay": decays[kind]} for kind, lr in rates.items()
     }
     kinds = {"embedding": "embedding", "positions": "embedding", "lm_head": "head"}
     for name, parameter in model.named_parameters():

@@ -79,12 +79,9 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
             "tokens_per_second": step_tokens / seconds,
             "measured_peak_bytes": meter.peak(),
         }
-        peak = peak_flops(device, train.precision)
-        if peak is not None:
+        if peak := peak_flops(device, train.precision):
             plan["mfu"] = flops * step_tokens / seconds / peak
-    limits = []
-    if train.max_steps is not None:
-        limits.append(train.max_steps)
+    limits = [] if train.max_steps is None else [train.max_steps]
     if train.max_minutes is not None and measure:
         limits.append(1 + max(0, int((60 * train.max_minutes - first) / seconds)))
     if limits:
@@ -96,24 +93,18 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
 
 def format_plan(plan: dict[str, Any]) -> str:
     """A plan as a table for people."""
-
-    def gigabytes(name: str) -> str:
-        return f"{plan[name] / 1e9:.3g} GB"
-
+    gb = {name.removesuffix("_bytes"): f"{n / 1e9:.3g} GB" for name, n in plan.items() if name.endswith("_bytes")}
     blocks = plan["parameters"] - plan["embedding_parameters"]
-    peak = f"{gigabytes('peak_bytes')} of tensors, {gigabytes('free_bytes')} free"
+    peak = f"{gb['peak']} of tensors, {gb['free']} free"
     if "measured_peak_bytes" in plan:
-        peak += f", {gigabytes('measured_peak_bytes')} measured in four steps, with what the allocator reserves"
+        peak += f", {gb['measured_peak']} measured in four steps, with what the allocator reserves"
     rows = [
         ("parameters", f"{plan['parameters']:,}, {blocks:,} outside the embedding"),
         ("device", f"{plan['device']}, {plan['precision']}, {'compiled' if plan['compile'] else 'not compiled'}"),
         ("sequences at once", f"{plan['micro_batch_size']}"),
-        ("weights", gigabytes("weights_bytes")),
-        ("gradients", gigabytes("gradients_bytes")),
-        ("optimizer", gigabytes("optimizer_bytes")),
-        ("activations", gigabytes("activations_bytes")),
+        *((name, gb[name]) for name in ("weights", "gradients", "optimizer", "activations")),
         ("peak memory", peak),
-        ("cache", f"{gigabytes('cache_bytes')} for a sequence of full length, when sampling"),
+        ("cache", f"{gb['cache']} for a sequence of full length, when sampling"),
         ("compute", f"{plan['flops_per_token'] / 1e9:.3g} GFLOP per token"),
     ]
     if "step_s" in plan:

@@ -12,10 +12,7 @@ from thinker.training.resume import RunState
 
 
 def print_summary(run: RunDirectory, state: RunState, prefix_len: int = 0, is_chat: bool = False) -> None:
-    """Print the result and plot the loss curve.
-
-    Args: prefix_len: tokens that a prompt must have; is_chat: the model was trained on conversations.
-    """
+    """Print the result and plot the loss curve. A prompt needs `prefix_len` tokens, or is a message if `is_chat`."""
     if not run.writes:
         return
     lines = list(run.read_metrics())

@@ -169,7 +169,7 @@ def compiling_pays_off(settings: Settings, device: torch.device) -> tuple[bool, 
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Whether torch.compile finds what it needs: a C++ compiler for a CPU, nothing for a GPU."""
+    """Whether torch.compile has what it needs: a C++ compiler for a CPU, nothing for a GPU."""
     return device.type != "cpu" or any(shutil.which(name) for name in ("g++", "clang++"))
 
 

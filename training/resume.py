@@ -109,10 +109,7 @@ def warn_about_changes(state: RunState, machine: dict[str, str], settings: Setti
 
 
 def best_val_loss_so_far(run: RunDirectory, state: RunState, settings: Settings) -> float | None:
-    """The loss to beat: that of the checkpoint kept as the best, even if the run resumes from before it.
-
-    None where it was measured on another part of the validation set.
-    """
+    """The loss of the best checkpoint kept, perhaps of a later step; None if another part of the set was evaluated."""
     if state.settings.train.eval_sequences != settings.train.eval_sequences:
         return None
     losses = [state.best_val_loss]

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from thinker.runtime.errors import FULL_DISK
@@ -17,18 +17,16 @@ from thinker.runtime.errors import FULL_DISK
 class SignalHandler:
     """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `number`; a second one ends the process at once.
 
-    A signal that was ignored when the process began (nohup, a shell's background job) stays ignored.
-
-    Args: together: this is one of several ranks, whose launcher passes on a signal that they may have received
-        themselves; what comes within ECHO_SECONDS after the first is taken for the same one.
+    A signal that was ignored when the process began (nohup, a shell's background job) stays ignored. To one of several
+    ranks (`together`) the launcher passes on a signal that it may have received itself: what comes within ECHO_SECONDS
+    after the first is taken for the same one.
     """
 
     ECHO_SECONDS = 5.0
     NUMBERS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name))
 
     def __init__(self, together: bool = False) -> None:
-        self.number = 0
-        self.together = together
+        self.number, self.together = 0, together
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> SignalHandler:
@@ -39,9 +37,6 @@ class SignalHandler:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-    def __bool__(self) -> bool:
-        return self.number != 0
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.number and time.monotonic() < self._first_at + self.ECHO_SECONDS:
@@ -74,22 +69,19 @@ class ResilientStream:
 
     def write(self, text: str) -> int:
         """Write as any stream does."""
-        with self._survive_lost_reader():
-            self._stream.write(text)
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Flush as any stream does."""
-        with self._survive_lost_reader():
-            self._stream.flush()
+        self._try(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    @contextlib.contextmanager
-    def _survive_lost_reader(self) -> Iterator[None]:
+    def _try(self, method: Callable, *args: str) -> None:
         try:
-            yield
+            method(*args)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO, *FULL_DISK):
                 raise

@@ -23,11 +23,9 @@ from thinker.training.optimizers import Optimizers
 class TrainingStep:
     """A model, its optimizers, and the step that training repeats.
 
-    Attributes:
-        n_nonfinite: how many steps had a loss or gradient that is not finite (in fp16 only a loss: gradients overflow
-            by design). Such a step changes nothing, and after more than train.max_nonfinite_steps of them no step does,
-            so that the weights are still the old ones when the host learns of it. Counted on the device.
-        skip_nonfinite: whether steps are checked for that.
+    With `skip_nonfinite` a step whose loss or gradient is not finite changes nothing. `n_nonfinite` counts them on the
+    device (in fp16 only losses: gradients overflow by design). After more than train.max_nonfinite_steps no step
+    changes anything, so that the weights are still the old ones when the host learns of it.
     """
 
     def __init__(
@@ -35,8 +33,7 @@ class TrainingStep:
     ) -> None:
         self.train, self.model, self.dist = settings.train, model.train(), dist
         self.model.activation_dtype = DTYPES[self.train.precision]
-        if self.train.lora_rank is not None:
-            rank = self.train.lora_rank
+        if (rank := self.train.lora_rank) is not None:
             add_lora(self.model, rank, (self.train.lora_alpha or 2 * rank) / rank)
         self.parallel_model = parallelize(self.model, self.train, dist)
         self.device = self.model.device  # FSDP2 may have moved it
@@ -48,10 +45,9 @@ class TrainingStep:
             self._warm_up_buckets(settings)
 
     def _warm_up_buckets(self, settings: Settings) -> None:
-        """Run one backward pass whose gradients are zero.
+        """Run one backward pass whose gradients are zero, so that all later ones, also of a resumed run, are alike.
 
-        DDP assigns gradients to buckets in its first backward pass, and the last bits of a sum depend on its position
-        there. After this pass the buckets are the same in every step, of a new run and of a resumed one.
+        DDP assigns gradients to buckets in its first one, and the last bits of a sum depend on its position there.
         """
         shape = (self.train.micro_batch_size, settings.data.seq_len)
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -99,10 +95,7 @@ class TrainingStep:
 
 
 def build_model(config: ThinkerConfig, seed: int, device: torch.device, initial: Thinker | None = None) -> Thinker:
-    """A new model with random weights, or `initial`, on the device.
-
-    Weights are initialized on the CPU, so that they are the same on every device.
-    """
+    """A new model, or `initial`, on the device; random weights come from the CPU, the same for every device."""
     torch.manual_seed(seed)
     return (Thinker(config) if initial is None else initial).to(device)
 

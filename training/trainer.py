@@ -34,6 +34,9 @@ from thinker.training.signals import SignalHandler, is_compile_error
 from thinker.training.step import TrainingStep
 from thinker.training.wandb_tracking import Tracker
 
+# No smoothing: the remaining time follows the mean speed, which an evaluation does not change.
+BAR_OPTIONS = {"smoothing": 0, "bar_format": "{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]"}
+
 
 @dataclass
 class Trainer:
@@ -73,26 +76,19 @@ class Trainer:
         elif self.state.step:
             print(f"resuming from step {self.state.step} in {self.run.path}", file=sys.stderr)
         with self.signal_handler:
-            self.bar = tqdm(
-                total=1.0,
-                initial=self.progress(),
-                smoothing=0,  # the remaining time follows the mean speed: an evaluation does not change it
-                bar_format="{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]",
-                disable=is_finished,
-            )
+            self.bar = tqdm(total=1.0, initial=self.progress(), disable=is_finished, **BAR_OPTIONS)
             try:
                 if not is_finished:
                     self.fit()
                 self.checkpoints.wait()
             finally:
-                self.bar.close()
-                self.batches.close()
-                self.checkpoints.close()
+                for part in (self.bar, self.batches, self.checkpoints):
+                    part.close()
                 self.tracker.finish(is_complete=not self.was_evaluation_interrupted())
                 self.run.unlock()
             if self.stopping:
-                message = f"saved step {self.state.step} in {self.run.path}; the same command resumes from there"
-                print(message, file=sys.stderr)
+                saved = f"saved step {self.state.step} in {self.run.path}"
+                print(f"{saved}; the same command resumes from there", file=sys.stderr)
                 return 128 + self.stopping  # as shells report a signal: 129, 130, 143
             print_summary(self.run, self.state, self.settings.model.prefix, self.corpus.train.has_conversations)
         return 0
@@ -114,7 +110,7 @@ class Trainer:
             if not self.stopping:
                 self.evaluate()
         except RuntimeError as error:
-            if not (self.signal_handler and is_compile_error(error)):
+            if not (self.signal_handler.number and is_compile_error(error)):
                 raise
             self.signal = self.signal_handler.number  # the signal has ended the compilers of all ranks
         self.save()
@@ -138,10 +134,7 @@ class Trainer:
         self.bar.update(self.progress() - self.bar.n)
 
     def sync_step(self, started: float | None = None) -> None:
-        """Fetch the next batch, and agree with all ranks on its number of targets, the time and signals.
-
-        `started`: when the step began whose duration is added to the training time.
-        """
+        """Fetch the next batch; agree with all ranks on its number of targets, time (since `started`), and signals."""
         batch = self.batches.batch(self.state.step)
         elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
         values = self.dist.all_gather_scalars(batch.n_targets, elapsed, self.signal_handler.number)
@@ -160,10 +153,7 @@ class Trainer:
         return bool(self.stopping)
 
     def read_losses(self) -> None:
-        """Fetch losses and gradient norms of the last steps. Nothing else in a step waits for the device.
-
-        Raises RunError where one is not finite and may not be skipped.
-        """
+        """Fetch losses and gradient norms of the last steps; nothing else in a step waits for the device."""
         rows = torch.stack(self.unread).tolist() if self.unread else []
         self.unread.clear()
         for step, (loss, grad_norm) in enumerate(rows, self.state.step - len(rows)):
@@ -193,11 +183,11 @@ class Trainer:
         self.checkpoints.save("nonfinite", number, checkpoint.checkpoint_files(self.model, {"step": number}))
         self.dist.all_gather_scalars(number)  # the first rank to leave ends the others
         name, size = report["largest_weight"]
-        largest = f"the largest is {'not finite' if size is None else f'{size:g}'}, in {name}"
+        size = "not finite" if size is None else f"{size:g}"
         raise RunError(
             f"{message}; it changed no weight. {path} names its samples, {self.run.checkpoints}/nonfinite-{number:08d} "
-            f"holds the weights of before; {largest}. Lower optimizer.lr, or, against rare bad samples, skip such "
-            f"steps with train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
+            f"holds the weights of before; the largest is {size}, in {name}. Lower optimizer.lr, or, against rare bad "
+            f"samples, skip such steps with train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
         )
 
     def resume_hint(self) -> str:
@@ -213,18 +203,16 @@ class Trainer:
         self.logged = now
         if not state.pending_steps:
             return  # all of them were skipped
-        mean, norm = state.pending_losses / state.pending_steps, state.pending_norm
+        line = {"train_loss": state.pending_losses / state.pending_steps, "lr": self.step.optimizers.lr * multiplier}
+        if state.pending_norm is not None:
+            line["grad_norm"] = state.pending_norm
         state.pending_steps, state.pending_losses, state.pending_norm = 0, 0.0, None
-        line = {"train_loss": mean, "lr": self.step.optimizers.lr * multiplier}
-        if norm is not None:
-            line["grad_norm"] = norm
         if state.skipped:
             line["skipped_steps"] = state.skipped
         self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds))
         val = f", validation {self.last_evaluation.loss:.3f}" if self.last_evaluation else ""
-        self.bar.set_postfix_str(
-            f"step {state.step}, loss {line['train_loss']:.3f}{val}, {tokens / seconds:,.0f} tokens/s", refresh=False
-        )
+        text = f"step {state.step}, loss {line['train_loss']:.3f}{val}, {tokens / seconds:,.0f} tokens/s"
+        self.bar.set_postfix_str(text, refresh=False)
 
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens every `every` steps is due now. At the end of the run fit() does it anyway."""
@@ -245,8 +233,7 @@ class Trainer:
     def speed(self, tokens_per_second: float) -> dict[str, float]:
         """Metrics of speed and memory."""
         line = {"tokens_per_second": tokens_per_second, "peak_memory_bytes": self.memory.peak()}
-        peak = peak_flops(self.device, self.settings.train.precision)
-        if peak is not None:
+        if peak := peak_flops(self.device, self.settings.train.precision):
             line["mfu"] = tokens_per_second * flops_per_token(self.model, self.settings.data.seq_len) / peak
         return line
 
@@ -257,9 +244,9 @@ class Trainer:
         self.tracker.log(line)
 
     def evaluate(self) -> None:
-        """Measure the validation loss, unless that was done; log it, and save the weights if they are the best so far.
+        """Measure and log the validation loss, unless that was done; save the weights if they are the best so far.
 
-        A signal ends it without a result. Raises RunError where the loss is not finite.
+        A signal ends it without a result.
         """
         state = self.state
         self.read_losses()
@@ -269,10 +256,8 @@ class Trainer:
         if evaluation is None:
             return
         if not math.isfinite(evaluation.loss):
-            raise RunError(
-                f"step {state.step}: the validation loss is {evaluation.loss}; nothing was saved. Lower optimizer.lr; "
-                + self.resume_hint()
-            )
+            message = f"step {state.step}: the validation loss is {evaluation.loss}; nothing was saved"
+            raise RunError(f"{message}. Lower optimizer.lr; {self.resume_hint()}")
         self.last_evaluation, state.evaluated_at = evaluation, state.step
         line = {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
         if evaluation.entropy_floor is not None:
@@ -288,8 +273,8 @@ class Trainer:
         self.read_losses()
         self.state.scaler = self.step.scaler.state_dict()
         if self.state != self.saved:
-            tensors = self.step.optimizers.tensors()
-            files = checkpoint.checkpoint_files(self.model, self.state.model_dump(mode="json"), tensors)
+            state, tensors = self.state.model_dump(mode="json"), self.step.optimizers.tensors()
+            files = checkpoint.checkpoint_files(self.model, state, tensors)
             self.run.check()
             self.run.flush_metrics()
             self.checkpoints.save("step", self.state.step, files)

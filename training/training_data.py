@@ -1,10 +1,24 @@
-"""A config's corpus."""
+"""The data of a config, and of a run that is found from its folder: its validation set, and the tokens in use."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinker.data.batches import PackedDataset
 from thinker.data.corpus import Corpus, prepare_corpus
+from thinker.data.shards import TokenShards
+from thinker.data.sources import open_source
 from thinker.data.tokenizer import Tokenizer
-from thinker.training.config import Config
+from thinker.data.tokenizer_factory import load_tokenizer
+from thinker.evaluation.perplexity import tokenize
+from thinker.interop.load import find_run_directory
+from thinker.model import Thinker
+from thinker.runtime.errors import UserError
+from thinker.training.config import Config, load_config
 
 
 def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -21,3 +35,72 @@ def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) ->
         cache_dir=data.cache_dir,
         seed=config.run.seed,
     )
+
+
+def load_run_config(folder: Path) -> Config | None:
+    """The config of the run that a model's folder is in, None for other folders."""
+    run = find_run_directory(folder)
+    return None if run is None else load_config(run / "config.yaml", [])
+
+
+def load_validation_data(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Config, TokenShards]:
+    """The run's config and its validation tokens, tokenized again if they are not cached.
+
+    Raises UserError, naming `option`, which chooses other data, for a folder outside a run directory or changed data.
+    """
+    config = load_run_config(folder)
+    if config is None:
+        raise UserError(
+            f"{folder} is not in a run directory, which would name its validation data; choose data with {option}"
+        )
+    has_own_tokenizer = config.run.init_from is not None or config.data.chat_template is not None
+    corpus = prepare_training_data(config, tokenizer if has_own_tokenizer else None)
+    if corpus.tokenizer.content_hash != load_tokenizer(find_run_directory(folder)).content_hash:
+        raise UserError(
+            f"the text of data.source={config.data.source} has changed since the training; choose data with {option}"
+        )
+    return config, corpus.val
+
+
+def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens: int = 50_000) -> Tensor | None:
+    """The token ids, except special ones, that occur in the first `max_tokens` tokens of a run's data.
+
+    None if the folder is not in a run directory, or its data is missing or would have to be downloaded.
+    """
+    config = load_run_config(folder)
+    if config is None or config.data.source == "hub":
+        return None
+    column = {} if config.data.column is None else {"column": config.data.column}
+    try:
+        source = open_source(config.data.source, path=config.data.path, seed=config.run.seed, **column)
+        tokens = tokenize(source, tokenizer, max_tokens, scratch)
+    except UserError:
+        return None
+    token_ids = np.unique(np.concatenate([shard.tokens for shard in tokens.shards]))
+    special = list(tokenizer.special_tokens.values())
+    return torch.from_numpy(token_ids[~np.isin(token_ids, special)].astype(np.int64))
+
+
+def sample_sequences(
+    model: Thinker, tokenizer: Tokenizer, folder: Path, path: Path | None, n: int, scratch: Path, max_len: int = 256
+) -> tuple[Tensor, Tensor]:
+    """At most n sequences of the beginning of a text file, or from all over the validation set of the run in `folder`.
+
+    Returns tokens and targets, (N, T) each, on the model's device. Targets without loss are IGNORE_INDEX. Raises
+    UserError where there are too few tokens.
+    """
+    T, packing = min(max_len, model.config.max_seq_len), "contiguous"
+    if path is None:
+        config, tokens = load_validation_data(folder, tokenizer, "--text")
+        T, packing = min(T, config.data.seq_len), config.data.packing
+        packing = "documents" if config.data.source == "tales" else packing
+    else:
+        tokens = tokenize(open_source("text", path=str(path)), tokenizer, n * max_len + 1, scratch)
+    total = sum(shard.n_tokens for shard in tokens.shards)
+    T = min(T, total // 8)  # several sequences even of a short text
+    if T < 2:
+        raise UserError(f"{path or 'the text'} has {total} tokens; it needs at least 16")
+    dataset = PackedDataset(tokens, T, packing, prefix_len=model.config.prefix)
+    pairs = [dataset[int(i)] for i in np.linspace(0, len(dataset) - 1, min(n, len(dataset))).round()]
+    inputs, targets = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs))  # (N, T) each
+    return inputs, targets
