@@ -66,11 +66,6 @@ class Config(sections.ConfigSection):
             raise ValueError("train.lora_alpha is read with train.lora_rank only; leave it out")
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("train.max_steps or train.max_minutes must say when to stop")
-        if isinstance(train.micro_batch_size, int) and train.batch_size % train.micro_batch_size:
-            raise ValueError(
-                f"train.batch_size ({train.batch_size}) must be a multiple of train.micro_batch_size "
-                f"({train.micro_batch_size}); possible: {list_divisors(train.batch_size)}"
-            )
         if train.async_save and train.save_sharded is True:
             raise ValueError("train.async_save writes unsharded files; leave it out with train.save_sharded=true")
         if train.schedule == "cosine" and train.decay_fraction is not None:

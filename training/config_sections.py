@@ -26,9 +26,9 @@ class ConfigSection(BaseModel):
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
             if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-                choices = [str(choice) for choice in get_args(field.annotation) if isinstance(choice, str)]
-                wanted = " or ".join(choices) if choices else "a number or text"
-                raise ValueError(f"{name} is {value} (YAML reads on, off, yes and no so); it must be {wanted}")
+                choices = " or ".join(choice for choice in get_args(field.annotation) if isinstance(choice, str))
+                wanted = f"it must be {choices or 'a number or text'}"
+                raise ValueError(f"{name} is {value} (YAML reads on, off, yes and no so); {wanted}")
         return values
 
 

@@ -1,7 +1,7 @@
-"""One model on several ranks: DDP and FSDP2, gradient synchronization and clipping.
+"""One model, which does not know about it, on several ranks: DDP and FSDP2, gradient synchronization and clipping.
 
-The model itself does not know about it. Every rank computes its own rows of a batch; losses and gradients are summed
-over the ranks and divided by the number of targets of all ranks, so a step does not depend on their number.
+Every rank computes its own rows of a batch; losses and gradients are summed over the ranks and divided by the number of
+targets of all ranks, so a step does not depend on their number.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.M
     """The model as a step calls it: activation checkpointing, then compiling, then DDP or FSDP2.
 
     "ddp": every rank has the whole model, and gradients are summed during the backward pass. "fsdp": every rank has
-    some rows of each parameter, and a block's parameters are gathered when the block runs (ZeRO-3, Rajbhandari et al.
-    2020, arXiv:1910.02054), in the precision of the activations. Embedding and head are gathered in fp32: thousands of
-    gradients of a frequent token, added in bf16, were 40% off.
+    some rows of each parameter, and gathers a block's when it runs (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054),
+    in the precision of the activations. Embedding and head are gathered in fp32: thousands of gradients of a frequent
+    token, added in bf16, were 40% off.
     """
     if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174): the rest is computed a second time
         for block in model.blocks[:: train.checkpoint_every_n_blocks]:

@@ -21,8 +21,7 @@ PEAK_FLOPS = {
 def flops_per_token(model: Thinker, seq_len: int) -> int:
     """FLOPs of a training step per token, by the convention of PaLM's appendix B (arXiv:2204.02311).
 
-    6 per parameter (the head counts, the embedding look-up does not) plus 12 · n_layers · d_model · T for attention,
-    where d_model stands for the width of all heads together.
+    6 per parameter, except an embedding that is only looked up, and for attention 12 · T · the width of all heads.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not model.config.tie_embeddings:

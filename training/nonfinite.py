@@ -40,8 +40,7 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
     for row, sample_id in enumerate(loader.sample_ids(step)):
         inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
         document_ids = loader.dataset.document_ids(inputs)
-        if document_ids is not None:
-            document_ids = document_ids.to(model.device)
+        document_ids = None if document_ids is None else document_ids.to(model.device)
         loss_sum, n_targets = copy(inputs.to(model.device), targets=targets.to(model.device), document_ids=document_ids)
         loss = loss_sum / max(int(n_targets), 1)
         loss.backward()
@@ -57,7 +56,7 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
     largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,
-        "first_not_finite": modules[0] if modules else None,
+        "first_not_finite": next(iter(modules), None),
         "gradients_not_finite": sorted(parameters),
         "largest_weight": [largest, finite_or_none(sizes[largest])],
     }

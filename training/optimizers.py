@@ -1,7 +1,8 @@
-"""The optimizers: default learning rates, and which parameter belongs to which group."""
+"""The optimizers: default learning rates, their schedule, and which parameter belongs to which group."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config_sections import OptimizerConfig
+from thinker.training.config_sections import OptimizerConfig, TrainConfig
 from thinker.training.muon import Muon
 
 
@@ -23,8 +24,8 @@ def resolve_learning_rates(
     entry by its rate, and in a matrix d_model entries that move together are summed: its lr falls as 1/d_model (Yang et
     al. 2022, arXiv:2203.03466), and so does that of an embedding that is tied to the head.
 
-    Below 16 sequences per step the gradient is mostly noise, and every rate falls with the square root of the batch
-    size (Malladi et al. 2022, arXiv:2205.10287). Above, the rates stay. `lr_scale` multiplies all of them.
+    `lr_scale` multiplies all rates. Below 16 sequences per step the gradient is mostly noise, and they fall with the
+    square root of the batch size (Malladi et al. 2022, arXiv:2205.10287).
     """
     scale = lr_scale * min(1.0, batch_size / 16) ** 0.5
     if optimizer_config.name == "muon":
@@ -40,16 +41,30 @@ def resolve_learning_rates(
     return optimizer_config.model_copy(update=missing)
 
 
+def lr_multiplier(train: TrainConfig, step: int, progress: float) -> float:
+    """The factor for the step about to be made (0 for the first), where a share `progress` of the run is done.
+
+    "cosine" falls from the start on; "wsd" (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395) stays at the peak
+    and falls linearly over the last `decay_fraction`.
+    """
+    decay_fraction = 0.6 if train.decay_fraction is None else train.decay_fraction
+    warmup = min(1.0, (step + 1) / (train.warmup_steps + 1))
+    if train.schedule == "cosine":
+        falling = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    else:
+        falling = min(1.0, (1 - min(progress, 1.0)) / decay_fraction) if decay_fraction > 0 else 1.0
+    return warmup * (train.min_lr_ratio + (1 - train.min_lr_ratio) * falling)
+
+
 class Optimizers:
     """One or two torch optimizers as one: AdamW alone, or Muon on the matrices and AdamW on embedding and norms.
 
-    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves each matrix by its orthogonalized
-    momentum: by the same amount in every direction. That suits the head too, although it is often left to AdamW
-    (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with similar neighbours stay apart (docs/experiments.md).
+    Muon moves each matrix by its orthogonalized momentum: by the same amount in every direction. That suits the head
+    too, although it is often left to AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with similar
+    neighbours stay apart (docs/experiments.md). `optimizer_config` has every learning rate.
     """
 
     def __init__(self, model: Thinker, optimizer_config: OptimizerConfig) -> None:
-        """`optimizer_config`: with every learning rate."""
         groups = _parameter_groups(model, optimizer_config)
         self.optimizers: list[torch.optim.Optimizer] = []
         if optimizer_config.name == "muon":
@@ -67,10 +82,7 @@ class Optimizers:
             group["lr"] = group["peak_lr"] * multiplier
 
     def step(self, skip: Tensor | None = None) -> None:
-        """Update all parameters, or none where `skip` (a scalar on the device) is true.
-
-        The host does not wait for a GPU: its kernels read `skip` themselves.
-        """
+        """Update all parameters, or none where `skip` (a scalar on the device) is true; a GPU's kernels read it."""
         if skip is not None and skip.device.type != "cuda":
             if bool(skip):
                 return

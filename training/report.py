@@ -22,12 +22,11 @@ def print_summary(run: RunDirectory, state: RunState, prefix_len: int = 0, is_ch
         return
     plot = run.path / "loss.png"
     plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
-    floor = val.get("entropy_floor")
     print(f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of training")
     print(f"validation loss {val['val_loss']:.4f} nats per token, {val['val_bits_per_byte']:.4f} bits per byte")
     if state.skipped:
         print(f"{state.skipped} steps were skipped: their loss or gradient was not finite (nonfinite-step-*.json)")
-    if floor is not None:
+    if floor := val.get("entropy_floor"):
         above = val["val_loss"] / floor - 1
         print(f"entropy of the corpus {floor:.4f} nats per token: the model is {above:.1%} above the best possible")
     print(f"loss curve {plot}")

@@ -18,7 +18,7 @@ from thinker.training import resume
 from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
-from thinker.training.resolve_settings import resolve_precision, resolve_settings
+from thinker.training.resolve_settings import check_batch_split, resolve_precision, resolve_settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 from thinker.training.training_data import prepare_training_data
@@ -33,10 +33,7 @@ def train(config: Config, dist: DistContext = SINGLE_PROCESS) -> int:
 
 
 def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer:
-    """Check everything, build everything, and restore the newest checkpoint of the run.
-
-    Raises UserError before anything is written where the config does not fit the machine, the data or the run.
-    """
+    """Check everything before anything is written, build everything, and restore the newest checkpoint of the run."""
     if config.train.deterministic:
         enable_determinism()
     device = choose_device(config.train.device)
@@ -51,6 +48,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     config, initial_model, tokenizer = load_initial_model(config, previous, run.path)
     if previous is not None:
         resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
+    check_batch_split(config, dist)
     precision = resolve_precision(config, device, previous, dist)
     with dist.main_process_first():
         corpus = prepare_training_data(config, tokenizer)

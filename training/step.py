@@ -102,10 +102,7 @@ def build_model(config: ThinkerConfig, seed: int, device: torch.device, initial:
 
 @contextlib.contextmanager
 def cached_weight_casts(model: Thinker) -> Iterator[None]:
-    """Within it each matrix is cast to the activations' precision once, for any number of passes.
-
-    Gradients flow to the fp32 weights and accumulate in fp32. Meanwhile the weights must not change.
-    """
+    """Within it each matrix is cast to the activations' precision once; gradients accumulate at the fp32 weights."""
     weights = model.embedding.weight.dtype
     is_sharded = hasattr(model, "unshard")  # FSDP2 gathers the blocks' weights in the activations' precision
     matrices = [m for m in model.modules() if isinstance(m, Linear) and model.dtype != weights and not is_sharded]

@@ -82,6 +82,8 @@ def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**20)
     with pytest.raises(UserError, match="one sequence of 256 tokens takes"):
         resolved(NARROW, micro_batch_size="auto")
+    with pytest.raises(UserError, match="must divide .* 6 sequences; possible: 1, 2, 3, 6"):
+        resolved(NARROW, micro_batch_size=4)
 
 
 def test_activations_are_offloaded_from_a_gpu_only():
