@@ -19,9 +19,7 @@ def main() -> int:
         epilog="Example: python train.py configs/quickstart.yaml data.source=text data.path=my.txt run.dir=runs/mine",
     )
     parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="keys of the config, replaced"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the config, replaced")
     arguments = parser.parse_args()
 
     # Imported after parsing: --help and a wrong flag need not wait for torch.
@@ -31,7 +29,6 @@ def main() -> int:
         from thinker.training.config import load_config
 
         config = load_config(arguments.config, arguments.overrides)
-
         from thinker.training.run import train
         from thinker.training.signals import resilient_output
 

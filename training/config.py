@@ -58,8 +58,7 @@ class Config(sections.ConfigSection):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Config:
-        train, optimizer, data, run = self.train, self.optimizer, self.data, self.run
-        max_seq_len = self.model.max_seq_len or data.seq_len
+        run, model, data, optimizer, train = self.run, self.model, self.data, self.optimizer, self.train
         if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
             raise ValueError("train.lora_rank goes with run.init_from and optimizer.name=adamw")
         if train.lora_alpha is not None and train.lora_rank is None:
@@ -72,27 +71,21 @@ class Config(sections.ConfigSection):
             raise ValueError("train.decay_fraction is read with train.schedule=wsd only; leave it out")
         if optimizer.name == "adamw" and optimizer.momentum is not None:
             raise ValueError("optimizer.momentum is read with optimizer.name=muon only; leave it out")
-        if self.model.tie_embeddings and optimizer.head_lr is not None:
+        if model.tie_embeddings and optimizer.head_lr is not None:
             raise ValueError("optimizer.head_lr is read by an untied head only; set optimizer.embedding_lr instead")
         if train.deterministic and train.max_minutes is not None:
             raise ValueError("train.deterministic needs train.max_minutes=null: no two runs take the same time")
         if train.deterministic and train.micro_batch_size == "auto":
             raise ValueError("train.deterministic needs a train.micro_batch_size: free memory differs between runs")
-        if data.seq_len > max_seq_len:
-            raise ValueError(f"data.seq_len ({data.seq_len}) is longer than model.max_seq_len ({max_seq_len})")
+        if model.max_seq_len is not None and data.seq_len > model.max_seq_len:
+            raise ValueError(f"data.seq_len ({data.seq_len}) is longer than model.max_seq_len ({model.max_seq_len})")
         model_config = self.thinker_config(vocab_size=1)  # raises UserError where its values do not fit together
         if data.document_masking and model_config.prefix:
             raise ValueError("data.document_masking does not go with a prefix, which begins each sequence only once")
-        if model_config.prefix > data.seq_len:
-            raise ValueError(
-                f"the prefix in model.attention has {model_config.prefix} tokens, which leaves none of data.seq_len "
-                f"({data.seq_len}) to predict; shorten it"
-            )
+        if (prefix := model_config.prefix) > data.seq_len:
+            raise ValueError(f"a prefix of {prefix} tokens leaves none of data.seq_len ({data.seq_len}) to predict")
         if data.document_masking and model_config.max_cached_len < data.seq_len:
-            raise ValueError(
-                "data.document_masking does not go with model.rope_scaling of type dynamic, which depends on the "
-                "length of the whole sequence"
-            )
+            raise ValueError("data.document_masking does not go with dynamic rope_scaling, which needs whole sequences")
         return self
 
     def thinker_config(self, vocab_size: int) -> ThinkerConfig:
@@ -101,10 +94,8 @@ class Config(sections.ConfigSection):
         values["max_seq_len"] = values["max_seq_len"] or self.data.seq_len
         values["vocab_size"] = values["vocab_size"] or vocab_size
         if values["vocab_size"] < vocab_size:
-            raise UserError(
-                f"model.vocab_size ({values['vocab_size']}) is smaller than the tokenizer's ({vocab_size}); "
-                "leave it out to take the tokenizer's"
-            )
+            given = values["vocab_size"]
+            raise UserError(f"model.vocab_size ({given}) is smaller than the tokenizer's ({vocab_size}); leave it out")
         return ThinkerConfig(**values)
 
 
@@ -133,10 +124,7 @@ class Settings(sections.ConfigSection):
 
 
 def load_config(path: str | Path, overrides: list[str]) -> Config:
-    """The config in a YAML file, with overrides such as "train.max_steps=100" on top.
-
-    Raises UserError, one line naming the key, where anything does not fit.
-    """
+    """The config in a YAML file, with overrides "section.key=value" on top. Raises UserError that names a wrong key."""
     path = Path(path)
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader) or {}
@@ -151,8 +139,7 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
         raise UserError(f"{path} is not valid YAML{line}: {getattr(error, 'problem', error)}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{path} is not a config, which has the sections {', '.join(Config.model_fields)}")
-    # A section whose keys are all commented out is None.
-    tree = {name: {} if section is None else section for name, section in tree.items()}
+    tree = {name: {} if section is None else section for name, section in tree.items()}  # None: without keys
     for override in overrides:
         name, equals, text = override.partition("=")
         section, _, key = name.strip().partition(".")

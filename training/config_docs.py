@@ -20,21 +20,19 @@ def config_markdown() -> str:
     for section_name, section_field in Config.model_fields.items():
         section = section_field.annotation
         schema = section.model_json_schema()
-        parts += [f"## {section_name}\n", f"{section.__doc__.strip()}\n", "| key | type | default | meaning |"]
-        parts.append("|---|---|---|---|")
+        parts += [f"## {section_name}\n", f"{section.__doc__.strip()}\n"]
+        parts += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():
             default = json.dumps(field.default, ensure_ascii=False)
             type_name = _type_name(schema["properties"][name]).replace("|", "\\|")
             parts.append(f"| `{name}` | {type_name} | `{default}` | {field.description} |")
         parts.append("")
-    lines = "\n".join(parts).rstrip().splitlines()
-    return "\n".join(line.strip() for line in lines) + "\n"
+    return "\n".join(line.strip() for line in "\n".join(parts).rstrip().splitlines()) + "\n"
 
 
 def config_schema() -> str:
     """The JSON schema that editors check config files with."""
-    schema = Config.model_json_schema()
-    schema["title"] = "Thinker config"
+    schema = Config.model_json_schema() | {"title": "Thinker config"}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""One model, which does not know about it, on several ranks: DDP and FSDP2, gradient synchronization and clipping.
+"""One model, which does not know about it, on several ranks: DDP and FSDP2, and when gradients are synchronized.
 
 Every rank computes its own rows of a batch; losses and gradients are summed over the ranks and divided by the number of
 targets of all ranks, so a step does not depend on their number.
@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thinker.model import Thinker
-from thinker.runtime.process_group import DistContext, full_tensor
+from thinker.runtime.process_group import DistContext
 from thinker.training.config import TrainSettings
 
 
@@ -37,7 +37,6 @@ def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.M
             block.compile()  # in place: names of parameters stay as they are
     if dist.world_size == 1:
         return model
-    assert train.parallel != "auto", "resolved before"
     # Imported here: it takes half a second, and a single process does not need it.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -69,8 +68,3 @@ def gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[Non
     elif hasattr(model, "no_sync") and not is_last:  # DDP
         return model.no_sync()
     return contextlib.nullcontext()
-
-
-def clip_grad_norm(model: Thinker, max_norm: float | None) -> Tensor:
-    """Scale all gradients down to a global norm of `max_norm`, if given. Returns the norm before clipping."""
-    return full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf")))

@@ -35,7 +35,8 @@ def load_initial_model(
         model, tokenizer = load(source)
         if tokenizer is None:
             raise UserError(f"run.init_from={source} has no tokenizer, without which its tokens mean nothing")
-        if spec is not None and not _is_same_tokenizer(spec, tokenizer):
+        own = load_tokenizer(spec) if spec is not None and check_spec(spec) == "path" else None
+        if spec is not None and (own is None or own.content_hash != tokenizer.content_hash):
             raise UserError(f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; leave it out")
         tokenizer = _with_chat_template(config, tokenizer)
     if source is None:
@@ -72,10 +73,6 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
                 f"{json.dumps(values[name])}; leave it out"
             )
     return ThinkerConfig.from_dict(values)
-
-
-def _is_same_tokenizer(spec: str, tokenizer: Tokenizer) -> bool:
-    return check_spec(spec) == "path" and load_tokenizer(spec).content_hash == tokenizer.content_hash
 
 
 def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenizer | None:

@@ -60,10 +60,7 @@ class LiveTensorMeter(TorchDispatchMode):
 
 
 def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.device) -> MemoryEstimate:
-    """Run two training steps, uncompiled, on fake tensors, which have shapes and no contents: nothing is computed.
-
-    What kernels and allocators use beside tensors is not counted.
-    """
+    """Run two training steps on fake tensors, without contents. What kernels and allocators use is not counted."""
     settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False)
     if settings.train.precision == "fp16":
         settings = settings.with_train(precision="bf16")  # as large, and without the loss scale, which needs values
@@ -76,12 +73,11 @@ def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.dev
         step = TrainingStep(model, settings, skip_nonfinite=False)  # there are no values to check
         meter.now = weights  # the step's counters are not part of the estimate
         tokens = torch.zeros(rows, settings.data.seq_len, dtype=torch.int64, device=device)
-        documents = tokens if settings.data.document_masking else None
-        batch = Batch(tokens, tokens, tokens.numel(), documents)
+        batch = Batch(tokens, tokens, tokens.numel(), tokens if settings.data.document_masking else None)
         step(batch, 1.0)  # the first one creates the optimizers' state
         persistent = meter.now
         part = tokens[:micro_batch_size]
-        loss = step.model(part, targets=part, document_ids=None if documents is None else part)
+        loss = step.model(part, targets=part, document_ids=None if batch.document_ids is None else part)
         activations = meter.now - persistent
         del loss
         meter.peak = meter.now
@@ -119,10 +115,7 @@ def _free_here(device: torch.device) -> int:
 
 
 def largest_micro_batch(settings: Settings, device: torch.device, free: int, dist: DistContext = SINGLE_PROCESS) -> int:
-    """The largest divisor of a rank's share of train.batch_size whose estimated peak fits into `free` bytes.
-
-    Raises UserError where a single sequence is too much.
-    """
+    """The largest micro-batch whose peak fits into `free` bytes. Raises UserError where one sequence is more."""
     rows = settings.train.batch_size // dist.world_size
     elsewhere = 1 - 1 / dist.world_size if settings.train.parallel == "fsdp" else 0.0  # of weights and their state
     for size in (n for n in range(rows, 0, -1) if rows % n == 0):

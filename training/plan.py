@@ -37,10 +37,7 @@ def time_steps(settings: Settings, device: torch.device, repeats: int = 3) -> tu
 
 
 def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
-    """The bytes, FLOPs, tokens and seconds of a config on this machine. Nothing is written but the token cache.
-
-    The corpus is read only where the vocabulary depends on it (model.vocab_size is not given).
-    """
+    """The bytes, FLOPs, tokens and seconds of a config on this machine; the corpus is read only for its vocabulary."""
     device = choose_device(config.train.device)
     precision = resolve_precision(config, device)
     config, _, tokenizer = load_initial_model(config)
@@ -111,11 +108,8 @@ def format_plan(plan: dict[str, Any]) -> str:
         mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
         rows.append(("speed", f"{plan['step_s']:.3g} s per step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
     if "tokens" in plan:
-        share = plan["tokens"] / plan["optimal_tokens"]
-        rows.append(
-            ("tokens", f"{plan['tokens']:,} in {plan['steps']:,} steps: {share:.2g} of the compute-optimal "
-             f"{plan['optimal_tokens']:,} (20 per parameter)")
-        )  # fmt: skip
+        share = f"{plan['tokens'] / plan['optimal_tokens']:.2g} of the compute-optimal {plan['optimal_tokens']:,}"
+        rows.append(("tokens", f"{plan['tokens']:,} in {plan['steps']:,} steps: {share} (20 per parameter)"))
     if "seconds" in plan:
         minutes = plan["seconds"] / 60
         rows.append(("time", f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"))

@@ -34,24 +34,21 @@ def resolve_settings(
 ) -> Settings:
     """Decide everything that the config leaves open, the same on all ranks. Choices go to stderr.
 
-    `model_config` is complete; `precision` is what resolve_precision() returned, if it was called before. The choices
-    of a run that is resumed (`previous`) are kept.
-
-    Raises UserError where the batch cannot be split, not one sequence fits, or the machine cannot do what is asked for.
+    `precision`: from resolve_precision(), if it was called before; `previous`: of a run that is resumed, whose choices
+    are kept. Raises UserError where the batch cannot be split, or the machine cannot do what is asked for.
     """
     train = config.train
     check_batch_split(config, dist)
     if train.offload_activations and device.type != "cuda":
-        raise UserError(
-            f"train.offload_activations moves activations off a CUDA GPU; this run is on {device.type}. "
-            "train.checkpoint_every_n_blocks=1 saves memory here"
-        )
-    choices = {
-        "precision": precision or resolve_precision(config, device, previous, dist),
-        "save_sharded": resolve_save_sharded(config, model_config, dist),
-        "micro_batch_size": 1,  # this and compile are replaced below
-        "compile": False,
-    }
+        reason = f"train.offload_activations moves activations off a CUDA GPU; this run is on {device.type}"
+        raise UserError(f"{reason}. train.checkpoint_every_n_blocks=1 saves memory here")
+    precision = precision or resolve_precision(config, device, previous, dist)
+    save_sharded = train.save_sharded
+    if save_sharded == "auto":
+        with torch.device("meta"):
+            weight_bytes = sum(parameter.nbytes for parameter in Thinker(model_config).parameters())
+        save_sharded = dist.world_size > 1 and weight_bytes > SHARDED_SAVE_BYTES and not train.async_save
+    choices = {"precision": precision, "save_sharded": save_sharded, "micro_batch_size": 1, "compile": False}  # for now
     lr_scale = 0.1 if config.run.init_from is not None and train.lora_rank is None else 1.0  # fine-tuning all weights
     optimizer = resolve_learning_rates(config.optimizer, model_config, train.batch_size, lr_scale)
     resolved = {"model": model_config, "optimizer": optimizer, "train": TrainSettings(**train.model_dump() | choices)}
@@ -94,15 +91,6 @@ def resolve_precision(
     return dist.broadcast_object(choose_precision(precision, device))
 
 
-def resolve_save_sharded(config: Config, model_config: ThinkerConfig, dist: DistContext) -> bool:
-    """Whether each rank writes its own part of a checkpoint."""
-    if config.train.save_sharded != "auto":
-        return config.train.save_sharded
-    with torch.device("meta"):
-        weight_bytes = sum(parameter.nbytes for parameter in Thinker(model_config).parameters())
-    return dist.world_size > 1 and weight_bytes > SHARDED_SAVE_BYTES and not config.train.async_save
-
-
 def resolve_parallel(settings: Settings, device: torch.device, dist: DistContext) -> str:
     """ddp or fsdp for several ranks. Raises UserError for fp16 under FSDP2."""
     parallel = settings.train.parallel
@@ -140,10 +128,8 @@ def resolve_compile(config: Config, settings: Settings, device: torch.device, pr
         return config.train.compile
     if previous is not None:
         if previous.train.compile and not has_compiler(device):
-            raise UserError(
-                "the run was begun with compiled blocks, and there is no C++ compiler here; install one, or go on "
-                "with train.compile=false, though not to the same bit"
-            )
+            reason = "the run was begun with compiled blocks, and there is no C++ compiler here"
+            raise UserError(f"{reason}; install one, or go on with train.compile=false, though not to the same bit")
         return previous.train.compile
     if config.train.deterministic:
         return False  # "auto" rests on a measurement

@@ -108,18 +108,6 @@ def warn_about_changes(state: RunState, machine: dict[str, str], settings: Setti
             print(message, file=sys.stderr)
 
 
-def best_val_loss_so_far(run: RunDirectory, state: RunState, settings: Settings) -> float | None:
-    """The loss of the best checkpoint kept, perhaps of a later step; None if another part of the set was evaluated."""
-    if state.settings.train.eval_sequences != settings.train.eval_sequences:
-        return None
-    losses = [state.best_val_loss]
-    for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
-        with contextlib.suppress(CorruptCheckpoint):
-            checkpoint.verify(folder)
-            losses.append(checkpoint.read_json(folder / "state.json").get("val_loss"))
-    return min((loss for loss in losses if isinstance(loss, float)), default=None)
-
-
 def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState]:
     """Lock the run directory. Returns the folder of its newest valid checkpoint, None for a new run, and the state."""
     run.lock()
@@ -168,8 +156,14 @@ def resume_run(
         )
     restore(folder, step, state)
     warn_about_changes(state, describe_machine(step.device, dist, settings.train.parallel), settings)
-    best = best_val_loss_so_far(run, state, settings) if dist.is_main else None
-    state.best_val_loss = dist.broadcast_object(best)
+    losses = [state.best_val_loss]
+    for best in checkpoint.list_checkpoints(run.checkpoints, "best") if dist.is_main else ():
+        with contextlib.suppress(CorruptCheckpoint):  # it is kept, even if the run resumes from before it
+            checkpoint.verify(best)
+            losses.append(checkpoint.read_json(best / "state.json").get("val_loss"))
+    if state.settings.train.eval_sequences != settings.train.eval_sequences:
+        losses = []  # measured on another part of the validation set
+    state.best_val_loss = dist.broadcast_object(min((x for x in losses if isinstance(x, float)), default=None))
 
 
 def restore(folder: Path, step: TrainingStep, state: RunState) -> None:

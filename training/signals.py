@@ -51,13 +51,6 @@ class SignalHandler:
             os.write(sys.stderr.fileno(), b"\nfinishing this step and saving; once more leaves at once\n")
 
 
-def is_compile_error(error: RuntimeError) -> bool:
-    """Whether the error says that compiling failed: Ctrl-C in a terminal reaches the compiler, too."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    return isinstance(error, BackendCompilerFailed)
-
-
 class ResilientStream:
     """A text stream whose reader may go away: a closed terminal, or a `tee` that Ctrl-C ended too.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -14,9 +15,9 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.linear import Linear
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
-from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 from thinker.training.config import Settings
-from thinker.training.distributed import clip_grad_norm, gradient_sync, parallelize
+from thinker.training.distributed import gradient_sync, parallelize
 from thinker.training.optimizers import Optimizers
 
 
@@ -78,7 +79,8 @@ class TrainingStep:
                 total += loss_sum.detach()
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
-        grad_norm = clip_grad_norm(self.model, train.grad_clip)
+        limit = train.grad_clip or math.inf
+        grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         if self.dist.world_size > 1:
             torch.distributed.all_reduce(total)
         loss = total / max(batch.n_targets, 1)

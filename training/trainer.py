@@ -30,7 +30,7 @@ from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy
 from thinker.training.optimizers import lr_multiplier
 from thinker.training.report import print_summary
 from thinker.training.resume import RunState
-from thinker.training.signals import SignalHandler, is_compile_error
+from thinker.training.signals import SignalHandler
 from thinker.training.step import TrainingStep
 from thinker.training.wandb_tracking import Tracker
 
@@ -84,7 +84,9 @@ class Trainer:
             finally:
                 for part in (self.bar, self.batches, self.checkpoints):
                     part.close()
-                self.tracker.finish(is_complete=not self.was_evaluation_interrupted())
+                is_evaluation_due = self.is_due(self.settings.train.eval_every) or self.progress() >= 1
+                is_evaluated = self.state.evaluated_at == self.state.step
+                self.tracker.finish(is_complete=is_evaluated or not (self.stopping and is_evaluation_due))
                 self.run.unlock()
             if self.stopping:
                 saved = f"saved step {self.state.step} in {self.run.path}"
@@ -110,7 +112,9 @@ class Trainer:
             if not self.stopping:
                 self.evaluate()
         except RuntimeError as error:
-            if not (self.signal_handler.number and is_compile_error(error)):
+            from torch._dynamo.exc import BackendCompilerFailed  # imported here: it takes long
+
+            if not (self.signal_handler.number and isinstance(error, BackendCompilerFailed)):
                 raise
             self.signal = self.signal_handler.number  # the signal has ended the compilers of all ranks
         self.save()
@@ -217,11 +221,6 @@ class Trainer:
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens every `every` steps is due now. At the end of the run fit() does it anyway."""
         return bool(every and self.state.step and self.state.step % every == 0 and self.progress() < 1)
-
-    def was_evaluation_interrupted(self) -> bool:
-        """Whether a signal ended this step's evaluation."""
-        due = self.is_due(self.settings.train.eval_every) or self.progress() >= 1
-        return bool(self.stopping) and due and self.state.evaluated_at != self.state.step
 
     def progress(self) -> float:
         """The fraction of the run that is done, in [0, 1]: of steps or of time, whichever is further."""

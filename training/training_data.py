@@ -23,18 +23,10 @@ from thinker.training.config import Config, load_config
 
 def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:
     """The config's corpus as tokens on disk; `tokenizer`: instead of the one that the config names."""
-    data = config.data
-    options = {name: getattr(data, name) for name in ("path", "config", "split", "column", "streaming")}
-    return prepare_corpus(
-        source=data.source,
-        **{name: value for name, value in options.items() if value is not None},
-        tokenizer=tokenizer or data.tokenizer,
-        assistant_only_loss=data.assistant_only_loss,
-        val_fraction=data.val_fraction,
-        max_documents=data.max_documents,
-        cache_dir=data.cache_dir,
-        seed=config.run.seed,
-    )
+    names = {"path", "config", "split", "column", "streaming", "assistant_only_loss", "val_fraction", "max_documents"}
+    options = config.data.model_dump(include=names | {"cache_dir"}, exclude_none=True)
+    tokenizer = tokenizer or config.data.tokenizer
+    return prepare_corpus(source=config.data.source, tokenizer=tokenizer, seed=config.run.seed, **options)
 
 
 def load_run_config(folder: Path) -> Config | None:
@@ -50,15 +42,12 @@ def load_validation_data(folder: Path, tokenizer: Tokenizer, option: str) -> tup
     """
     config = load_run_config(folder)
     if config is None:
-        raise UserError(
-            f"{folder} is not in a run directory, which would name its validation data; choose data with {option}"
-        )
+        raise UserError(f"{folder} is not in a run directory with validation data; choose data with {option}")
     has_own_tokenizer = config.run.init_from is not None or config.data.chat_template is not None
     corpus = prepare_training_data(config, tokenizer if has_own_tokenizer else None)
     if corpus.tokenizer.content_hash != load_tokenizer(find_run_directory(folder)).content_hash:
-        raise UserError(
-            f"the text of data.source={config.data.source} has changed since the training; choose data with {option}"
-        )
+        source = f"data.source={config.data.source}"
+        raise UserError(f"the text of {source} has changed since the training; choose data with {option}")
     return config, corpus.val
 
 
