@@ -1,7 +1,5 @@
 """Train a Thinker: python train.py CONFIG.yaml [section.key=value ...]."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

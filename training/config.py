@@ -1,7 +1,5 @@
 """A config: what the user wrote, validated, with overrides from the command line; and the settings it resolves to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,7 +55,7 @@ class Config(sections.ConfigSection):
         return {**tree, "data": data, "optimizer": optimizer}
 
     @model_validator(mode="after")
-    def _check_consistency(self) -> Config:
+    def _check_consistency(self) -> "Config":
         run, model, data, optimizer, train = self.run, self.model, self.data, self.optimizer, self.train
         if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
             raise ValueError("train.lora_rank goes with run.init_from and optimizer.name=adamw")
@@ -118,7 +116,7 @@ class Settings(sections.ConfigSection):
     train: TrainSettings
     tracking: sections.TrackingConfig
 
-    def with_train(self, **changes: Any) -> Settings:
+    def with_train(self, **changes: Any) -> "Settings":
         """A copy with other values in the section `train`."""
         return self.model_copy(update={"train": self.train.model_copy(update=changes)})
 

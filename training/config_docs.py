@@ -1,7 +1,5 @@
 """docs/config.md and configs/schema.json, generated from the fields of the config's sections."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

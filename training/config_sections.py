@@ -3,8 +3,6 @@
 docs/config.md and configs/schema.json are generated from this file (scripts/config_docs.py).
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator

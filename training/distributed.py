@@ -4,8 +4,6 @@ Every rank computes its own rows of a batch; losses and gradients are summed ove
 targets of all ranks, so a step does not depend on their number.
 """
 
-from __future__ import annotations
-
 import contextlib
 from contextlib import AbstractContextManager
 from functools import partial
@@ -55,7 +53,7 @@ def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.M
     return model
 
 
-def _sum_gradients(state, bucket):  # noqa: ANN001, ANN202 - torch refuses annotations that are text
+def _sum_gradients(state, bucket):  # noqa: ANN001, ANN202 - not every build of torch has the types
     """Sum where DDP averages: dividing by the number of ranks is exact only for powers of two."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

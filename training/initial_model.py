@@ -1,7 +1,5 @@
 """Fine-tuning: a run that starts with the weights and the tokenizer of another model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

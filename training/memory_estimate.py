@@ -1,7 +1,5 @@
 """How much memory a training step takes, known without making one."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How fast the training goes, against what the device could do, and how much memory it takes."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

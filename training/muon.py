@@ -1,7 +1,5 @@
 """torch's Muon with three Newton-Schulz iterations instead of five, and with updates normalized by row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

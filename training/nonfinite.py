@@ -1,7 +1,5 @@
 """Diagnosis of a step whose loss or gradient is not finite: its samples, and the first module to overflow."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

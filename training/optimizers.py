@@ -1,7 +1,5 @@
 """The optimizers: default learning rates, their schedule, and which parameter belongs to which group."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run will need, before it starts: bytes, FLOPs, tokens and time."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What a run prints and plots at its end."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

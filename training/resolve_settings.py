@@ -1,7 +1,5 @@
 """From a config to its settings: every choice that depends on the machine, the ranks or the data is made here."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Resuming a run bit for bit: its saved state, and what may not change."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """From a config to a finished run: open the run, resolve settings, prepare data, build the model, restore, fit."""
 
-from __future__ import annotations
-
 import torch
 
 from thinker.checkpoint import CheckpointManager

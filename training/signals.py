@@ -1,7 +1,5 @@
 """Being stopped: signals, and a terminal or pipe that goes away."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -29,7 +27,7 @@ class SignalHandler:
         self.number, self.together = 0, together
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> SignalHandler:
+    def __enter__(self) -> "SignalHandler":
         handled = [number for number in self.NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
         return self

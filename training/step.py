@@ -1,7 +1,5 @@
 """One optimizer step: forward and backward over micro-batches, clipping, update."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

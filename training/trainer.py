@@ -1,7 +1,5 @@
 """The training loop: one optimizer step after the other, with evaluations, checkpoints and metrics in between."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The data of a config, and of a run that is found from its folder: its validation set, and the tokens in use."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights & Biases, if the config enables it. The training loop writes metrics.jsonl in any case."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from typing import Any
