@@ -66,10 +66,8 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
         if value is not None and name in MAY_CHANGE and not is_size_of_weight:
             values[name] = value
         elif value not in (None, values[name]):
-            raise UserError(
-                f"model.{name} is {json.dumps(value)}, but the model in run.init_from={config.run.init_from} has "
-                f"{json.dumps(values[name])}; leave it out"
-            )
+            source, has = f"run.init_from={config.run.init_from}", json.dumps(values[name])
+            raise UserError(f"model.{name} is {json.dumps(value)}, but the model in {source} has {has}; leave it out")
     return ThinkerConfig.from_dict(values)
 
 

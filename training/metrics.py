@@ -56,8 +56,7 @@ class MemoryMeter:
 
 
 def _peak_resident_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage would also count the process that this one was forked from
+    if (status := Path("/proc/self/status")).exists():  # getrusage also counts what this process was forked from
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     try:
         import resource

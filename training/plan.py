@@ -68,12 +68,8 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if measure:
         meter = MemoryMeter(device)
         first, seconds = time_steps(settings, device)
-        plan |= {
-            "first_step_s": first,
-            "step_s": seconds,
-            "tokens_per_second": step_tokens / seconds,
-            "measured_peak_bytes": meter.peak(),
-        }
+        plan |= {"first_step_s": first, "step_s": seconds, "tokens_per_second": step_tokens / seconds}
+        plan["measured_peak_bytes"] = meter.peak()
         if peak := peak_flops(device, train.precision):
             plan["mfu"] = flops * step_tokens / seconds / peak
     limits = [] if train.max_steps is None else [train.max_steps]

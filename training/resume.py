@@ -68,23 +68,18 @@ def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, d
     begun_with = previous.model_dump(mode="json")
     for section, values in sections.items():
         for key, value in values.items():
-            is_fixed = key in FIXED_KEYS.get(section, (key,)) and key != "cache_dir"
-            if is_fixed and value != begun_with[section][key]:
-                raise UserError(
-                    f"{section}.{key} is {value!r}, but the run in {run.path} was begun with "
-                    f"{begun_with[section][key]!r}; put it back, choose another run.dir, or remove that folder to "
-                    "begin anew"
-                )
+            was, is_fixed = begun_with[section][key], key in FIXED_KEYS.get(section, (key,)) and key != "cache_dir"
+            if is_fixed and value != was:
+                reason = f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {was!r}"
+                raise UserError(f"{reason}; put it back, choose another run.dir, or remove that folder to begin anew")
 
 
 def check_corpus(run: RunDirectory, state: RunState, corpus: Corpus, source: str) -> None:
     """Raise UserError where the tokenizer or the tokens are not those that the run was begun with."""
     changed = "tokenizer" if state.tokenizer != corpus.tokenizer.content_hash else "tokens"
     if changed == "tokenizer" or state.corpus != corpus.sha256:
-        raise UserError(
-            f"the text of {source} has changed, and with it the {changed}, since the run in {run.path} was begun; "
-            "put it back, or choose another run.dir"
-        )
+        reason = f"the text of {source} has changed, and with it the {changed}, since the run in {run.path} was begun"
+        raise UserError(f"{reason}; put it back, or choose another run.dir")
 
 
 def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:
@@ -109,11 +104,9 @@ def warn_about_changes(state: RunState, machine: dict[str, str], settings: Setti
 def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState]:
     """Lock the run directory. Returns the folder of its newest valid checkpoint, None for a new run, and the state."""
     run.lock()
-    folder = None
     if dist.is_main:
         checkpoint.recover(run.checkpoints)
-        folder = run.latest()
-    folder = dist.broadcast_object(folder)
+    folder = dist.broadcast_object(run.latest() if dist.is_main else None)
     if folder is None:
         return None, RunState()
     state = read_state(folder)
@@ -123,10 +116,7 @@ def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunStat
 
 
 def create_run(run: RunDirectory, is_new: bool, dist: DistContext) -> None:
-    """Make and lock the run directory. Raises UserError where another training was faster.
-
-    The best checkpoint of a run that ended before its first save, and now starts over, is put aside.
-    """
+    """Make and lock the run directory; the best checkpoint of a run that has to start over is put aside."""
     run.create()
     run.lock()
     if not (dist.is_main and is_new):
@@ -148,10 +138,8 @@ def resume_run(
             if newer.name > folder.name:
                 checkpoint.quarantine(newer, "damaged")  # or it would count as one of the last that are kept
     if state.skipped > settings.train.max_nonfinite_steps:
-        raise UserError(
-            f"the run in {run.path} has skipped {state.skipped} non-finite steps: set train.max_nonfinite_steps to "
-            f"{state.skipped} or more"
-        )
+        needed = f"set train.max_nonfinite_steps to {state.skipped} or more"
+        raise UserError(f"the run in {run.path} has skipped {state.skipped} non-finite steps: {needed}")
     restore(folder, step, state)
     warn_about_changes(state, describe_machine(step.device, dist, settings.train.parallel), settings)
     losses = [state.best_val_loss]

@@ -50,10 +50,7 @@ class SignalHandler:
 
 
 class ResilientStream:
-    """A text stream whose reader may go away: a closed terminal, or a `tee` that Ctrl-C ended too.
-
-    From then on, or where it is a file on a full disk, what is written is lost, and the training continues.
-    """
+    """A text stream that loses what is written once its reader (a terminal, a `tee`) has gone or the disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -241,10 +241,7 @@ class Trainer:
         self.tracker.log(line)
 
     def evaluate(self) -> None:
-        """Measure and log the validation loss, unless that was done; save the weights if they are the best so far.
-
-        A signal ends it without a result.
-        """
+        """Measure and log the validation loss, unless that was done or a signal comes; save the best weights."""
         state = self.state
         self.read_losses()
         if state.evaluated_at == state.step:

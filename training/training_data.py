@@ -50,14 +50,11 @@ def load_validation_data(folder: Path, tokenizer: Tokenizer, option: str) -> tup
 
 
 def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens: int = 50_000) -> Tensor | None:
-    """The token ids, except special ones, that occur in the first `max_tokens` tokens of a run's data.
-
-    None if the folder is not in a run directory, or its data is missing or would have to be downloaded.
-    """
+    """The ids, except special ones, in the first `max_tokens` tokens of a run's data; None if that is not at hand."""
     config = load_run_config(folder)
     if config is None or config.data.source == "hub":
         return None
-    column = {} if config.data.column is None else {"column": config.data.column}
+    column = config.data.model_dump(include={"column"}, exclude_none=True)
     try:
         source = open_source(config.data.source, path=config.data.path, seed=config.run.seed, **column)
         tokens = tokenize(source, tokenizer, max_tokens, scratch)
