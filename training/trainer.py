@@ -110,9 +110,8 @@ class Trainer:
             if not self.stopping:
                 self.evaluate()
         except RuntimeError as error:
-            from torch._dynamo.exc import BackendCompilerFailed  # imported here: it takes long
-
-            if not (self.signal_handler.number and isinstance(error, BackendCompilerFailed)):
+            names = [kind.__name__ for kind in type(error).__mro__]  # importing torch._dynamo.exc takes long
+            if not (self.signal_handler.number and "BackendCompilerFailed" in names):
                 raise
             self.signal = self.signal_handler.number  # the signal has ended the compilers of all ranks
         self.save()
