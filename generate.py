@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 
 try:
@@ -32,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
 
     group = parser.add_argument_group("task")
     prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", help="the beginning of the text (default: empty)")
+    prompt.add_argument("--prompt", default="", help="the beginning of the text (default: empty)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
     group.add_argument("--num-samples", type=int, default=1, help="number of texts, separated by --- (default 1)")
     group.add_argument("--chat", action="store_true", help="send the prompt as a message, by the chat template")
@@ -40,9 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--interactive", action="store_true", help="write a text in turns with the model")
     mode.add_argument("--score", metavar="FILE", help="print how likely a UTF-8 file is; - is standard input")
-    group.add_argument(
-        "--logprobs", type=int, metavar="N", help="print log-probabilities of each token and the N likeliest"
-    )
+    logprobs_help = "print log-probabilities of each token and the N likeliest"
+    group.add_argument("--logprobs", type=int, metavar="N", help=logprobs_help)
     group.add_argument("--json", action="store_true", help="print one JSON object per sample or score")
 
     group = parser.add_argument_group("sampling, in the order it is applied")
@@ -50,9 +51,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: fewer repetitions")
     group.add_argument("--presence-penalty", type=float, default=0.0, help="subtracted from logits of generated tokens")
     group.add_argument("--frequency-penalty", type=float, default=0.0, help="the same, once per occurrence")
-    group.add_argument(
-        "--logit-bias", action="append", default=[], metavar="ID=B", help="added to a token's logit; -inf bans it"
-    )
+    bias = {"type": parse_logit_bias, "action": "append", "default": []}
+    group.add_argument("--logit-bias", **bias, metavar="ID=B", help="added to a token's logit; -inf bans it")
     temperature = group.add_mutually_exclusive_group()
     temperature.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default 0.8)")
     temperature.add_argument("--greedy", action="store_true", help="always sample the likeliest token")
@@ -75,9 +75,11 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--no-cache", action="store_true", help="recompute all positions at every step, to compare")
     arguments = parser.parse_args()
 
-    for name, is_chosen in {"--interactive": arguments.interactive, "--score": arguments.score is not None}.items():
-        if is_chosen:
-            parser.check_unused(arguments, name, UNUSED_FLAGS[name])
+    if arguments.interactive or arguments.score is not None:
+        mode = "--interactive" if arguments.interactive else "--score"
+        parser.check_unused(arguments, mode, UNUSED_FLAGS[mode])
+    if any("\ud800" <= char <= "\udfff" for char in arguments.prompt):
+        raise UserError("--prompt is not UTF-8; convert it, or give a file with --prompt-file")
     if arguments.interactive and arguments.prompt_file == "-":
         raise UserError("--prompt-file - does not go with --interactive: both read standard input")
     if arguments.num_samples < 1:
@@ -88,8 +90,6 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError("greedy samples (temperature 0) are all the same: leave out --num-samples")
     if arguments.system is not None and not arguments.chat:
         raise UserError("--system goes with --chat; leave it out")
-    if arguments.draft is not None and not arguments.speculate:
-        raise UserError("--draft needs --speculate N, the number of tokens to draft per step")
     return arguments
 
 
@@ -103,101 +103,70 @@ def read_text(name: str) -> str:
         raise UserError(f"{name} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
 
 
-def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt from --prompt or --prompt-file. Raises UserError if it is not UTF-8."""
-    if arguments.prompt_file is not None:
-        return read_text(arguments.prompt_file)
-    prompt = arguments.prompt or ""
-    if any("\ud800" <= char <= "\udfff" for char in prompt):
-        raise UserError("--prompt is not UTF-8; convert it, or give a file with --prompt-file")
-    return prompt
-
-
-def parse_logit_bias(items: list[str]) -> dict[int, float]:
-    """Parse ["15=-inf"] as {15: -inf}. Raises UserError for anything else."""
-    biases = {}
-    for item in items:
-        token, _, bias = item.partition("=")
-        try:
-            biases[int(token)] = float(bias)
-        except ValueError:
-            raise UserError(f"--logit-bias {item} is not a token id, = and a number, such as 15=-2.5") from None
-    return biases
+def parse_logit_bias(text: str) -> tuple[int, float]:
+    """Parse "15=-inf" as (15, -inf). Raises UserError for anything else."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise UserError(f"--logit-bias {text} is not a token id, = and a number, such as 15=-2.5") from None
 
 
 def main() -> int:
     """Load the model, sample or score, print. Returns the exit status."""
     arguments = parse_arguments()
-    prompt = read_prompt(arguments)
+    prompt = arguments.prompt if arguments.prompt_file is None else read_text(arguments.prompt_file)
     text_to_score = None if arguments.score is None else read_text(arguments.score)
-    logit_bias = parse_logit_bias(arguments.logit_bias)
     sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
 
     from thinker.data import chat
-    from thinker.generation import Generator, SamplingParams, terminal
+    from thinker.generation import Completion, Generator, SamplingParams, terminal
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
-    names += ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    params = SamplingParams(
-        **{name: getattr(arguments, name) for name in names},
-        logit_bias=logit_bias,
-        logprobs=arguments.logprobs or 0,
-        seed=secrets.randbelow(2**31) if arguments.seed is None else arguments.seed,
-        stop=tuple(arguments.stop),
-    )
+    show_logprobs, n_top = arguments.logprobs is not None, arguments.logprobs or 0
+    seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
+    options = vars(arguments) | {"logprobs": n_top, "seed": seed, "logit_bias": dict(arguments.logit_bias)}
+    params = SamplingParams(**{field.name: options[field.name] for field in fields(SamplingParams)})
     device = choose_device(arguments.device)
     precision = choose_decoding_precision(arguments.precision, device)
     model, tokenizer = load(arguments.path, device, arguments.checkpoint)
     if tokenizer is None:
         raise UserError(f"{arguments.path} has no tokenizer, so it cannot read a prompt")
-    draft = None
-    if arguments.draft is not None:
-        draft, draft_tokenizer = load(arguments.draft, device)
-        if draft_tokenizer is None or draft_tokenizer.content_hash != tokenizer.content_hash:
-            raise UserError(f"the draft model in {arguments.draft} must have the same tokenizer as the model")
-    generator = Generator(
-        model,
-        tokenizer,
-        use_cache=not arguments.no_cache,
-        dtype=DTYPES[precision],
-        int8=arguments.int8,
-        compile=arguments.compile,
-        window=arguments.window,
-        sinks=arguments.sinks,
-        speculate=arguments.speculate,
-        draft=draft,
-    )
+    draft, draft_tokenizer = (None, tokenizer) if arguments.draft is None else load(arguments.draft, device)
+    if draft_tokenizer is None or draft_tokenizer.content_hash != tokenizer.content_hash:
+        raise UserError(f"the draft model in {arguments.draft} must have the same tokenizer as the model")
+    options = {name: options[name] for name in ("int8", "compile", "window", "sinks", "speculate")}
+    generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
     setup = f"{'int8 weights, ' if arguments.int8 else ''}{precision} on {device.type}"
     if text_to_score is not None:
         terminal.log(setup)
         exact = None
         if arguments.int8:
             exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks).score(text_to_score)
-        score = generator.score(text_to_score, arguments.logprobs or 0)
-        terminal.print_score(generator, score, exact, arguments.json, show_logprobs=arguments.logprobs is not None)
+        score = generator.score(text_to_score, n_top)
+        terminal.print_score(generator, score, exact, arguments.json, show_logprobs)
         return 0
-    chat_tokens = None
     if arguments.chat:
         if tokenizer.chat_template is None:
             raise UserError(f"{arguments.path} has no chat template: it was not trained on chats; leave out --chat")
         if not prompt.strip():
             raise UserError("--chat needs a message: --prompt TEXT")
         system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        chat_tokens = chat.encode_prompt(tokenizer, [*system, {"role": "user", "content": prompt}])
-        generator.check_length(chat_tokens)
+        tokens = chat.encode_prompt(tokenizer, [*system, {"role": "user", "content": prompt}])
     else:
-        generator.encode(prompt)  # raises an error if it is too long, before anything is printed
-    generator.check_params(params)
+        tokens = generator.encode(prompt)
+    generator.new_sequence(0, Completion(prompt), params, tokens)  # checks both before anything is printed
     terminal.log(f"seed {params.seed}, {setup}" if params.temperature > 0 else setup)
     if arguments.interactive:
         terminal.run_interactive(generator, prompt, params)
+    elif arguments.json:
+        n = arguments.num_samples
+        for index, completion in enumerate(generator.generate([prompt] * n, params, [tokens] * n)):
+            print(json.dumps(asdict(completion) | {"seed": params.seed + index}, ensure_ascii=False))
     else:
-        show_logprobs = arguments.logprobs is not None
-        terminal.print_samples(
-            generator, prompt, params, arguments.num_samples, arguments.json, show_logprobs, chat_tokens
-        )
+        shown_prompt = "" if arguments.chat else prompt
+        terminal.print_samples(generator, shown_prompt, tokens, params, arguments.num_samples, show_logprobs)
     return 0
 
 

@@ -9,12 +9,12 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.evaluation.long_context import hidden_states
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.sequence import Completion
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError, did_you_mean
 
@@ -33,9 +33,8 @@ class ThinkerLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text, from the tokenizer's special tokens map if it has one."""
-        return self.tokenizer.special_tokens.get(
-            self.tokenizer.special_tokens_map.get("eos_token"), self.tokenizer.eos_id
-        )
+        tokenizer = self.tokenizer
+        return tokenizer.special_tokens.get(tokenizer.special_tokens_map.get("eos_token"), tokenizer.eos_id)
 
     @property
     def prefix_token_id(self) -> int:
@@ -59,8 +58,7 @@ class ThinkerLM(TemplateLM):
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
                 rows = [(requests[i][1] + requests[i][2])[-(self.max_length + 1) :] for i in batch]
-                longest = max(map(len, rows)) - 1
-                inputs = torch.tensor([row[:-1] + [0] * (longest + 1 - len(row)) for row in rows])  # padded at the end
+                inputs = pad_sequence([torch.tensor(row[:-1]) for row in rows], batch_first=True)
                 hidden = hidden_states(self.model, inputs.to(self.model.device))  # (B, T, C)
                 for index, (i, row) in enumerate(zip(batch, rows)):
                     targets = torch.tensor(requests[i][2][-(len(row) - 1) :])  # without what was truncated
@@ -76,14 +74,13 @@ class ThinkerLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """ln P of whole texts, in windows of the model's context; each token is counted once."""
-        windows: list[tuple[None, list[int], list[int]]] = []
-        request_indices: list[int] = []
+        windows, request_indices = [], []
         for index, request in enumerate(requests):
             ids = self.tok_encode(*request.args)
             rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            for window in map(make_disjoint_window, rolling):
-                windows.append((None, *window))
-                request_indices.append(index)
+            new = [(None, *make_disjoint_window(window)) for window in rolling]
+            windows += new
+            request_indices += [index] * len(new)
         totals = [0.0] * len(requests)
         for index, (nats, _) in zip(request_indices, self._loglikelihood_tokens(windows, disable_tqdm)):
             totals[index] += nats
@@ -99,11 +96,8 @@ class ThinkerLM(TemplateLM):
             if max_prompt_len < 1:
                 length = params.max_new_tokens
                 raise UserError(f"the task generates {length} tokens; the model's context is {self.max_length}")
-            completion = Completion(context)
             tokens = self.tok_encode(context)[-max_prompt_len:] or [self.prefix_token_id]
-            for _ in self.generator.stream_batch([completion], params, [tokens]):
-                pass
-            texts.append(completion.text)
+            texts.append(self.generator.generate([context], params, [tokens])[0].text)
         return texts
 
 
@@ -111,11 +105,8 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """Convert a task's generation_kwargs. Raises UserError for one that is not supported."""
     options = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
     temperature, do_sample = options.pop("temperature", 1.0), options.pop("do_sample")
-    params = {
-        "stop": tuple(text for text in options.pop("until") if text),
-        "max_new_tokens": options.pop("max_gen_toks"),
-        "temperature": temperature if do_sample else 0.0,
-    }
+    params = {"temperature": temperature if do_sample else 0.0, "max_new_tokens": options.pop("max_gen_toks")}
+    params["stop"] = [text for text in options.pop("until") if text]
     params |= {name: options.pop(name) for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in options}
     if options:
         raise UserError(f"the task generates with {next(iter(options))}, which is not supported")
@@ -126,42 +117,35 @@ def run_tasks(
     model: Thinker,
     tokenizer: Tokenizer,
     names: list[str],
-    *,
     include: Path | None = None,
     n_shots: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The results of each task: {task: {metric: value, metric_stderr: standard error, questions: their number}}.
 
-    Args:
-        names: tasks of the harness, such as hellaswag, whose data it downloads, or tasks of `include`.
-        include: a folder of YAML files that define tasks.
-        n_shots: examples before each question; default: set by the task.
-        limit: use only this many questions per task.
-
-    Raises:
-        UserError: for an unknown task, or if a task cannot run, for example without its data.
+    `names`: tasks of the harness, such as hellaswag, whose data it downloads, or of the YAML files in the folder
+    `include`. `n_shots`: examples before each question, by default set by the task. `limit`: use only so many questions
+    per task. Raises UserError for a task that is unknown or cannot run, for example without its data.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=None if include is None else str(include), include_defaults=False)
+    folder = None if include is None else str(include)
+    manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):  # loading the harness's own tasks takes seconds
-        manager = TaskManager(include_path=None if include is None else str(include))
+        manager = TaskManager(include_path=folder)
     for name in names:
         if name not in manager.all_tasks:
             raise UserError(f"the harness has no task {name}{did_you_mean(name, manager.all_tasks)}")
+    options = {"num_fewshot": n_shots, "limit": limit, "bootstrap_iters": 1000, "log_samples": False}
     adapter = ThinkerLM(model, tokenizer)
     try:
-        output = simple_evaluate(
-            adapter, tasks=names, num_fewshot=n_shots, limit=limit, task_manager=manager,
-            bootstrap_iters=1000, log_samples=False,
-        )  # fmt: skip
+        output = simple_evaluate(adapter, tasks=names, task_manager=manager, **options)
     except UserError:
         raise
     except Exception as error:  # tasks are programs that may raise anything: missing data, too few examples
         raise UserError(f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}") from error
-    results: dict[str, dict[str, Any]] = {}
+    results = {}
     for name, metrics in output["results"].items():
         values = {key.replace(",none", ""): value for key, value in metrics.items() if isinstance(value, int | float)}
         results[name] = {key: value for key, value in values.items() if not key.startswith("sample_")}

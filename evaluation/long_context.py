@@ -54,14 +54,10 @@ class PositionLosses:
         return self.nats.nanmean(dim=0)
 
     def segment(self, start: int, end: int) -> Segment:
-        """The mean over all tokens at these positions; the standard error is that of a ratio of sums over windows."""
+        """The mean over all tokens at these positions, with its standard error over windows."""
         part = self.nats[:, start:end]
-        counts, sums = (~part.isnan()).sum(dim=1), part.nansum(dim=1)  # (N,) each
-        n, n_windows = int(counts.sum()), int((counts > 0).sum())
-        mean = (sums.sum() / n).item()
-        spread = (sums - mean * counts).square().sum().item()
-        error = math.sqrt(spread * n_windows / (n_windows - 1)) / n if n_windows > 1 else None
-        return Segment(start, end, mean, error, n)
+        counts = (~part.isnan()).sum(dim=1)  # (N,)
+        return Segment(start, end, *ratio_with_error(part.nansum(dim=1), counts), int(counts.sum()))
 
     def segments(self) -> list[Segment]:
         """Both halves of the trained length, then multiples of it; segments without tokens are left out."""
@@ -81,16 +77,24 @@ class PositionLosses:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON: the segments, and the loss and the number of tokens at each position."""
-        means = [loss if count else None for loss, count in zip(self.by_position.tolist(), self.counts.tolist())]
-        segments = [asdict(part) for part in self.segments()]
-        return {"segments": segments, "by_position": means, "counts": self.counts.tolist()}
+        counts = self.counts.tolist()
+        means = [loss if count else None for loss, count in zip(self.by_position.tolist(), counts)]
+        return {"segments": [asdict(part) for part in self.segments()], "by_position": means, "counts": counts}
+
+
+def ratio_with_error(sums: Tensor, sizes: Tensor) -> tuple[float, float | None]:
+    """Σ sums / Σ sizes over samples (N,), and its standard error; None for a single sample that is not empty.
+
+    Cochran 1977, Sampling Techniques, equation 2.46: the error of a ratio of two sums.
+    """
+    n, total = int((sizes > 0).sum()), sizes.sum().item()
+    mean = (sums.sum() / total).item()  # nan if there is nothing
+    spread = (sums - mean * sizes).square().sum().item()
+    return mean, math.sqrt(spread * n / (n - 1)) / total if n > 1 else None
 
 
 def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> PackedDataset:
-    """Contiguous windows of `length` tokens; shorter if there are fewer learned positions or tokens.
-
-    Documents are cut and packed together, which costs a model trained on whole documents some loss.
-    """
+    """Contiguous windows of `length` tokens across documents; shorter if learned positions or tokens run out."""
     length = min(length, max(shard.n_tokens - 1 for shard in tokens.shards))
     if config.positions == "learned":
         length = min(length, config.max_seq_len)
@@ -98,10 +102,7 @@ def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> Pac
 
 
 def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None:
-    """Scale RoPE from now on, for example by {"type": "linear", "factor": 4}; `scaling` may be YAML.
-
-    Raises UserError if the scaling is invalid or the model has no RoPE.
-    """
+    """Scale RoPE from now on, for example by {"type": "linear", "factor": 4}, perhaps as YAML; UserError if invalid."""
     config = model.config
     if model.rope is None:
         raise UserError(f"model.positions is {config.positions}: there is no RoPE to scale")
@@ -121,17 +122,9 @@ def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = 
 
 
 def loss_by_position(
-    model: Thinker,
-    windows: PackedDataset,
-    batch_size: int,
-    limit: int | None = None,
-    trained_length: int | None = None,
-    progress: bool = False,
+    model: Thinker, windows: PackedDataset, batch_size: int, limit: int = 0, trained: int = 0, progress: bool = False
 ) -> PositionLosses:
-    """The loss of each token in the first `limit` windows.
-
-    `trained_length`: length of the training windows, by default config.max_seq_len. `progress`: show a progress bar.
-    """
+    """The loss of each token in the first `limit` windows (0: all); `trained`: the trained length (0: max_seq_len)."""
 
     def token_losses(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
         chunks = hidden_states(model, inputs, document_ids).flatten(0, 1).split(LOGIT_ROWS)  # (n, C) each
@@ -141,9 +134,9 @@ def loss_by_position(
             losses.append(F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none").cpu())
         return torch.cat(losses).view(targets.shape).double()
 
-    batches = batch_losses(model, windows, batch_size, token_losses, limit)
+    batches = batch_losses(model, windows, batch_size, token_losses, limit or None)
     n_batches = -(-len(windows) // batch_size)
     targets, losses = zip(*tqdm(batches, desc="evaluating", total=n_batches, disable=not progress))
     targets = torch.cat(targets)  # (N, T)
     nats = torch.cat(losses).masked_fill(targets == IGNORE_INDEX, math.nan)
-    return PositionLosses(trained_length or model.config.max_seq_len, nats, targets)
+    return PositionLosses(trained or model.config.max_seq_len, nats, targets)

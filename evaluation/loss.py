@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,8 @@ def batch_losses(
     model.eval()
     try:
         for inputs, targets in sequential_batches(windows, batch_size, limit, dist.rank, dist.world_size):
-            batch = (inputs, targets, windows.document_ids(inputs))
-            batch = [x if x is None else x.to(model.device, non_blocking=True) for x in batch]
-            yield targets, compute_loss(*batch)
+            batch = inputs, targets, windows.document_ids(inputs)
+            yield targets, compute_loss(*(x if x is None else x.to(model.device, non_blocking=True) for x in batch))
     finally:
         model.train(was_training)
 
@@ -54,29 +53,23 @@ class Evaluation:
     n_tokens: int
 
 
+@dataclass
 class Evaluator:
     """Measures the loss on the first `limit` windows of the validation set; several processes share the work."""
 
-    def __init__(
-        self,
-        windows: PackedDataset,
-        batch_size: int,
-        byte_lengths: np.ndarray,
-        limit: int | None = None,
-        dist: DistContext = SINGLE_PROCESS,
-    ) -> None:
-        self.windows, self.batch_size, self.limit, self.dist = windows, batch_size, limit, dist
-        self.byte_lengths = torch.from_numpy(byte_lengths.astype(np.int64))
-        self.floor = entropy_floor(windows, limit)
+    windows: PackedDataset
+    batch_size: int
+    byte_lengths: np.ndarray
+    limit: int | None = None
+    dist: DistContext = field(default_factory=lambda: SINGLE_PROCESS)
+
+    def __post_init__(self) -> None:
+        self.floor = entropy_floor(self.windows, self.limit)
 
     def __call__(self, model: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """The loss of `model`, or None if stop() returned True; all processes call it after each batch.
-
-        Raises UserError if the windows contain no target.
-        """
-        nats = torch.zeros((), dtype=torch.float64)
-        if model.device.type in ("cpu", "cuda"):
-            nats = nats.to(model.device)  # summed on the device: synchronizes once, at the end
+        """The loss of `model`; None if stop(), called after each batch, is True. UserError if there is no target."""
+        device = "cpu" if model.device.type == "mps" else model.device  # Apple's GPUs have no float64
+        nats = torch.zeros((), dtype=torch.float64, device=device)  # on the device: synchronizes once, at the end
         n_tokens = n_bytes = 0
 
         def loss_sum(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -87,7 +80,7 @@ class Evaluator:
             for targets, loss in losses:
                 counted = targets[targets != IGNORE_INDEX]
                 n_tokens += counted.numel()
-                n_bytes += int(self.byte_lengths[counted].sum())
+                n_bytes += int(self.byte_lengths[counted.numpy()].sum())
                 nats += loss.to(nats.device, nats.dtype)
                 if stop():
                     return None

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from thinker.data import tales
 from thinker.data.tokenizer import Tokenizer
@@ -122,14 +123,13 @@ def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Te
     Values that differ only in their last token share a row of the batch.
     """
     prefixes = sorted({tuple(value[:-1]) for value in values})
-    max_len = max(map(len, prefixes))
-    logprobs: dict[tuple[int, ...], Tensor] = {}
-    for start in range(0, len(prefixes), MAX_PREFIXES_PER_BATCH):
-        batch = prefixes[start : start + MAX_PREFIXES_PER_BATCH]
-        rows = [[*context, *prefix, *[0] * (max_len - len(prefix))] for prefix in batch]  # padded at the end
-        hidden = hidden_states(model, torch.tensor(rows, device=model.device))[:, len(context) - 1 :]
-        logprobs |= zip(batch, model.lm_head(hidden).float().log_softmax(dim=-1).cpu())  # (max_len + 1, V) each
-    return torch.stack([logprobs[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values])
+    rows = pad_sequence([torch.tensor([*context, *prefix]) for prefix in prefixes], batch_first=True)
+    logprobs = []
+    for batch in rows.to(model.device).split(MAX_PREFIXES_PER_BATCH):
+        hidden = hidden_states(model, batch)[:, len(context) - 1 :]
+        logprobs += model.lm_head(hidden).float().log_softmax(dim=-1).cpu()  # (longest prefix + 1, V) each
+    after = dict(zip(prefixes, logprobs))
+    return torch.stack([after[tuple(value[:-1])][range(len(value)), value].double().sum() for value in values])
 
 
 def needle_test(
@@ -140,18 +140,19 @@ def needle_test(
     If the test is impossible (no positions left, no such story), "unreachable" has the reason instead.
     """
     needles, rows = make_needles(tokenizer, distance, n_examples, seed), []
-    if not needles:
-        return {"distance": distance, "unreachable": "no story repeats a fact at that distance"}
-    if min(len(needle.tokens) for needle in needles) < model.config.prefix:
-        reason = f"the model reads its first {model.config.prefix} tokens both ways, so it would see the answer"
-        return {"distance": distance, "unreachable": reason}
-    for needle in needles:
-        try:
-            nats = log_probs(model, needle.tokens, [tokenizer.encode(f" {value}") for value in VALUES[needle.name]])
-        except UserError as error:
-            return {"distance": distance, "unreachable": str(error)}
-        answer = VALUES[needle.name].index(needle.value)
-        rows.append([nats.argmax() == answer, nats.softmax(dim=0)[answer], 1 / len(nats)])
+    prefix = model.config.prefix
+    try:
+        if not needles:
+            raise UserError("no story repeats a fact at that distance")
+        if min(len(needle.tokens) for needle in needles) < prefix:
+            raise UserError(f"the model reads its first {prefix} tokens both ways, so it would see the answer")
+        for needle in needles:
+            values = VALUES[needle.name]
+            nats = log_probs(model, needle.tokens, [tokenizer.encode(f" {value}") for value in values])
+            answer = values.index(needle.value)
+            rows.append([nats.argmax() == answer, nats.softmax(dim=0)[answer], 1 / len(nats)])
+    except UserError as error:
+        return {"distance": distance, "unreachable": str(error)}
     accuracy, probability, chance = torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
     error = (accuracy * (1 - accuracy) / len(rows)) ** 0.5
     result = {"distance": distance, "n_examples": len(rows), "accuracy": accuracy, "error": error}

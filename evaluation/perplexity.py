@@ -17,11 +17,12 @@ from thinker.data.corpus import encode_all
 from thinker.data.shards import ShardWriter, TokenShards
 from thinker.data.sources import Source
 from thinker.data.tokenizer import Tokenizer
-from thinker.evaluation.long_context import PositionLosses, loss_by_position
+from thinker.evaluation.long_context import PositionLosses, loss_by_position, ratio_with_error
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
+BATCH_TOKENS = 8192
 MIN_BLOCK_TOKENS = 1024  # per sample of the confidence interval, if the text is long enough
 
 
@@ -32,6 +33,11 @@ class Estimate:
     mean: float
     low: float | None  # None if there is only one window
     high: float | None
+
+    def format(self, digits: int) -> str:
+        """For example "1.23 [1.20, 1.26]"."""
+        interval = "" if self.low is None else f" [{self.low:,.{digits}f}, {self.high:,.{digits}f}]"
+        return f"{self.mean:,.{digits}f}{interval}"
 
 
 @dataclass(frozen=True)
@@ -55,53 +61,34 @@ class TextLoss:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        numbers = ("context_length", "stride", "n_tokens", "n_bytes", "n_windows", "entropy_floor")
         estimates = ("nats_per_token", "perplexity", "bits_per_byte")
-        tree = {name: getattr(self, name) for name in numbers}
-        tree |= {name: vars(getattr(self, name)) for name in estimates}
+        tree = vars(self) | {name: vars(getattr(self, name)) for name in estimates}
         return tree | {"by_position": self.by_position.to_dict()}
 
 
 def estimate_ratio(sums: Tensor, sizes: Tensor, confidence: float) -> Estimate:
-    """Σ sums / Σ sizes over samples (N,), with its confidence interval.
-
-    Its half-width is the standard error of a ratio of two sums (Cochran 1977, Sampling Techniques, equation 2.46) times
-    the quantile of Student's t with N − 1 degrees of freedom.
-    """
+    """Σ sums / Σ sizes over samples (N,), with its interval by Student's t with N − 1 degrees of freedom."""
     from scipy.stats import t  # slow to import
 
-    sums, sizes = sums[sizes > 0].double(), sizes[sizes > 0].double()
-    n, total = len(sums), sizes.sum().item()
-    mean = sums.sum().item() / total
-    if n < 2:
+    mean, error = ratio_with_error(sums[sizes > 0].double(), sizes[sizes > 0].double())
+    if error is None:
         return Estimate(mean, None, None)
-    spread = (sums - mean * sizes).square().sum().item()
-    error = math.sqrt(spread * n / (n - 1)) / total * float(t.ppf((1 + confidence) / 2, n - 1))
+    error *= float(t.ppf((1 + confidence) / 2, int((sizes > 0).sum()) - 1))
     return Estimate(mean, mean - error, mean + error)
 
 
 def text_loss(
-    model: Thinker,
-    windows: PackedDataset,
-    byte_lengths: np.ndarray,
-    *,
-    confidence: float = 0.95,
-    trained_length: int | None = None,
-    batch_tokens: int = 8192,
+    model: Thinker, windows: PackedDataset, byte_lengths: np.ndarray, confidence: float = 0.95, trained: int = 0
 ) -> TextLoss:
-    """Loss, perplexity and bits per byte over all windows.
+    """Loss, perplexity and bits per byte over all windows, with intervals of this confidence.
 
-    Args:
-        byte_lengths: the number of bytes of each token id (data.tokenizer.token_byte_lengths).
-        confidence: level of the intervals.
-
-    Raises:
-        UserError: if none of the counted tokens has text.
+    `byte_lengths`: the number of bytes of each token id (data.tokenizer.token_byte_lengths). `trained`: the length of
+    the training windows, by default max_seq_len. Raises UserError if none of the counted tokens has text.
     """
-    batch_size = max(1, batch_tokens // windows.seq_len)
-    losses = loss_by_position(model, windows, batch_size, None, trained_length, progress=True)
+    batch_size = max(1, BATCH_TOKENS // windows.seq_len)
+    losses = loss_by_position(model, windows, batch_size, trained=trained, progress=True)
     is_counted = losses.targets != IGNORE_INDEX
-    token_bytes = torch.from_numpy(byte_lengths.astype(np.int64))[losses.targets.clamp_min(0)]
+    token_bytes = torch.from_numpy(byte_lengths)[losses.targets.clamp_min(0)]
     n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)  # (N,)
     nats, counts = losses.nats.nansum(dim=1), is_counted.sum(dim=1)  # (N,) each
     if not n_bytes.any():
@@ -110,35 +97,23 @@ def text_loss(
     block_tokens = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
     block = torch.arange(len(counts)) // max(1, block_tokens // windows.stride)  # (N,)
     blocks = [torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double()) for x in (nats, counts, n_bytes)]
-    return TextLoss(
-        windows.seq_len,
-        windows.stride,
-        int(counts.sum()),
-        int(n_bytes.sum()),
-        len(windows),
-        estimate_ratio(blocks[0], blocks[1], confidence),
-        estimate_ratio(blocks[0] / math.log(2), blocks[2], confidence),
-        entropy_floor(windows),
-        losses,
-    )
+    sizes = windows.seq_len, windows.stride, int(counts.sum()), int(n_bytes.sum()), len(windows)
+    per_token = estimate_ratio(blocks[0], blocks[1], confidence)
+    per_byte = estimate_ratio(blocks[0] / math.log(2), blocks[2], confidence)
+    return TextLoss(*sizes, per_token, per_byte, entropy_floor(windows), losses)
 
 
 def format_table(losses: list[TextLoss]) -> str:
     """One line per context length: the estimates with their intervals and, if known, the distance to the floor."""
     rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "over the floor"]]
     for loss in losses:
-        estimates = [_format(loss.nats_per_token, 4), _format(loss.perplexity, 2), _format(loss.bits_per_byte, 4)]
+        estimates = [loss.nats_per_token.format(4), loss.perplexity.format(2), loss.bits_per_byte.format(4)]
         floor = f"{loss.nats_per_token.mean / loss.entropy_floor - 1:.2%}" if loss.entropy_floor else ""
         rows.append([str(loss.context_length), f"{loss.n_tokens:,}", *estimates, floor])
     columns = [column for column in zip(*rows) if any(column[1:])]  # without the floor if it is unknown
     widths = [max(map(len, column)) for column in columns]
     lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in zip(*columns))
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _format(estimate: Estimate, digits: int) -> str:
-    interval = "" if estimate.low is None else f" [{estimate.low:,.{digits}f}, {estimate.high:,.{digits}f}]"
-    return f"{estimate.mean:,.{digits}f}{interval}"
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path) -> TokenShards:

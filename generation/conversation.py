@@ -12,17 +12,20 @@ from thinker.generation.sequence import Completion
 
 
 class Conversation:
-    """The text so far as token ids, and a cache that is never recomputed as long as it can be truncated.
+    """The text so far as token ids, and a cache; one that cannot go back (it has evicted positions) is made anew.
 
-    An interrupted turn keeps the tokens sampled until then. If the cache cannot go back (a sink cache that has evicted
-    positions), the whole text is prefilled again.
+    An interrupted turn keeps the tokens sampled until then.
     """
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self.tokens = list(generator.tokenizer.bos_prefix)
-        self.turn_starts: list[int] = []  # the number of tokens before each turn
         self._cache = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new text."""
+        self.tokens = list(self.generator.tokenizer.bos_prefix)
+        self.turn_starts: list[int] = []  # the number of tokens before each turn
         self._n_cached = 0  # tokens of the text that the cache certainly holds
 
     @property
@@ -30,15 +33,11 @@ class Conversation:
         """The whole text, without special tokens."""
         return self.generator.tokenizer.decode(self.tokens)
 
-    def reply(self, text: str, params: SamplingParams, completion: Completion | None = None) -> Iterator[str]:
-        """Append `text`, then yield the model's continuation as it is sampled.
-
-        Raises UserError, with nothing changed, if the text does not fit into the context.
-        """
+    def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
+        """Append `text`, then yield the model's continuation; UserError, with nothing changed, if it does not fit."""
         generator = self.generator
         tokens = self.tokens + generator.tokenizer.encode(text) or [generator.tokenizer.bos_id]
-        generator.check_length(tokens)
-        sequence = generator.new_sequence(0, completion or Completion(text), params, list(tokens))
+        sequence = generator.new_sequence(0, Completion(text), params, tokens)
         self.turn_starts.append(len(self.tokens))
         self.tokens = sequence.tokens  # grows with every sampled token, so an interruption keeps them
         try:
@@ -60,21 +59,14 @@ class Conversation:
         self._n_cached = min(self._n_cached, len(self.tokens))
         return True
 
-    def reset(self) -> None:
-        """Start a new text."""
-        self.tokens, self.turn_starts, self._n_cached = list(self.generator.tokenizer.bos_prefix), [], 0
-
     def _prefill(self, tokens: list[int], n_cached: int) -> Tensor:
         """Read the tokens that the cache does not hold; returns the logits after the last one, (1, 1, V)."""
         generator, cache = self.generator, self._cache
         n_cached = min(n_cached, len(tokens) - 1)  # reads at least one token, for its logits
         if n_cached < generator.config.prefix:
             n_cached = 0  # tokens that attend to each other in both directions are read in one pass
-        if cache is not None and not cache.can_truncate([n_cached]):
-            cache = None
-        if cache is None:
+        if cache is None or not cache.can_truncate([n_cached]):
             max_len = generator.config.max_seq_len + generator.speculate + 1  # a ring buffer is smaller than that
-            cache, n_cached = generator.new_cache(generator.model, 1, max_len), 0
-        cache.truncate([n_cached])
-        self._cache = cache
-        return generator.prefill(generator.model, [tokens[n_cached:]], cache)[:, None]
+            self._cache, n_cached = generator.new_cache(generator.model, 1, max_len), 0
+        self._cache.truncate([n_cached])
+        return generator.prefill(generator.model, [tokens[n_cached:]], self._cache)

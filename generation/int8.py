@@ -26,18 +26,15 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., n_in) -> (..., n_out), in x's dtype."""
-        y = self.multiply(x)
+        if self.use_int8_matmul:
+            rows = x.reshape(-1, x.shape[-1])  # (N, n_in)
+            x_scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min(1e-30) / 127  # (N, 1)
+            x_int8 = (rows / x_scale).round().to(torch.int8)
+            product = torch._int_mm(x_int8, self.quantized.t())  # (N, n_out) int32
+            y = (product * (x_scale * self.scale)).to(x.dtype).view(*x.shape[:-1], -1)
+        else:
+            y = F.linear(x, self.quantized.to(x.dtype)) * self.scale.to(x.dtype)
         return y if self.bias is None else y + self.bias
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """(..., n_in) -> (..., n_out), without the bias."""
-        if not self.use_int8_matmul:
-            return F.linear(x, self.quantized.to(x.dtype)) * self.scale.to(x.dtype)
-        rows = x.reshape(-1, x.shape[-1])  # (N, n_in)
-        x_scale = rows.abs().amax(dim=1, keepdim=True).float().clamp_min(1e-30) / 127  # (N, 1)
-        x_int8 = (rows / x_scale).round().to(torch.int8)
-        product = torch._int_mm(x_int8, self.quantized.t())  # (N, n_out) int32
-        return (product * (x_scale * self.scale)).to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def int8_matmul_is_exact() -> bool:

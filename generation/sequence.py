@@ -12,6 +12,8 @@ from torch import Tensor
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.sampler import SamplingParams, sample
 from thinker.generation.streaming import TextStreamer
+from thinker.model import ThinkerConfig
+from thinker.runtime.errors import UserError
 
 
 @dataclass
@@ -28,15 +30,6 @@ class Completion:
     n_evicted: int = 0  # positions that a sink cache no longer held at the end
     drafted: int = 0  # tokens that speculation proposed
     accepted: int = 0  # of these, tokens that were sampled
-
-
-@dataclass(frozen=True)
-class SampledToken:
-    """A token, its log-probability under the model, and those of the likeliest tokens at its position."""
-
-    token: int
-    logprob: float
-    top_logprobs: dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -59,26 +52,22 @@ class Score:
         return self.nats / math.log(2) / max(self.n_bytes, 1)
 
 
+@dataclass
 class Sequence:
     """Prompt and sampled tokens of one completion, its random numbers, and when it ends."""
 
-    def __init__(
-        self,
-        index: int,
-        completion: Completion,
-        params: SamplingParams,
-        tokens: list[int],
-        n_remaining: int,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self.index, self.completion, self.params = index, completion, params
-        self.tokens, self.n_remaining = tokens, n_remaining  # n_remaining: tokens that may still be sampled
-        self.eos_ids, self.vocab_size = tokenizer.eos_ids, tokenizer.vocab_size
-        self.streamer = TextStreamer(tokenizer, params.stop)
-        self.counts = torch.zeros(tokenizer.vocab_size) if _has_penalties(params) else None  # of each sampled token
+    index: int
+    completion: Completion
+    params: SamplingParams
+    tokens: list[int]
+    n_remaining: int  # tokens that may still be sampled
+    tokenizer: Tokenizer
+
+    def __post_init__(self) -> None:
+        self.streamer = TextStreamer(self.tokenizer, self.params.stop)
         # The parameters that shape the distribution: sequences with the same key are sampled in one batch.
-        self.sampling_key = replace(params, seed=0, max_new_tokens=1, stop=(), logprobs=0)
-        self._random, self._uniforms = random.Random(params.seed), []
+        self.sampling_key = replace(self.params, seed=0, max_new_tokens=1, stop=(), logprobs=0)
+        self._random, self._uniforms = random.Random(self.params.seed), []
 
     def uniform(self, offset: int) -> float:
         """The random number in [0, 1) that samples the token `offset` positions ahead, however often it is asked."""
@@ -87,47 +76,44 @@ class Sequence:
             self._uniforms.append(self._random.random())
         return self._uniforms[index]
 
-    def append(self, sampled: SampledToken) -> tuple[str, bool]:
+    def append(self, token: int, logprob: float, top_logprobs: dict[int, float]) -> tuple[str, bool]:
         """Add a token. Returns the text that became certain, and whether the sequence has ended."""
-        completion = self.completion
-        self.tokens.append(sampled.token)
-        completion.token_ids.append(sampled.token)
-        completion.logprobs.append(sampled.logprob)
+        completion, streamer = self.completion, self.streamer
+        self.tokens.append(token)
+        completion.token_ids.append(token)
+        completion.logprobs.append(logprob)
         if self.params.logprobs:
-            completion.top_logprobs.append(sampled.top_logprobs)
-        if self.counts is not None:
-            self.counts[sampled.token] += 1
+            completion.top_logprobs.append(top_logprobs)
         self.n_remaining -= 1
-        text, ended = self.streamer.feed(sampled.token), sampled.token in self.eos_ids
-        if (ended or self.n_remaining == 0) and not self.streamer.stopped:
-            text += self.streamer.finish()
-        if ended or self.streamer.stopped:
+        text, is_eos = streamer.feed(token), token in self.tokenizer.eos_ids
+        if is_eos or self.n_remaining == 0:
+            text += streamer.finish()
+        completion.text += text
+        if is_eos or streamer.stopped:
             completion.finish_reason = "stop"
-        return text, ended or self.streamer.stopped or self.n_remaining == 0
+        return text, is_eos or streamer.stopped or self.n_remaining == 0
 
     def penalty_inputs(self, drafts: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
         """If `drafts` come next: which tokens are in the text, and how often each was generated, (V,) both."""
-        counts = torch.zeros(vocab_size)
-        counts[: self.vocab_size] = self.counts
-        for token in drafts:
-            counts[token] += 1
+        tokens = torch.tensor(self.tokens + drafts)
         in_text = torch.zeros(vocab_size, dtype=torch.bool)
-        in_text[self.tokens] = True
-        in_text[drafts] = True
-        return in_text, counts
+        in_text[tokens] = True
+        n_generated = len(self.completion.token_ids) + len(drafts)
+        return in_text, tokens[len(tokens) - n_generated :].bincount(minlength=vocab_size)
 
 
 @torch.no_grad()
-def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
+def sample_next(
+    sequences: list[Sequence], drafts: list[list[int]], logits: Tensor
+) -> list[list[tuple[int, float, dict[int, float]]]]:
     """Sample the next tokens of every sequence: one, and one more for each draft that equals the sampled token.
 
     A draft never decides anything: every position is sampled from the model's own distribution with the random number
     of that position, and a draft that equals the result only means that the next position's logits are available.
     So speculation gives exactly the tokens of plain decoding, greedy or sampled.
 
-    Args:
-        drafts: for each sequence, the tokens that the model read after its last one.
-        logits: (B, 1 + longest draft, V), after the last token and after each draft.
+    `drafts`: per sequence, the tokens that the model read after its last one. `logits` (B, 1 + longest draft, V): after
+    the last token and each draft. Returns per sequence the tokens, their log-probabilities, and those of the likeliest.
     """
     rows = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]  # N
     if len(rows) > len(sequences):
@@ -135,20 +121,22 @@ def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tens
         logits = logits[list(indices), list(offsets)]  # (N, V)
     else:
         logits = logits[:, 0]
-    logits = logits[:, : sequences[0].vocab_size].float()  # ids above the tokenizer's are padding
+    logits = logits[:, : sequences[0].tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
     tokens = sample_tokens([(sequences[index], drafts[index][:offset]) for index, offset in rows], logits)
     logprobs = logits.log_softmax(dim=-1)  # (N, V)
     token_logprobs = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    sampled: list[list[SampledToken]] = [[] for _ in sequences]
+    sampled = [[] for _ in sequences]
     for row, (index, offset) in enumerate(rows):
-        if [one.token for one in sampled[index]] == drafts[index][:offset]:
+        if [token for token, *_ in sampled[index]] == drafts[index][:offset]:
             top = top_logprobs(logprobs[row], sequences[index].params.logprobs)
-            sampled[index].append(SampledToken(tokens[row], token_logprobs[row], top))
+            sampled[index].append((tokens[row], token_logprobs[row], top))
     return sampled
 
 
 def sample_tokens(contexts: list[tuple[Sequence, list[int]]], logits: Tensor) -> list[int]:
     """Sample one token per row of logits (N, V); contexts: the row's sequence and the drafts that follow it."""
+    if logits.device.type == "mps":  # Apple's GPUs have no float64
+        logits = logits.cpu()
     groups: dict[SamplingParams, list[int]] = {}
     for row, (sequence, _) in enumerate(contexts):
         groups.setdefault(sequence.sampling_key, []).append(row)
@@ -156,7 +144,7 @@ def sample_tokens(contexts: list[tuple[Sequence, list[int]]], logits: Tensor) ->
     tokens = [0] * len(contexts)
     for params, rows in groups.items():
         in_text = counts = None
-        if _has_penalties(params):
+        if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
             inputs = [contexts[row][0].penalty_inputs(contexts[row][1], logits.shape[1]) for row in rows]
             in_text, counts = (torch.stack(tensors).to(logits.device) for tensors in zip(*inputs))
         group_logits = logits if len(rows) == len(contexts) else logits[rows]
@@ -173,5 +161,10 @@ def top_logprobs(logprobs: Tensor, n: int) -> dict[int, float]:
     return dict(zip(tokens.tolist(), values.tolist()))
 
 
-def _has_penalties(params: SamplingParams) -> bool:
-    return bool(params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty)
+def check_prompt_length(tokens: list[int], config: ThinkerConfig, max_len: float, hint: str = "") -> None:
+    """Raise UserError if a prompt is longer than `max_len` or shorter than the model's bidirectional prefix."""
+    start, prefix = f"the prompt has {len(tokens)} tokens", config.prefix
+    if len(tokens) < prefix:
+        raise UserError(f"{start}; the model's bidirectional prefix needs at least {prefix}")
+    if len(tokens) > max_len:
+        raise UserError(f"{start} and the model's context is {max_len}; shorten it to at most {max_len} tokens{hint}")

@@ -42,16 +42,15 @@ class SinkLayer(RingLayer):
         q, keys, values = super().update(q, k, v, slots)
         if slots.has_new_sinks is not None:
             self.sinks.copy_(torch.where(slots.has_new_sinks, self.keys[:, :, :n], self.sinks))
-        if slots.rotation is None:
-            return q, keys, values
-        if q.shape[2] == 1:
+        if slots.rotation is not None and q.shape[2] == 1:
             self.keys[:, :, :n] = apply_rotary_emb(self.sinks, slots.rotation)  # `keys` is a view of them
-            return q, keys, values
-        # A score is the product of q and k, each rotated by its own position. To attend to the sinks from another
-        # position, rotate the query once more: with both forms side by side, each half meets its own kind of keys.
-        is_sink = slots.is_sink[:, None]  # (S, 1)
-        q = torch.cat((q, apply_rotary_emb(q, slots.rotation)), dim=-1)  # (B, H, T, 2D)
-        return q, torch.cat((keys * ~is_sink, keys * is_sink), dim=-1), values
+        elif slots.rotation is not None:
+            # A score is the product of q and k, each rotated by its own position. To attend to the sinks from another
+            # position, rotate the query once more: with both forms side by side, each half meets its own kind of keys.
+            is_sink = slots.is_sink[:, None]  # (S, 1)
+            q = torch.cat((q, apply_rotary_emb(q, slots.rotation)), dim=-1)  # (B, H, T, 2D)
+            keys = torch.cat((keys * ~is_sink, keys * is_sink), dim=-1)
+        return q, keys, values
 
 
 class SinkCache(KVCache):
@@ -62,10 +61,6 @@ class SinkCache(KVCache):
     """
 
     def __init__(self, model: Thinker, batch_size: int, window: int, sinks: int = 0) -> None:
-        if window < 1 or sinks < 0:
-            raise UserError(f"a window of {window} positions and {sinks} sinks: at least 1 and 0")
-        if not model.config.is_plain:
-            raise UserError("a sink cache needs full attention and RoPE; other variants have caches of their own")
         self.sinks, self.rope = sinks, model.rope
         self.pattern = sliding_window(window) | global_positions(sinks)
         super().__init__(model.config, batch_size, sinks + window, model.device, model.dtype)
@@ -73,11 +68,6 @@ class SinkCache(KVCache):
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> SinkLayer:
         keys, values = self._new_tensors(B, K, self.max_len + 1)
         return SinkLayer(keys, values, self.slack, self.sinks, keys[:, :, : self.sinks].clone())
-
-    @property
-    def n_evicted(self) -> int:
-        """The number of evicted positions of the longest row."""
-        return max(0, max(self.lengths) - self.max_len)
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
         """As KVCache.append; new positions always fit. Rows of unequal length take one at a time."""

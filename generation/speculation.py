@@ -5,15 +5,17 @@ Drafts never change the text (see sequence.sample_next).
 
 from __future__ import annotations
 
-import math
+import itertools
+import operator
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from thinker.generation.sequence import Sequence, sample_tokens
 from thinker.model import KVCache, Thinker, ThinkerConfig
-from thinker.runtime.errors import UserError
 
 NGRAM_SIZES = (4, 3, 2, 1)  # tokens at the end of the text to find earlier in it, the longest match first
 
@@ -44,31 +46,24 @@ class _NgramIndex:
         self.next_position: dict[tuple[int, ...], int] = {}  # n-gram: position of the token after it
         self.n_indexed = 0  # tokens whose n-grams are in the index
         self.max_len = self.length = max_len  # length: of the next draft
-        self.draft: list[int] = []
-        self.draft_start = 0
+        self.draft, self.draft_start = [], 0
 
     def propose(self, sequence: Sequence) -> list[int]:
         tokens = sequence.tokens
         if self.draft:
-            n_accepted = 0
-            for drafted, token in zip(self.draft, tokens[self.draft_start :]):
-                if drafted != token:
-                    break
-                n_accepted += 1
+            matches = map(operator.eq, self.draft, tokens[self.draft_start :])
+            n_accepted = sum(itertools.takewhile(bool, matches))
             all_accepted = n_accepted == len(self.draft)
             self.length = min(2 * self.length, self.max_len) if all_accepted else n_accepted + 1
-        for end in range(self.n_indexed, len(tokens) - 1):  # nothing follows the last token yet
+        for end in range(self.n_indexed + 1, len(tokens)):  # nothing follows the last token yet
             for n in NGRAM_SIZES:
-                if end + 1 >= n:
-                    self.next_position[tuple(tokens[end + 1 - n : end + 1])] = end + 1
+                if n <= end:
+                    self.next_position[tuple(tokens[end - n : end])] = end
         self.n_indexed = max(0, len(tokens) - 1)
-        length = min(self.length, sequence.n_remaining - 1)
-        self.draft, self.draft_start = [], len(tokens)
-        for n in NGRAM_SIZES:
-            start = self.next_position.get(tuple(tokens[-n:]))
-            if start is not None:
-                self.draft = tokens[start : start + max(0, length)]
-                break
+        positions = (self.next_position.get(tuple(tokens[-n:])) for n in NGRAM_SIZES)
+        start = next((position for position in positions if position is not None), len(tokens))
+        length = max(0, min(self.length, sequence.n_remaining - 1))
+        self.draft, self.draft_start = tokens[start : start + length], len(tokens)
         return self.draft
 
 
@@ -96,12 +91,11 @@ class DraftModel:
         cache.truncate([min(n, len(sequence.tokens) - 1) for n, sequence in zip(cache.lengths, sequences)])
         unread = [sequence.tokens[n:] for sequence, n in zip(sequences, cache.lengths)]
         for _ in range(length):
-            width = max(map(len, unread))
-            batch = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in unread])
+            batch = pad_sequence([torch.tensor(tokens) for tokens in unread], batch_first=True)  # (B, width)
             logits = self.model(batch.to(self.model.device), cache=cache)  # (B, width, V)
-            cache.truncate([n - width + len(tokens) for n, tokens in zip(cache.lengths, unread)])
+            cache.truncate([n - batch.shape[1] + len(tokens) for n, tokens in zip(cache.lengths, unread)])
             last = logits[range(len(sequences)), [len(tokens) - 1 for tokens in unread]].float()  # (B, V)
-            last[:, sequences[0].vocab_size :] = -torch.inf
+            last[:, sequences[0].tokenizer.vocab_size :] = -torch.inf
             sampled = sample_tokens(list(zip(sequences, drafts)), last)
             for draft, token in zip(drafts, sampled):
                 draft.append(token)
@@ -114,28 +108,8 @@ class DraftModel:
             self.cache.select(indices)
 
 
-def max_draft_len(config: ThinkerConfig, sequences: list[Sequence]) -> float:
-    """How many drafts fit after the longest sequence, to whose length all are padded; inf if positions never end."""
+def max_draft_len(config: ThinkerConfig, sequences: list[Sequence]) -> int:
+    """How many drafts fit after the longest sequence, to whose length all are padded."""
     if config.positions == "learned" or config.max_cached_len < config.max_seq_len:
-        return config.max_cached_len - max(len(sequence.tokens) for sequence in sequences)
-    return math.inf
-
-
-def check_draft_model(model: Thinker, draft: Thinker, is_unbounded: bool) -> None:
-    """Raise UserError if a draft model cannot draft for `model`; is_unbounded: its texts may have any length."""
-    if draft.config.vocab_size != model.config.vocab_size:
-        raise UserError(
-            f"the draft model has {draft.config.vocab_size} token ids and the model {model.config.vocab_size}; "
-            "both must share one tokenizer"
-        )
-    if any(layer.n_features for layer in draft.config.patterns):
-        raise UserError("a draft model must drop rejected drafts, and a linear layer's state cannot be rolled back")
-    if draft.config.prefix > model.config.prefix:
-        raise UserError(
-            f"the draft model's bidirectional prefix of {draft.config.prefix} tokens is longer than the model's"
-        )
-    if not draft.config.is_unbounded and (is_unbounded or draft.config.max_cached_len < model.config.max_cached_len):
-        context = "texts, which have no end" if is_unbounded else model.config.max_cached_len
-        raise UserError(
-            f"the draft model's context is {draft.config.max_cached_len} tokens, shorter than the model's {context}"
-        )
+        return max(0, config.max_cached_len - max(len(sequence.tokens) for sequence in sequences))
+    return sys.maxsize

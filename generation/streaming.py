@@ -13,9 +13,8 @@ class TextStreamer:
     - The joined pieces equal all tokens' bytes decoded at once, with U+FFFD for invalid UTF-8 (The Unicode Standard,
       section 3.9: one U+FFFD per maximal subpart). A character that spans tokens appears when it is complete, a U+FFFD
       as soon as no further byte can prevent it. Special tokens have no text.
-    - The text ends at the token, or finish(), that completes a stop string. It is cut where the earliest stop string
-      found then begins; later calls return "".
-    - A suffix of the text that may be the beginning of a stop string is held back until that is decided.
+    - The text ends at the token, or finish(), that completes a stop string, and is cut where the earliest one begins;
+      later calls return "". A suffix that may be the beginning of a stop string is held back until that is decided.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
@@ -23,8 +22,6 @@ class TextStreamer:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # decoded text that may be the beginning of a stop string
         self.stopped = False
-        self._failure = [_failure_function(text) for text in stop]
-        self._matched = [0] * len(stop)  # for each stop string, how many of its characters the text ends with
 
     def feed(self, token: int) -> str:
         """Add a token; returns the text that became certain, perhaps ""."""
@@ -44,35 +41,11 @@ class TextStreamer:
     def _release(self, text: str) -> str:
         if self.stopped:
             return ""
-        starts = []
-        for index, (stop, failure) in enumerate(zip(self.stop, self._failure)):
-            matched = self._matched[index]
-            for end, char in enumerate(text, len(self.pending) + 1):
-                matched = _advance(stop, failure, matched, char)
-                if matched == len(stop):
-                    starts.append(end - matched)
-                    break
-            self._matched[index] = matched
-        self.pending += text
-        self.stopped = bool(starts)
-        if self.stopped:
-            released, self.pending = self.pending[: min(starts)], ""
-        else:
-            end = len(self.pending) - max(self._matched, default=0)
-            released, self.pending = self.pending[:end], self.pending[end:]
+        text = self.pending + text
+        starts = [text.index(stop) for stop in self.stop if stop in text]
+        if starts:
+            self.stopped, self.pending = True, ""
+            return text[: min(starts)]
+        n_held = max((n for stop in self.stop for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
+        released, self.pending = text[: len(text) - n_held], text[len(text) - n_held :]
         return released
-
-
-def _advance(stop: str, failure: list[int], matched: int, char: str) -> int:
-    """`matched` after one more character (Knuth, Morris, Pratt 1977: amortized constant time per character)."""
-    while matched and stop[matched] != char:
-        matched = failure[matched]
-    return matched + (stop[matched] == char)
-
-
-def _failure_function(stop: str) -> list[int]:
-    """For each n < len(stop), the length of the longest proper prefix of stop[:n] that is also its suffix."""
-    failure = [0, 0]
-    for char in stop[1:-1]:
-        failure.append(_advance(stop, failure, failure[-1], char))
-    return failure

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 from thinker.generation.conversation import Conversation
 from thinker.generation.engine import Generator
@@ -22,12 +24,8 @@ HELP = r"""Whatever you type is appended to the text, and the model continues it
 /show             print the text so far
 /set NAME VALUE   such as /set temperature 0.5; /set alone lists all settings
 /quit             leave (so does Ctrl-D); start a line with // to write a text that starts with /"""
+print_text = functools.partial(print, end="", flush=True)
 COMMANDS = ("/undo", "/reset", "/show", "/set", "/help", "/quit")
-
-
-def print_text(text: str, end: str = "") -> None:
-    """Print to standard output and flush."""
-    print(text, end=end, flush=True)
 
 
 def log(text: str) -> None:
@@ -36,107 +34,68 @@ def log(text: str) -> None:
 
 
 def print_samples(
-    generator: Generator,
-    prompt: str,
-    params: SamplingParams,
-    n_samples: int,
-    as_json: bool,
-    show_logprobs: bool,
-    chat_tokens: list[int] | None = None,
+    generator: Generator, prompt: str, tokens: list[int], params: SamplingParams, n_samples: int, show_logprobs: bool
 ) -> None:
-    """Generate samples of one prompt together: stream the first one, print the others after it, separated by ---.
-
-    `chat_tokens`: the tokens of a chat prompt, in place of those of `prompt`; only the answers are printed.
-    """
+    """Generate samples after `tokens` together: stream the first one, print the others after it, separated by ---."""
     completions = [Completion(prompt) for _ in range(n_samples)]
-    start = time.perf_counter()
-    seconds_to_first = None
-    shown_prompt = prompt if chat_tokens is None else ""
-    if not as_json:
-        print_text(shown_prompt)
-    prompt_tokens = None if chat_tokens is None else [chat_tokens] * n_samples
-    for index, piece in generator.stream_batch(completions, params, prompt_tokens):
-        if seconds_to_first is None:
-            seconds_to_first = time.perf_counter() - start
-        if index == 0 and not as_json:
+    start, first = time.perf_counter(), ""
+    print_text(prompt)
+    for index, piece in generator.stream_batch(completions, params, [tokens] * n_samples):
+        first = first or f", first text after {time.perf_counter() - start:.2f} s"
+        if index == 0:
             print_text(piece)
     seconds = time.perf_counter() - start
-    if as_json:
-        for index, completion in enumerate(completions):
-            print(json.dumps({**dataclasses.asdict(completion), "seed": params.seed + index}, ensure_ascii=False))
-        return
     for completion in completions[1:]:
-        print_text(f"\n\n---\n\n{shown_prompt}{completion.text}")
+        print_text(f"\n\n---\n\n{prompt}{completion.text}")
     print_text("\n")
     for completion in completions if show_logprobs else []:
         for line in logprob_lines(generator, completion):
             log(line)
-    log_summary(generator, completions, params.max_new_tokens, seconds, seconds_to_first)
-
-
-def log_summary(
-    generator: Generator,
-    completions: list[Completion],
-    max_new_tokens: int,
-    seconds: float,
-    seconds_to_first: float | None,
-) -> None:
-    """Log the number of tokens, the speed, the accepted drafts, and what ended or left the context."""
     n_tokens = sum(len(completion.token_ids) for completion in completions)
-    text = f"{n_tokens} tokens, {n_tokens / seconds:.0f} tokens/s"
-    if seconds_to_first is not None:
-        text += f", first text after {seconds_to_first:.2f} s"
+    text = f"{n_tokens} tokens, {n_tokens / seconds:.0f} tokens/s{first}"
     if generator.speculate:
         accepted = sum(completion.accepted for completion in completions)
         text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
     log(text)
-    if any(one.finish_reason == "length" and len(one.token_ids) < max_new_tokens for one in completions):
+    if any(one.finish_reason == "length" and len(one.token_ids) < params.max_new_tokens for one in completions):
         hint = "; with --window W it continues, remembering the newest W tokens" if generator.supports_window else ""
         log(f"the text ends where the model's context does, at {generator.context_len} tokens{hint}")
-    n_evicted = max(completion.n_evicted for completion in completions)
-    if n_evicted:
-        end = generator.sinks + n_evicted
-        log(
-            f"evicted at the end: tokens {generator.sinks + 1} to {end} of {end + generator.window + 1}; remembered: "
-            f"the first {generator.sinks} and the newest {generator.window}"
-        )
+    sinks, window = generator.sinks, generator.window
+    end = sinks + max(completion.n_evicted for completion in completions)
+    if end > sinks:
+        evicted = f"evicted at the end: tokens {sinks + 1} to {end} of {end + window + 1}"
+        log(f"{evicted}; remembered: the first {sinks} and the newest {window}")
 
 
-def logprob_lines(generator: Generator, tokens: Completion | Score) -> list[str]:
+def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[str]:
     """One line per token: its log-probability in nats, its text, and the likeliest tokens at its position."""
 
     def quote(token: int) -> str:
         return json.dumps(generator.tokenizer.decode([token]) or f"<{token}>", ensure_ascii=False)
 
-    lines = []
     top_logprobs = tokens.top_logprobs or [{} for _ in tokens.token_ids]
     for token, logprob, top in zip(tokens.token_ids, tokens.logprobs, top_logprobs):
         others = "  ".join(f"{quote(other)} {value:.3f}" for other, value in top.items())
-        lines.append(f"{logprob:9.4f}  {quote(token):<16} {others}".rstrip())
-    return lines
+        yield f"{logprob:9.4f}  {quote(token):<16} {others}".rstrip()
 
 
 def print_score(generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool) -> None:
     """Print how likely a text is. `exact`: the score of the fp32 model, to compare an int8 model with."""
-    numbers = {
-        "tokens": len(score.token_ids),
-        "bytes": score.n_bytes,
-        "nats": score.nats,
-        "nats_per_token": score.nats / max(len(score.token_ids), 1),
-        "bits_per_byte": score.bits_per_byte,
-    }
+    n_tokens, bits = len(score.token_ids), score.bits_per_byte
+    numbers = {"tokens": n_tokens, "bytes": score.n_bytes, "nats": score.nats}
+    numbers |= {"nats_per_token": score.nats / max(n_tokens, 1), "bits_per_byte": bits}
     if exact is not None:
         numbers["bits_per_byte_fp32"] = exact.bits_per_byte
-        numbers["cost_of_int8"] = score.bits_per_byte / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
+        numbers["cost_of_int8"] = bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
     if as_json:
         tokens = {"token_ids": score.token_ids, "logprobs": score.logprobs, "top_logprobs": score.top_logprobs}
         print(json.dumps({**numbers, **tokens}, ensure_ascii=False))
         return
-    if show_logprobs:
-        print("".join(f"{line}\n" for line in logprob_lines(generator, score)), end="")
+    for line in logprob_lines(generator, score) if show_logprobs else ():
+        print(line)
     print(
-        f"{numbers['tokens']} tokens, {numbers['bytes']} bytes: {numbers['nats']:.4f} nats in all, "
-        f"{numbers['nats_per_token']:.4f} nats per token, {numbers['bits_per_byte']:.4f} bits per byte"
+        "{tokens} tokens, {bytes} bytes: {nats:.4f} nats in all, {nats_per_token:.4f} nats per token, "
+        "{bits_per_byte:.4f} bits per byte".format(**numbers)
     )
     if exact is not None:
         print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; int8 costs {100 * numbers['cost_of_int8']:+.3f} %")
@@ -220,12 +179,12 @@ def _run_command(conversation: Conversation, words: list[str], params: SamplingP
         conversation.reset()
         log("a new text")
     elif name == "/show":
-        print_text(conversation.text, "\n")
+        print(conversation.text, flush=True)
     elif name == "/set" and len(rest) == 2:
         field = rest[0].replace("-", "_")
         params = _set_param(params, field, rest[1])
         log(f"{rest[0]} is {getattr(params, field)}")
-    elif name == "/set" and not rest:
+    elif words == ["/set"]:
         for field, value in dataclasses.asdict(params).items():
             log(f"{field} {value}")
     else:
@@ -239,10 +198,8 @@ def _set_param(params: SamplingParams, name: str, value: str) -> SamplingParams:
         raise UserError(f"there is no setting {name}{did_you_mean(name, names)}; /set alone lists all")
     if name == "stop":
         return dataclasses.replace(params, stop=(value.replace("\\n", "\n"),))
-    if value.lower() == "none":
-        return dataclasses.replace(params, **{name: getattr(SamplingParams(), name)})
     try:
-        number = json.loads(value)
+        number = getattr(SamplingParams, name) if value.lower() == "none" else json.loads(value)
     except ValueError:
         raise UserError(f"{name} is {value!r}; it must be a number, or none") from None
     return dataclasses.replace(params, **{name: number})

@@ -139,8 +139,6 @@ class KVCache:
     (for CUDA graphs).
     """
 
-    n_evicted = 0  # positions that were overwritten although the model could attend to them (SinkCache)
-
     def __init__(
         self,
         config: ThinkerConfig,

@@ -20,9 +20,8 @@ MAX_TOKENS = 200_000
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line. Raises UserError for flags that do not go together."""
-    parser = ArgumentParser(
-        description="Loss, perplexity and bits per byte on a text; loss on long texts; benchmark tasks."
-    )
+    description = "Loss, perplexity and bits per byte on a text; loss on long texts; benchmark tasks."
+    parser = ArgumentParser(description=description)
     parser.add_argument("run", metavar="PATH", help="a run directory, a checkpoint in it, or a Hugging Face folder")
     group = parser.add_argument_group("text")
     sources = ["tales", "pysource", "text", "jsonl", "parquet"]
@@ -31,19 +30,17 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--column", metavar="NAME", help="for jsonl and parquet (default text)")
     group.add_argument("--max-tokens", type=int, metavar="N", help=f"read N tokens of --source (default {MAX_TOKENS})")
     group = parser.add_argument_group("evaluation")
-    group.add_argument("--context", metavar="N,...", help="context lengths, such as 128,256 (default: as trained)")
+    context = {"type": context_lengths, "metavar": "N,..."}
+    group.add_argument("--context", **context, help="context lengths, such as 128,256 (default: as trained)")
     group.add_argument("--stride", type=int, metavar="N", help="overlapping windows; each counts its last N tokens")
     group.add_argument("--confidence", type=float, default=0.95, help="level of the intervals (default 0.95)")
     group.add_argument("--rope-scaling", metavar="YAML", help='override it, such as "{type: linear, factor: 4}"')
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     group.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best or a name")
     group = parser.add_argument_group("long texts")
-    group.add_argument(
-        "--long", action="store_true", help="loss by position beyond the trained length; on tales also a needle test"
-    )
-    group.add_argument(
-        "--factor", type=int, default=4, help="read up to this many times the trained length (default 4)"
-    )
+    long_help = "loss by position beyond the trained length; on tales also a needle test"
+    group.add_argument("--long", action="store_true", help=long_help)
+    group.add_argument("--factor", type=int, default=4, help="read this many times the trained length (default 4)")
     group.add_argument("--windows", type=int, default=32, help="maximum number of windows (default 32)")
     group = parser.add_argument_group("tasks of EleutherAI's lm-evaluation-harness (pip install lm-eval)")
     group.add_argument("--tasks", metavar="NAME,...", help="such as hellaswag,arc_easy; their data is downloaded")
@@ -54,12 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
     group.add_argument("--png", type=Path, metavar="FILE", help="plot the loss by position")
     arguments = parser.parse_args()
-    check_flags(arguments, parser)
-    return arguments
 
-
-def check_flags(arguments: argparse.Namespace, parser: ArgumentParser) -> None:
-    """Raise UserError for flags that contradict each other or that the mode does not read."""
     if arguments.tasks is not None:
         parser.check_unused(arguments, "--tasks", ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS))
     elif arguments.long:
@@ -73,24 +65,17 @@ def check_flags(arguments: argparse.Namespace, parser: ArgumentParser) -> None:
         raise UserError(f"--confidence is {arguments.confidence}; it must lie between 0 and 0.9999, such as 0.95")
     if arguments.max_tokens is not None and arguments.source is None:
         raise UserError("--max-tokens goes with --source; the run's own validation data is read in full")
-    lengths = context_lengths(arguments.context) or [arguments.stride or 0]
-    if (arguments.stride or 0) > min(lengths):
-        raise UserError(f"--stride is {arguments.stride}, longer than a --context of {min(lengths)}; lower it")
-    if arguments.stride and arguments.source == "tales":
-        raise UserError("--stride cuts texts anywhere; windows of tales begin with a document: leave it out")
     if arguments.include is not None and not arguments.include.is_dir():
         raise UserError(f"--include {arguments.include} is not a folder")
     if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
         raise UserError(f"cannot write {arguments.png}: its folder does not exist")
-    needs_path = arguments.source in ("text", "jsonl", "parquet")
-    if (arguments.path is not None) != needs_path:
+    if (arguments.path is not None) != (arguments.source in ("text", "jsonl", "parquet")):
         raise UserError("--source text, jsonl or parquet and --path FILE go together")
+    return arguments
 
 
-def context_lengths(text: str | None) -> list[int]:
-    """Parse "128,256"; [] for None. Raises UserError for anything else."""
-    if text is None:
-        return []
+def context_lengths(text: str) -> list[int]:
+    """Parse "128,256". Raises UserError for anything else."""
     try:
         lengths = [int(part) for part in text.split(",")]
     except ValueError:
@@ -100,9 +85,7 @@ def context_lengths(text: str | None) -> list[int]:
     return lengths
 
 
-def load_tokens(
-    arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path
-) -> tuple[str, int | None, str, Any]:
+def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path) -> tuple:
     """Returns the source's name, the length of the training windows (None if unknown), the packing, and the tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
@@ -125,15 +108,15 @@ def load_tokens(
 
 def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
     """Plot the loss by position, one point per eighth of the trained length, and the needles' accuracy by distance."""
+    from thinker.interpretability.reports import write_errors
     from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
     figure, panels = new_figure(11 if needles else 6, 4.2, 2 if needles else 1, share=False)
     length, T = loss.trained_length, loss.nats.shape[1]
     step = max(1, length // 8)
-    segments = [loss.segment(start, min(start + step, T)) for start in range(0, T, step)]
-    min_tokens = max(segment.n_tokens for segment in segments) / 100  # means of fewer tokens are noise
-    segments = [segment for segment in segments if segment.n_tokens >= min_tokens]
-    points = [((segment.start + segment.end) / 2, segment.loss, segment.error or 0) for segment in segments]
+    parts = [loss.segment(start, min(start + step, T)) for start in range(0, T, step)]
+    min_tokens = max(part.n_tokens for part in parts) / 100  # means of fewer tokens are noise
+    points = [((p.start + p.end) / 2, p.loss, p.error or 0) for p in parts if p.n_tokens >= min_tokens]
     panels[0].errorbar(*zip(*points), color=BLUE, marker="o", markersize=3)
     panels[0].set(xlabel="position", ylabel="loss (nats per token)")
     reachable = [result for result in needles if "accuracy" in result]
@@ -149,10 +132,8 @@ def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> No
         axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")
         axes.legend(frameon=False)
     figure.suptitle(title, fontsize=10)
-    try:
+    with write_errors(path):
         figure.savefig(path, format="png")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def print_header(header: dict[str, Any]) -> None:
@@ -169,29 +150,26 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     source, trained, packing, tokens = load_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or min(model.config.max_seq_len, 1024)
     longest = max(shard.n_tokens - 1 for shard in tokens.shards)
-    if arguments.stride and packing == "documents":
-        raise UserError(f"--stride cuts texts anywhere; windows of this run's {source} begin with a document")
-    byte_lengths, losses = token_byte_lengths(tokenizer), []
-    for length in context_lengths(arguments.context) or [min(trained, longest)]:
-        stride = arguments.stride or length
-        if max(length, stride) > longest:
-            raise UserError(f"a --context of {max(length, stride)} is longer than the text, which has {longest} tokens")
-        windows = PackedDataset(tokens, length, packing, stride=stride, prefix_len=model.config.prefix)
-        loss = text_loss(model, windows, byte_lengths, confidence=arguments.confidence, trained_length=trained)
-        losses.append(loss)
+    lengths = arguments.context or [min(trained, longest)]
+    if max(lengths) > longest:
+        raise UserError(f"a --context of {max(lengths)} is longer than the text, which has {longest} tokens")
+    overlap = {"stride": arguments.stride, "prefix_len": model.config.prefix}
+    windows = [PackedDataset(tokens, length, packing, **overlap) for length in lengths]
+    byte_lengths, confidence = token_byte_lengths(tokenizer), arguments.confidence
+    losses = [text_loss(model, each, byte_lengths, confidence, trained) for each in windows]
     if arguments.png:
-        plot(loss.by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
+        plot(losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
-    header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": arguments.confidence}
+    header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
     if arguments.json:
         print(json.dumps(header | {"losses": [loss.to_dict() for loss in losses]}))
         return
-    header |= {"confidence": f"{arguments.confidence:.4g}, of the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
+    header |= {"confidence": f"{confidence:.4g}, of the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
     if losses[0].entropy_floor is not None:
         header["entropy_floor"] = f"{losses[0].entropy_floor:.4f} nats per token, the minimum"
     print_header(header)
-    print(f"\n{format_table(losses)}\n\nby position, at a context of {loss.context_length}")
-    print(loss.by_position.format_table())
+    print(f"\n{format_table(losses)}\n\nby position, at a context of {lengths[-1]}")
+    print(losses[-1].by_position.format_table())
 
 
 def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
@@ -205,13 +183,12 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
     loss = long_context.loss_by_position(model, windows, max(1, 4096 // windows.seq_len), arguments.windows, trained)
     if source == "tales":
         max_distance = min(longest, 1 << 14)  # longer stories take minutes
-        distances = [2**n for n in range(4, max_distance.bit_length())]
-        needles = [needle.needle_test(model, tokenizer, distance) for distance in distances]
+        needles = [needle.needle_test(model, tokenizer, 2**n) for n in range(4, max_distance.bit_length())]
     if arguments.png:
         plot(loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
-    header |= {"source": source, "window_length": windows.seq_len}
-    header |= {"windows": len(loss.nats), "tokens": int(loss.counts.sum())}
+    header |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
+    header["tokens"] = int(loss.counts.sum())
     if arguments.json:
         print(json.dumps(header | {"long": loss.to_dict(), "needle": needles or None}))
         return
@@ -231,17 +208,15 @@ def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) ->
     except ModuleNotFoundError as error:
         raise UserError(f"--tasks needs the package {error.name}: pip install lm-eval") from error
     names = [name for name in arguments.tasks.split(",") if name]
-    include, n_shots, limit = arguments.include, arguments.shots, arguments.limit
-    results = run_tasks(model, tokenizer, names, include=include, n_shots=n_shots, limit=limit)
+    results = run_tasks(model, tokenizer, names, arguments.include, arguments.shots, arguments.limit)
     if arguments.json:
         print(json.dumps(results))
         return
     print(f"{'task':>24}  {'metric':>18}  {'value':>8}  {'std error':>9}  {'questions':>9}")
     for task, metrics in results.items():
-        questions = metrics.get("questions", "")
-        for metric in (name for name in metrics if not name.endswith("_stderr") and name != "questions"):
-            error = metrics.get(f"{metric}_stderr")
-            error = "" if error is None else f"{error:.4f}"
+        questions = metrics.pop("questions", "")
+        for metric in (name for name in metrics if not name.endswith("_stderr")):
+            error = f"{metrics[f'{metric}_stderr']:.4f}" if f"{metric}_stderr" in metrics else ""
             print(f"{task:>24}  {metric:>18}  {metrics[metric]:8.4f}  {error:>9}  {questions:>9}")
 
 

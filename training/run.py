@@ -9,7 +9,7 @@ from thinker.data.corpus import Corpus
 from thinker.data.prefetch import Prefetcher
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
-from thinker.generation.option_checks import check_prompt_length
+from thinker.generation.sequence import check_prompt_length
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume

@@ -180,7 +180,6 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(
         else:
             cache.concat_rows(part)
     assert cache.lengths == lengths
-    assert cache.n_evicted == max(0, max(lengths) - window - sinks)
 
     def decode(rows):
         """One token at a time into each of these rows."""
@@ -226,7 +225,7 @@ def test_bf16_rolls_in_bf16(random_model):
     assert logits.isfinite().all()
 
 
-def test_memory_does_not_grow_and_what_is_forgotten_is_counted(random_model):
+def test_memory_does_not_grow(random_model):
     model = random_model()
     cache = SinkCache(model, 2, 6, 2)
     size = cache.nbytes
@@ -236,9 +235,7 @@ def test_memory_does_not_grow_and_what_is_forgotten_is_counted(random_model):
         model(tokens, cache=cache)
         assert cache.nbytes == size
         assert all(layer.keys.shape[2] == layer.values.shape[2] == 9 for layer in cache.layers)
-        assert cache.n_evicted == max(0, cache.lengths[0] - 8)
     assert cache.lengths == [90, 90]
-    assert model.new_cache(2).n_evicted == 0
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
@@ -247,7 +244,6 @@ def test_rewinds_while_nothing_is_forgotten(random_model, sinks):
     tokens, other = draw_tokens(2, 20), draw_tokens(2, 20, seed=1)
     cache = SinkCache(model, 2, 8 - sinks, sinks)
     model(torch.cat((tokens[:, :5], other[:, :3]), dim=1), cache=cache)  # full to the last slot
-    assert cache.n_evicted == 0
     cache.truncate([5, 5])
     known = with_sinks(model, tokens, 8 - sinks, sinks)
     assert_close(model(tokens[:, 5:], cache=cache), known[:, 5:])
@@ -282,9 +278,6 @@ def test_does_not_rewind_once_something_is_forgotten(random_model):
 
 def test_what_it_cannot_do_is_refused_and_changes_nothing(random_model):
     model = random_model()
-    for window, sinks in [(0, 0), (-1, 2), (4, -1)]:
-        with pytest.raises(UserError, match="window"):
-            SinkCache(model, 1, window, sinks)
     cache = SinkCache(model, 2, 4)
     model(draw_tokens(2, 3), cache=cache)
     with pytest.raises(UserError, match="2 rows"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.generation.sampler import distribution
-from thinker.generation.sequence import SampledToken, Sequence, sample_tokens
+from thinker.generation.sequence import Sequence, sample_tokens
 from thinker.generation.speculation import NGRAM_SIZES, DraftModel, PromptLookup
 from thinker.runtime.errors import UserError
 
@@ -174,7 +174,7 @@ def test_a_stop_string_or_eos_may_fall_inside_a_draft(model, drafter):
             for index, completion in enumerate(completions)
         ]
         cache = generator.new_cache(generator.model, len(rows), 48 + 6)
-        logits = generator.prefill(generator.model, [row.tokens for row in rows], cache)[:, None]
+        logits = generator.prefill(generator.model, [row.tokens for row in rows], cache)
         for _ in generator.decode(rows, cache, logits):
             pass
         ends.append(completions)
@@ -357,7 +357,7 @@ def test_a_draft_model_proposes_its_own_samples_after_accepted_and_rejected_draf
                 assert draft == expected
                 for token in [*draft[: next(accept)], 7]:
                     if row.n_remaining > 1:
-                        row.append(SampledToken(token, 0.0, {}))
+                        row.append(token, 0.0, {})
 
 
 def test_a_draft_model_must_have_the_same_vocabulary_and_context(model):
