@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.compiled_decode import CompiledThinker
@@ -265,9 +264,11 @@ class Generator:
         drafts = [[] for _ in sequences] if drafter is None else drafter.propose(sequences)
         max_len = max_draft_len(self.config, sequences)
         drafts = [draft[:max_len] for draft in drafts]
-        rows = [torch.tensor([sequence.tokens[-1], *draft]) for sequence, draft in zip(sequences, drafts)]
-        model = self.model if any(drafts) else self.decode_model
-        return drafts, model(pad_sequence(rows, batch_first=True).to(self.model.device), cache=cache)
+        longest = max(map(len, drafts))
+        pairs = zip(sequences, drafts)
+        rows = [[sequence.tokens[-1], *draft, *[0] * (longest - len(draft))] for sequence, draft in pairs]
+        model = self.model if longest else self.decode_model
+        return drafts, model(torch.tensor(rows, device=self.model.device), cache=cache)
 
     @torch.no_grad()
     def _uncached_logits(self, sequences: list[Sequence]) -> Tensor:
