@@ -17,7 +17,7 @@ from thinker.data.batches import PackedDataset
 from thinker.data.shards import TokenShards
 from thinker.evaluation.loss import batch_losses
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.rope import Rope, RopeScaling
+from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
@@ -117,8 +117,7 @@ def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None
 def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
     """The final hidden states, (B, T) -> (B, T, C): Thinker.forward without the logits, which may not fit in memory."""
     context = model.make_context(tokens, tokens, document_ids)
-    rope = None if model.rope is None else model.rope(context.positions, context.end, model.dtype)
-    return model.forward_blocks(model.embed(tokens, context), rope, context)
+    return model.forward_blocks(tokens, context)
 
 
 def loss_by_position(

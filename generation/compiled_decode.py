@@ -38,16 +38,16 @@ class CompiledThinker:
             return self.model(tokens, cache=cache)
         cache.fixed = tokens.is_cuda
         context = cache.append(*tokens.shape)
-        rope = self.model.rope(context.positions, context.end, self.model.dtype)
+        context.rope = self.model.rope(context.positions, context.end, self.model.dtype)
         if not tokens.is_cuda:
-            return self._compiled(tokens, rope, context, cache)
-        inputs = [tokens, *rope, context.masks[0].allowed, context.slots[0].slot_mapping]
+            return self._compiled(tokens, context, cache)
+        inputs = [tokens, *context.rope, context.masks[0].allowed, context.slots[0].slot_mapping]
         if self._graph is None or not self._graph.fits(inputs, cache):
             self._graph = _Graph(self._compiled, inputs, context, cache)
         return self._graph.replay(inputs)
 
-    def _step(self, tokens: Tensor, rope: tuple[Tensor, Tensor], context: ForwardContext, cache: KVCache) -> Tensor:
-        return self.model.lm_head(self.model.forward_blocks(self.model.embedding(tokens), rope, context, cache))
+    def _step(self, tokens: Tensor, context: ForwardContext, cache: KVCache) -> Tensor:
+        return self.model.lm_head(self.model.forward_blocks(tokens, context, cache))
 
 
 class _Graph:
@@ -59,15 +59,16 @@ class _Graph:
         tokens, cos, sin, allowed, slot_mapping = self.inputs
         context.masks = [dataclasses.replace(context.masks[0], allowed=allowed)] * n_layers
         context.slots = [dataclasses.replace(context.slots[0], slot_mapping=slot_mapping)] * n_layers
+        context.rope = cos, sin
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):  # compiles; writes the same position again, which changes nothing
-                step(tokens, (cos, sin), context, cache)
+                step(tokens, context, cache)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.logits = step(tokens, (cos, sin), context, cache)
+            self.logits = step(tokens, context, cache)
 
     def fits(self, inputs: list[Tensor], cache: KVCache) -> bool:
         same_shapes = all(own.shape == new.shape for own, new in zip(self.inputs, inputs))

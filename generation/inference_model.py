@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from thinker.generation.int8 import Int8Linear
 from thinker.model import Thinker
 from thinker.model.activation_hooks import has_open_hooks
-from thinker.model.linear import Linear
-from thinker.model.norm import RMSNorm
+from thinker.model.layers import Linear, RMSNorm
 from thinker.runtime.errors import UserError
 
 

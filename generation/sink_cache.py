@@ -13,7 +13,7 @@ from thinker.model.kv_cache import KVCache, RingLayer
 from thinker.model.masks import CacheSlots, ForwardContext
 from thinker.model.patterns import INVALID_POSITION, Pattern, TokenInfo, global_positions
 from thinker.model.patterns import window as sliding_window
-from thinker.model.rope import apply_rotary_emb
+from thinker.model.positions import apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 

@@ -18,7 +18,7 @@ from thinker.data.tokenizer_factory import WORDS
 from thinker.interop.hf_config import hf_model_type
 from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.rope import Rope, RopeScaling
+from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError
 
 # Split patterns and their names in llama.cpp; LLAMA3 and WORDS split alike.

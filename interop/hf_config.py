@@ -7,7 +7,7 @@ from typing import Any
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import ThinkerConfig
-from thinker.model.rope import RopeScaling
+from thinker.model.positions import RopeScaling
 from thinker.runtime.errors import UserError, did_you_mean
 
 ARCHITECTURES = {  # by model_type

@@ -11,10 +11,9 @@ from thinker.model.attention_dispatch import ROWS, AttentionMask, attend, chunke
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.kv_cache import LayerCache, LinearLayer
-from thinker.model.linear import Linear
+from thinker.model.layers import Linear, RMSNorm
 from thinker.model.masks import CacheSlots
-from thinker.model.norm import RMSNorm
-from thinker.model.rope import apply_rotary_emb
+from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 AnyCache = LayerCache | LinearLayer | None
@@ -33,23 +32,15 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.v_proj = Linear(config.d_model, K * D, config.attention_bias)
         self.o_proj = Linear(H * D, config.d_model)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
+        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.zeros(H)) if config.attention_sinks else None
         self.register_module("qkv_proj", None)  # the three in one matrix (generation/inference_model.py)
         self.register_module("qk_norm", None)
         self.hooks: HookManager | None = None
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: AttentionMask,
-        cache: AnyCache = None,
-        slots: CacheSlots | None = None,
+        self, x: Tensor, rope: Rotation, mask: AttentionMask, cache: AnyCache = None, slots: CacheSlots | None = None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         q, k, v = self.project(x, rope)
@@ -61,7 +52,7 @@ class Attention(nn.Module):
             y = self._attend_with_hooks(q, k, v, mask, cache, is_cached=slots is not None)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D); q and k with norm and RoPE applied."""
         rope = rope if self.use_rope else None
         if self.qkv_proj is not None:
@@ -80,18 +71,14 @@ class Attention(nn.Module):
         return attend(q, k, v, mask, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """The attention weights by the reference: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S).
-
-        Little memory is used beside the matrix itself.
-        """
+        """The attention weights by the reference, a few rows at a time: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
         mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
         chunks = chunked_attention_weights(q, k, mask_of, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
-        rows, part = next(chunks)
-        if rows.stop == q.shape[2]:
-            return part
-        weights = part.new_empty(*q.shape[:3], k.shape[2])
-        weights[:, :, rows] = part
+        weights = None
         for rows, part in chunks:
+            if rows == slice(0, q.shape[2]):
+                return part
+            weights = part.new_empty(*q.shape[:3], k.shape[2]) if weights is None else weights
             weights[:, :, rows] = part
         return weights
 

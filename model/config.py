@@ -8,7 +8,7 @@ from typing import Any
 
 from thinker.model.pattern_parser import layer_patterns
 from thinker.model.patterns import Pattern
-from thinker.model.rope import RopeScaling
+from thinker.model.positions import RopeScaling
 from thinker.runtime.errors import UserError
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinker.model.linear import Linear
+from thinker.model.layers import Linear
 from thinker.model.transformer import Thinker
 
 RANK_OF = "blocks.0.attention.o_proj.lora_A"  # (r, n_in), in every model with adapters

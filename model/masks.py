@@ -14,7 +14,7 @@ from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.kernels.local_attention import LocalBlocks, positions_to_blocks
 from thinker.model.kernels.varlen_attention import VarlenAttention
 from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
-from thinker.model.positions import alibi_slopes
+from thinker.model.positions import Rotation, alibi_slopes
 from thinker.runtime.errors import UserError
 
 
@@ -28,12 +28,13 @@ class CacheSlots:
 
 @dataclass
 class ForwardContext:
-    """The positions of one forward pass and the mask of each layer. The host knows all of it."""
+    """What all layers of one forward pass need to know."""
 
     positions: Tensor  # (T,), or (B, T) where rows differ
-    end: int  # one past the last position
+    end: int  # one past the last position; the host knows it
     masks: list[AttentionMask]  # per layer; layers with the same pattern share one
     slots: list[CacheSlots | None]  # per layer; None without a cache of keys
+    rope: Rotation = None
 
 
 @dataclass

@@ -1,11 +1,193 @@
-"""Position encodings beside RoPE: ALiBi and sinusoidal embeddings."""
+"""Position encodings: rotary embeddings (RoPE), ALiBi and sinusoidal embeddings."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from thinker.runtime.errors import UserError, did_you_mean
+
+TYPES = ("linear", "dynamic", "yarn", "llama3")
+MAX_TABLE_LEN = 1 << 14  # positions; longer passes compute their own angles
+MIN_NUMBER, MAX_NUMBER = 1e-9, 1e9  # of any parameter: far beyond use, and nothing overflows
+KINDS = {"int": ((int,), "a whole number"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false")}
+Rotation = tuple[Tensor, Tensor] | None  # (cos, cos) and (−sin, sin) of the positions; None: not rotated
+
+
+def _parameter(*types: str, default: Any = None, minimum: float = MIN_NUMBER) -> Any:
+    """A parameter of these scaling types alone."""
+    return field(default=None, metadata={"types": types, "default": default, "minimum": minimum})
+
+
+@dataclass
+class RopeScaling:
+    """How RoPE is adapted to texts longer than those of the pretraining, with the parameters of transformers.
+
+    | type | effect on the angles |
+    |---|---|
+    | linear | all are divided by `factor` (Chen et al. 2023, arXiv:2306.15595) |
+    | dynamic | the base grows with the length beyond the original, even at factor 1 (emozilla, bloc97 2023) |
+    | yarn | fast pairs keep theirs, slow pairs are divided, a ramp in between (Peng et al. 2023, arXiv:2309.00071) |
+    | llama3 | the same with a ramp over rotations instead of pairs (Llama 3.1, arXiv:2407.21783, and its code) |
+
+    None stands for the default. Raises UserError for a wrong value, or one that the type does not use.
+    """
+
+    type: str
+    factor: float = _parameter(*TYPES, minimum=1)
+    original_max_seq_len: int | None = _parameter("dynamic", "yarn", "llama3", minimum=1)  # of the pretraining
+    beta_fast: float | None = _parameter("yarn", default=32.0)  # pairs with more rotations than this keep their angles
+    beta_slow: float | None = _parameter("yarn", default=1.0)  # pairs with fewer are divided
+    attention_factor: float | None = _parameter("yarn")  # factor on cos and sin; None: see attention_scaling
+    mscale: float | None = _parameter("yarn")
+    mscale_all_dim: float | None = _parameter("yarn")
+    truncate: bool | None = _parameter("yarn", default=True)  # round the ramp outwards to whole pairs
+    low_freq_factor: float | None = _parameter("llama3", default=1.0)  # like beta_slow
+    high_freq_factor: float | None = _parameter("llama3", default=4.0)  # like beta_fast
+
+    def __post_init__(self) -> None:
+        if self.type not in TYPES:
+            hint = did_you_mean(str(self.type), TYPES)
+            raise UserError(f"model.rope_scaling.type is {self.type!r}; possible: {', '.join(TYPES)}{hint}")
+        for parameter in fields(self)[1:]:
+            value, rule, key = getattr(self, parameter.name), parameter.metadata, f"model.rope_scaling.{parameter.name}"
+            kind = parameter.type.split()[0]
+            types, wanted = KINDS[kind]
+            if self.type not in rule["types"]:
+                if value is not None:
+                    raise UserError(f"{key} is not used with type {self.type}; leave it out")
+            elif value is None and rule["minimum"] != 1:  # those with the minimum 1 are required
+                setattr(self, parameter.name, rule["default"])
+            # Compared by type(), since True is no number here.
+            elif type(value) not in types or (kind != "bool" and not rule["minimum"] <= value <= MAX_NUMBER):
+                limits = "" if kind == "bool" else f" from {rule['minimum']:g} to {MAX_NUMBER:g}"
+                raise UserError(f"{key} is {value!r}; with type {self.type} it must be {wanted}{limits}")
+        for high, low in (("beta_fast", "beta_slow"), ("high_freq_factor", "low_freq_factor")):
+            high_value, low_value = getattr(self, high), getattr(self, low)
+            if high_value is not None and high_value <= low_value:
+                raise UserError(f"model.rope_scaling.{high} ({high_value}) must be greater than {low} ({low_value})")
+        has_mscale = self.mscale is not None
+        if has_mscale != (self.mscale_all_dim is not None) or (has_mscale and self.attention_factor is not None):
+            raise UserError("model.rope_scaling takes mscale and mscale_all_dim together, or attention_factor alone")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RopeScaling:
+        """From a config or a file; dataclasses.asdict is the inverse."""
+        if not isinstance(values, dict):
+            raise UserError(f"model.rope_scaling is {values!r}; it must be a table such as {{type: linear, factor: 4}}")
+        known = [parameter.name for parameter in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UserError(f"model.rope_scaling has no key {name!r}{did_you_mean(str(name), known)}")
+        return cls(**{"type": None, **values})
+
+    @property
+    def attention_scaling(self) -> float:
+        """The factor on cos and sin, so its square is a factor on scores: YaRN sharpens attention over longer texts."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        growth = 0.1 * math.log(self.factor)  # the quotient is DeepSeek's, the paper has 1 + growth
+        return (1 + (self.mscale or 1) * growth) / (1 + (self.mscale_all_dim or 0) * growth)
+
+    def yarn_correction_range(self, head_dim: int, theta: float) -> tuple[float, float]:
+        """The first and last pair of the ramp: faster pairs keep their angles, slower ones have them divided."""
+        low, high = 1.0, 0.0
+        if theta > 1:
+            rotations = self.original_max_seq_len / (2 * math.pi)  # of the fastest pair within the original length
+            low = head_dim / 2 * math.log(rotations / self.beta_fast, theta)
+            high = head_dim / 2 * math.log(rotations / self.beta_slow, theta)
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, head_dim - 1)  # not D/2 − 1, as in the paper's code and all others
+        if low > high:  # the ramp would run backwards and keep the angles of the slow pairs
+            lengths = f"original_max_seq_len {self.original_max_seq_len} and model.rope_theta {theta}"
+            raise UserError(f"model.rope_scaling of type yarn has no pair to divide with {lengths}; use linear")
+        return low, high if high > low else high + 0.001
+
+
+class Rope(nn.Module):
+    """Rotary embeddings (Su et al. 2021, arXiv:2104.09864) in the rotate-half convention of LLaMA and Qwen.
+
+    Tables of cos and sin by absolute position, computed on demand; neither parameters nor saved.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.attention_scaling = 1.0 if scaling is None else scaling.attention_scaling
+        is_dynamic = scaling is not None and scaling.type == "dynamic"
+        self.max_static_len = scaling.original_max_seq_len if is_dynamic else math.inf  # longer passes: other angles
+        self.frequencies()  # raises its errors now rather than in the first pass
+        self.table: tuple[Tensor, Tensor] | None = None
+        self.table_stretch = 1.0
+
+    def forward(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin at `positions` ((T,) or (B, T)), all below `end`, a number that the host knows.
+
+        Returns two tensors (T, D) or (B, 1, T, D), which broadcast over (B, H, T, D): (cos, cos) and (−sin, sin).
+        """
+        # How much slower the slowest pair rotates in a pass of this length.
+        stretch = 1.0 if end <= self.max_static_len else self.scaling.factor * (end / self.max_static_len - 1) + 1
+        table_len = len(self.table[0]) if self.table is not None and self.table_stretch == stretch else 0
+        if end > max(table_len, MAX_TABLE_LEN, positions.shape[-1]):  # the table must not grow with an endless text
+            cos, sin = self._cos_sin(positions, stretch)
+        else:
+            if table_len < end or self.table[0].device != positions.device:
+                table_positions = torch.arange(max(end, 2 * table_len), device=positions.device)
+                self.table, self.table_stretch = self._cos_sin(table_positions, stretch), stretch
+            cos, sin = (table[positions] for table in self.table)
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        return (cos, sin) if positions.dim() == 1 else (cos.unsqueeze(1), sin.unsqueeze(1))  # (B, 1, T, D)
+
+    def check_growth(self, end: int) -> None:
+        """Raise UserError if dynamic scaling would give `end` positions, cached or of several documents, new angles."""
+        if end > self.max_static_len:
+            raise UserError(
+                "model.rope_scaling of type dynamic rotates all keys anew at each length beyond original_max_seq_len "
+                f"({self.max_static_len}): a cache or masked documents cannot have {end}; use yarn or linear"
+            )
+
+    def frequencies(self, stretch: float = 1.0) -> Tensor:
+        """Radians per position of each pair, (D/2,) in float64, the fastest first."""
+        pairs, scaling = torch.arange(self.head_dim // 2, dtype=torch.float64), self.scaling
+        plain = self.theta ** (-2 * pairs / self.head_dim)
+        if scaling is None:
+            return plain
+        if scaling.type == "dynamic":  # the same as a base of theta · stretch^(D / (D − 2))
+            return plain * stretch ** (-pairs / max(self.head_dim / 2 - 1, 1))
+        kept = torch.zeros_like(pairs)  # fraction of each pair's angles that is not divided
+        if scaling.type == "yarn":
+            low, high = scaling.yarn_correction_range(self.head_dim, self.theta)
+            kept = ((high - pairs) / (high - low)).clamp(0, 1)
+        elif scaling.type == "llama3":
+            rotations = scaling.original_max_seq_len * plain / (2 * math.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept = ((rotations - low) / (high - low)).clamp(0, 1)
+        return plain * (kept + (1 - kept) / scaling.factor)
+
+    def _cos_sin(self, positions: Tensor, stretch: float) -> tuple[Tensor, Tensor]:
+        """Positions (...) -> (cos, cos) and (−sin, sin), (..., D) each."""
+        device = positions.device
+        float64_device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
+        # In fp32 the angles of late positions would be too coarse.
+        positions = positions.to(float64_device, torch.float64)
+        angles = positions[..., None] * self.frequencies(stretch).to(float64_device)  # (..., D/2)
+        cos, sin = (self.attention_scaling * angles.cos()).float(), (self.attention_scaling * angles.sin()).float()
+        return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
+
+
+def apply_rotary_emb(x: Tensor, rope: Rotation) -> Tensor:
+    """Rotate each pair (x[i], x[i + D/2]) of x (B, H, T, D) by the angle of its position."""
+    if rope is None:
+        return x
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
@@ -20,7 +202,7 @@ def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def sinusoidal_embedding(positions: Tensor, width: int) -> Tensor:
-    """sin and cos of each position at width/2 wavelengths from 2π to 10,000·2π, (..., T) -> (..., T, width).
+    """sin, then cos of each position at width/2 wavelengths from 2π to 10,000·2π, (..., T) -> (..., T, width).
 
     Vaswani et al. 2017 (arXiv:1706.03762), section 3.5, where they are interleaved.
     """

@@ -11,17 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinker.model.activation_hooks import ActivationCache, HookManager, Patch, hook, hook_points, open_hooks
-from thinker.model.attention import Attention, LinearAttention
+from thinker.model.attention import AnyCache, Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
-from thinker.model.kv_cache import KVCache, LayerCache
-from thinker.model.linear import Linear
+from thinker.model.kv_cache import KVCache
+from thinker.model.layers import Linear, RMSNorm
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
-from thinker.model.norm import RMSNorm
 from thinker.model.patterns import Pattern, TokenInfo
-from thinker.model.positions import sinusoidal_embedding
-from thinker.model.rope import Rope, RopeScaling
+from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
 from thinker.runtime.errors import UserError
 
 
@@ -51,22 +49,15 @@ class Block(nn.Module):
     def __init__(self, config: ThinkerConfig, pattern: Pattern, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        if pattern.n_features:
-            self.attention = LinearAttention(config, pattern.n_features, layer)
-        else:
-            self.attention = Attention(config, layer)
+        is_linear = pattern.n_features > 0
+        self.attention = LinearAttention(config, pattern.n_features, layer) if is_linear else Attention(config, layer)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
         self.hooks: HookManager | None = None
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: AttentionMask,
-        cache: LayerCache | None = None,
-        slots: CacheSlots | None = None,
+        self, x: Tensor, rope: Rotation, mask: AttentionMask, cache: AnyCache = None, slots: CacheSlots | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         h = hook(self.hooks, "attention_norm", self.attention_norm(x))
@@ -79,10 +70,9 @@ class Block(nn.Module):
 class Thinker(nn.Module):
     """A decoder-only transformer: pre-norm blocks of grouped-query attention with RoPE, and SwiGLU.
 
-    With QK-norm this is what Hugging Face calls `qwen3`, without it `llama`: weights carry over unchanged.
-
-    Weights may stay in fp32 while activations run in `activation_dtype` (None: that of the weights): each matrix is
-    cast where it is used; norms and the softmax of the loss are computed in fp32.
+    With QK-norm Hugging Face's `qwen3`, without it `llama`: weights carry over unchanged. They may stay in fp32 while
+    activations run in `activation_dtype` (None: theirs): each matrix is cast where it is used; norms and the softmax
+    of the loss are computed in fp32.
     """
 
     def __init__(self, config: ThinkerConfig) -> None:
@@ -155,8 +145,7 @@ class Thinker(nn.Module):
             document_ids: (B, T) int64, different for adjacent documents. Attention stays within each document and
                 positions count from its beginning: its logits are those it has alone.
 
-        Returns: logits (B, T, V), or (B, 1, V) with last_logits_only; with targets, (sum of losses in nats, fp32;
-            number of targets).
+        Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets).
 
         Raises UserError if shapes do not fit or the cache is full.
         """
@@ -172,9 +161,7 @@ class Thinker(nn.Module):
             with torch.no_grad():
                 return self(tokens, embeddings=embeddings, cache=cache, **options)
         context = self.make_context(inputs, tokens, document_ids, cache)
-        x = self.embed(inputs, context)  # (B, T, C)
-        rope = None if self.rope is None else self.rope(context.positions, context.end, self.dtype)
-        x = self.forward_blocks(x, rope, context, cache, last_logits_only)
+        x = self.forward_blocks(inputs, context, cache, last_logits_only)  # (B, T, C)
         if targets is None:
             return hook(self.hooks, "logits", self.lm_head(x))  # (B, T, V)
         if self.config.prefix:  # no loss where a position attends to its target
@@ -184,7 +171,7 @@ class Thinker(nn.Module):
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
-        """Positions and masks of a pass over a whole sequence, or over the next positions of a cache.
+        """The context of a pass over a whole sequence, or over the next positions of a cache.
 
         Raises UserError, with nothing changed, if the model or the cache does not support these positions.
         """
@@ -198,53 +185,45 @@ class Thinker(nn.Module):
         if self.rope is not None and not (cache is None and document_ids is None):
             self.rope.check_growth(end)
         if cache is not None:
-            return cache.append(*inputs.shape[:2], tokens)
-        positions = torch.arange(inputs.shape[1], device=inputs.device)  # (T,)
-        if document_ids is not None:
-            is_first = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T)
-            positions = positions - torch.where(is_first, positions, 0).cummax(dim=1).values
-            document_ids = is_first.cumsum(dim=1)  # numbered from 1, whatever the ids were
-        built_for = self.dtype, inputs.device, self.kernel
-        if built_for != self._built_for:
-            self._built_for, self.mask_builder = built_for, MaskBuilder.of_model(self.config, *built_for)
-        token_ids = tokens if self.mask_builder.by_token else None
-        return self.mask_builder.whole_sequence(TokenInfo(positions, document_ids, token_ids))
+            context = cache.append(*inputs.shape[:2], tokens)
+        else:
+            positions = torch.arange(inputs.shape[1], device=inputs.device)  # (T,)
+            if document_ids is not None:
+                is_first = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T)
+                positions = positions - torch.where(is_first, positions, 0).cummax(dim=1).values
+                document_ids = is_first.cumsum(dim=1)  # numbered from 1, whatever the ids were
+            built_for = self.dtype, inputs.device, self.kernel
+            if built_for != self._built_for:
+                self._built_for, self.mask_builder = built_for, MaskBuilder.of_model(self.config, *built_for)
+            token_ids = tokens if self.mask_builder.by_token else None
+            context = self.mask_builder.whole_sequence(TokenInfo(positions, document_ids, token_ids))
+        if self.rope is not None:
+            context.rope = self.rope(context.positions, context.end, self.dtype)
+        return context
 
-    def embed(self, inputs: Tensor, context: ForwardContext) -> Tensor:
-        """The input of the first block: tokens (B, T) or embeddings (B, T, C) -> (B, T, C), with positions."""
+    def forward_blocks(
+        self, inputs: Tensor, context: ForwardContext, cache: KVCache | None = None, last_logits_only: bool = False
+    ) -> Tensor:
+        """From tokens (B, T) or embeddings (B, T, C) to the input of lm_head, (B, T, C)."""
         x = self.embedding(inputs) if inputs.dim() == 2 else inputs
         if self.positions is not None:
             x = x + self.positions(context.positions)
         elif self.config.positions == "sinusoidal":
             x = x + sinusoidal_embedding(context.positions, x.shape[-1]).to(x.dtype)
-        return hook(self.hooks, "embedding", x)
-
-    def forward_blocks(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        context: ForwardContext,
-        cache: KVCache | None = None,
-        last_logits_only: bool = False,
-    ) -> Tensor:
-        """From the embedding to the input of lm_head: x (B, T, C), rope 2 x (T, D) -> (B, T, C)."""
-        x = self.dropout(x.to(self.dtype))
+        x = self.dropout(hook(self.hooks, "embedding", x).to(self.dtype))
         layers = [None] * len(self.blocks) if cache is None else cache.layers
         for block, mask, layer, slots in zip(self.blocks, context.masks, layers, context.slots):
-            x = block(x, rope, mask, layer, slots)  # (B, T, C)
+            x = block(x, context.rope, mask, layer, slots)  # (B, T, C)
         return hook(self.hooks, "norm", self.norm(x[:, -1:] if last_logits_only else x))
 
     def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
-        """An empty cache in this model's shape, device and dtype for `max_len` positions (None: config.max_seq_len).
-
-        `slack`: the number of positions that KVCache.truncate can always remove.
-        """
+        """An empty cache for `max_len` positions (None: config.max_seq_len); `slack` as in KVCache."""
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
 
     def record(self, *names: str) -> AbstractContextManager[ActivationCache]:
-        """`with model.record("blocks.*.attention.weights") as cache:` records these activations of each pass.
+        """`with model.record("blocks.*.attention.weights") as cache:` records activation_names() of each pass.
 
-        Names: activation_names(); `*` stands for one part of a name. Raises UserError for an unknown one.
+        `*` stands for one part of a name. Raises UserError for an unknown one.
         """
         return open_hooks(self, names, {})
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import save_on_cpu
 
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.linear import Linear
+from thinker.model.layers import Linear
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor

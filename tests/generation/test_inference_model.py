@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinker.generation.inference_model import matrix_bytes, prepare_for_inference
 from thinker.generation.int8 import Int8Linear, int8_matmul_is_exact
-from thinker.model.linear import Linear
+from thinker.model.layers import Linear
 
 needs_exact_int8 = pytest.mark.skipif(
     not int8_matmul_is_exact(), reason="this CPU's int8 products overflow, so that they are not used"

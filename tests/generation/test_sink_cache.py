@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sink_cache import SinkCache
 from thinker.model.attention_dispatch import AttentionMask, attention_weights
-from thinker.model.rope import apply_rotary_emb
+from thinker.model.positions import apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 KV_HEADS = st.sampled_from([4, 2, 1])  # multi-head, grouped, multi-query

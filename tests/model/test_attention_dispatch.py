@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend, attention_weights
-from thinker.model.rope import Rope, apply_rotary_emb
+from thinker.model.positions import Rope, apply_rotary_emb
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures" / "attention_examples.json").read_text())
 

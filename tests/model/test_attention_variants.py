@@ -337,7 +337,7 @@ def test_angles_that_depend_on_the_length_do_not_go_with_several_documents(rando
 
 
 def test_a_text_without_end_has_no_table_of_angles_without_end(random_model, monkeypatch):
-    monkeypatch.setattr("thinker.model.rope.MAX_TABLE_LEN", 32)
+    monkeypatch.setattr("thinker.model.positions.MAX_TABLE_LEN", 32)
     model, tokens = random_model(attention="window(8)"), torch.arange(120)[None] % 61
     whole = random_model(attention="window(8)")(tokens)  # a model with a table of its own
     cache, logits = model.new_cache(1, 10), []

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.benchmarks.baselines import to_transformers
-from thinker.model.rope import Rope, RopeScaling, apply_rotary_emb
+from thinker.model.positions import Rope, RopeScaling, apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")

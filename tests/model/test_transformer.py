@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask
-from thinker.model.rope import Rope, apply_rotary_emb
+from thinker.model.positions import Rope, apply_rotary_emb
 from thinker.runtime.errors import UserError
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.model.norm import RMSNorm
+from thinker.model.layers import RMSNorm
 
 
 @given(
