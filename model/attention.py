@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return attend(q, k, v, mask, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """The attention weights by the reference, a few rows at a time: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
+        """The attention weights by the reference, in chunks: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
         mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
         chunks = chunked_attention_weights(q, k, mask_of, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
         weights = None
