@@ -1,11 +1,8 @@
-"""Hook points: activations of an ordinary forward pass by name, to record or to patch.
-
-Thinker, Block, Attention and MLP call hook(self.hooks, point, x) at each point. Without open hooks that returns x.
-"""
+"""Hook points, to record or patch activations by name: Thinker, Block, Attention and MLP call hook() at each one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -49,7 +46,7 @@ class HookManager(dict[str, list[Callable[[Tensor], Tensor | None]]]):
 
 
 def hook(hooks: HookManager | None, point: str, x: Tensor) -> Tensor:
-    """x after the open hooks of a point."""
+    """x after the open hooks of a point; without any, x."""
     return x if hooks is None else hooks(point, x)
 
 
@@ -59,32 +56,15 @@ def has_open_hooks(model: nn.Module) -> bool:
 
 
 def hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """name -> the module that calls the hook, and its name for the point; in the order of the pass.
-
-    | name | shape | |
-    |---|---|---|
-    | embedding | (B, T, C) | the input of the first block |
-    | blocks.i | (B, T, C) | the residual stream after a block |
-    | blocks.i.attention_norm, blocks.i.mlp_norm, norm | (B, T, C) | what attention, the MLP and lm_head read |
-    | blocks.i.attention, blocks.i.mlp | (B, T, C) | what is added to the residual stream |
-    | blocks.i.attention.q, k, v | (B, H, T, D), (B, K, S, D) twice | after norm and RoPE; with a cache all its keys |
-    | blocks.i.attention.weights | (B, H, T, S) | rows are queries and sum to 1 (with sinks to less) |
-    | blocks.i.attention.heads, blocks.i.attention.heads.h | (B, H, T, D), (B, T, D) | the weighted sums of values |
-    | blocks.i.mlp.hidden | (B, T, d_ff) | silu(gate) · up |
-    | logits | (B, T, V) | of passes without targets |
-    """
+    """name -> the module that calls the hook, and its name for the point. docs/inspecting.md has a table of them."""
     points = {"embedding": (model, "embedding")}
     for layer, block in enumerate(model.blocks):
         path = f"blocks.{layer}"
-        heads = [f"heads.{head}" for head in range(block.attention.n_heads)]
+        inner = [*READ_ONLY, "weights", "heads", *(f"heads.{head}" for head in range(block.attention.n_heads))]
         points[f"{path}.attention_norm"] = block, "attention_norm"
-        for point in (*READ_ONLY, "weights", "heads", *heads):
-            points[f"{path}.attention.{point}"] = block.attention, point
-        points[f"{path}.attention"] = block, "attention"
-        points[f"{path}.mlp_norm"] = block, "mlp_norm"
-        points[f"{path}.mlp.hidden"] = block.mlp, "hidden"
-        points[f"{path}.mlp"] = block, "mlp"
-        points[path] = block, "output"
+        points |= {f"{path}.attention.{point}": (block.attention, point) for point in inner}
+        points |= {f"{path}.{point}": (block, point) for point in ("attention", "mlp_norm")}
+        points |= {f"{path}.mlp.hidden": (block.mlp, "hidden"), f"{path}.mlp": (block, "mlp"), path: (block, "output")}
     return {**points, "norm": (model, "norm"), "logits": (model, "logits")}
 
 
@@ -96,9 +76,9 @@ def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, P
     compiled model, nor for several threads at once. Raises UserError for an unknown name.
     """
     cache, points = ActivationCache(), hook_points(model)
-    hooks = [(name, partial(cache.add, name)) for name in _matching_names(names, points)]
+    hooks = [(name, partial(cache.add, name)) for pattern in names for name in _matching_names(pattern, points)]
     for pattern, patch in patches.items():
-        for name in _matching_names((pattern,), points):
+        for name in _matching_names(pattern, points):
             if points[name][1] in READ_ONLY:
                 raise UserError(f"{name} can be recorded, not patched; patch weights or heads")
             hooks.append((name, partial(_apply_patch, name, patch)))
@@ -118,16 +98,13 @@ def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, P
             module.hooks = module.hooks or None
 
 
-def _matching_names(patterns: tuple[str, ...], names: Mapping[str, Any]) -> list[str]:
-    matching = []
-    for pattern in patterns:
-        parts = pattern.split(".")
-        candidates = [name for name in names if name.count(".") == pattern.count(".")]
-        matches = [name for name in candidates if all(map(fnmatchcase, name.split("."), parts))]
-        if not matches:
-            raise UserError(f"this model has no activation {pattern}{did_you_mean(pattern, names)}")
-        matching += matches
-    return matching
+def _matching_names(pattern: str, names: Iterable[str]) -> list[str]:
+    parts = pattern.split(".")
+    candidates = [name for name in names if name.count(".") == pattern.count(".")]
+    matches = [name for name in candidates if all(map(fnmatchcase, name.split("."), parts))]
+    if not matches:
+        raise UserError(f"this model has no activation {pattern}{did_you_mean(pattern, names)}")
+    return matches
 
 
 def _apply_patch(name: str, patch: Patch, x: Tensor) -> Tensor:

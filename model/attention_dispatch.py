@@ -59,23 +59,19 @@ def attend(
     attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over the visible keys; without a mask over all of them.
+    """softmax(scale · q kᵀ) v over the visible keys; without a mask over all of them, and 0 if there are none.
 
     Args:
-        q: (B, H, T, D).
+        q: (B, H, T, D), as the result.
         k, v: (B, K, S, D), where K divides H; each KV head serves H/K query heads.
         scale: 1/√D by default.
         attn_logit_softcap: scores s become cap · tanh(s / cap) (Gemma 2, arXiv:2408.00118): smooth, unlike clamping.
         sinks: (H,), one more score per head for a key without a value, so that a head can attend to nothing.
-
-    Returns: (B, H, T, D). A query without visible keys gives 0.
     """
     mask = AttentionMask() if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if mask.kernel == "flex":
+    if mask.kernel in ("flex", "varlen"):
         return mask.kernel_state(q, k, v, scale, attn_logit_softcap, sinks)
-    if mask.kernel == "varlen":
-        return mask.kernel_state(q, k, v, scale)
     if mask.local_blocks is not None:
         blocks, length = mask.local_blocks, q.shape[2]
         q, k, v = to_blocks(q, blocks.size), keys_to_blocks(k, blocks), keys_to_blocks(v, blocks)
@@ -105,9 +101,9 @@ def attention_weights(
     attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The reference: the matrix that attend() multiplies v with, its softmax in fp32 (float64 for float64).
+    """The reference (Vaswani et al. 2017, arXiv:1706.03762, equation 1): the matrix that attend() multiplies v with.
 
-    Vaswani et al. 2017 (arXiv:1706.03762), equation 1. Returns (B, H, T, S): rows sum to 1, with sinks to less.
+    Returns (B, H, T, S), at least in fp32: rows sum to 1, with sinks to less.
     """
     mask = AttentionMask() if mask is None else mask
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -133,21 +129,16 @@ def attention_weights(
 
 
 def chunked_attention_weights(
-    q: Tensor,
-    k: Tensor,
-    mask_of: Callable[[slice], AttentionMask],
-    scale: float | None,
-    attn_logit_softcap: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, mask_of: Callable[[slice], AttentionMask], *options: Any
 ) -> Iterator[tuple[slice, Tensor]]:
     """attention_weights() of ROWS queries at a time, (B, H, ROWS, S), or of all at once if a gradient needs them.
 
-    mask_of: the mask of some of the queries.
+    mask_of: the mask of some of the queries; options: the further arguments.
     """
     T, needs_grad = q.shape[2], torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     for start in range(0, T, T if needs_grad else ROWS):
         rows = slice(start, T if needs_grad else min(start + ROWS, T))
-        yield rows, attention_weights(q[:, :, rows], k, mask_of(rows), scale, attn_logit_softcap, sinks)
+        yield rows, attention_weights(q[:, :, rows], k, mask_of(rows), *options)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, get_args, get_type_hints
 
 from thinker.model.pattern_parser import layer_patterns
 from thinker.model.patterns import Pattern
@@ -13,8 +13,6 @@ from thinker.runtime.errors import UserError
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
 MAX_SIZE = 1 << 24  # of any dimension, so that products of the sizes in an untrusted file stay computable
-JSON_TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": list, "dict": dict}
-JSON_TYPES["None"] = type(None)
 
 
 @dataclass
@@ -108,9 +106,8 @@ class ThinkerConfig:
             if self.positions == "alibi" or any(pattern.by_head for pattern in patterns):
                 raise UserError("model.n_kv_heads_per_layer does not go with alibi or patterns that differ by head")
         last_token = max((token for pattern in patterns for token in pattern.tokens), default=0)
-        if last_token >= self.vocab_size > 1:  # it is 1 until the tokenizer of a config is known
-            end = self.vocab_size - 1
-            raise UserError(f"model.attention names the token {last_token}; the vocabulary ends at {end}")
+        if last_token >= (V := self.vocab_size) > 1:  # it is 1 until the tokenizer of a config is known
+            raise UserError(f"model.attention names the token {last_token}; the vocabulary ends at {V - 1}")
         has_linear = any(pattern.n_features for pattern in patterns)
         if has_linear and (softcap is not None or self.attention_sinks or self.positions == "alibi"):
             raise UserError("linear attention has no scores for attn_logit_softcap, attention_sinks or alibi")
@@ -165,14 +162,14 @@ class ThinkerConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ThinkerConfig:
         """The inverse of to_dict. Raises UserError for an unknown key or a wrong type."""
-        annotations = {field.name: str(field.type) for field in fields(cls)}
+        hints = get_type_hints(cls)
         for name, value in values.items():
-            if name not in annotations:
+            if name not in hints:
                 raise UserError(f"the model's configuration has a key {name!r} that this version does not know")
-            kinds = annotations[name].split(" | ")  # e.g. "int | None"; JSON may write 10000.0 as 10000
-            fits = any(isinstance(value, JSON_TYPES[kind]) for kind in kinds)
-            if not fits or (isinstance(value, bool) and "bool" not in kinds):
-                raise UserError(f"the model's configuration has {name} = {value!r}; it must be {annotations[name]}")
+            types = get_args(hints[name]) or (hints[name],)
+            if type(value) not in types and not (type(value) is int and float in types):  # JSON has 10000 for 10000.0
+                wanted = " or ".join(each.__name__ for each in types).replace("NoneType", "null")
+                raise UserError(f"the model's configuration has {name} = {value!r}; it must be {wanted}")
         if "vocab_size" not in values:
             raise UserError("the model's configuration lacks vocab_size")
         return cls(**values)

@@ -27,18 +27,15 @@ class LayerCache:
     size = math.inf  # positions after which new ones overwrite old ones; inf: never, max_len is the limit
     no_truncate_reason = ""
 
-    def prepare(
-        self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor
-    ) -> tuple[AttentionMask, CacheSlots]:
-        """The mask and slots of new positions, (T,) or (B, T), in rows that had `starts` positions before."""
-        kv_len = cache.max_len if cache.fixed else max(cache.lengths)
-        if max(starts) == 0 and not cache.fixed:
+    def prepare(self, cache: KVCache, pattern: Pattern, positions: Tensor) -> tuple[AttentionMask, CacheSlots]:
+        """The mask and slots of new positions, (T,) or (B, T), which the cache has already counted."""
+        if max(cache.lengths) == positions.shape[-1] and not cache.fixed:  # the first chunk
             return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(positions)
-        slots = CacheSlots(positions, kv_len)
+        slots = CacheSlots(positions, cache.max_len if cache.fixed else max(cache.lengths))
         has_alibi = cache.mask_builder.alibi_slopes is not None
         if positions.shape == (1,) and pattern == CAUSAL and not has_alibi and not cache.fixed:
             return AttentionMask(), slots  # the last position attends to every key
-        return cache.build_mask(pattern, positions, torch.arange(kv_len, device=positions.device)), slots
+        return cache.build_mask(pattern, positions, torch.arange(slots.kv_len, device=positions.device)), slots
 
     def update(self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
         """Store the new keys and values (B, K, T, D). Returns q, and what it attends to, (B, K, S, D) each."""
@@ -49,16 +46,14 @@ class LayerCache:
 
     def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write keys and values (B, K, T, D) to these slots, (T,) or (B, T)."""
-        if slot_mapping.dim() == 2:
-            rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[:, None]  # (B, 1)
-            self.keys[rows, :, slot_mapping] = k.transpose(1, 2)  # (B, T, K, D)
-            self.values[rows, :, slot_mapping] = v.transpose(1, 2)
-        elif torch.compiler.is_compiling():  # Inductor writes this in place, but index_copy_ by copying the cache
-            self.keys[:, :, slot_mapping] = k
-            self.values[:, :, slot_mapping] = v
-        else:
-            self.keys.index_copy_(2, slot_mapping, k)
-            self.values.index_copy_(2, slot_mapping, v)
+        for stored, new in ((self.keys, k), (self.values, v)):
+            if slot_mapping.dim() == 2:
+                rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[:, None]  # (B, 1)
+                stored[rows, :, slot_mapping] = new.transpose(1, 2)  # (B, T, K, D)
+            elif torch.compiler.is_compiling():  # Inductor writes this in place, but index_copy_ by copying the cache
+                stored[:, :, slot_mapping] = new
+            else:
+                stored.index_copy_(2, slot_mapping, new)
 
 
 @dataclass
@@ -93,14 +88,12 @@ class RingLayer(LayerCache):
         positions = torch.where(slots < self.n_global, slots, in_ring)
         return torch.where(positions > newest, INVALID_POSITION, positions)
 
-    def prepare(
-        self, cache: KVCache, pattern: Pattern, starts: list[int], positions: Tensor
-    ) -> tuple[AttentionMask, CacheSlots]:
+    def prepare(self, cache: KVCache, pattern: Pattern, positions: Tensor) -> tuple[AttentionMask, CacheSlots]:
         """As LayerCache.prepare; what the ring holds follows from the high-water mark of each row."""
-        slots = CacheSlots(self.slot_mapping(positions))
-        if max(starts) == 0:
+        slots, T = CacheSlots(self.slot_mapping(positions)), positions.shape[-1]
+        if max(cache.lengths) == T:
             return cache.build_mask(pattern, positions, positions, aligned=True), slots
-        is_single = positions.shape[-1] == 1
+        is_single = T == 1
         high_water = cache.high_water if is_single else cache.high_water_before
         slots.kv_len = min(max(high_water), self.size)
         lengths = torch.tensor(high_water if positions.dim() == 2 else high_water[:1], device=positions.device)
@@ -135,8 +128,7 @@ class KVCache:
     linear one its state. Without layers of the first kind the cache is unbounded and its memory does not grow.
 
     The lengths are plain integers on the host, so that nothing waits for the device. Rows of equal length decode
-    without a mask, rows of unequal length with one. `fixed`: read all slots under a mask, so that shapes never change
-    (for CUDA graphs).
+    without a mask. `fixed`: read all slots under a mask, so that shapes never change (for CUDA graphs).
     """
 
     def __init__(
@@ -144,14 +136,14 @@ class KVCache:
         config: ThinkerConfig,
         batch_size: int,
         max_len: int,
-        device: torch.device | str,
+        device: torch.device,
         dtype: torch.dtype,
         slack: int = 0,
     ) -> None:
         """`slack`: the number of positions that truncate() can always remove, even from rings."""
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows and {max_len} positions: both must be at least 1")
-        self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
+        self.max_len, self.device, self.fixed, self.slack = max_len, device, False, slack
         self.mask_builder = MaskBuilder.of_model(config, dtype, self.device)
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
         self.layers = [
@@ -165,7 +157,7 @@ class KVCache:
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
         if pattern.n_features:
-            return LinearLayer.empty(B, K, pattern.n_features, self.head_dim, self.device)
+            return LinearLayer.empty((B, K, pattern.n_features, self.head_dim), self.device)
         size = max(1, (pattern.max_distance or 0) + self.slack) + pattern.n_global
         if size >= self.max_len or not pattern.fits_ring_buffer:
             return LayerCache(*self._new_tensors(B, K, self.max_len), self.slack)
@@ -200,15 +192,13 @@ class KVCache:
             positions = positions + (torch.tensor(starts, device=self.device) - starts[0])[:, None]  # (B, T)
         if self.tokens is not None:
             self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
-        prepared: dict[tuple[type, Pattern], tuple[AttentionMask, CacheSlots | None]] = {}
-        kinds = [(type(layer), pattern) for layer, pattern in zip(self.layers, self.mask_builder.patterns)]
-        for layer, kind in zip(self.layers, kinds):
-            if kind not in prepared:
-                is_linear = isinstance(layer, LinearLayer)  # sums need no mask and have no slots
-                prepared[kind] = (
-                    (AttentionMask(), None) if is_linear else layer.prepare(self, kind[1], starts, positions)
-                )
-        masks, slots = ([prepared[kind][i] for kind in kinds] for i in (0, 1))
+        patterns, prepared = self.mask_builder.patterns, {}
+        for layer, pattern in zip(self.layers, patterns):
+            if pattern.n_features:  # sums need no mask and have no slots
+                prepared[pattern] = AttentionMask(), None
+            elif pattern not in prepared:
+                prepared[pattern] = layer.prepare(self, pattern, positions)
+        masks, slots = ([prepared[pattern][i] for pattern in patterns] for i in (0, 1))
         return ForwardContext(positions, max(self.lengths), masks, slots)
 
     def _reserve(self, batch_size: int, length: int) -> list[int]:

@@ -1,7 +1,4 @@
-"""The text form of attention patterns, as in `window(64) | global(4)`, and the pattern of each layer.
-
-A text has names with numbers, `&` (binds tighter), `|` and parentheses: a subset of Python's expressions.
-"""
+"""The text form of attention patterns: names with numbers, `&` (binds tighter), `|` and parentheses, as in Python."""
 
 from __future__ import annotations
 
@@ -31,9 +28,7 @@ PATTERNS: dict[str, Callable[..., Pattern]] = {  # by their names in configs
 def parse_pattern(text: str) -> Pattern:
     """The pattern with this text form. Raises UserError that says what is wrong with it."""
     if len(text) > MAX_TEXT_LENGTH:
-        raise UserError(
-            f"model.attention has a pattern of {len(text):,} characters; the maximum is {MAX_TEXT_LENGTH:,}"
-        )
+        raise UserError(f"model.attention has a pattern of {len(text):,} characters; at most {MAX_TEXT_LENGTH:,} fit")
     try:
         if not text.isascii() or "_" in text:  # Python's parser normalises other letters
             raise ValueError
@@ -48,27 +43,22 @@ def parse_pattern(text: str) -> Pattern:
 def _parse_node(node: ast.expr) -> Pattern:
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitOr, ast.BitAnd)):
         left, right = _parse_node(node.left), _parse_node(node.right)
-        if left.n_features or right.n_features:
-            raise UserError("linear attention has no mask and cannot be combined with a pattern")
         return left | right if isinstance(node.op, ast.BitOr) else left & right
     if isinstance(node, ast.Name):
-        return _make_pattern(node, _to_name(node), [])
+        return _make_pattern(node, node, [])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        return _make_pattern(node, _to_name(node.func), node.args)
+        return _make_pattern(node, node.func, node.args)
     raise UserError(f"{_unparse(node)} is not a pattern; {HINT}")
 
 
-def _to_name(node: ast.Name) -> str:
-    name = node.id.removesuffix("_")  # of `global_`
-    if name in PATTERNS:
-        return name
-    if name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
-        raise UserError(f"{name} is not a list of layers: the letters are L (model.window) and G (full), as in LLLG")
-    hint = did_you_mean(name, PATTERNS) or f"; choose from: {', '.join(PATTERNS)}"
-    raise UserError(f"there is no {name}{hint}")
-
-
-def _make_pattern(node: ast.expr, name: str, arguments: list[ast.expr]) -> Pattern:
+def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr]) -> Pattern:
+    name = function.id.removesuffix("_")  # of `global_`
+    if name not in PATTERNS:
+        if name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
+            raise UserError(
+                f"{name} is not a list of layers: the letters are L (model.window) and G (full), as in LLLG"
+            )
+        raise UserError(f"there is no {name}{did_you_mean(name, PATTERNS) or '; choose from: ' + ', '.join(PATTERNS)}")
     if name == "heads":
         values = [_parse_node(argument) for argument in arguments]
     else:
@@ -81,14 +71,11 @@ def _make_pattern(node: ast.expr, name: str, arguments: list[ast.expr]) -> Patte
         raise UserError(f"{name} takes ({parameters}), but got {len(values)}") from None
     if not values and name in ("heads", "token"):
         raise UserError(f"{name} needs at least one argument")
-    if name == "heads" and any(value.n_features for value in values):
-        raise UserError("linear attention applies to whole layers, not to single heads")
     if name == "heads" and any("heads(" in value.text for value in values):
         raise UserError("heads cannot contain heads; name each head's pattern once, as in heads(full, window(8), full)")
-    if name in MAX_ARGUMENTS:
-        index, maximum = MAX_ARGUMENTS[name]
-        if values[index] > maximum:
-            raise UserError(f"{_unparse(node)} has {values[index]:,}; the maximum is {maximum:,}")
+    index, maximum = MAX_ARGUMENTS.get(name, (0, MAX_NUMBER))
+    if name in MAX_ARGUMENTS and values[index] > maximum:
+        raise UserError(f"{_unparse(node)} has {values[index]:,}; the maximum is {maximum:,}")
     return PATTERNS[name](*values)
 
 
@@ -113,9 +100,7 @@ def layer_patterns(attention: str | list[str], n_layers: int, window_size: int |
         raise UserError(f"model.attention {attention!r} needs model.window, the number of keys that L attends to")
     texts = list(attention) if is_letters or not isinstance(attention, str) else [attention]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(
-            f"model.attention is {attention!r}; it must be a pattern, a list of them, or letters as in LLLG"
-        )
+        raise UserError(f"model.attention is {attention!r}; it must be a pattern, a list of them, or letters as LLLG")
     if len(texts) > 1 and any(text.count("(") != text.count(")") for text in texts):
         raise UserError(f"model.attention {attention!r}: quote a pattern that has a comma: ['dilated(64, 2)', full]")
     if len(texts) > n_layers:

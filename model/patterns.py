@@ -1,7 +1,4 @@
-"""Sparse attention patterns: which keys each query attends to, as predicates over absolute positions.
-
-model/pattern_parser.py reads them from the config; docs/attention.md shows a picture of each one.
-"""
+"""Which keys each query attends to, as predicates over absolute positions; docs/attention.md has a picture of each."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from operator import or_
 
 import torch
 from torch import Tensor
+
+from thinker.runtime.errors import UserError
 
 INVALID_POSITION = 1 << 40  # the position of a cache slot that holds no key yet: later than every query
 
@@ -75,6 +74,10 @@ class Pattern:
 
 def _combine(text: str, mask_mod: MaskMod, patterns: Sequence[Pattern], limit: Callable, include: Callable) -> Pattern:
     """`limit`, max or min, gives the distance and the prefix from those of the patterns; `include`: any or all."""
+    if any(pattern.n_features for pattern in patterns):
+        raise UserError(
+            "linear attention has no mask: it applies to whole layers and cannot be combined with a pattern"
+        )
     distance = limit(inf if pattern.max_distance is None else pattern.max_distance for pattern in patterns)
     return Pattern(
         text,
@@ -92,7 +95,7 @@ def _combine(text: str, mask_mod: MaskMod, patterns: Sequence[Pattern], limit: C
 
 def full() -> Pattern:
     """Every earlier position and itself (Vaswani et al. 2017, arXiv:1706.03762)."""
-    return Pattern("full", lambda head, query, key: key.position <= query.position)
+    return Pattern("full", lambda head, q, k: k.position <= q.position)
 
 
 CAUSAL = full()
@@ -101,9 +104,7 @@ CAUSAL = full()
 def window(w: int) -> Pattern:
     """The newest w keys, itself included (Beltagy et al. 2020, arXiv:2004.05150)."""
     return Pattern(
-        f"window({w})",
-        lambda head, query, key: (key.position <= query.position) & (query.position - key.position < w),
-        max_distance=w,
+        f"window({w})", lambda head, q, k: (k.position <= q.position) & (q.position - k.position < w), max_distance=w
     )
 
 

@@ -27,13 +27,6 @@ def _parameter(*types: str, default: Any = None, minimum: float = MIN_NUMBER) ->
 class RopeScaling:
     """How RoPE is adapted to texts longer than those of the pretraining, with the parameters of transformers.
 
-    | type | effect on the angles |
-    |---|---|
-    | linear | all are divided by `factor` (Chen et al. 2023, arXiv:2306.15595) |
-    | dynamic | the base grows with the length beyond the original, even at factor 1 (emozilla, bloc97 2023) |
-    | yarn | fast pairs keep theirs, slow pairs are divided, a ramp in between (Peng et al. 2023, arXiv:2309.00071) |
-    | llama3 | the same with a ramp over rotations instead of pairs (Llama 3.1, arXiv:2407.21783, and its code) |
-
     None stands for the default. Raises UserError for a wrong value, or one that the type does not use.
     """
 
@@ -159,13 +152,13 @@ class Rope(nn.Module):
         plain = self.theta ** (-2 * pairs / self.head_dim)
         if scaling is None:
             return plain
-        if scaling.type == "dynamic":  # the same as a base of theta · stretch^(D / (D − 2))
+        if scaling.type == "dynamic":  # (emozilla, bloc97 2023): the base becomes theta · stretch^(D / (D − 2))
             return plain * stretch ** (-pairs / max(self.head_dim / 2 - 1, 1))
-        kept = torch.zeros_like(pairs)  # fraction of each pair's angles that is not divided
-        if scaling.type == "yarn":
+        kept = torch.zeros_like(pairs)  # fraction of each pair's angles that is not divided; linear (arXiv:2306.15595)
+        if scaling.type == "yarn":  # (arXiv:2309.00071): fast pairs keep theirs, slow ones do not, a ramp in between
             low, high = scaling.yarn_correction_range(self.head_dim, self.theta)
             kept = ((high - pairs) / (high - low)).clamp(0, 1)
-        elif scaling.type == "llama3":
+        elif scaling.type == "llama3":  # (arXiv:2407.21783, and its code): a ramp over rotations instead of pairs
             rotations = scaling.original_max_seq_len * plain / (2 * math.pi)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = ((rotations - low) / (high - low)).clamp(0, 1)

@@ -108,10 +108,8 @@ class Thinker(nn.Module):
                 parameter.normal_(0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()  # every block begins as the identity
-            elif name == "lm_head.weight":
-                parameter.normal_(
-                    0, self.config.head_init_std, generator=generator
-                )  # 0: the first loss is exactly ln V
+            elif name == "lm_head.weight":  # with 0 the first loss is exactly ln V
+                parameter.normal_(0, self.config.head_init_std, generator=generator)
             else:  # q, k, v, gate, up: outputs as large as inputs
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
 
@@ -236,7 +234,7 @@ class Thinker(nn.Module):
         return open_hooks(self, (), patches)
 
     def activation_names(self) -> list[str]:
-        """All names that can be recorded, in the order of the pass: the table of activation_hooks.hook_points."""
+        """All names that can be recorded, in the order of the pass; docs/inspecting.md explains them."""
         return list(hook_points(self))
 
     @torch.no_grad()

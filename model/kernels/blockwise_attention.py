@@ -12,14 +12,12 @@ ROWS = 128  # queries per block; keys after its last query are skipped
 SCORES = 2**20  # scores per block, over its heads
 
 
-# Not compiled: the unrolled blocks took two minutes to compile and were no faster. torch.compiler.disable would import
-# the compiler at once, which takes a second.
+# Not compiled: that took two minutes and was no faster. torch.compiler.disable would import the compiler at once.
 @torch._disable_dynamo
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     """softmax(scale · q kᵀ + bias) v under the causal mask: q, k, v (B, H, T, D) -> (B, H, T, D).
 
     `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf for hidden keys; every query attends at least to itself.
-
     SDPA multiplies head by head; batched products are large enough for the processor's bf16 units. In exchange, half
     of the (B, H, T, T) probabilities are saved for the backward pass.
     """

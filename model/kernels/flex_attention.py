@@ -21,13 +21,8 @@ MIN_HEAD_DIM = 16  # of the GPU's matrix units
 class FlexAttention:
     """FlexAttention (Dong et al. 2024, arXiv:2412.05496) with one pattern, prepared once per pass for all layers.
 
-    Args:
-        pattern: which keys each query attends to: pattern(head, query, key) of TokenInfos that broadcast.
-        query: positions and ids of the queries and keys, (T,) or (B, T) each.
-        n_heads: H, query heads.
-        alibi_slopes: (H,), subtracted from scores per position of distance.
-
-    On CPUs it computes all scores and no gradients, for comparison.
+    `query`: positions and ids of the queries and keys, (T,) or (B, T) each. On CPUs it computes all scores and no
+    gradients, for comparison.
     """
 
     def __init__(self, pattern: Pattern, query: TokenInfo, n_heads: int, alibi_slopes: Tensor | None) -> None:
@@ -68,10 +63,8 @@ class FlexAttention:
             q, k, v = (F.pad(x, (0, MIN_HEAD_DIM - head_dim)) for x in (q, k, v))
         modifies = attn_logit_softcap is not None or alibi_slopes is not None
         flex, is_grouped = _compiled() if q.is_cuda else flex_attention, q.shape[1] != k.shape[1]
-        aux_request = AuxRequest(lse=sinks is not None)
-        y, aux = flex(
-            q, k, v, score_mod if modifies else None, self.block_mask, scale, is_grouped, return_aux=aux_request
-        )
+        options = score_mod if modifies else None, self.block_mask, scale, is_grouped
+        y, aux = flex(q, k, v, *options, return_aux=AuxRequest(lse=sinks is not None))
         y = y[..., :head_dim]  # without visible keys 0, and the lse −inf
         # One more score in the sum makes all weights smaller, by the factor sum / (sum + e^sink).
         return y if sinks is None else y * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(y.dtype)
@@ -79,14 +72,12 @@ class FlexAttention:
 
 @cache
 def _compiled() -> Callable:
-    """Compiled flex_attention for the whole process, created at its first use: importing the compiler takes seconds.
-
-    Each pattern has its own program, and a second one for dynamic lengths. torch's default limit of 8 programs would
-    fail, or fall back to eager mode with all scores in memory.
-    """
+    """Compiled flex_attention for the whole process, created at its first use: importing the compiler takes seconds."""
     compiled = torch.compile(flex_attention, fullgraph=True)
 
     def call(*args: Any, **options: Any) -> Any:
+        # Each pattern has its own program, and a second one for dynamic lengths. torch's default limit of 8 programs
+        # would fail, or fall back to eager mode with all scores in memory.
         with torch._dynamo.config.patch(recompile_limit=256, specialize_float=True):
             return compiled(*args, **options)
 

@@ -20,10 +20,7 @@ LIFT = 2.0**30  # between the logarithms of the features of two documents: exp(�
 
 
 def random_features(n_features: int, head_dim: int, seed: int) -> Tensor:
-    """Sample ω, (m, D) in fp32: each row distributed as N(0, I), orthogonal within every block of D rows.
-
-    Orthogonal rows estimate with less variance than independent ones (section 2.3 of the paper).
-    """
+    """Sample ω, (m, D) in fp32: rows from N(0, I), orthogonal within each block of D: less variance (section 2.3)."""
     generator = torch.Generator().manual_seed(seed)  # on the CPU in fp64: the same on every device
     blocks = -(-n_features // head_dim)
     gaussians = torch.randn(blocks, head_dim, head_dim, generator=generator, dtype=torch.float64)
@@ -41,19 +38,11 @@ class LinearState:
     shift: Tensor  # (B, K, 1, 1): the largest log feature so far, rounded up; fp64 with document ids
 
     @classmethod
-    def empty(
-        cls,
-        batch_size: int,
-        n_kv_heads: int,
-        n_features: int,
-        value_dim: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> LinearState:
-        """The state before the first key."""
-        sums = torch.zeros(batch_size, n_kv_heads, n_features, value_dim + 1, device=device, dtype=dtype)
-        shift = torch.full((batch_size, n_kv_heads, 1, 1), torch.finfo(dtype).min, device=device, dtype=dtype)
-        return cls(sums, shift)
+    def empty(cls, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> LinearState:
+        """The state before the first key; `shape`: (B, K, m, D_v)."""
+        B, K, m, D_v = shape
+        sums = torch.zeros(B, K, m, D_v + 1, device=device, dtype=dtype)
+        return cls(sums, torch.full((B, K, 1, 1), torch.finfo(dtype).min, device=device, dtype=dtype))
 
 
 def linear_attention(
@@ -70,9 +59,7 @@ def linear_attention(
     Within a chunk the weights φ(q)·φ(k) are computed, all chunks at once; the keys before it contribute their sums.
 
     Args:
-        q: (B, H, T, D), with RoPE but not scaled.
-        k: (B, K, T, D), likewise; each KV head serves H / K query heads.
-        v: (B, K, T, D_v).
+        q, k, v: (B, H, T, D), (B, K, T, D) and (B, K, T, D_v), not scaled; each KV head serves H / K query heads.
         features: ω, (m, D), from random_features().
         state: the state after the positions before these, if there are any.
         document_ids: (B, T), never decreasing: keys of other documents are hidden. In every call of a sequence or none.
@@ -83,7 +70,7 @@ def linear_attention(
     (B, K, T, D), C = k.shape, min(chunk, k.shape[2])
     wide = torch.promote_types(q.dtype, torch.float32)
     if state is None:
-        state = LinearState.empty(B, K, len(features), v.shape[-1], q.device, wide)
+        state = LinearState.empty((B, K, len(features), v.shape[-1]), q.device, wide)
     span, full = SPAN * C, T - T % C  # `full`: positions in full chunks
     sizes = [size for size in (*[span] * (full // span), full % span, T - full) if size]
     if len(sizes) > 1:

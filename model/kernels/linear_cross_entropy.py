@@ -1,8 +1,6 @@
-"""lm_head and cross-entropy fused, a chunk of rows at a time.
+"""lm_head and cross-entropy fused: the logits of a few rows become their loss and gradient while they are in the cache.
 
-The logits of a whole batch, (B·T, V) in fp32, would be the largest tensor of a training step, and its memory traffic
-costs more than the matrix products of a small model. Here the logits of a chunk become its loss and gradient while
-they are in the processor's cache.
+All logits, (B·T, V) in fp32, would be the largest tensor of a training step; its traffic costs more than the products.
 """
 
 from __future__ import annotations
@@ -43,11 +41,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = grad.mul_(is_counted[:, None]).to(x.dtype)
             if x_grad is not None:
                 x_grad[part] = grad @ w
-            if w_grad is not None:
-                if w_grad.dtype == grad.dtype:
-                    torch.addmm(w_grad, grad.T, x[part], out=w_grad)
-                else:
-                    w_grad += grad.T @ x[part]
+            if w_grad is not None and w_grad.dtype == grad.dtype:
+                torch.addmm(w_grad, grad.T, x[part], out=w_grad)
+            elif w_grad is not None:
+                w_grad += grad.T @ x[part]
         ctx.save_for_backward(x_grad, w_grad)
         ctx.weight_dtype = weight.dtype
         return total
@@ -64,15 +61,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of softmax(x · weightᵀ) against `targets`.
+    """Cross-entropy of softmax(x · weightᵀ) against `targets`, (B, T) int64; IGNORE_INDEX is not counted.
 
-    Args:
-        x: (B, T, C), after the last norm; the matrix products have its dtype.
-        weight: (V, C), in any dtype.
-        targets: (B, T) int64; IGNORE_INDEX is not counted.
-        cached_weight: the weight in x's dtype, if the caller has it already.
-
-    Returns: the sum of the losses in nats (fp32 scalar) and the number of targets counted (int64 scalar).
+    x is (B, T, C), and the matrix products have its dtype; weight (V, C), in any dtype; cached_weight the same in x's.
+    Returns the sum of the losses in nats (fp32 scalar) and the number of targets counted (int64 scalar).
     """
     total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), cached_weight)
     return total, (targets != IGNORE_INDEX).sum()

@@ -1,6 +1,6 @@
-"""Attention of bounded distance, block by block: each block of queries and its keys become a row of the batch.
+"""Attention of bounded distance: each block of queries and its keys become a row of the batch.
 
-Scores of other keys are never computed: a window costs T · (block + window) instead of T².
+A window costs T · (block + window) scores instead of T².
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def from_blocks(y: Tensor, length: int) -> Tensor:
 
 
 def keys_to_blocks(x: Tensor, blocks: LocalBlocks) -> Tensor:
-    """For each block of queries: the first keys of the sequence, the keys before the block, and those in it.
+    """For each block of queries: the first keys, those before the block, and those in it, padded with zeros.
 
-    (B, K, T, D) -> (B·blocks, K, n_global + before + size, D). Padded with zeros.
+    (B, K, T, D) -> (B·blocks, K, n_global + before + size, D).
     """
     size, before, n_global = blocks
     near = F.pad(x, (0, 0, before, -x.shape[2] % size)).unfold(2, before + size, size)

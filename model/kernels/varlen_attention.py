@@ -17,10 +17,7 @@ class VarlenAttention:
     """Causal attention within each document by torch's variable-length flash kernel, in fp16 or bf16.
 
     FlashAttention-2 (Dao 2023, arXiv:2307.08691). Scores outside a document or the window are never computed.
-
-    Args:
-        document_ids: (B, T) int64, never decreasing within a row.
-        max_distance: number of keys that a query attends to, its own included; None: all earlier ones.
+    document_ids: (B, T) int64, never decreasing within a row; max_distance: as in Pattern.
     """
 
     def __init__(self, document_ids: Tensor, max_distance: int | None) -> None:
@@ -30,7 +27,7 @@ class VarlenAttention:
         self.window = (-1 if max_distance is None else max_distance - 1, 0)  # keys before and after the query
         self.varlen_attn, self.has_gqa = _varlen_attn()
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, *unused: None) -> Tensor:
         """q (B, H, T, D), k, v (B, K, T, D) -> (B, H, T, D)."""
         B, H, T, D = q.shape
         options = {"scale": scale, "window_size": self.window}
@@ -46,12 +43,9 @@ class VarlenAttention:
 
 
 def cu_seqlens(document_ids: Tensor) -> Tensor:
-    """Start indices of the documents in the concatenated rows of (B, T), and the end: (documents + 1,) int32.
-
-    The host waits for the device, which knows their number: once per pass, not once per layer.
-    """
+    """Start indices of the documents in the concatenated rows of (B, T), and the end: (documents + 1,) int32."""
     is_first = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T), True at row starts
-    starts = is_first.flatten().nonzero()[:, 0]
+    starts = is_first.flatten().nonzero()[:, 0]  # the host waits for the device: once per pass, not once per layer
     return F.pad(starts, (0, 1), value=document_ids.numel()).int()
 
 

@@ -1,6 +1,7 @@
 """scripts/plot_patterns.py as a user runs it, and its plots cell by cell against loops."""
 
 import pytest
+import torch
 from conftest import ROOT, run_script
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
@@ -128,7 +129,7 @@ def test_the_gallery_has_every_kind():
 @pytest.mark.parametrize("text", [*GALLERY, "global(2)", "topk(4) & window(8)"])
 def test_the_described_cache_is_what_the_cache_keeps(text):
     shape = {"vocab_size": 9, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 64}
-    (layer,) = KVCache(ThinkerConfig(**shape, attention=text), 1, 1000, "cpu", None).layers
+    (layer,) = KVCache(ThinkerConfig(**shape, attention=text), 1, 1000, torch.device("cpu"), None).layers
     if isinstance(layer, LinearLayer):
         kind = f"a state of {layer.sums.shape[2]} sums"
     elif isinstance(layer, RingLayer):

@@ -238,7 +238,7 @@ def test_bf16_is_near_fp32(parts):
 
 def test_an_empty_state_is_none():
     (q, k, v), features = drawn(2, 4, 2, 5, 8, value_dim=3), random_features(6, 8, 0)
-    y, state = linear_attention(q, k, v, features, LinearState.empty(2, 2, 6, 3))
+    y, state = linear_attention(q, k, v, features, LinearState.empty((2, 2, 6, 3), "cpu"))
     known, _ = linear_attention(q, k, v, features)
     assert torch.equal(y, known)
     assert state.sums.shape == (2, 2, 6, 4)
