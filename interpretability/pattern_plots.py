@@ -67,7 +67,7 @@ def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> Pat
     elif n_heads is None:
         n_heads = min(pattern.min_heads, 16) if pattern.min_heads > 1 else 4
     notes = {
-        f"every {TOKEN_INTERVAL}th token is one": pattern.by_token,
+        f"every {TOKEN_INTERVAL}th token is one": pattern.tokens,
         "an example: random scores": pattern.by_score,
         "a sum over features": is_linear,
     }

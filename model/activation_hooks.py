@@ -70,10 +70,9 @@ def hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 @contextmanager
 def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, Patch]) -> Iterator[ActivationCache]:
-    """While it is open, record the named activations of every pass, and patch those that `patches` names.
+    """While open, record the named activations of every pass and apply the patches; `*` stands for one part of a name.
 
-    `*` in a name stands for one part of it. Hooks that are opened later get what earlier ones have patched. Not for a
-    compiled model, nor for several threads at once. Raises UserError for an unknown name.
+    Later hooks get what earlier ones patched. Not for compiled models or several threads. UserError: an unknown name.
     """
     cache, points = ActivationCache(), hook_points(model)
     hooks = [(name, partial(cache.add, name)) for pattern in names for name in _matching_names(pattern, points)]

@@ -110,10 +110,7 @@ class Attention(nn.Module):
 
 
 class LinearAttention(Attention):
-    """Choromanski et al. 2021 (arXiv:2009.14794) with the projections, norms and RoPE of any other layer.
-
-    The random features are neither parameters nor saved: they follow from n_features, head_dim and the layer.
-    """
+    """Choromanski et al. 2021 (arXiv:2009.14794); all but the attention itself is as in any other layer."""
 
     def __init__(self, config: ThinkerConfig, n_features: int, layer: int) -> None:
         super().__init__(config, layer)
@@ -136,9 +133,9 @@ class LinearAttention(Attention):
             weights[..., keys] = self.attend(q.float(), k.float(), unit, mask, None)
         return weights
 
-    @torch._disable_dynamo  # as in kernels/blockwise_attention.py
+    @torch._disable_dynamo  # as in kernels/cpu_attention.py
     def features(self, device: torch.device) -> Tensor:
-        """The random features (m, D), generated at the first use."""
+        """The random features (m, D), generated at the first use from their number, head_dim and the layer."""
         if self._features is None or self._features.device != device:
             self._features = random_features(self.n_features, self.head_dim, self.layer).to(device)
         return self._features

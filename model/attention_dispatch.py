@@ -11,9 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinker.model.kernels.blockwise_attention import blockwise_attention
-from thinker.model.kernels.decode_attention import decode_attention
-from thinker.model.kernels.local_attention import LocalBlocks, from_blocks, keys_to_blocks, to_blocks
+from thinker.model.kernels.cpu_attention import (
+    blockwise_attention,
+    decode_attention,
+    from_blocks,
+    keys_to_blocks,
+    to_blocks,
+)
 
 ROWS = 64  # queries whose weights the reference holds at a time
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
@@ -27,9 +31,8 @@ class AttentionMask:
     is_causal: bool = False  # instead of `allowed`, where queries and keys are the same positions
     kernel: str = "auto"  # the kernel that the mask was built for
     may_be_empty: bool = False  # a query may have no visible key
-    local_blocks: LocalBlocks | None = None  # what `allowed` refers to for the local kernel
     score_mask: Callable[[Tensor, slice], Tensor] | None = None  # scores (B, H, rows, S) of these queries -> allowed
-    kernel_state: Any = None  # what flex and varlen prepare once per pass; document ids for linear attention
+    kernel_state: Any = None  # what local, flex and varlen need once per pass; document ids for linear attention
     reference_rows: Callable[[slice], AttentionMask] | None = None  # builds plain rows, where a kernel's form differs
 
     @property
@@ -72,11 +75,11 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if mask.kernel in ("flex", "varlen"):
         return mask.kernel_state(q, k, v, scale, attn_logit_softcap, sinks)
-    if mask.local_blocks is not None:
-        blocks, length = mask.local_blocks, q.shape[2]
+    if mask.kernel == "local":
+        blocks, length = mask.kernel_state, q.shape[2]
         q, k, v = to_blocks(q, blocks.size), keys_to_blocks(k, blocks), keys_to_blocks(v, blocks)
         allowed = mask.allowed.repeat(len(q) // len(mask.allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, keys)
-        mask = AttentionMask(allowed, kernel=mask.kernel, may_be_empty=mask.may_be_empty)
+        mask = AttentionMask(allowed, may_be_empty=mask.may_be_empty)
         return from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
     if attn_logit_softcap is not None or sinks is not None or mask.score_mask is not None or mask.kernel == "reference":
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
@@ -101,10 +104,7 @@ def attention_weights(
     attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The reference (Vaswani et al. 2017, arXiv:1706.03762, equation 1): the matrix that attend() multiplies v with.
-
-    Returns (B, H, T, S), at least in fp32: rows sum to 1, with sinks to less.
-    """
+    """The reference (Vaswani et al. 2017): what attend() multiplies v with, (B, H, T, S), in fp32 or float64."""
     mask = AttentionMask() if mask is None else mask
     dtype = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(dtype)  # (B, H, S, D)
@@ -131,10 +131,7 @@ def attention_weights(
 def chunked_attention_weights(
     q: Tensor, k: Tensor, mask_of: Callable[[slice], AttentionMask], *options: Any
 ) -> Iterator[tuple[slice, Tensor]]:
-    """attention_weights() of ROWS queries at a time, (B, H, ROWS, S), or of all at once if a gradient needs them.
-
-    mask_of: the mask of some of the queries; options: the further arguments.
-    """
+    """attention_weights() of ROWS queries at a time, or of all if a gradient needs them; mask_of() gives their mask."""
     T, needs_grad = q.shape[2], torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     for start in range(0, T, T if needs_grad else ROWS):
         rows = slice(start, T if needs_grad else min(start + ROWS, T))

@@ -17,10 +17,7 @@ MAX_SIZE = 1 << 24  # of any dimension, so that products of the sizes in an untr
 
 @dataclass
 class ThinkerConfig:
-    """Everything that determines a Thinker's parameters and forward pass. Widths left at None follow from the others.
-
-    Raises UserError if the values do not fit together.
-    """
+    """What determines a Thinker; None: follows from the others. Raises UserError if they do not fit together."""
 
     vocab_size: int
     d_model: int = 256  # width of the residual stream
@@ -63,8 +60,7 @@ class ThinkerConfig:
             raise UserError(f"model.head_init_std is {self.head_init_std}; it must be at least 0")
         if self.head_init_std > 0 and (self.tie_embeddings or self.init == "normal"):
             raise UserError("model.head_init_std needs model.init=fan_in and a head that is not tied; leave it out")
-        self._check_positions()
-        self._check_attention()
+        self._check_positions_and_attention()
 
     def _set_widths(self) -> None:
         if self.n_kv_heads is None:
@@ -82,7 +78,7 @@ class ThinkerConfig:
         if self.d_ff is None:
             self.d_ff = -(-8 * self.d_model // (3 * 64)) * 64
 
-    def _check_positions(self) -> None:
+    def _check_positions_and_attention(self) -> None:
         if self.positions not in POSITIONS:
             raise UserError(f"model.positions is {self.positions!r}; possible: {', '.join(POSITIONS)}")
         for name in ("rope_scaling", "no_rope_layers"):
@@ -93,8 +89,6 @@ class ThinkerConfig:
         layers, last = self.no_rope_layers or [], self.n_layers - 1
         if any(type(i) is not int or not 0 <= i <= last for i in layers):
             raise UserError(f"model.no_rope_layers is {layers}; it must be a list of layers from 0 to {last}")
-
-    def _check_attention(self) -> None:
         softcap, n_kv_heads, patterns = self.attn_logit_softcap, self.n_kv_heads_per_layer, self.patterns
         if softcap is not None and not 1e-9 <= softcap <= 1e9:
             raise UserError(f"model.attn_logit_softcap is {softcap}; it must be a number from 1e-9 to 1e9, or null")

@@ -39,10 +39,13 @@ class LayerCache:
 
     def update(self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
         """Store the new keys and values (B, K, T, D). Returns q, and what it attends to, (B, K, S, D) each."""
+        keys, values = k, v
+        if slots.kv_len is not None:
+            keys, values = self.keys[:, :, : slots.kv_len], self.values[:, :, : slots.kv_len]
+            if self.size < math.inf and k.shape[2] > 1:  # read the old ring before it is overwritten
+                keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
         self.write(k, v, slots.slot_mapping)
-        if slots.kv_len is None:
-            return q, k, v
-        return q, self.keys[:, :, : slots.kv_len], self.values[:, :, : slots.kv_len]
+        return q, keys, values
 
     def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Write keys and values (B, K, T, D) to these slots, (T,) or (B, T)."""
@@ -58,10 +61,7 @@ class LayerCache:
 
 @dataclass
 class RingLayer(LayerCache):
-    """The first `n_global` positions, a ring buffer of the newest, and one slot that is never read.
-
-    Keys are stored with RoPE at their absolute positions and masked by these: the same numbers as a full pass.
-    """
+    """The first `n_global` positions, a ring of the newest, and an unread slot; keys keep their absolute positions."""
 
     n_global: int
     no_truncate_reason = "its window has been overwritten; new_cache(slack=...) keeps more"
@@ -103,15 +103,6 @@ class RingLayer(LayerCache):
             keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
         return cache.build_mask(pattern, positions, keys if positions.dim() == 2 else keys[0]), slots
 
-    def update(self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
-        """As LayerCache.update; several new positions attend to the old ring and to each other."""
-        if slots.kv_len is None or k.shape[2] == 1:
-            return super().update(q, k, v, slots)
-        keys = torch.cat((self.keys[:, :, : slots.kv_len], k), dim=2)  # (B, K, kv_len + T, D)
-        values = torch.cat((self.values[:, :, : slots.kv_len], v), dim=2)
-        self.write(k, v, slots.slot_mapping)
-        return q, keys, values
-
 
 class LinearLayer(LinearState):
     """The state of a linear attention layer: sums over all keys, of a size that does not depend on their number."""
@@ -122,13 +113,11 @@ class LinearLayer(LinearState):
 
 
 class KVCache:
-    """The cache of all layers, with a length for each row.
+    """The cache of all layers, with a length for each row, a number on the host so that nothing waits for the device.
 
     A layer with full attention preallocates `max_len` keys and values; one of bounded distance has a ring buffer, a
     linear one its state. Without layers of the first kind the cache is unbounded and its memory does not grow.
-
-    The lengths are plain integers on the host, so that nothing waits for the device. Rows of equal length decode
-    without a mask. `fixed`: read all slots under a mask, so that shapes never change (for CUDA graphs).
+    `fixed`: read all slots under a mask, so that shapes never change (for CUDA graphs).
     """
 
     def __init__(
@@ -144,7 +133,7 @@ class KVCache:
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows and {max_len} positions: both must be at least 1")
         self.max_len, self.device, self.fixed, self.slack = max_len, device, False, slack
-        self.mask_builder = MaskBuilder.of_model(config, dtype, self.device)
+        self.mask_builder = MaskBuilder.of_model(config, dtype, device, "auto")
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
         self.layers = [
             self._new_layer(pattern, batch_size, config.head_counts(layer)[1])
@@ -182,10 +171,7 @@ class KVCache:
         return sum(getattr(layer, name).nbytes for layer in self.layers for name in layer.tensors)
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
-        """Make room for `length` new positions in every row and return their context.
-
-        Raises UserError, with nothing changed, if they do not fit.
-        """
+        """The context of `length` new positions per row. Raises UserError, with nothing changed, if they do not fit."""
         starts = self._reserve(batch_size, length)
         positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
         if min(starts) < max(starts) or min(self.high_water) < max(self.high_water):
@@ -207,10 +193,8 @@ class KVCache:
         if batch_size != len(starts):
             raise UserError(f"the cache has {len(starts)} rows, but the batch has {batch_size}")
         if max(starts) + length > self.max_len and not self.is_unbounded:
-            raise UserError(
-                f"the cache has {self.max_len} positions, {max(starts)} are used: {length} more do not fit; "
-                "make it longer with new_cache(max_len=...)"
-            )
+            used = f"the cache has {self.max_len} positions, {max(starts)} are used"
+            raise UserError(f"{used}: {length} more do not fit; make it longer with new_cache(max_len=...)")
         if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
             raise UserError(
                 f"the first {self.prefix} positions attend to each other: they must come together in the cache's "
@@ -223,17 +207,14 @@ class KVCache:
 
     def build_mask(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> AttentionMask:
         """The mask between queries and keys at these positions, (T,) or (B, T) each."""
-        if self.tokens is None:
-            return self.mask_builder.build(pattern, TokenInfo(queries), TokenInfo(keys), aligned)
-        rows = torch.arange(len(self.lengths), device=self.device)[:, None]
-        query, key = (TokenInfo(x, token_id=self.tokens[rows, x]) for x in (queries, keys))
+        query, key = TokenInfo(queries), TokenInfo(keys)
+        if self.tokens is not None:
+            rows = torch.arange(len(self.lengths), device=self.device)[:, None]
+            query.token_id, key.token_id = self.tokens[rows, queries], self.tokens[rows, keys]
         return self.mask_builder.build(pattern, query, key, aligned)
 
     def truncate(self, lengths: list[int]) -> None:
-        """Shorten each row to its new length, to remove rejected drafts or undo a chat turn.
-
-        Raises UserError if keys that it needs again have been overwritten.
-        """
+        """Shorten each row to its new length. Raises UserError if keys that it needs again have been overwritten."""
         for new, old in zip(lengths, self.lengths, strict=True):
             if not 0 <= new <= old:
                 raise UserError(f"cannot truncate a row of {old} positions to {new}")

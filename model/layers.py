@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from thinker.model.kernels.rms_norm import rms_norm
+from torch.autograd.function import once_differentiable
 
 
 class Linear(nn.Linear):
@@ -35,10 +36,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467).
-
-    Computed in fp32 and cast back before the weight, as LLaMA does.
-    """
+    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467), in fp32 up to the weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -47,6 +45,39 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight.to(x.dtype)
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight.to(x.dtype)
+        if torch.is_grad_enabled():
+            return _FusedRMSNorm.apply(x, self.weight, self.eps)
+        return _normalise(x, self.eps)[0] * self.weight.to(x.dtype)
+
+
+def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) in x's dtype, and 1 / rms(x) in fp32, (..., 1)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
+    scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)
+    if x.dtype == torch.float32:
+        return x * scale, scale
+    y = torch.empty_like(x)
+    torch.mul(x, scale, out=y)  # multiplies in fp32 and casts while writing
+    return y, scale
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """For CPUs, where torch has no fused kernel: 2.1 ms, F.rms_norm 3.7 ms (4096 x 256, bf16, two cores)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, scale = _normalise(x, eps)
+        ctx.save_for_backward(y, weight, scale)
+        return y * weight.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        y, weight, scale = ctx.saved_tensors
+        w = weight.to(grad.dtype)
+        product = grad * y  # (..., width)
+        weight_grad = product.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
+        mean = (product @ w / y.shape[-1]).unsqueeze(-1)  # (..., 1): the mean of grad · w · y
+        return torch.addcmul(grad * w, y, mean, value=-1) * scale.to(grad.dtype), weight_grad, None

@@ -18,8 +18,7 @@ class LoraLinear(Linear):
     """W x + scale · B A x: W is frozen, A (r, n_in) and B (n_out, r) are trained, B starts at zero."""
 
     def __init__(self, frozen: Linear, rank: int, scale: float) -> None:
-        """Shares the weight and bias of `frozen`."""
-        with torch.device("meta"):
+        with torch.device("meta"):  # shares the weight and bias of `frozen`
             super().__init__(frozen.in_features, frozen.out_features)
         self.weight, self.bias = frozen.weight.requires_grad_(False), frozen.bias
         like = {"device": frozen.weight.device, "dtype": frozen.weight.dtype}
@@ -57,8 +56,7 @@ def merge_lora(model: Thinker) -> None:
 
 def _block_matrices(model: Thinker) -> Iterator[tuple[nn.Module, str, Linear]]:
     """Each matrix of the blocks, with its parent module and its name there."""
-    for block in model.blocks:
-        for module in (block.attention, block.mlp):
-            for name, child in list(module.named_children()):
-                if isinstance(child, Linear):
-                    yield module, name, child
+    for module in list(model.blocks.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear):
+                yield module, name, child

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from thinker.model.attention_dispatch import KERNELS, AttentionMask
 from thinker.model.config import ThinkerConfig
-from thinker.model.kernels.flex_attention import FlexAttention
-from thinker.model.kernels.local_attention import LocalBlocks, positions_to_blocks
-from thinker.model.kernels.varlen_attention import VarlenAttention
+from thinker.model.kernels.cpu_attention import LocalBlocks, positions_to_blocks
+from thinker.model.kernels.cuda_attention import FlexAttention, VarlenAttention
 from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.model.positions import Rotation, alibi_slopes
 from thinker.runtime.errors import UserError
@@ -51,9 +51,7 @@ class MaskBuilder:
     _masks: dict[Pattern, AttentionMask] = field(default_factory=dict)
 
     @classmethod
-    def of_model(
-        cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str = "auto"
-    ) -> MaskBuilder:
+    def of_model(cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str) -> MaskBuilder:
         """What all masks of a model have in common."""
         slopes = alibi_slopes(config.n_heads, device) if config.positions == "alibi" else None
         plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
@@ -62,7 +60,7 @@ class MaskBuilder:
     @property
     def by_token(self) -> bool:
         """Whether a pattern needs token ids."""
-        return any(pattern.by_token for pattern in self.patterns)
+        return any(pattern.tokens for pattern in self.patterns)
 
     def whole_sequence(self, query: TokenInfo) -> ForwardContext:
         """The context of a pass without a cache. Masks that depend on the length alone are kept for the next pass."""
@@ -101,7 +99,7 @@ class MaskBuilder:
             mask.is_causal = True
         else:
             if kernel == "local":
-                blocks = mask.local_blocks = LocalBlocks.for_distance(pattern.max_distance, pattern.n_global)
+                blocks = mask.kernel_state = LocalBlocks.for_distance(pattern.max_distance, pattern.n_global)
                 query, key = (  # (blocks or B·blocks, block) and (..., n_global + before + block)
                     _map_tensors(key, lambda x, i=i: positions_to_blocks(x, blocks, INVALID_POSITION)[i].flatten(0, -2))
                     for i in (0, 1)
@@ -113,7 +111,7 @@ class MaskBuilder:
         """The fastest kernel that computes a pattern here, or the requested one; arguments and errors as in build()."""
         has_documents, has_alibi = query.document_id is not None, self.alibi_slopes is not None
         is_bounded = aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
-        is_window = pattern.max_distance is not None and pattern.text == f"window({pattern.max_distance})"
+        is_window = pattern == CAUSAL or pattern.text == f"window({pattern.max_distance})"
         by_query = aligned and self.plain_scores and not (pattern.by_score or pattern.bidirectional_prefix)
         supported = {
             "reference": True,
@@ -121,17 +119,13 @@ class MaskBuilder:
             "blockwise": by_query and pattern.includes_self,
             "local": is_bounded and not pattern.by_score,
             "flex": aligned and not pattern.by_score,
-            "varlen": aligned
-            and self.plain_scores
-            and (is_window or pattern == CAUSAL)
-            and not has_alibi
-            and has_documents,
+            "varlen": aligned and self.plain_scores and is_window and has_documents and not has_alibi,
         }
         if self.kernel != "auto":
-            if not supported.get(self.kernel, False):
-                hint = "" if self.kernel in supported else f"; there are: {', '.join(KERNELS)}"
-                raise UserError(f"the attention kernel {self.kernel!r} does not compute {pattern.text} here{hint}")
-            return self.kernel
+            if supported.get(self.kernel, False):
+                return self.kernel
+            hint = "" if self.kernel in supported else f"; there are: {', '.join(KERNELS)}"
+            raise UserError(f"the attention kernel {self.kernel!r} does not compute {pattern.text} here{hint}")
         T = query.position.shape[-1]
         if query.position.is_cuda:
             if T >= 1024 and not (pattern == CAUSAL and not has_documents and not has_alibi):
@@ -173,8 +167,7 @@ class MaskBuilder:
             mask.allowed = mask.allowed[None]
 
 
-def _map_tensors(info: TokenInfo, function) -> TokenInfo:  # noqa: ANN001
-    """The same tokens with a function applied to each of their tensors."""
+def _map_tensors(info: TokenInfo, function: Callable[[Tensor], Tensor]) -> TokenInfo:
     tensors = (getattr(info, field.name) for field in fields(info))
     return TokenInfo(*(None if x is None else function(x) for x in tensors))
 

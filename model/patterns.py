@@ -43,7 +43,7 @@ class Pattern:
     bidirectional_prefix: int = 0  # the first positions that attend to each other both ways
     includes_self: bool = True  # every query attends at least to itself
     by_head: bool = False
-    tokens: tuple[int, ...] = ()  # the token ids it selects
+    tokens: tuple[int, ...] = ()  # the token ids that it selects
     by_score: bool = False
     min_heads: int = 1  # a model with fewer heads would leave a part of the pattern unused
     n_features: int = 0  # of linear attention (model/attention.py), which needs no mask; 0: any other pattern
@@ -54,14 +54,9 @@ class Pattern:
         return visible if query.document_id is None else visible & (query.document_id == key.document_id)
 
     @property
-    def by_token(self) -> bool:
-        """Whether it needs token ids."""
-        return bool(self.tokens)
-
-    @property
     def fits_ring_buffer(self) -> bool:
         """Whether decoding needs only the first keys and a ring buffer of the newest."""
-        return self.max_distance is not None and not (self.by_token or self.by_score)
+        return self.max_distance is not None and not (self.tokens or self.by_score)
 
     def __or__(self, other: Pattern) -> Pattern:
         text = f"({self.text} | {other.text})"

@@ -25,10 +25,7 @@ def _parameter(*types: str, default: Any = None, minimum: float = MIN_NUMBER) ->
 
 @dataclass
 class RopeScaling:
-    """How RoPE is adapted to texts longer than those of the pretraining, with the parameters of transformers.
-
-    None stands for the default. Raises UserError for a wrong value, or one that the type does not use.
-    """
+    """RoPE for texts longer than in pretraining, as in transformers. Raises UserError for a wrong or unused value."""
 
     type: str
     factor: float = _parameter(*TYPES, minimum=1)
@@ -105,10 +102,7 @@ class RopeScaling:
 
 
 class Rope(nn.Module):
-    """Rotary embeddings (Su et al. 2021, arXiv:2104.09864) in the rotate-half convention of LLaMA and Qwen.
-
-    Tables of cos and sin by absolute position, computed on demand; neither parameters nor saved.
-    """
+    """Rotary embeddings (Su et al. 2021, arXiv:2104.09864), rotate-half as in LLaMA: tables, made on demand."""
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
@@ -121,10 +115,7 @@ class Rope(nn.Module):
         self.table_stretch = 1.0
 
     def forward(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin at `positions` ((T,) or (B, T)), all below `end`, a number that the host knows.
-
-        Returns two tensors (T, D) or (B, 1, T, D), which broadcast over (B, H, T, D): (cos, cos) and (−sin, sin).
-        """
+        """(cos, cos) and (−sin, sin) at `positions`, (T,) or (B, T), all below `end`: (T, D) or (B, 1, T, D) each."""
         # How much slower the slowest pair rotates in a pass of this length.
         stretch = 1.0 if end <= self.max_static_len else self.scaling.factor * (end / self.max_static_len - 1) + 1
         table_len = len(self.table[0]) if self.table is not None and self.table_stretch == stretch else 0
@@ -184,21 +175,16 @@ def apply_rotary_emb(x: Tensor, rope: Rotation) -> Tensor:
 
 
 def alibi_slopes(n_heads: int, device: torch.device | str = "cpu") -> Tensor:
-    """What each head subtracts from scores per position of distance, (H,) (ALiBi, Press et al. 2022, arXiv:2108.12409).
-
-    2^(−8h/H) for h = 1..H if H is a power of two; else those of the power below and every other one of the power above.
-    """
+    """ALiBi (Press et al. 2022, arXiv:2108.12409): what each head subtracts per position of distance, (H,)."""
     power = 1 << (n_heads.bit_length() - 1)
     exponents = [8 * h / power for h in range(1, power + 1)]
+    # 2^(−8h/H) for a power of two; else those of the power below and every other one of the power above.
     exponents += [8 * h / (2 * power) for h in range(1, 2 * (n_heads - power) + 1, 2)]
     return torch.tensor([2.0**-e for e in exponents], device=device)
 
 
 def sinusoidal_embedding(positions: Tensor, width: int) -> Tensor:
-    """sin, then cos of each position at width/2 wavelengths from 2π to 10,000·2π, (..., T) -> (..., T, width).
-
-    Vaswani et al. 2017 (arXiv:1706.03762), section 3.5, where they are interleaved.
-    """
+    """sin, then cos at width/2 wavelengths from 2π to 10,000·2π: (..., T) -> (..., T, width) (arXiv:1706.03762)."""
     rates = torch.exp(torch.arange(0, width, 2, device=positions.device) * (-math.log(10000.0) / width))  # (width / 2,)
     angles = positions[..., None] * rates  # (..., T, width / 2)
     return torch.cat((angles.sin(), angles.cos()), dim=-1)[..., :width]

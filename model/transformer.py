@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from math import nan
 
 import torch
 import torch.nn.functional as F
@@ -143,9 +142,8 @@ class Thinker(nn.Module):
             document_ids: (B, T) int64, different for adjacent documents. Attention stays within each document and
                 positions count from its beginning: its logits are those it has alone.
 
-        Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets).
-
-        Raises UserError if shapes do not fit or the cache is full.
+        Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
+            if shapes do not fit or the cache is full.
         """
         if (tokens is None) == (embeddings is None):
             raise UserError("a Thinker needs either tokens or embeddings")
@@ -154,28 +152,22 @@ class Thinker(nn.Module):
             raise UserError(f"tokens must be (B, T) and embeddings (B, T, C), not empty; got {tuple(inputs.shape)}")
         if targets is not None and self.hooks is not None and "logits" in self.hooks:
             raise UserError("logits cannot be recorded or patched in a pass with targets")
-        if cache is not None and torch.is_grad_enabled():
-            options = {"targets": targets, "last_logits_only": last_logits_only, "document_ids": document_ids}
-            with torch.no_grad():
-                return self(tokens, embeddings=embeddings, cache=cache, **options)
-        context = self.make_context(inputs, tokens, document_ids, cache)
-        x = self.forward_blocks(inputs, context, cache, last_logits_only)  # (B, T, C)
-        if targets is None:
-            return hook(self.hooks, "logits", self.lm_head(x))  # (B, T, V)
-        if self.config.prefix:  # no loss where a position attends to its target
-            targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
-        return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight)
+        with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
+            context = self.make_context(inputs, tokens, document_ids, cache)
+            x = self.forward_blocks(inputs, context, cache, last_logits_only)  # (B, T, C)
+            if targets is None:
+                return hook(self.hooks, "logits", self.lm_head(x))  # (B, T, V)
+            if self.config.prefix:  # no loss where a position attends to its target
+                targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
+            return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight)
 
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
-        """The context of a pass over a whole sequence, or over the next positions of a cache.
-
-        Raises UserError, with nothing changed, if the model or the cache does not support these positions.
-        """
+        """The context of a whole sequence, or of the next positions of a cache. Raises UserError if they do not fit."""
         if document_ids is not None and (cache is not None or document_ids.shape != inputs.shape[:2]):
             raise UserError(f"document_ids must be {tuple(inputs.shape[:2])}, and do not go with a cache")
-        if tokens is None and any(pattern.by_token for pattern in self.config.patterns):
+        if tokens is None and any(pattern.tokens for pattern in self.config.patterns):
             raise UserError("model.attention selects tokens by their ids; embeddings have none")
         end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
         if self.positions is not None and end > (n_learned := len(self.positions.weight)):
@@ -219,10 +211,7 @@ class Thinker(nn.Module):
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
 
     def record(self, *names: str) -> AbstractContextManager[ActivationCache]:
-        """`with model.record("blocks.*.attention.weights") as cache:` records activation_names() of each pass.
-
-        `*` stands for one part of a name. Raises UserError for an unknown one.
-        """
+        """`with model.record("blocks.*.attention.weights") as cache:` records activations of each pass, by activation_names()."""
         return open_hooks(self, names, {})
 
     def patch(self, patches: Mapping[str, Patch]) -> AbstractContextManager[ActivationCache]:
@@ -239,11 +228,8 @@ class Thinker(nn.Module):
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor) -> Tensor:
-        """Every attention matrix of one ordinary forward pass, (layers, B, H, T, T); rows are queries and sum to 1.
-
-        Layers with fewer heads (config.n_kv_heads_per_layer) are padded with nan.
-        """
+        """The attention matrices of a pass, (layers, B, H, T, T): rows are queries; nan for heads a layer lacks."""
         with self.record("blocks.*.attention.weights") as cache:
             self(tokens)
         by_head = [weights.transpose(0, 1) for weights in cache.values()]  # (H, B, T, T) each
-        return nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=nan).transpose(1, 2)
+        return nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=torch.nan).transpose(1, 2)

@@ -54,9 +54,7 @@ def linear_attention(
     document_ids: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, LinearState]:
-    """Causal attention in time and memory linear in T, computed at least in fp32.
-
-    Within a chunk the weights φ(q)·φ(k) are computed, all chunks at once; the keys before it contribute their sums.
+    """Causal attention in time and memory linear in T, at least in fp32: directly within each chunk, by sums before it.
 
     Args:
         q, k, v: (B, H, T, D), (B, K, T, D) and (B, K, T, D_v), not scaled; each KV head serves H / K query heads.

@@ -1,7 +1,4 @@
-"""lm_head and cross-entropy fused: the logits of a few rows become their loss and gradient while they are in the cache.
-
-All logits, (B·T, V) in fp32, would be the largest tensor of a training step; its traffic costs more than the products.
-"""
+"""lm_head and cross-entropy fused: the logits, the largest tensor of a training step, never leave the cache."""
 
 from __future__ import annotations
 
@@ -61,10 +58,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of softmax(x · weightᵀ) against `targets`, (B, T) int64; IGNORE_INDEX is not counted.
+    """Cross-entropy of softmax(x · weightᵀ) against `targets`, (B, T) int64: (sum in nats, fp32; number of targets).
 
-    x is (B, T, C), and the matrix products have its dtype; weight (V, C), in any dtype; cached_weight the same in x's.
-    Returns the sum of the losses in nats (fp32 scalar) and the number of targets counted (int64 scalar).
+    x (B, T, C), whose dtype the products have; weight (V, C); cached_weight: in x's dtype. IGNORE_INDEX is not counted.
     """
     total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), cached_weight)
     return total, (targets != IGNORE_INDEX).sum()
