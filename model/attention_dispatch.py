@@ -11,13 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinker.model.kernels.cpu_attention import (
-    blockwise_attention,
-    decode_attention,
-    from_blocks,
-    keys_to_blocks,
-    to_blocks,
-)
+from thinker.model.kernels import cpu_attention as cpu
 
 ROWS = 64  # queries whose weights the reference holds at a time
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
@@ -77,10 +71,10 @@ def attend(
         return mask.kernel_state(q, k, v, scale, attn_logit_softcap, sinks)
     if mask.kernel == "local":
         blocks, length = mask.kernel_state, q.shape[2]
-        q, k, v = to_blocks(q, blocks.size), keys_to_blocks(k, blocks), keys_to_blocks(v, blocks)
+        q, k, v = cpu.to_blocks(q, blocks.size), cpu.keys_to_blocks(k, blocks), cpu.keys_to_blocks(v, blocks)
         allowed = mask.allowed.repeat(len(q) // len(mask.allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, keys)
         mask = AttentionMask(allowed, may_be_empty=mask.may_be_empty)
-        return from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
+        return cpu.from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
     if attn_logit_softcap is not None or sinks is not None or mask.score_mask is not None or mask.kernel == "reference":
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
         mask_of = partial(mask.slice_rows, q=q, k=k)
@@ -88,7 +82,7 @@ def attend(
         return torch.cat([weights.to(v.dtype) @ v for _, weights in chunks], dim=2)
     if mask.kernel == "blockwise":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
-        return blockwise_attention(q, k, v, scale, mask.allowed)
+        return cpu.blockwise_attention(q, k, v, scale, mask.allowed)
     if mask.differs_by_head and not torch.is_grad_enabled():
         # SDPA turns a mask that differs by head into one number per score: bound that memory by chunks of queries.
         chunks = [slice(start, start + 8 * ROWS) for start in range(0, q.shape[2], 8 * ROWS)]
@@ -143,7 +137,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
     if q.device.type == "cpu":
         needs_sdpa = mask.is_causal or mask.may_be_empty or torch.is_grad_enabled()
         if not needs_sdpa and q.shape[2] <= 16 and q.dtype == torch.float32:
-            return decode_attention(q, k, v, allowed, scale)
+            return cpu.decode_attention(q, k, v, allowed, scale)
         k = k.contiguous()  # SDPA's flash kernel reads rows only
     elif is_grouped and q.is_cuda and q.shape[2] == 1 and not mask.differs_by_head:
         # One query per head: the query heads that share a KV head become its queries, and no key is read twice.

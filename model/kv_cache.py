@@ -39,16 +39,11 @@ class LayerCache:
 
     def update(self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
         """Store the new keys and values (B, K, T, D). Returns q, and what it attends to, (B, K, S, D) each."""
-        keys, values = k, v
+        keys, values, slot_mapping = k, v, slots.slot_mapping
         if slots.kv_len is not None:
             keys, values = self.keys[:, :, : slots.kv_len], self.values[:, :, : slots.kv_len]
             if self.size < math.inf and k.shape[2] > 1:  # read the old ring before it is overwritten
                 keys, values = torch.cat((keys, k), dim=2), torch.cat((values, v), dim=2)
-        self.write(k, v, slots.slot_mapping)
-        return q, keys, values
-
-    def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Write keys and values (B, K, T, D) to these slots, (T,) or (B, T)."""
         for stored, new in ((self.keys, k), (self.values, v)):
             if slot_mapping.dim() == 2:
                 rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[:, None]  # (B, 1)
@@ -57,6 +52,7 @@ class LayerCache:
                 stored[:, :, slot_mapping] = new
             else:
                 stored.index_copy_(2, slot_mapping, new)
+        return q, keys, values
 
 
 @dataclass

@@ -70,7 +70,7 @@ class MaskBuilder:
                 self._length, self._masks = T, {}
             masks = self._masks
         for pattern in self.patterns:
-            if pattern not in masks and pattern.n_features:
+            if pattern.n_features:
                 masks[pattern] = AttentionMask(kernel_state=query.document_id)
             elif pattern not in masks:
                 masks[pattern] = self.build(pattern, query, query, aligned=True)

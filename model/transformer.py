@@ -211,7 +211,7 @@ class Thinker(nn.Module):
         return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
 
     def record(self, *names: str) -> AbstractContextManager[ActivationCache]:
-        """`with model.record("blocks.*.attention.weights") as cache:` records activations of each pass, by activation_names()."""
+        """`with model.record("blocks.*.attention.weights") as cache:` records activations of each pass."""
         return open_hooks(self, names, {})
 
     def patch(self, patches: Mapping[str, Patch]) -> AbstractContextManager[ActivationCache]:
