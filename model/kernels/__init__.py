@@ -1,1 +1,1 @@
-"""One file per kernel: functions of tensors, each tested against a plain equivalent."""
+"""Kernels: functions of tensors, each tested against a plain equivalent."""
