@@ -69,7 +69,7 @@ def attribute_to_tokens(
 
     None for attention patterns that depend on token ids: such a model cannot run on embeddings alone.
     """
-    if any(pattern.by_token for pattern in model.config.patterns):
+    if any(pattern.tokens for pattern in model.config.patterns):
         return None
     bos = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
     return attribution.integrated_gradients(model, prompt.tokens, target, contrast_token, position, bos)
