@@ -31,7 +31,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description="Sample from a trained Thinker; text goes to standard output.")
     parser.add_argument("path", help="a run directory, a checkpoint in it, or a Hugging Face folder")
     parser.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best or a name")
-
     group = parser.add_argument_group("task")
     prompt = group.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="the beginning of the text (default: empty)")
@@ -45,7 +44,6 @@ def parse_arguments() -> argparse.Namespace:
     logprobs_help = "print log-probabilities of each token and the N likeliest"
     group.add_argument("--logprobs", type=int, metavar="N", help=logprobs_help)
     group.add_argument("--json", action="store_true", help="print one JSON object per sample or score")
-
     group = parser.add_argument_group("sampling, in the order it is applied")
     group.add_argument("--max-new-tokens", type=int, default=256, help="maximum length of the sample (default 256)")
     group.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: fewer repetitions")
@@ -61,7 +59,6 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--min-p", type=float, help="keep tokens with this share of the likeliest's probability")
     group.add_argument("--seed", type=int, help="the same seed gives the same text (default: a random one)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
-
     group = parser.add_argument_group("computation")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     precisions = ["auto", "fp32", "bf16", "fp16"]
@@ -74,7 +71,6 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--sinks", type=int, default=0, metavar="S", help="with --window: remember the first S, too")
     group.add_argument("--no-cache", action="store_true", help="recompute all positions at every step, to compare")
     arguments = parser.parse_args()
-
     if arguments.interactive or arguments.score is not None:
         mode = "--interactive" if arguments.interactive else "--score"
         parser.check_unused(arguments, mode, UNUSED_FLAGS[mode])

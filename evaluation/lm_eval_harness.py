@@ -138,9 +138,8 @@ def run_tasks(
         if name not in manager.all_tasks:
             raise UserError(f"the harness has no task {name}{did_you_mean(name, manager.all_tasks)}")
     options = {"num_fewshot": n_shots, "limit": limit, "bootstrap_iters": 1000, "log_samples": False}
-    adapter = ThinkerLM(model, tokenizer)
     try:
-        output = simple_evaluate(adapter, tasks=names, task_manager=manager, **options)
+        output = simple_evaluate(ThinkerLM(model, tokenizer), tasks=names, task_manager=manager, **options)
     except UserError:
         raise
     except Exception as error:  # tasks are programs that may raise anything: missing data, too few examples

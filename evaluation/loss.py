@@ -30,8 +30,8 @@ def batch_losses(
 ) -> Iterator[tuple[Tensor, Any]]:
     """Yield (targets, compute_loss(inputs, targets, document_ids)) per batch of the first `limit` windows, in order.
 
-    The tensors are (B, T), on the model's device for compute_loss. Each of several processes takes its share of the
-    batches. The model is in evaluation mode until the loop ends.
+    The tensors are (B, T), on the model's device for compute_loss; the model is in evaluation mode until the loop ends.
+    Each of several processes takes its share of the batches.
     """
     was_training = model.training
     model.eval()

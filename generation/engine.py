@@ -265,8 +265,7 @@ class Generator:
         max_len = max_draft_len(self.config, sequences)
         drafts = [draft[:max_len] for draft in drafts]
         longest = max(map(len, drafts))
-        pairs = zip(sequences, drafts)
-        rows = [[sequence.tokens[-1], *draft, *[0] * (longest - len(draft))] for sequence, draft in pairs]
+        rows = [[one.tokens[-1], *draft, *[0] * (longest - len(draft))] for one, draft in zip(sequences, drafts)]
         model = self.model if longest else self.decode_model
         return drafts, model(torch.tensor(rows, device=self.model.device), cache=cache)
 

@@ -51,7 +51,6 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
     group.add_argument("--png", type=Path, metavar="FILE", help="plot the loss by position")
     arguments = parser.parse_args()
-
     if arguments.tasks is not None:
         parser.check_unused(arguments, "--tasks", ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS))
     elif arguments.long:
