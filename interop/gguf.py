@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from thinker.checkpoint import model_tensors
 from thinker.data.hf_tokenizer import TO_CHAR, HFTokenizer
@@ -17,7 +15,7 @@ from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import WORDS
 from thinker.interop.hf_config import hf_model_type
 from thinker.interop.huggingface import to_hf_name
-from thinker.model import Thinker, ThinkerConfig
+from thinker.model import Thinker
 from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError
 
@@ -34,8 +32,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker") -> None:
     """Write a GGUF file, then read it back and compare every tensor and token.
 
-    Args:
-        dtype: of matrices, f16 or f32; vectors are always f32.
+    dtype: of matrices, f16 or f32; vectors are always f32.
 
     Raises UserError if llama.cpp cannot run this model or split text this way, or gguf is not installed; RunError if
     the file does not read back as written.
@@ -44,9 +41,18 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
         import gguf
     except ImportError as error:
         raise UserError("writing GGUF needs the library gguf: pip install gguf") from error
-    architecture, scaling = _check(model.config), model.config.rope_scaling
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
-    tokens = _tokens(tokenizer, config.vocab_size)
+    config = model.config
+    architecture, scaling = hf_model_type(config), config.rope_scaling or {"type": None}
+    reasons = {
+        f"model.attention={config.attention}": any(pattern.text != "full" for pattern in config.patterns),
+        "model.no_rope_layers": bool(config.no_rope_layers),
+        f"model.rope_scaling of type {scaling['type']}": scaling["type"] in ("dynamic", "yarn"),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"a model with {reason} cannot be written as GGUF: llama.cpp would compute something else")
+    texts, types = zip(*_tokens(tokenizer, config.vocab_size))
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_file_type({"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}[dtype])
     writer.add_vocab_size(config.vocab_size)
@@ -61,13 +67,13 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
-    if scaling and scaling["type"] == "linear":
+    if scaling["type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling["factor"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(SPLITS.get(tokenizer.pattern, "gpt-2"))
-    writer.add_token_list([text for text, _ in tokens])
-    writer.add_token_types([kind for _, kind in tokens])
+    writer.add_token_list(texts)
+    writer.add_token_types(types)
     # llama.cpp needs at least one merge; this one is of characters that stand for no bytes, so it never applies.
     writer.add_token_merges([" ".join(pair) for pair in merges_of(tokenizer) or [("▁", "▁")]])
     writer.add_bos_token_id(tokenizer.bos_id)
@@ -82,21 +88,11 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    _read_again(gguf.GGUFReader(path), arrays, [text for text, _ in tokens], path)
-
-
-def _check(config: ThinkerConfig) -> str:
-    """llama.cpp's name for the architecture. Raises UserError with the reason if it has none."""
-    architecture, kind = hf_model_type(config), (config.rope_scaling or {}).get("type")
-    reasons = {
-        f"model.attention={config.attention}": any(pattern.text != "full" for pattern in config.patterns),
-        "model.no_rope_layers": bool(config.no_rope_layers),
-        f"model.rope_scaling of type {kind}": kind in ("dynamic", "yarn"),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(f"a model with {reason} cannot be written as GGUF: llama.cpp would compute something else")
-    return architecture
+    reader = gguf.GGUFReader(path)
+    found = {tensor.name: tensor.data.reshape(arrays[tensor.name].shape) for tensor in reader.tensors}
+    same = found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
+    if not same or tuple(reader.get_field("tokenizer.ggml.tokens").contents()) != texts:
+        raise RunError(f"{path} does not read back as written")
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
@@ -110,8 +106,8 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
     tokens = []
     for number in range(vocab_size):
         if number in names:
-            kind = USER_DEFINED if names[number] in tokenizer.non_special_added_tokens else CONTROL
-            tokens.append((names[number], kind))
+            added = names[number] in tokenizer.non_special_added_tokens
+            tokens.append((names[number], USER_DEFINED if added else CONTROL))
         elif number < tokenizer.vocab_size and tokenizer.token_bytes(number):
             tokens.append(("".join(TO_CHAR[byte] for byte in tokenizer.token_bytes(number)), NORMAL))
         else:
@@ -127,25 +123,13 @@ def _arrays(model: Thinker, architecture: str, dtype: torch.dtype) -> dict[str, 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     for ours, tensor in model_tensors(model).items():
         key = names.get_name(to_hf_name(ours), try_suffixes=(".weight", ".bias"))
-        found = re.fullmatch(r"blocks\.\d+\.attention\.([qk])_proj\.(?:weight|bias)", ours)
-        if architecture == "llama" and found:
-            tensor = _interleave(tensor, config.n_heads if found[1] == "q" else config.n_kv_heads)
+        found = re.fullmatch(r"blocks\.\d+\.attention\.[qk]_proj\.(?:weight|bias)", ours)
+        if architecture == "llama" and found:  # llama.cpp rotates neighbours, (0, 1), (2, 3), ..., not halves
+            halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])  # (H, 2, D/2, ...)
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
         arrays[key] = tensor.detach().cpu().to(dtype if tensor.dim() == 2 else torch.float32).numpy()
     if (config.rope_scaling or {}).get("type") == "llama3":
         plain = Rope(config.head_dim, config.rope_theta).frequencies()
         scaled = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(config.rope_scaling)).frequencies()
         arrays["rope_freqs.weight"] = (plain / scaled).float().numpy()  # what each pair's angle is divided by
     return arrays
-
-
-def _interleave(tensor: Tensor, heads: int) -> Tensor:
-    """llama.cpp's llama rotates neighbours, (0, 1), (2, 3), ..., not halves: rows (H·D, ...) in that order."""
-    halves = tensor.view(heads, 2, -1, *tensor.shape[1:])  # (H, 2, D/2, ...)
-    return halves.transpose(1, 2).reshape(tensor.shape)
-
-
-def _read_again(reader: Any, arrays: dict[str, np.ndarray], tokens: list[str], path: Path) -> None:
-    found = {tensor.name: tensor.data.reshape(arrays[tensor.name].shape) for tensor in reader.tensors}
-    same = found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
-    if not same or reader.get_field("tokenizer.ggml.tokens").contents() != tokens:
-        raise RunError(f"{path} does not read back as written")

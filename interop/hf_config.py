@@ -10,13 +10,7 @@ from thinker.model import ThinkerConfig
 from thinker.model.positions import RopeScaling
 from thinker.runtime.errors import UserError, did_you_mean
 
-ARCHITECTURES = {  # by model_type
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
+ARCHITECTURES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")}
 SIZES = {  # key of config.json -> field of ThinkerConfig
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
@@ -27,15 +21,15 @@ SIZES = {  # key of config.json -> field of ThinkerConfig
 }
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 ROPE_SCALING = {  # key of rope_scaling -> field of RopeScaling
-    **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast")},
-    **{name: name for name in ("beta_slow", "mscale", "mscale_all_dim", "truncate")},
-    ORIGINAL_LENGTH: "original_max_seq_len",
-}
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "attention_factor": "attention_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim", "truncate": "truncate", ORIGINAL_LENGTH: "original_max_seq_len",
+}  # fmt: skip
 # Keys that from_hf_config() reads.
 READ = {
     "model_type", "architectures", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers",
-    "layer_types", "no_rope_layers", "no_rope_layer_interval", "original_max_position_embeddings", *SIZES,
+    "layer_types", "no_rope_layers", "no_rope_layer_interval", ORIGINAL_LENGTH, *SIZES,
 }  # fmt: skip
 # Keys that change the result, with the only value that Thinker computes.
 REQUIRED_VALUES = {
@@ -129,19 +123,18 @@ def _read_windows(values: dict[str, Any], model_type: str, n_layers: int, no_rop
     window = values.get("sliding_window", None if model_type == "smollm3" else 4096)
     if model_type == "llama" or (model_type != "mistral" and not values.get("use_sliding_window", False)):
         window = None
-    default = ["sliding_attention" if window else "full_attention"] * n_layers
+    windowed = range(n_layers) if window else []
     if window and model_type == "smollm3":
-        default = ["sliding_attention" if i in no_rope_layers else "full_attention" for i in range(n_layers)]
+        windowed = no_rope_layers
     elif window and model_type != "mistral":
-        first = values.get("max_window_layers", 28)
-        default = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
+        windowed = range(values.get("max_window_layers", 28), n_layers)
+    default = ["sliding_attention" if layer in windowed else "full_attention" for layer in range(n_layers)]
     layer_types = values.get("layer_types", default)
-    patterns = {"full_attention": "full"}
-    if window:
-        patterns["sliding_attention"] = f"window({window})"
+    patterns = {"full_attention": "full"} | ({"sliding_attention": f"window({window})"} if window else {})
     if len(layer_types) != n_layers or any(kind not in [*patterns] for kind in layer_types):
-        wanted = f"for each layer one of {', '.join(patterns)} is wanted"
-        raise UserError(f"config.json: layer_types is {layer_types}; {wanted}")
+        raise UserError(
+            f"config.json: layer_types is {layer_types}; for each layer one of {', '.join(patterns)} is wanted"
+        )
     if layer_types != default and model_type in ("llama", "mistral"):  # versions of transformers disagree here
         raise UserError(f"config.json: layer_types is {layer_types}, but this {model_type} has only {default[0]}")
     layers = [patterns[kind] for kind in layer_types]

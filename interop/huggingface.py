@@ -20,7 +20,6 @@ from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
 INDEX, SINGLE_FILE, LM_HEAD = "model.safetensors.index.json", "model.safetensors", "lm_head.weight"
-MAX_SHARD_BYTES = 5 << 30
 HF_NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -41,15 +40,14 @@ def to_hf_name(name: str) -> str:
     return ".".join(HF_NAMES.get(part, part) for part in name.split("."))
 
 
-def load_pretrained(folder: Path, device: torch.device | str = "cpu") -> Thinker:
+def load_pretrained(folder: Path) -> Thinker:
     """The model in a Hugging Face folder, ready to sample from, in fp32.
 
     Raises UserError for a model type or key that is not supported, CorruptCheckpoint where files are missing or do not
     fit together.
     """
     values = read_json(folder / "config.json")
-    config = from_hf_config(values)
-    files = _find_tensors(folder)
+    config, files = from_hf_config(values), _find_tensors(folder)
     if config.n_layers > len(files):  # building that many blocks could take forever
         raise CorruptCheckpoint(f"{folder} has fewer tensors than its configuration has layers ({config.n_layers})")
     with torch.device("meta"):
@@ -78,7 +76,7 @@ def load_pretrained(folder: Path, device: torch.device | str = "cpu") -> Thinker
     model.load_state_dict(tensors, strict=not config.tie_embeddings, assign=True)
     if config.tie_embeddings:
         model.lm_head.weight = model.embedding.weight
-    return model.to(device).eval()
+    return model.eval()
 
 
 def _find_tensors(folder: Path) -> dict[str, Path]:
@@ -97,23 +95,19 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in weight_map.items()}
 
 
-def save_pretrained(
-    model: Thinker, tokenizer: Tokenizer | None, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> None:
+def save_pretrained(model: Thinker, tokenizer: Tokenizer | None, folder: Path, max_shard_bytes: int = 5 << 30) -> None:
     """Write config.json, generation_config.json and the weights into an existing, empty folder.
 
     Weights keep their precision; beyond `max_shard_bytes` they are split into several files with an index. Raises
     UserError where no model type of transformers computes what this model does.
     """
     config = to_hf_config(model.config, tokenizer)
-    dtypes = {tensor.dtype for tensor in model.state_dict().values()}
-    config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    config["torch_dtype"] = str(next(iter(model.state_dict().values())).dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", special_token_ids(tokenizer) | {"_from_model_config": False})
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in model_tensors(model).items():
-        shard_bytes = sum(stored.nbytes for stored in shards[-1].values())
-        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
+        if shards[-1] and sum(stored.nbytes for stored in shards[-1].values()) + tensor.nbytes > max_shard_bytes:
             shards.append({})
         shards[-1][to_hf_name(name)] = tensor.detach().cpu().contiguous()
     files = [SINGLE_FILE]

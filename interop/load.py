@@ -42,12 +42,10 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     elif checkpoint == "best":
         found = next(reversed(list_checkpoints(run.checkpoints, "best")), None)
     else:
-        found = run.checkpoints / checkpoint
-        if not found.is_dir():
-            names = [folder.name for kind in ("step", "best") for folder in list_checkpoints(run.checkpoints, kind)]
-            raise UserError(f"{path} has no checkpoint {checkpoint}; there are: {', '.join(names) or 'none'}")
+        found = run.checkpoints / checkpoint if (run.checkpoints / checkpoint).is_dir() else None
     if found is None:
-        raise UserError(f"{path} has no {checkpoint} checkpoint yet; train first")
+        names = [folder.name for kind in ("step", "best") for folder in list_checkpoints(run.checkpoints, kind)]
+        raise UserError(f"{path} has no checkpoint {checkpoint}; there are: {', '.join(names) or 'none yet'}")
     if checkpoint != "latest":
         verify(found)
     return found
@@ -75,32 +73,25 @@ def load(
     """
     while True:
         folder = find_model(path, checkpoint)
-        if (folder / peft_adapter.CONFIG).is_file():
-            model, base = peft_adapter.load_adapter(folder)
-            return _with_tokenizer(model.to(device), folder, base)
-        if huggingface.is_hf_folder(folder):
-            return _with_tokenizer(huggingface.load_pretrained(folder, device), folder)
         try:
-            model = load_model(folder, device)
+            if (folder / peft_adapter.CONFIG).is_file():
+                model, base = peft_adapter.load_adapter(folder)
+                places = folder, base
+            elif huggingface.is_hf_folder(folder):
+                model, places = huggingface.load_pretrained(folder), (folder,)
+            else:
+                model, places = load_model(folder), (folder, folder.resolve().parent.parent)
             break
         except CorruptCheckpoint:
             if folder.exists():
                 raise  # or a training at work has removed it meanwhile, and made a newer one
-    return _with_tokenizer(model, folder, folder.resolve().parent.parent)
+    tokenizer = next((load_tokenizer(place) for place in places if has_tokenizer(place)), None)
+    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
+        sizes = f"{tokenizer.vocab_size} ids, the model {model.config.vocab_size}"
+        raise UserError(f"the tokenizer of {folder} has {sizes}: they do not belong together")
+    return model.to(device), tokenizer
 
 
 def find_run_directory(path: Path) -> Path | None:
     """The run directory that a path is, or that a checkpoint lies in; None where there is none."""
     return next((run for run in (path, path.resolve().parent.parent) if (run / "config.yaml").is_file()), None)
-
-
-def _with_tokenizer(model: Thinker, *folders: Path) -> tuple[Thinker, Tokenizer | None]:
-    """The model, and the tokenizer of the first folder that has one. Raises UserError if the two do not fit."""
-    for folder in folders:
-        if has_tokenizer(folder):
-            tokenizer = load_tokenizer(folder)
-            if tokenizer.vocab_size > model.config.vocab_size:
-                sizes = f"{tokenizer.vocab_size} ids, the model {model.config.vocab_size}"
-                raise UserError(f"the tokenizer in {folder} has {sizes}: they do not belong together")
-            return model, tokenizer
-    return model, None

@@ -66,8 +66,14 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
             raise UserError(f"{folder / CONFIG}: {name} is {value!r}, which is not known here")
     if (init := config.get("init_lora_weights")) not in SAFE_INITS:
         raise UserError(f"{folder / CONFIG}: init_lora_weights={init!r} has changed the base model's weights too")
-    base = _base(folder, str(config.get("base_model_name_or_path")))
-    model, scale = load_pretrained(base), _scale(config, folder)
+    rank, alpha, name = config.get("r"), config.get("lora_alpha"), str(config.get("base_model_name_or_path"))
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise CorruptCheckpoint(f"{folder / CONFIG}: r and lora_alpha are {rank!r} and {alpha!r}")
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    base = next(filter(is_hf_folder, (Path(name), folder / name, folder.absolute().parent / Path(name).name)), None)
+    if base is None:
+        raise UserError(f"{folder} was made for {name}, which is no folder here: put it beside the adapter")
+    model = load_pretrained(base)
     weights = dict(model.named_parameters())
     ours = {to_hf_name(name): name for name in weights}
     with open_safetensors(folder / WEIGHTS) as file, torch.no_grad():
@@ -80,21 +86,13 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
             A, B, weight = file.get_tensor(name).float(), file.get_tensor(other).float(), weights[ours[matrix]]
             if A.dim() != 2 or (*B.shape[:1], *A.shape[1:]) != (*weight.shape,) or B.shape[1:] != A.shape[:1]:
                 raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} does not fit the matrix of the model in {base}")
-            is_target = _is_target(matrix.removesuffix(".weight"), config.get("target_modules"))
-            if A.shape[0] != config["r"] or not is_target:
+            if A.shape[0] != rank or not _is_target(matrix.removesuffix(".weight"), config.get("target_modules")):
                 raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} contradicts r or target_modules in {CONFIG}")
             weight += scale * (B @ A)
             names -= {name, other}
     if names:
         raise UserError(f"{folder / WEIGHTS} has a tensor {min(names)}, which is not known here")
     return model, base
-
-
-def _scale(config: dict[str, Any], folder: Path) -> float:
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise CorruptCheckpoint(f"{folder / CONFIG}: r and lora_alpha are {rank!r} and {alpha!r}")
-    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
 def _is_target(module: str, targets: Any) -> bool:
@@ -107,11 +105,3 @@ def _is_target(module: str, targets: Any) -> bool:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise UserError(f"{CONFIG}: target_modules is {targets!r}; a list of names, or a regular expression, is wanted")
     return any(module == target or module.endswith(f".{target}") for target in targets)
-
-
-def _base(folder: Path, name: str) -> Path:
-    """Where the base lies: a path as it is, or seen from the adapter, or beside it under the same name."""
-    for place in (Path(name), folder / name, folder.absolute().parent / Path(name).name):
-        if is_hf_folder(place):
-            return place
-    raise UserError(f"the adapter in {folder} was made for {name}, which is no folder here: put it beside the adapter")

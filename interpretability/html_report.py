@@ -9,6 +9,7 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.interpretability import attribution, prompt_reports
+from thinker.interpretability import prompt_reports
 from thinker.interpretability.head_reports import MEASURES
 from thinker.interpretability.plots import plot_panels
 from thinker.interpretability.reports import Prompt, Report, token_label, write_errors
@@ -112,7 +113,7 @@ def _read_weights(
         weights = cache[name][0].float()  # (H, T, T)
         weights = F.pad(weights, (0, 0, 0, 0, 0, model.config.n_heads - len(weights)))  # zeros for pruned heads
         for name, measure in measures.items():
-            scores[name].append(_round(measure(weights)))
+            scores[name].append(_round(measure(weights).tolist()))
         # Roots keep more digits of small weights; the error is at most √w/255.
         roots = (weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu()
         thumbnails.append(F.adaptive_max_pool2d(roots.float()[None], side)[0].to(torch.uint8))
@@ -124,21 +125,19 @@ def _read_weights(
 def _summaries(model: Thinker, scores: dict[str, list[list[float]]]) -> list[list[str]]:
     """What each head mostly does, in words, (layers, H)."""
     targets = {"previous": "the previous token", "first": "the first token", "itself": "the token itself"}
-    summaries = []
+    summaries = [["pruned"] * model.config.n_heads for _ in model.blocks]
     for layer, block in enumerate(model.blocks):
-        summaries.append(["pruned"] * model.config.n_heads)
         for head in range(block.attention.n_heads):
-            name = max(targets, key=lambda name: scores[name][layer][head])
-            if scores[name][layer][head] >= 0.5:
-                summaries[layer][head] = f"attends mostly to {targets[name]}"
-            else:
-                summaries[layer][head] = f"spreads over about {math.exp(scores['entropy'][layer][head]):.1f} tokens"
+            shares = [(scores[name][layer][head], words) for name, words in targets.items()]
+            share, words = max(shares, key=lambda pair: pair[0])
+            spread = f"spreads over about {math.exp(scores['entropy'][layer][head]):.1f} tokens"
+            summaries[layer][head] = f"attends mostly to {words}" if share >= 0.5 else spread
     return summaries
 
 
-def _round(values: Tensor) -> list[float]:
+def _round(values: Iterable[float]) -> list[float]:
     """Five digits, to keep the file small."""
-    return [float(f"{value:.5g}") for value in values.flatten().tolist()]
+    return [float(f"{value:.5g}") for value in values]
 
 
 def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
@@ -165,27 +164,29 @@ def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
 
     def flatten(top: list[Any]) -> dict[str, Any]:
         ids, probabilities = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
-        return {"tokens": ids.flatten().tolist(), "probabilities": _round(probabilities), "k": ids.shape[1]}
+        return {
+            "tokens": ids.flatten().tolist(),
+            "probabilities": _round(probabilities.flatten().tolist()),
+            "k": ids.shape[1],
+        }
 
-    next_token = {"next_probability": _round(torch.cat(next_probability)), "next_rank": torch.cat(next_rank).tolist()}
-    return {"likeliest": flatten(likeliest), "lens": flatten(lens), **next_token}
+    facts = {"likeliest": flatten(likeliest), "lens": flatten(lens)}
+    facts["next_probability"] = _round(torch.cat(next_probability).flatten().tolist())
+    return facts | {"next_rank": torch.cat(next_rank).tolist()}
 
 
 def _attribution(
     model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, contrast_token: int | None, position: int
 ) -> dict[str, Any]:
     """What makes up the prediction: `by_token` (T,), `heads` (layers, H), `mlps` (layers,), `embedding`, `logit`."""
-    target = prompt_reports.likeliest_next_token(model, prompt, position) if target is None else target
-    components = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
-    description = prompt_reports.describe_target(tokenizer, target, contrast_token)
-    facts = {"description": f"logit of {description} after position {position}", "position": position}
-    facts |= {"logit": components.logit, "embedding": components.embedding, "mlps": _round(components.mlps)}
-    facts["heads"] = [_round(row.nan_to_num()) for row in components.heads]
-    by_token = prompt_reports.attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
-    if by_token is None:
+    data = prompt_reports.report_attribution(model, tokenizer, prompt, target, contrast_token, position).data
+    facts = {"description": f"logit of {data['prediction']} after position {position}", "position": position}
+    facts |= {"logit": data["logit"], "embedding": data["embedding"], "mlps": _round(data["mlps"])}
+    facts["heads"] = [_round(0.0 if x is None else x for x in row) for row in data["heads"]]
+    if "by_token" not in data:
         return facts | {"by_token": None, "reason": prompt_reports.NO_GRADIENT}
-    values, baseline, error = by_token
-    return facts | {"by_token": _round(values), "baseline_logit": baseline, "completeness_error": error}
+    facts["by_token"] = _round(data["by_token"])
+    return facts | {name: data[name] for name in ("baseline_logit", "completeness_error")}
 
 
 def write_html_report(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.interpretability import attribution, flow, reports
@@ -62,36 +61,28 @@ def likeliest_next_token(model: Thinker, prompt: Prompt, position: int) -> int:
     return int(model(prompt.tokens[None])[0, position].argmax())
 
 
-def attribute_to_tokens(
-    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, contrast_token: int | None, position: int
-) -> tuple[Tensor, float, float] | None:
-    """attribution.integrated_gradients(), with BOS at every position as the baseline where texts begin with it.
-
-    None for attention patterns that depend on token ids: such a model cannot run on embeddings alone.
-    """
-    if any(pattern.tokens for pattern in model.config.patterns):
-        return None
-    bos = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
-    return attribution.integrated_gradients(model, prompt.tokens, target, contrast_token, position, bos)
-
-
-def describe_target(tokenizer: Tokenizer, target: int, contrast_token: int | None) -> str:
+def _describe_target(tokenizer: Tokenizer, target: int, contrast_token: int | None) -> str:
     """The prediction in words: ‘b’ rather than ‘c’."""
     tokens = [target] if contrast_token is None else [target, contrast_token]
     return " rather than ".join(f"‘{token_label(tokenizer, token)}’" for token in tokens)
 
 
 def report_attribution(
-    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int, contrast_token: int | None, position: int
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, contrast_token: int | None, position: int
 ) -> Report:
-    """Which tokens (integrated gradients) and which components (direct logit attribution) make up a prediction."""
-    components = attribution.direct_logit_attribution(model, prompt.tokens, target, contrast_token, position)
+    """Which tokens (integrated gradients) and which components (direct logit attribution) make up a prediction.
+
+    By default of the likeliest token. The gradients' baseline is BOS at every position, where texts begin with it.
+    """
+    target = likeliest_next_token(model, prompt, position) if target is None else target
+    prediction = target, contrast_token, position
+    components = attribution.direct_logit_attribution(model, prompt.tokens, *prediction)
     values = {"embedding": components.embedding}
     values |= {f"MLP {layer}": value for layer, value in enumerate(components.mlps.tolist())}
     values |= {f"head {i}.{j}": components.heads[i, j].item() for i, j in reports.existing_heads(components.heads)}
     ranked = sorted(values.items(), key=lambda item: -abs(item[1]))
     rows = [["component", name, f"{value:+.4f}"] for name, value in ranked]
-    description = describe_target(tokenizer, target, contrast_token)
+    description = _describe_target(tokenizer, target, contrast_token)
     header = {"prediction": f"{description}, after position {position % len(prompt.labels)}"}
     header["logit"] = f"{components.logit:.4f}"
     data = {"prediction": description, "target": target, "contrast_token": contrast_token, "tokens": prompt.labels}
@@ -100,11 +91,11 @@ def report_attribution(
     labels = reports.head_labels(components.heads)
     panels = [Panel("direct logit attribution of heads", components.heads, *labels, signed=True)]
     footer = f"components add up to {components.sum():.4f}; "
-    by_token = attribute_to_tokens(model, tokenizer, prompt, target, contrast_token, position)
-    if by_token is None:
+    if any(pattern.tokens for pattern in model.config.patterns):  # such a model cannot run on embeddings alone
         footer += f"no attribution to tokens: {NO_GRADIENT}"
     else:
-        values, baseline, error = by_token
+        bos = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
+        values, baseline, error = attribution.integrated_gradients(model, prompt.tokens, *prediction, bos)
         data |= {"by_token": values.tolist(), "completeness_error": error, "baseline_logit": baseline}
         rows = [["token", text, f"{x:+.4f}"] for text, x in zip(prompt.numbered(), values.tolist())] + rows
         title = f"integrated gradients of {description}"
@@ -143,15 +134,16 @@ def report_logit_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, posi
 
 
 def report_patching(
-    model: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int, contrast_token: int | None
+    model: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int | None, contrast_token: int | None
 ) -> Report:
-    """How much of a prediction each activation of the clean prompt restores in the corrupt one."""
+    """How much of a prediction, by default of the likeliest token, each activation of the clean prompt restores."""
+    target = likeliest_next_token(model, clean, -1) if target is None else target
     restored = attribution.patch(model, clean.tokens, corrupt.tokens, target, contrast_token)
     values = torch.stack([x.cpu() for x in restored.values()])  # (layers + 1, T)
     names = _depth_labels(len(values))
     tokens = [a if a == b else f"{a}/{b}" for a, b in zip(clean.labels, corrupt.labels)]
     rows = [[str(i), text, *(f"{x:.3f}" for x in values[:, i].tolist())] for i, text in enumerate(tokens)]
-    description = describe_target(tokenizer, target, contrast_token)
+    description = _describe_target(tokenizer, target, contrast_token)
     data = {"target": target, "contrast_token": contrast_token, "tokens": tokens}
     data |= {name: x.tolist() for name, x in restored.items()}
     columns = [f"{i} {text}" for i, text in enumerate(tokens)]

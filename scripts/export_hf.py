@@ -29,11 +29,11 @@ def base_folder(run: Path | None) -> Path:
     """The Hugging Face folder in run.init_from. Raises UserError where that is something else."""
     import yaml
 
-    from thinker.interop import huggingface
+    from thinker.interop.huggingface import is_hf_folder
 
     config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     base = Path(str(config.get("run", {}).get("init_from")))
-    if not huggingface.is_hf_folder(base):
+    if not is_hf_folder(base):
         problem = f"run.init_from is {base}, which is not a Hugging Face folder"
         raise UserError(f"--adapter needs a run that started from one: {problem}; export without --adapter")
     return base
@@ -54,7 +54,7 @@ def main() -> int:
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already; give a new or an empty folder")
     model, tokenizer = load(path, checkpoint=arguments.checkpoint)
-    model_type = hf_model_type(model.config)
+    model_type, run = hf_model_type(model.config), find_run_directory(path)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -64,14 +64,14 @@ def main() -> int:
             raise UserError(f"{out} cannot be made: {error.strerror}") from error
         base, adapter = None, ""
         if arguments.adapter:
-            base = base_folder(find_run_directory(path))
+            base = base_folder(run)
             adapter = save_adapter(find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary)
         else:
             huggingface.save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
         if tokenizer is not None:
             tokenizer_conversion.write(tokenizer, temporary, model.config.max_seq_len)
-        parity = verify_hf_export(model, tokenizer, temporary, base=base)
-        card = model_card(model, tokenizer, find_run_directory(path), out.name, str(parity), base, adapter)
+        compared = verify_hf_export(model, tokenizer, temporary, base=base)
+        card = model_card(model, tokenizer, run, out.name, compared, base, adapter)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()
@@ -80,7 +80,7 @@ def main() -> int:
         shutil.rmtree(temporary, ignore_errors=True)
     size = f"an adapter ({adapter}) for" if adapter else "a"
     print(f"{arguments.out}: {size} {model_type} of {sum(p.numel() for p in model.parameters()):,} parameters")
-    print(f"verified with transformers: {parity}")
+    print(f"verified with transformers: {compared}")
     return 0
 
 

@@ -149,24 +149,22 @@ def report_on_prompt(
     position = check_index(flag, arguments.position, len(prompt.tokens), from_end=True)
     target = encode_token(tokenizer, "target", arguments.target)
     contrast_token = encode_token(tokenizer, "contrast-token", arguments.contrast_token)
-    if target is None and command in ("attribute", "patch"):
-        target = prompt_reports.likeliest_next_token(model, prompt, position)
+    start = {"layer": layer, "head": head, "position": position, "view": VIEWS.get(command, "attention")}
+    start |= {"target": target, "contrast_token": contrast_token}
     match command:
         case "explain":
-            report = explain(model, prompt, layer, head, position)
+            return explain(model, prompt, layer, head, position), start
         case "map":
-            report = prompt_reports.report_attention_map(model, prompt, layer, head)
+            return prompt_reports.report_attention_map(model, prompt, layer, head), start
         case "flow":
-            report = prompt_reports.report_flow(model, prompt, position)
+            return prompt_reports.report_flow(model, prompt, position), start
         case "attribute":
-            report = prompt_reports.report_attribution(model, tokenizer, prompt, target, contrast_token, position)
+            return prompt_reports.report_attribution(model, tokenizer, prompt, target, contrast_token, position), start
         case "lens":
-            report = prompt_reports.report_logit_lens(model, tokenizer, prompt, position)
-        case "patch":
+            return prompt_reports.report_logit_lens(model, tokenizer, prompt, position), start
+        case _:
             corrupt = Prompt.from_text(model, tokenizer, arguments.corrupt)
-            report = prompt_reports.report_patching(model, tokenizer, prompt, corrupt, target, contrast_token)
-    start = {"layer": layer, "head": head, "position": position, "view": VIEWS.get(command, "attention")}
-    return report, start | {"target": target, "contrast_token": contrast_token}
+            return prompt_reports.report_patching(model, tokenizer, prompt, corrupt, target, contrast_token), start
 
 
 def report_on_heads(
