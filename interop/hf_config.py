@@ -12,13 +12,9 @@ from thinker.runtime.errors import UserError, did_you_mean
 
 ARCHITECTURES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3")}
 SIZES = {  # key of config.json -> field of ThinkerConfig
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "intermediate_size": "d_ff",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "max_position_embeddings": "max_seq_len",
-}
+    "vocab_size": "vocab_size", "hidden_size": "d_model", "intermediate_size": "d_ff",
+    "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "max_position_embeddings": "max_seq_len",
+}  # fmt: skip
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 ROPE_SCALING = {  # key of rope_scaling -> field of RopeScaling
     "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
@@ -63,12 +59,10 @@ TYPE_NAMES = {list: "a list", dict: "a mapping", bool: "true or false", int: "a 
 def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
     """The ThinkerConfig of what a config.json describes. Raises UserError naming the key that is not supported."""
     # A null is not a missing key for these two: Mistral has a window by default, Qwen fewer KV heads than query heads.
-    window_is_null = "sliding_window" in values and values["sliding_window"] is None
-    kv_heads_is_null = "num_key_value_heads" in values and values["num_key_value_heads"] is None
-    model_type = values.get("model_type")
+    nulls, model_type = {name for name, value in values.items() if value is None}, values.get("model_type")
     values = {name: value for name, value in values.items() if value is not None}
     _check_values(values, model_type)
-    if model_type != "llama" and "num_key_value_heads" not in values and not kv_heads_is_null:
+    if model_type != "llama" and "num_key_value_heads" not in values.keys() | nulls:
         raise UserError("config.json lacks num_key_value_heads")
     theta, scaling = _read_rope(values, 2e6 if model_type == "smollm3" else 1e4)
     fields = {ours: values[theirs] for theirs, ours in SIZES.items()} | {
@@ -90,7 +84,7 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
         if len(uses_rope) != n_layers or any(flag not in (0, 1) for flag in uses_rope):
             raise UserError(f"config.json: no_rope_layers is {uses_rope}; a 0 or a 1 for each layer is wanted")
         fields["no_rope_layers"] = [layer for layer in range(n_layers) if not uses_rope[layer]] or None
-    if window_is_null:
+    if "sliding_window" in nulls:
         values["sliding_window"] = None
     fields["attention"] = _read_windows(values, model_type, n_layers, fields.get("no_rope_layers") or [])
     return ThinkerConfig.from_dict(fields)

@@ -21,13 +21,9 @@ from thinker.runtime.errors import UserError
 
 INDEX, SINGLE_FILE, LM_HEAD = "model.safetensors.index.json", "model.safetensors", "lm_head.weight"
 HF_NAMES = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    "blocks": "model.layers",
-}
+    "embedding": "model.embed_tokens", "norm": "model.norm", "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm", "attention": "self_attn", "blocks": "model.layers",
+}  # fmt: skip
 
 
 def is_hf_folder(path: Path) -> bool:

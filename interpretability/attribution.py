@@ -7,7 +7,7 @@ Prompts are (T,) token ids; a position below 0 counts from the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +24,11 @@ TOKENS_PER_BATCH = 2**13
 def logit_difference(logits: Tensor, target: int, contrast_token: int | None = None, position: int = -1) -> Tensor:
     """The prediction of each text: logits (B, T, V) -> (B,)."""
     at_position = logits[:, position].float()  # (B, V)
-    if contrast_token is None:
-        return at_position[:, target]
-    return at_position[:, target] - at_position[:, contrast_token]
+    return at_position[:, target] - (0 if contrast_token is None else at_position[:, contrast_token])
 
 
 def predict_logit(model: Thinker, target: int, contrast_token: int | None, position: int, **inputs: Tensor) -> Tensor:
-    """The prediction of each text, (B,), computing one position's logits only.
-
-    inputs: tokens= (B, T) or embeddings= (B, T, C).
-    """
+    """The prediction of each text, (B,), by one position's logits; inputs: tokens= (B, T) or embeddings= (B, T, C)."""
     with model.patch({"norm": lambda x: x[:, [position]]}):
         return logit_difference(model(**inputs), target, contrast_token)
 
@@ -71,16 +66,13 @@ def integrated_gradients(
 ) -> tuple[Tensor, float, float]:
     """(x − x′) · ∫₀¹ ∂y/∂x (x′ + α (x − x′)) dα on embeddings x, summed over their width (Sundararajan et al. 2017).
 
-    Gauss–Legendre quadrature (arXiv:1703.01365 uses equal steps), from 32 points, doubled until the error is within
-    the tolerance, up to 512. Complete: the sum is y(x) − y(x′), up to the quadrature's error.
+    Gauss–Legendre quadrature (arXiv:1703.01365 uses equal steps), from 32 points, doubled up to 512 until the error of
+    the sum, which should be y(x) − y(x′), is within the tolerance, relative to that or to 1.
 
-    Args:
-        baseline: x′, a token at every position, or an embedding (C,) or (T, C); by default the mean of all tokens'.
-            Not zero: a pre-norm model hardly depends on the length of x, until at 10⁻⁵ of it everything changes at
-            once, and those gradients say nothing about x.
-        tolerance: the error allowed, relative to y(x) − y(x′) or to 1.
+    baseline: x′, a token at every position, or an embedding (C,) or (T, C); by default the mean of all tokens'. Not
+    zero: a pre-norm model hardly depends on the length of x, until at 10⁻⁵ of it everything changes at once.
 
-    Returns: what each token adds, (T,); y(x′); the sum's error.
+    Returns what each token adds, (T,); y(x′); the sum's error.
     """
     prediction = target, contrast_token, position
     with torch.no_grad():
@@ -107,18 +99,13 @@ def integrated_gradients(
         n_points *= 2
 
 
-@dataclass(frozen=True)
-class LogitComponents:
+class LogitComponents(NamedTuple):
     """What each component adds to the logit (difference): heads (layers, H), MLPs (layers,), and the embedding."""
 
     embedding: float
     heads: Tensor
     mlps: Tensor
     logit: float
-
-    def sum(self) -> float:
-        """The sum of all components, which equals the logit."""
-        return self.embedding + self.heads.nansum().item() + self.mlps.sum().item()
 
 
 @torch.no_grad()
@@ -172,10 +159,8 @@ def patch(
 ) -> dict[str, Tensor]:
     """Activation patching (Meng et al. 2022, arXiv:2202.05262; Heimersheim and Nanda 2024, arXiv:2404.15255).
 
-    Runs the corrupt prompt once per name and position, with that activation taken from the clean prompt.
-
-    Returns: {name: (T,)}, (y(patched) − y(corrupt)) / (y(clean) − y(corrupt)): 0 where patching changes nothing, 1
-        where it restores all of y.
+    Runs the corrupt prompt once per name and position, with that activation taken from the clean prompt. Returns the
+    share that it restores, {name: (T,)}: (y(patched) − y(corrupt)) / (y(clean) − y(corrupt)).
 
     Raises UserError if the prompts differ in length, y is the same for both, or an activation has no positions.
     """

@@ -24,10 +24,7 @@ COMPARED = ("entropy", "distance", "previous", "first", "induction")
 def report_over_training(
     steps: Iterable[tuple[int, Callable[[], Thinker]]], prompt: Prompt | None, random: Tensor, origin: str
 ) -> Report:
-    """The scores of all heads at each checkpoint of a run: the highest of each measure, and which head has it.
-
-    random, origin: as in report_heads().
-    """
+    """The highest score of each measure at each checkpoint of a run, and whose; random, origin: see report_heads()."""
     scores = {}
     for step, load_model in tqdm(list(steps), desc="measuring", unit=" checkpoints"):
         scores[step] = score_heads(load_model(), random if prompt is None else prompt.tokens[None], random)

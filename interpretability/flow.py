@@ -15,10 +15,7 @@ def with_residual(weights: Tensor) -> Tensor:
 
 
 def rollout(weights: Tensor) -> Tensor:
-    """R_l = Ã_l R_{l−1}, R_0 = I: the share of token j in position i after each layer; (L, H, T, T) -> (L, T, T).
-
-    Rows sum to 1 where those of the weights do.
-    """
+    """R_l = Ã_l R_{l−1}, R_0 = I: the share of token j in position i after each layer; (L, H, T, T) -> (L, T, T)."""
     rollouts = []
     for layer in with_residual(weights):
         rollouts.append(layer @ rollouts[-1] if rollouts else layer)
@@ -35,14 +32,10 @@ def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
     except ImportError as error:
         raise UserError("maximum flow needs the library networkx: pip install networkx") from error
 
-    capacities = with_residual(weights).double().cpu()
+    capacities, graph = with_residual(weights).double().cpu(), networkx.DiGraph()
     layers, T = len(capacities), capacities.shape[-1]
-    graph = networkx.DiGraph()
-    for layer in range(layers):
-        for query, key in capacities[layer].nonzero().tolist():
-            capacity = capacities[layer, query, key].item()
-            graph.add_edge((layer + 1, query), (layer, key), capacity=capacity)
-
+    for layer, query, key in capacities.nonzero().tolist():
+        graph.add_edge((layer + 1, query), (layer, key), capacity=capacities[layer, query, key].item())
     queries = range(T) if position is None else [position % T]
     flows = torch.zeros(len(queries), T)
     for row, query in enumerate(queries):

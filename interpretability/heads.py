@@ -99,10 +99,7 @@ class Importance:
 
 
 def losses(model: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-    """The mean cross-entropy of each text, in nats per token: (N, T) -> (N,).
-
-    targets: (N, T), IGNORE_INDEX where no loss counts; by default the next tokens.
-    """
+    """The mean cross-entropy of each text, in nats per token; targets as importance_by_ablation(): (N, T) -> (N,)."""
     return torch.cat([_losses(model, *batch) for batch in _batches(model, tokens, targets)])
 
 
@@ -126,11 +123,10 @@ def importance_by_ablation(
 ) -> Importance:
     """What ablating each head costs: the mean over texts of CE(with its output replaced) − CE, in nats per token.
 
-    The interval is over paired differences of texts.
-
     Args:
-        tokens: (N, T), at least two texts; targets as in losses().
+        tokens: (N, T), at least two texts; the interval is over their paired differences.
         ablation: "zero", or "mean": the head's mean output over all texts and positions.
+        targets: (N, T), IGNORE_INDEX where no loss counts; by default the next tokens.
         by_group: ablate all query heads of a KV head together, (layers, K).
     """
     names = [f"blocks.{layer}.attention.heads" for layer in range(len(model.blocks))]
@@ -181,8 +177,8 @@ def importance_by_gradient(
 ) -> Importance:
     """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
 
-    z (T, D) is a head's output, L the mean loss of a text x. One backward pass for all heads. The interval is over
-    texts and scaled like the value. Arguments as in importance_by_ablation().
+    z (T, D) is a head's output, L the mean loss of a text x. The interval is over texts and scaled like the value.
+    Arguments as in importance_by_ablation().
     """
     by_layer: list[list[Tensor]] = [[] for _ in model.blocks]  # (H, B) per batch
     patches = {"embedding": require_grad_from_embedding}

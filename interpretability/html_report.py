@@ -67,10 +67,8 @@ def make_explorer(
 ) -> Explorer:
     """Run the model over the prompt, keeping only one layer's weights in memory.
 
-    Args:
-        target, contrast_token, position: the prediction to attribute; by default the likeliest token after `position`.
-        layer, head: shown first; it can be opened in any case, if not all heads can.
-        view: shown first, attention, attribution or lens.
+    target, contrast_token, position: the prediction to attribute; by default the likeliest token after `position`.
+    layer, head, view: shown first; the view is attention, attribution or lens.
 
     Raises UserError if not even one head of the prompt fits into a file, or the logits are not finite.
     """
@@ -87,8 +85,8 @@ def make_explorer(
     if count < layers * H:
         facts["banner"] = (
             f"{T:,} tokens × {layers * H} heads are too many for one report: {count} heads can be opened, "
-            "the others show thumbnails and scores only"
         )
+        facts["banner"] += "the others show thumbnails and scores only"
     facts |= _predictions(model, prompt.tokens)
     facts["attribution"] = _attribution(model, tokenizer, prompt, target, contrast_token, position)
     listed = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
@@ -141,10 +139,7 @@ def _round(values: Iterable[float]) -> list[float]:
 
 
 def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
-    """The `likeliest` next tokens (T, 10) and those after each layer, `lens` (layers + 1, T, 5), in flat lists.
-
-    And of the true next token, `next_probability` (layers + 1, T − 1) and `next_rank` (T − 1).
-    """
+    """Flat lists: `likeliest` (T, 10), `lens` (layers + 1, T, 5), `next_probability` and `next_rank` of true tokens."""
     with model.record("embedding", "blocks.*") as cache:
         model(tokens[None])
     rows = max(1, LOGITS_PER_BATCH // model.config.vocab_size)

@@ -94,8 +94,7 @@ def to_text(plot: PatternPlot) -> str:
 
 def _used_cells(plots: list[PatternPlot]) -> list[int]:
     """The kinds of cells to explain in a legend."""
-    used = {int(cell) for plot in plots for cell in plot.cells.unique()}
-    return [cell for cell in (VISIBLE, FUTURE_VISIBLE, SUMMED, MASKED) if cell in used]
+    return [kind for kind in (VISIBLE, FUTURE_VISIBLE, SUMMED, MASKED) if any((x.cells == kind).any() for x in plots)]
 
 
 def text_legend(plots: list[PatternPlot]) -> str:

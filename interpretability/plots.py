@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from thinker.interpretability.reports import Panel, write_errors
 from thinker.runtime.plot_style import GREY, new_figure
 
@@ -18,12 +20,11 @@ LINE = 88  # characters of colored text
 
 def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, panels_per_row: int = 1) -> None:
     """Plot all panels, `panels_per_row` side by side, as a PNG. Raises UserError if it cannot be written."""
-    rows = [panels[start : start + panels_per_row] for start in range(0, len(panels), panels_per_row)]
-    heights = [max(map(_height, row)) for row in rows]
-    width = min(16.0, max(map(_width, panels)) * panels_per_row)
-    figure, _ = new_figure(max(6.0, width), sum(heights) + 0.4, 1)
+    widths, tall = zip(*map(_size, panels))
+    heights = [max(tall[start : start + panels_per_row]) for start in range(0, len(panels), panels_per_row)]
+    figure, _ = new_figure(max(6.0, min(16.0, max(widths) * panels_per_row)), sum(heights) + 0.4)
     figure.clear()
-    grid = figure.add_gridspec(len(rows), panels_per_row, height_ratios=heights)
+    grid = figure.add_gridspec(len(heights), panels_per_row, height_ratios=heights)
     plotters = {"heatmap": _heatmap, "table": _heatmap, "text": _text, "lines": _lines}
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(grid[divmod(number, panels_per_row)])
@@ -41,28 +42,19 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _short(label: str) -> str:
-    return _plain(label if len(label) <= 28 else label[:27] + "…")
-
-
-def _width(panel: Panel) -> float:
-    """Inches."""
-    if panel.style in ("text", "lines"):
-        return 9.0
-    if panel.cells is None:
-        return min(8.0, max(5.0, 0.42 * len(panel.columns) + 2.5))
-    column = 0.25 + 0.075 * max(len(text) for row in panel.cells for text in row)
-    return min(16.0, max(5.0, column * len(panel.columns) + 2.5))
-
-
-def _height(panel: Panel) -> float:
+def _size(panel: Panel) -> tuple[float, float]:
+    """Width and height in inches."""
     if panel.style == "lines":
-        return 4.0
+        return 9.0, 4.0
     if panel.style == "text":
-        return 0.6 + 0.3 * len(_wrapped(panel.columns))
+        return 9.0, 0.6 + 0.3 * len(_wrapped(panel.columns))
+    widest, column = 8.0, 0.42
+    if panel.cells is not None:
+        widest, column = 16.0, 0.25 + 0.075 * max(len(text) for row in panel.cells for text in row)
     tiles = panel.values.shape[0] > len(panel.rows)  # attention maps side by side, which are square
-    per_row = 4.4 / len(panel.columns) if tiles else 0.34
-    return max(1.6, min(9.0, per_row * len(panel.rows) + 1.4))
+    row = 4.4 / len(panel.columns) if tiles else 0.34
+    width = min(widest, max(5.0, column * len(panel.columns) + 2.5))
+    return width, max(1.6, min(9.0, row * len(panel.rows) + 1.4))
 
 
 def _scale(panel: Panel) -> tuple[str, float, float]:
@@ -77,29 +69,25 @@ def _scale(panel: Panel) -> tuple[str, float, float]:
 def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
     from matplotlib import colormaps
 
-    colors, low, top = _scale(panel)
-    values = panel.values.detach().float().numpy()
-    tiles = len(panel.rows) < len(values)  # maps side by side
+    (colors, low, top), values = _scale(panel), panel.values.detach().float().numpy()
+    aspect = "equal" if len(panel.rows) < len(values) else "auto"  # maps side by side
     palette = colormaps[colors].with_extremes(bad="#e9e9ec")
-    image = axes.imshow(
-        values, cmap=palette, vmin=low, vmax=top, aspect="equal" if tiles else "auto", interpolation="nearest"
-    )
-    longest = max(map(len, panel.columns), default=0)
-    upright = 90 if len(panel.columns) > 8 or longest > 12 else 0
+    image = axes.imshow(values, cmap=palette, vmin=low, vmax=top, aspect=aspect, interpolation="nearest")
+    upright = 90 if len(panel.columns) > 8 or max(map(len, panel.columns), default=0) > 12 else 0
     for labels, size, set_ticks, rotation in (
         (panel.columns, values.shape[1], axes.set_xticks, upright),
         (panel.rows, values.shape[0], axes.set_yticks, 0),
     ):
         step, every = size / len(labels), -(-len(labels) // LABELLED)  # step 1, unless each stands for several
         ticks = [(i + 0.5) * step - 0.5 for i in range(0, len(labels), every)]
-        set_ticks(ticks, map(_short, labels[::every]), rotation=rotation, fontsize=8)
+        short = [_plain(label if len(label) <= 28 else label[:27] + "…") for label in labels[::every]]
+        set_ticks(ticks, short, rotation=rotation, fontsize=8)
     if panel.cells is not None or values.size <= ANNOTATED:
-        for row, column in ((row, column) for row in range(values.shape[0]) for column in range(values.shape[1])):
+        for row, column in zip(*(~np.isnan(values)).nonzero()):
             value = values[row, column].item()
-            if not math.isnan(value):
-                text = f"{round(value, 2) + 0.0:.2f}" if panel.cells is None else _plain(panel.cells[row][column])
-                color = "white" if abs(value) > 0.6 * top else "black"
-                axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
+            text = f"{round(value, 2) + 0.0:.2f}" if panel.cells is None else _plain(panel.cells[row][column])
+            color = "white" if abs(value) > 0.6 * top else "black"
+            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
     if panel.highlighted_row is not None:
         frame = {"fill": False, "edgecolor": "#d9662b", "linewidth": 1.6, "clip_on": False}
         axes.axhspan(panel.highlighted_row - 0.5, panel.highlighted_row + 0.5, **frame)
@@ -151,9 +139,10 @@ def _lines(figure: Any, axes: Any, panel: Panel) -> None:
     x, values = [float(row) for row in panel.rows], panel.values
     highest_first = values.nan_to_num(-math.inf).amax(dim=0).argsort(descending=True).tolist()
     for rank, column in enumerate(highest_first):
-        named = rank < 8
-        style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": palette[column % 9]}
-        axes.plot(x, values[:, column].tolist(), **style if named else {"linewidth": 0.9, "color": GREY, "alpha": 0.5})
+        style = {"linewidth": 0.9, "color": GREY, "alpha": 0.5}
+        if rank < 8:
+            style = {"linewidth": 1.8, "label": f"head {panel.columns[column]}", "color": palette[column % 9]}
+        axes.plot(x, values[:, column].tolist(), **style)
     axes.set(xlabel="step", ylim=(-0.02, panel.vmax and panel.vmax * 1.02))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=8, ncols=2)

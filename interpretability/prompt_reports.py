@@ -90,7 +90,8 @@ def report_attribution(
     data |= {"heads": reports.to_json(components.heads), "mlps": components.mlps.tolist()}
     labels = reports.head_labels(components.heads)
     panels = [Panel("direct logit attribution of heads", components.heads, *labels, signed=True)]
-    footer = f"components add up to {components.sum():.4f}; "
+    total = components.embedding + components.heads.nansum().item() + components.mlps.sum().item()
+    footer = f"components add up to {total:.4f}; "
     if any(pattern.tokens for pattern in model.config.patterns):  # such a model cannot run on embeddings alone
         footer += f"no attribution to tokens: {NO_GRADIENT}"
     else:
@@ -106,16 +107,12 @@ def report_attribution(
     return Report(header, ["kind", "name", "adds"], rows, data, panels, footer)
 
 
-def _depth_labels(n_depths: int) -> list[str]:
-    return ["embedding", *(f"layer {layer}" for layer in range(n_depths - 1))]
-
-
 def report_logit_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: int) -> Report:
     """What the model would predict after each layer at one position: its three likeliest tokens."""
     position %= len(prompt.tokens)
     shown = slice(max(0, position - MAX_LENS_COLUMNS + 1), position + 1)
     probabilities = attribution.logit_lens(model, prompt.tokens, shown).softmax(dim=-1).cpu()  # (layers + 1, T', V)
-    names = _depth_labels(len(probabilities))
+    names = ["embedding", *(f"layer {layer}" for layer in range(len(model.blocks)))]
     likeliest, rows = [], []
     for name, row in zip(names, probabilities[:, -1]):
         top = zip(*(part.tolist() for part in row.topk(min(3, len(row)))))
@@ -140,7 +137,7 @@ def report_patching(
     target = likeliest_next_token(model, clean, -1) if target is None else target
     restored = attribution.patch(model, clean.tokens, corrupt.tokens, target, contrast_token)
     values = torch.stack([x.cpu() for x in restored.values()])  # (layers + 1, T)
-    names = _depth_labels(len(values))
+    names = ["embedding", *(f"layer {layer}" for layer in range(len(model.blocks)))]
     tokens = [a if a == b else f"{a}/{b}" for a, b in zip(clean.labels, corrupt.labels)]
     rows = [[str(i), text, *(f"{x:.3f}" for x in values[:, i].tolist())] for i, text in enumerate(tokens)]
     description = _describe_target(tokenizer, target, contrast_token)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
@@ -10,22 +9,18 @@ from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def main() -> int:
+    """Load, write, verify, and only then move the file into place. Returns the exit status."""
     parser = ArgumentParser(description="Write a GGUF file, read it back, and compare with llama.cpp if installed.")
     parser.add_argument("path", metavar="RUN", help="a run directory, a checkpoint in it, or a Hugging Face folder")
     parser.add_argument("out", metavar="OUT", type=Path, help="the file to write, such as model.gguf")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
     parser.add_argument("--dtype", choices=["f16", "f32"], default="f16", help="of the matrices (default f16)")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Load, write, verify, and only then move the file into place. Returns the exit status."""
-    arguments = parse_arguments()
+    arguments = parser.parse_args()
     from thinker.interop import load
     from thinker.interop.gguf import write_gguf
     from thinker.interop.verify_export import verify_gguf
+    from thinker.interpretability.reports import write_errors
 
     out = arguments.out
     if os.path.lexists(out):
@@ -37,16 +32,13 @@ def main() -> int:
         raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file needs")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        write_gguf(model, tokenizer, temporary, arguments.dtype, out.stem)
-        verification = verify_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
-        temporary.rename(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}") from error
+        with write_errors(out):
+            write_gguf(model, tokenizer, temporary, arguments.dtype, out.stem)
+            compared = verify_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
+            temporary.rename(out)
     finally:
-        if os.path.lexists(temporary):
-            temporary.unlink()
-    print(f"{out}: {out.stat().st_size:,} bytes, read back as it was written")
-    print(verification)
+        temporary.unlink(missing_ok=True)
+    print(f"{out}: {out.stat().st_size:,} bytes, read back as it was written", compared, sep="\n")
     return 0
 
 

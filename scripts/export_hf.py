@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 from pathlib import Path
@@ -11,8 +10,8 @@ from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def main() -> int:
+    """Load, write, verify, and only then move the folder into place. Returns the exit status."""
     parser = ArgumentParser(description="Write a folder that transformers loads, and check that it computes the same.")
     parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/quickstart, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
@@ -22,26 +21,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gigabytes < 1e6:
         raise UserError(f"--shard-gigabytes is {arguments.shard_gigabytes}; it must be a positive number")
-    return arguments
-
-
-def base_folder(run: Path | None) -> Path:
-    """The Hugging Face folder in run.init_from. Raises UserError where that is something else."""
     import yaml
 
-    from thinker.interop.huggingface import is_hf_folder
-
-    config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    base = Path(str(config.get("run", {}).get("init_from")))
-    if not is_hf_folder(base):
-        problem = f"run.init_from is {base}, which is not a Hugging Face folder"
-        raise UserError(f"--adapter needs a run that started from one: {problem}; export without --adapter")
-    return base
-
-
-def main() -> int:
-    """Load, write, verify, and only then move the folder into place. Returns the exit status."""
-    arguments = parse_arguments()
     from thinker.data import tokenizer_conversion
     from thinker.interop import huggingface, load
     from thinker.interop.hf_config import hf_model_type
@@ -49,6 +30,7 @@ def main() -> int:
     from thinker.interop.model_card import model_card
     from thinker.interop.peft_adapter import save_adapter
     from thinker.interop.verify_export import verify_hf_export
+    from thinker.interpretability.reports import write_errors
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -58,13 +40,15 @@ def main() -> int:
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        try:
+        with write_errors(out):
             temporary.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"{out} cannot be made: {error.strerror}") from error
         base, adapter = None, ""
         if arguments.adapter:
-            base = base_folder(run)
+            config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+            base = Path(str(config.get("run", {}).get("init_from")))
+            if not huggingface.is_hf_folder(base):
+                problem = f"run.init_from is {base}, which is not a Hugging Face folder"
+                raise UserError(f"--adapter needs a run that started from one: {problem}; export without --adapter")
             adapter = save_adapter(find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary)
         else:
             huggingface.save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))

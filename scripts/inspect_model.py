@@ -107,13 +107,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     outputs = (arguments.png, arguments.html, arguments.json, arguments.out)
     files = [Path(file).absolute() for file in outputs if file not in (None, "-")]
     for file in files:
-        name = os.path.relpath(file)
-        if not file.parent.is_dir():
-            raise UserError(f"cannot write {name}: its folder does not exist")
         if file.is_dir():
-            raise UserError(f"cannot write {name}: it is a folder")
-        if not os.access(file.parent, os.W_OK):
-            raise UserError(f"cannot write {name}: its folder is not writable")
+            raise UserError(f"cannot write {os.path.relpath(file)}: it is a folder")
+        if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+            raise UserError(f"cannot write {os.path.relpath(file)}: its folder does not exist or is not writable")
     if len(set(files)) < len(files):
         raise UserError(f"{files[0].name} is named twice; each result needs a file of its own")
 
@@ -183,7 +180,12 @@ def report_on_heads(
         origin = "the whole vocabulary" if ids is None else "those in the run's text"
         measured_on = prompt, head_reports.random_repeats(model, ids), origin
         if arguments.over_training:
-            return comparison.report_over_training(checkpoints_of(Path(arguments.model), device), *measured_on)
+            checkpoints = checkpoint.list_checkpoints(Path(arguments.model) / "checkpoints")
+            if len(checkpoints) < 2:
+                problem = f"{arguments.model} has {len(checkpoints)} checkpoints"
+                raise UserError(f"{problem}; --over-training needs a run with train.keep_every=N, which keeps more")
+            steps = [(int(path.name.split("-")[1]), lambda path=path: load(path, device)[0]) for path in checkpoints]
+            return comparison.report_over_training(steps, *measured_on)
         if arguments.command == "heads":
             return head_reports.report_heads(model, *measured_on)
         path, name = arguments.other or arguments.model, arguments.other_checkpoint or "latest"
@@ -207,19 +209,6 @@ def report_on_heads(
         tokenizer.save(arguments.out)
     print(f"wrote {arguments.out}: python generate.py {arguments.out}", file=sys.stderr)
     return report
-
-
-def checkpoints_of(run: Path, device: Any) -> list[tuple[int, Any]]:
-    """(step, function that loads the model) of each checkpoint. Raises UserError where there are fewer than two."""
-    from thinker.checkpoint import list_checkpoints
-    from thinker.interop import load
-
-    checkpoints = list_checkpoints(run / "checkpoints")
-    if len(checkpoints) < 2:
-        raise UserError(
-            f"{run} has {len(checkpoints)} checkpoints; --over-training needs a run with train.keep_every=N"
-        )
-    return [(int(path.name.split("-")[1]), lambda path=path: load(path, device)[0]) for path in checkpoints]
 
 
 def main() -> int:

@@ -15,14 +15,12 @@ def main() -> int:
     example = 'such as "window(8) | global(2)" (default: one of each kind)'
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help=example)
     parser.add_argument("--length", type=int, default=32, help="positions, up to 128 (default 32)")
-    parser.add_argument(
-        "--heads", type=int, help="heads to plot if they differ (default: those the pattern names, or 4)"
-    )
+    heads = "heads to plot if they differ (default: those the pattern names, or 4)"
+    parser.add_argument("--heads", type=int, help=heads)
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture instead of printing text")
     arguments = parser.parse_args()
-    for name, largest in (("length", 128), ("heads", 16)):  # what a plot can still show
-        number = getattr(arguments, name)
-        if number is not None and not 1 <= number <= largest:
+    for name, number, largest in (("length", arguments.length, 128), ("heads", arguments.heads, 16)):
+        if number is not None and not 1 <= number <= largest:  # what a plot can still show
             raise UserError(f"--{name} is {number}; it must be from 1 to {largest}")
     from thinker.interpretability import pattern_plots
     from thinker.interpretability.reports import write_errors

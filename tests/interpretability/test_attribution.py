@@ -27,7 +27,7 @@ def test_direct_logit_attribution_sums_to_the_difference(random_model, tokens, f
     logits = model(tokens[None])[0, position]
     known = logits[3] - (0 if contrast_token is None else logits[contrast_token])
     assert parts.logit == pytest.approx(known.item(), abs=1e-5)
-    assert parts.sum() == pytest.approx(known.item(), abs=1e-4)
+    assert parts.embedding + (parts.heads.nansum() + parts.mlps.sum()).item() == pytest.approx(known.item(), abs=1e-4)
 
 
 def test_what_the_circuit_says_comes_from_its_induction_head():
