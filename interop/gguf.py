@@ -30,9 +30,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 
 
 def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker") -> None:
-    """Write a GGUF file, then read it back and compare every tensor and token.
-
-    dtype: of matrices, f16 or f32; vectors are always f32.
+    """Write a GGUF file of f16 or f32 matrices and f32 vectors, then read it back and compare every tensor and token.
 
     Raises UserError if llama.cpp cannot run this model or split text this way, or gguf is not installed; RunError if
     the file does not read back as written.

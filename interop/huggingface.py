@@ -39,8 +39,7 @@ def to_hf_name(name: str) -> str:
 def load_pretrained(folder: Path) -> Thinker:
     """The model in a Hugging Face folder, ready to sample from, in fp32.
 
-    Raises UserError for a model type or key that is not supported, CorruptCheckpoint where files are missing or do not
-    fit together.
+    Raises UserError for what is not supported, CorruptCheckpoint where files are missing or do not fit together.
     """
     values = read_json(folder / "config.json")
     config, files = from_hf_config(values), _find_tensors(folder)

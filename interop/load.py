@@ -17,10 +17,7 @@ from thinker.runtime.errors import UserError
 
 
 def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
-    """The checkpoint folder that `path` means: itself, or the latest or best of a run directory.
-
-    Raises UserError where there is none; the message says what is there instead.
-    """
+    """The checkpoint folder that `path` means, or one in a run directory. Raises UserError where there is none."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path} does not exist; give a run directory, a checkpoint in it, or a Hugging Face folder")

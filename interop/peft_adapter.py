@@ -54,10 +54,7 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
 
 
 def load_adapter(folder: Path) -> tuple[Thinker, Path]:
-    """The model that an adapter was made for, with the adapter merged, and the base's folder.
-
-    Raises UserError where the adapter is of a kind that is not known, or its base is not a folder on this disk.
-    """
+    """The model with an adapter merged, and its base's folder. Raises UserError for unknown adapters or bases."""
     config = read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; LORA is known")

@@ -60,9 +60,8 @@ def verify_hf_export(
 ) -> str:
     """Compare an exported folder, as transformers opens it, with the model and tokenizer it was written from.
 
-    base: the folder of the base model, where the exported folder holds a peft adapter for it.
-
-    Returns what was compared, in words. Raises RunError where they differ, UserError without transformers.
+    base: the folder of the base model, where the exported one holds a peft adapter. Returns what was compared, in
+    words. Raises RunError where they differ, UserError without transformers.
     """
     try:
         import transformers
@@ -109,9 +108,8 @@ def verify_hf_export(
 def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_texts: int = 1000) -> str:
     """Compare a GGUF file, as llama.cpp opens it, with the model and tokenizer it was written from.
 
-    exact: the file's weights are fp32; rounded ones may choose another token, so only texts are compared.
-
-    Returns what was compared, in words. Raises RunError where they differ.
+    exact: its weights are fp32; rounded ones may choose another token, so only texts are compared. Returns what was
+    compared, in words. Raises RunError where they differ.
     """
     try:
         from llama_cpp import Llama

@@ -68,7 +68,6 @@ def integrated_gradients(
 
     Gauss–Legendre quadrature (arXiv:1703.01365 uses equal steps), from 32 points, doubled up to 512 until the error of
     the sum, which should be y(x) − y(x′), is within the tolerance, relative to that or to 1.
-
     baseline: x′, a token at every position, or an embedding (C,) or (T, C); by default the mean of all tokens'. Not
     zero: a pre-norm model hardly depends on the length of x, until at 10⁻⁵ of it everything changes at once.
 
@@ -161,7 +160,6 @@ def patch(
 
     Runs the corrupt prompt once per name and position, with that activation taken from the clean prompt. Returns the
     share that it restores, {name: (T,)}: (y(patched) − y(corrupt)) / (y(clean) − y(corrupt)).
-
     Raises UserError if the prompts differ in length, y is the same for both, or an activation has no positions.
     """
     if clean.shape != corrupt.shape:

@@ -49,10 +49,10 @@ def report_over_training(
 def compare(
     one: Thinker, other: Thinker, prompt: Prompt | None, random: Tensor, origin: str, names: tuple[str, str]
 ) -> Report:
-    """Two models on the same tokens: how differently each head attends, its scores in both, and their predictions.
+    """Two models on the prompt, or else on `random`: how differently each head attends, its scores, the predictions.
 
-    On the prompt, or without one on random tokens repeated once. Models with different numbers of heads are compared
-    by their predictions only. Raises UserError if their vocabularies differ in size.
+    Models with different numbers of heads are compared by their predictions only. Raises UserError if their
+    vocabularies differ in size.
     """
     if one.config.vocab_size != other.config.vocab_size:
         raise UserError("the two models have vocabularies of different sizes: they do not read the same tokens")
@@ -79,7 +79,7 @@ def compare(
         return Report(header, [*columns], [*zip(*columns.values())], data, [panel], footer)
     scores = [score_heads(model, tokens, random) for model in models]
     weights = zip(*(model.attention_weights(tokens) for model in models))
-    pairs = [torch.stack(pair, dim=2) for pair in weights]  # (B, H, 2, T, T) per layer
+    pairs = (torch.stack(pair, dim=2) for pair in weights)  # (B, H, 2, T, T) per layer
     js = [heads.pairwise_js_divergence(pair)[..., 0, 1].mean(dim=0).cpu() for pair in pairs]
     divergence = pad_sequence(js, batch_first=True)  # (layers, H)
     rows = []
@@ -131,10 +131,7 @@ def report_importance(model: Thinker, texts: Texts, method: str) -> Report:
 def report_pruning(
     model: Thinker, texts: Texts, method: str, count: int | None, groups: list[tuple[int, int]] | None
 ) -> tuple[Thinker, Report]:
-    """The model without `groups`, or without the `count` least important ones, and its loss before and after.
-
-    The first half of the texts chooses the heads, the second measures the loss.
-    """
+    """The model without `groups`, or the `count` groups least important to half the texts, and its loss on the rest."""
     half = len(texts[0]) // 2
     if half < 2:
         raise UserError(f"{len(texts[0])} texts are too few: half of them choose, the others measure; give at least 4")

@@ -16,10 +16,7 @@ from thinker.runtime.errors import UserError
 
 @torch.no_grad()
 def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -> Report:
-    """Every number of one attention row: scores, scaling, mask, softmax, weighted sum (Vaswani et al. 2017, eq. 1).
-
-    Raises UserError for a layer of linear attention.
-    """
+    """Every number of one attention row (Vaswani et al. 2017, eq. 1). Raises UserError for linear attention."""
     attention = model.blocks[layer].attention
     if isinstance(attention, LinearAttention):
         raise UserError(f"layer {layer} is linear attention: it has sums over features instead of scores")
@@ -36,7 +33,6 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     bias, visible = _bias_and_mask(model, prompt.tokens, layer, head, capped)
     scores = capped + bias
     sink = None if attention.sinks is None else attention.sinks[head].item()
-
     row, mask, norms = weights[head, query], visible[query], v[kv_head].norm(dim=-1)  # (T,) each
     logits = scores[query, mask].tolist() + ([] if sink is None else [sink])
     largest = max(logits, default=0.0)
@@ -45,9 +41,9 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     sink_share = 0.0 if sink is None else math.exp(sink - largest)
     output = row @ v[kv_head]  # (D,)
     footer = f"Σ exp = {total + sink_share:.4f}{'' if sink is None else f', including {sink_share:.4f} of the sink'}; "
-    footer += f"the weighted sum of the values has norm {output.norm():.4f}, "
-    footer += f"the head's output {z[head, query].norm():.4f}"
-
+    footer += (
+        f"the weighted sum of the values has norm {output.norm():.4f}, the head's output {z[head, query].norm():.4f}"
+    )
     steps = {"q·k": raw[query], f"÷ √{q.shape[-1]}": scaled[query]}
     if cap is not None:
         steps["capped"] = capped[query]
@@ -66,7 +62,6 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     data |= {"scores": raw[query].tolist(), "scaled": scaled[query].tolist(), "capped": capped[query].tolist()}
     data |= {"bias": bias[query].tolist(), "sink": sink, "visible": mask.tolist(), "weights": row.tolist()}
     data |= {"values": v[kv_head].tolist(), "output": output.tolist(), "head_output": z[head, query].tolist()}
-
     labels, panels = prompt.numbered(), []
     for title, values, signed in (
         ("scores, scaled", scores, True),

@@ -94,13 +94,11 @@ def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: 
 
 
 def _tile_attention_maps(model: Thinker, tokens: Tensor, max_side: int = 64) -> Tensor:
-    """The maps of all heads side by side, separated by nan; each cell of a long text shows its largest weight.
-
-    Each map is divided by its largest weight beyond the first token, which often outweighs all others.
-    """
+    """The maps of all heads side by side, separated by nan; each cell of a long text shows its largest weight."""
 
     def downsample(weights: Tensor) -> Tensor:
         maps = F.max_pool2d(weights.float(), -(-weights.shape[-1] // max_side), ceil_mode=True)  # (1, H, S, S)
+        # Relative to the largest weight beyond the first token, which often outweighs all others.
         return (maps / maps[..., 1:].amax(dim=(2, 3), keepdim=True).clamp_min(1e-9)).clamp_max(1)
 
     maps = measure_heads(model, tokens, {"maps": downsample})["maps"]

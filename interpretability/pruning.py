@@ -15,11 +15,9 @@ from thinker.runtime.errors import UserError
 def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     """A copy of the model without these (layer, KV head), each with all the query heads that share it.
 
-    It computes what the model does with "blocks.i.attention.heads.h" set to zero for each of them. If all layers keep
-    equally many, it is an ordinary smaller model; otherwise its config has n_kv_heads_per_layer.
-
-    Raises UserError if there is no such group, a layer would keep none, or heads differ by more than their weights
-    (ALiBi, patterns by head).
+    It computes what the model does with "blocks.i.attention.heads.h" set to zero. If all layers keep equally many, it
+    is an ordinary smaller model; otherwise its config has n_kv_heads_per_layer. Raises UserError if there is no such
+    group, a layer would keep none, or heads differ by more than their weights (ALiBi, patterns by head).
     """
     old, remaining = model.config, []
     for layer, block in enumerate(model.blocks):
