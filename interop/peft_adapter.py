@@ -44,8 +44,8 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
     like = {name: torch.empty(shape, device="meta") if ".lora_" in name else None for name, shape in shapes.items()}
     adapters = load_tensors(checkpoint, MODEL, like)
     rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
-    tensors = {name: tensor for name, tensor in adapters.items() if not name.endswith("lora_scale")}
-    tensors = {f"{PREFIX}{to_hf_name(name)}.weight": tensor for name, tensor in tensors.items()}
+    names = [name for name in adapters if not name.endswith("lora_scale")]
+    tensors = {f"{PREFIX}{to_hf_name(name)}.weight": adapters[name] for name in names}
     values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
     values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
     write_json(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})

@@ -37,9 +37,8 @@ def report_over_training(
         best = [curves[name][number].max(dim=0) for name in shown]
         rows.append([step, *(f"{value:.3f} ({labels[head]})" for value, head in best)])
     data = {"steps": [*scores], "heads": labels} | {name: values.tolist() for name, values in curves.items()}
-    panels = [
-        Panel(TITLES[name], curves[name], step_labels, labels, vmax=1.0, style="lines") for name in reversed(shown)
-    ]
+    style = {"vmax": 1.0, "style": "lines"}
+    panels = [Panel(TITLES[name], curves[name], step_labels, labels, **style) for name in reversed(shown)]
     header = {"random": describe_random(random, origin), "cells": "the highest score, and (layer.head)"}
     header["checkpoints"] = f"{len(scores)}, steps {step_labels[0]} to {step_labels[-1]}"
     return Report(header, ["step", *shown], rows, data, panels, panels_per_row=2)

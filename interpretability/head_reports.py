@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,6 @@ from thinker.interpretability import heads
 from thinker.interpretability.reports import Panel, Prompt, Report, existing_heads, head_labels, to_json
 from thinker.model import Thinker
 
-Measure = Callable[[Tensor], Tensor]  # (B, H, T, T) -> (B, H, ...)
 MEASURES = {
     "entropy": heads.entropy,
     "normalised": lambda weights: heads.entropy(weights, normalised=True),
@@ -31,8 +30,8 @@ UNBOUNDED = ("entropy", "distance")  # the other measures lie between 0 and 1
 
 
 @torch.no_grad()
-def measure_heads(model: Thinker, tokens: Tensor, measures: Mapping[str, Measure]) -> dict[str, list[Tensor]]:
-    """Each measure of attention weights, averaged over texts, in one pass: tokens (B, T) -> (H, ...) per layer."""
+def measure_heads(model: Thinker, tokens: Tensor, measures: dict[str, Callable]) -> dict[str, list[Tensor]]:
+    """Each measure of attention weights (B, H, T, T), averaged over texts: tokens (B, T) -> (H, ...) per layer."""
     results: dict[str, list[Tensor]] = {name: [] for name in measures}
 
     def record(weights: Tensor) -> Tensor:
@@ -81,10 +80,8 @@ def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: 
     for name, values in scores.items():
         panels.append(Panel(TITLES[name], values, *labels, vmax=None if name in UNBOUNDED else 1.0))
     repeats = describe_random(random, origin)
-    header = {
-        "measured on": repeats if prompt is None else f"the prompt; duplicate and induction on {repeats}",
-        "most similar": "the most similar head of the layer, and its Jensen–Shannon divergence (nats)",
-    }
+    header = {"measured on": repeats if prompt is None else f"the prompt; duplicate and induction on {repeats}"}
+    header["most similar"] = "the most similar head of the layer, and its Jensen–Shannon divergence (nats)"
     data = {name: to_json(values) for name, values in scores.items()}
     data["js_divergence"] = [values.tolist() for values in divergence]
     n = random.shape[1] // 2

@@ -61,7 +61,6 @@ def describe_cache(pattern: Pattern) -> str:
 def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> PatternPlot:
     """Evaluate a pattern. Raises UserError if it cannot be parsed."""
     pattern = parse_pattern(text)
-    is_linear = pattern.n_features > 0
     if not pattern.by_head:
         n_heads = 1
     elif n_heads is None:
@@ -69,17 +68,15 @@ def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> Pat
     notes = {
         f"every {TOKEN_INTERVAL}th token is one": pattern.tokens,
         "an example: random scores": pattern.by_score,
-        "a sum over features": is_linear,
+        "a sum over features": pattern.n_features > 0,
     }
-    mask = example_mask(pattern, length, n_heads)
-    causal = example_mask(CAUSAL, length, n_heads)
-    cells = MASKED * causal + (SUMMED - MASKED if is_linear else VISIBLE - MASKED) * mask
+    mask, shown = example_mask(pattern, length, n_heads), SUMMED if pattern.n_features else VISIBLE
+    cells = MASKED * example_mask(CAUSAL, length, n_heads) + (shown - MASKED) * mask
     n_keys, n_keys_longer = (x.sum(-1).float().mean() for x in (mask, example_mask(pattern, 4 * length, n_heads)))
     facts = [f"{n_keys:.1f} keys per query, {n_keys_longer:.1f} at length {4 * length}"]
     facts.append(f"cache: {describe_cache(pattern)}")
-    return PatternPlot(
-        " ".join(text.split()), ", ".join(note for note, applies in notes.items() if applies), cells, facts
-    )
+    note = ", ".join(note for note, applies in notes.items() if applies)
+    return PatternPlot(" ".join(text.split()), note, cells, facts)
 
 
 def to_text(plot: PatternPlot) -> str:
