@@ -85,8 +85,8 @@ def make_explorer(
     if count < layers * H:
         facts["banner"] = (
             f"{T:,} tokens × {layers * H} heads are too many for one report: {count} heads can be opened, "
+            "the others show thumbnails and scores only"
         )
-        facts["banner"] += "the others show thumbnails and scores only"
     facts |= _predictions(model, prompt.tokens)
     facts["attribution"] = _attribution(model, tokenizer, prompt, target, contrast_token, position)
     listed = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
