@@ -14,7 +14,7 @@ test: .venv/ready-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto --maxprocesses 2 --dist worksteal
 
 prove: .venv/ready-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --stress -n 2 --dist worksteal tests/stress
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --stress -n 2 --dist worksteal tests/stress tests/evaluation
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .

@@ -135,8 +135,12 @@ def test_tasks_on_local_files(models, tmp_path):
     data.rename(tmp_path / "gone.jsonl")
     with pytest.raises(UserError, match="the harness cannot run stories: "):
         run_tasks(ours.model, ours.tokenizer, ["stories"], include=tmp_path)
-    with pytest.raises(UserError, match="did you mean"):
-        run_tasks(ours.model, ours.tokenizer, ["two_word"], include=tmp_path)
+
+
+@pytest.mark.stress  # to know all of its tasks the harness reads thousands of files
+def test_unknown_task_is_rejected(models):
+    with pytest.raises(UserError, match="has no task hellaswga; did you mean hellaswag"):
+        run_tasks(models[0].model, models[0].tokenizer, ["hellaswga"])
 
 
 def test_the_model_has_no_gradients(models):

@@ -87,7 +87,7 @@ def assert_same(plain, speculated):
 def test_speculation_samples_the_same_tokens_as_plain_decoding():
     tally, accepting = Counter(), Counter()
 
-    @settings(max_examples=200, **SAME_EXAMPLES)
+    @settings(max_examples=80, **SAME_EXAMPLES)
     @given(st.data())
     def check(data):
         seed, shape = data.draw(st.integers(0, 4)), data.draw(st.integers(0, len(SHAPES) - 1))
@@ -111,10 +111,10 @@ def test_speculation_samples_the_same_tokens_as_plain_decoding():
     check()
     # Else there was nothing to test.
     for name in ("lookup", "other", "itself"):
-        assert tally[name] > 50
-        assert accepting[name] > 20
-    assert tally["lookup", "refused"] > 50
-    assert tally["other", "refused"] > 50
+        assert tally[name] > 20
+        assert accepting[name] > 5
+    assert tally["lookup", "refused"] > 20
+    assert tally["other", "refused"] > 20
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
@@ -209,7 +209,7 @@ def test_a_finished_sequence_does_not_change_the_others(model, drafter):
 @pytest.mark.parametrize("drafter", ["lookup", "other"])
 def test_samples_follow_the_models_joint_distribution(drafter):
     letters, prompt = b"abcd", "aabacadbbcbdccdda"  # every pair of letters: prompt lookup always finds one
-    samples, batch = 20_000, 1_000  # rows of a batch
+    samples, batch = 8_000, 1_000  # rows of a batch
     model = small_model(4)
     sampling_key = {
         "temperature": 1.4,

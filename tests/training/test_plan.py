@@ -1,5 +1,6 @@
 """Memory estimates and plans agree with what training then takes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -17,12 +18,13 @@ from thinker.training.resolve_settings import resolve_settings
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-CONFIG = ThinkerConfig(vocab_size=512, d_model=128, n_layers=4, n_heads=4, max_seq_len=128)
+CONFIG = ThinkerConfig(vocab_size=512, d_model=128, n_layers=2, n_heads=4, max_seq_len=128)
 
 
-def settings(**train):
+def settings(n_layers=2, **train):
     train = {"precision": "fp32", "compile": False, "max_steps": 9, "batch_size": 8, **train}
-    return resolve_settings(validate_config({"data": {"seq_len": 128}, "train": train}), CONFIG, CPU)
+    config = validate_config({"data": {"seq_len": 128}, "train": train})
+    return resolve_settings(config, dataclasses.replace(CONFIG, n_layers=n_layers), CPU)
 
 
 def test_estimated_weights_gradients_and_optimizer_are_exact():
@@ -72,7 +74,7 @@ print(meter.peak())
 
 def test_checkpointing_lowers_activations_and_estimating_keeps_the_rng_state():
     torch.manual_seed(7)
-    activations = [estimate_memory(settings(checkpoint_every_n_blocks=n), 8, CPU).activations for n in (1, 2, None)]
+    activations = [estimate_memory(settings(4, checkpoint_every_n_blocks=n), 8, CPU).activations for n in (1, 2, None)]
     assert activations[0] < 0.5 * activations[2]
     assert activations[0] < activations[1] < activations[2]
     torch.manual_seed(7)
@@ -95,7 +97,8 @@ def test_largest_micro_batch():
 
 
 def test_plan_command(run_script, tmp_path):
-    arguments = [ROOT / "scripts" / "plan.py", ROOT / "configs" / "quickstart.yaml", "model.vocab_size=3072"]
+    small = ["model.vocab_size=3072", "model.d_model=64", "model.n_layers=1"]
+    arguments = [ROOT / "scripts" / "plan.py", ROOT / "configs" / "quickstart.yaml", *small]
     done = run_script(*arguments, "train.batch_size=2", "train.max_minutes=null", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for word in ("parameters", "weights", "gradients", "optimizer", "activations", "GFLOP per token", "s per step",
@@ -114,7 +117,7 @@ def test_plan_command(run_script, tmp_path):
 
 def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     """The memory that a plan measures is what the training then reports."""
-    larger = ["model.d_model=256", "model.n_layers=4", "train.batch_size=32", "data.seq_len=128", "train.max_steps=4"]
+    larger = ["model.d_model=256", "model.n_layers=4", "train.batch_size=16", "data.seq_len=128", "train.max_steps=3"]
     overrides = [*train_args[2:], *larger, "train.eval_every=null", f"run.dir={tmp_path / 'run'}"]
     done = run_script(ROOT / "scripts" / "plan.py", train_args[1], *overrides, "--json")
     assert done.returncode == 0, done.stderr
