@@ -19,7 +19,7 @@ from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
 from thinker.training.metrics import MemoryMeter
-from thinker.training.optimizers import lr_multiplier
+from thinker.training.schedule import lr_multiplier
 from thinker.training.training_data import prepare_training_data
 
 

@@ -1,6 +1,5 @@
-"""The optimizers: default learning rates, their schedule, and which parameter belongs to which group."""
+"""The optimizers: default learning rates, and which parameter belongs to which group."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config_sections import OptimizerConfig, TrainConfig
+from thinker.training.config_sections import OptimizerConfig
 from thinker.training.muon import Muon
 
 
@@ -37,21 +36,6 @@ def resolve_learning_rates(
         del defaults["head_lr"]
     missing = {name: value for name, value in defaults.items() if getattr(optimizer_config, name) is None}
     return optimizer_config.model_copy(update=missing)
-
-
-def lr_multiplier(train: TrainConfig, step: int, progress: float) -> float:
-    """The factor for the step about to be made (0 for the first), where a share `progress` of the run is done.
-
-    "cosine" falls from the start on; "wsd" (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395) stays at the peak
-    and falls linearly over the last `decay_fraction`.
-    """
-    decay_fraction = 0.6 if train.decay_fraction is None else train.decay_fraction
-    warmup = min(1.0, (step + 1) / (train.warmup_steps + 1))
-    if train.schedule == "cosine":
-        falling = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    else:
-        falling = min(1.0, (1 - min(progress, 1.0)) / decay_fraction) if decay_fraction > 0 else 1.0
-    return warmup * (train.min_lr_ratio + (1 - train.min_lr_ratio) * falling)
 
 
 class Optimizers:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinker.training.config_sections import TrainConfig
-from thinker.training.optimizers import lr_multiplier
+from thinker.training.schedule import lr_multiplier
 
 COSINE = TrainConfig(schedule="cosine", warmup_steps=0, min_lr_ratio=0.1)
 WSD = TrainConfig(schedule="wsd", warmup_steps=3, decay_fraction=0.5, min_lr_ratio=0.2)
