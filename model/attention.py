@@ -133,7 +133,7 @@ class LinearAttention(Attention):
             weights[..., keys] = self.attend(q.float(), k.float(), unit, mask, None)
         return weights
 
-    @torch._disable_dynamo  # as in kernels/cpu_attention.py
+    @torch._disable_dynamo  # as in kernels/blockwise_attention.py
     def features(self, device: torch.device) -> Tensor:
         """The random features (m, D), generated at the first use from their number, head_dim and the layer."""
         if self._features is None or self._features.device != device:

@@ -1,4 +1,4 @@
-"""One call for every attention variant: the dispatch to the kernels, and the readable reference."""
+"""One call for every attention variant: the choice of the kernel, the dispatch to it, and the readable reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thinker.model.kernels import cpu_attention as cpu
+from thinker.model.kernels.blockwise_attention import blockwise_attention
+from thinker.model.kernels.decode_attention import decode_attention
+from thinker.model.kernels.local_attention import from_blocks, keys_to_blocks, to_blocks
+from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
+from thinker.runtime.errors import UserError
 
 ROWS = 64  # queries whose weights the reference holds at a time
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
@@ -47,6 +51,45 @@ class AttentionMask:
         return part
 
 
+def choose_kernel(
+    requested: str, pattern: Pattern, query: TokenInfo, aligned: bool, dtype: torch.dtype, has_alibi: bool,
+    plain_scores: bool,
+) -> str:  # fmt: skip
+    """The fastest kernel that computes a pattern for queries like these, or the requested one if it is not "auto".
+
+    The other arguments are as in MaskBuilder. Raises UserError if the requested kernel does not compute the pattern.
+    """
+    has_documents = query.document_id is not None
+    is_bounded = aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
+    is_window = pattern == CAUSAL or pattern.text == f"window({pattern.max_distance})"
+    by_query = aligned and plain_scores and not (pattern.by_score or pattern.bidirectional_prefix)
+    supported = {
+        "reference": True,
+        "sdpa": plain_scores and not pattern.by_score,
+        "blockwise": by_query and pattern.includes_self,
+        "local": is_bounded and not pattern.by_score,
+        "flex": aligned and not pattern.by_score,
+        "varlen": aligned and plain_scores and is_window and has_documents and not has_alibi,
+    }
+    if requested != "auto":
+        if supported.get(requested, False):
+            return requested
+        hint = "" if requested in supported else f"; there are: {', '.join(KERNELS)}"
+        raise UserError(f"the attention kernel {requested!r} does not compute {pattern.text} here{hint}")
+    T = query.position.shape[-1]
+    if query.position.is_cuda:
+        if T >= 1024 and not (pattern == CAUSAL and not has_documents and not has_alibi):
+            has_flash = torch.cuda.get_device_capability(query.position.device) >= (8, 0)
+            if supported["varlen"] and has_flash and dtype in (torch.bfloat16, torch.float16):
+                return "varlen"
+            return "flex" if supported["flex"] else "reference"
+    elif supported["blockwise"] and dtype == torch.bfloat16 and T <= 1024:
+        return "blockwise"
+    elif supported["local"] and 2 * (pattern.max_distance + pattern.n_global) + 128 < T:
+        return "local"
+    return "sdpa" if supported["sdpa"] else "reference"
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -71,10 +114,10 @@ def attend(
         return mask.kernel_state(q, k, v, scale, attn_logit_softcap, sinks)
     if mask.kernel == "local":
         blocks, length = mask.kernel_state, q.shape[2]
-        q, k, v = cpu.to_blocks(q, blocks.size), cpu.keys_to_blocks(k, blocks), cpu.keys_to_blocks(v, blocks)
+        q, k, v = to_blocks(q, blocks.size), keys_to_blocks(k, blocks), keys_to_blocks(v, blocks)
         allowed = mask.allowed.repeat(len(q) // len(mask.allowed), 1, 1, 1)  # (B·blocks, 1 or H, block, keys)
         mask = AttentionMask(allowed, may_be_empty=mask.may_be_empty)
-        return cpu.from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
+        return from_blocks(attend(q, k, v, mask, scale, attn_logit_softcap, sinks), length)
     if attn_logit_softcap is not None or sinks is not None or mask.score_mask is not None or mask.kernel == "reference":
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, S, D)
         mask_of = partial(mask.slice_rows, q=q, k=k)
@@ -82,7 +125,7 @@ def attend(
         return torch.cat([weights.to(v.dtype) @ v for _, weights in chunks], dim=2)
     if mask.kernel == "blockwise":
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
-        return cpu.blockwise_attention(q, k, v, scale, mask.allowed)
+        return blockwise_attention(q, k, v, scale, mask.allowed)
     if mask.differs_by_head and not torch.is_grad_enabled():
         # SDPA turns a mask that differs by head into one number per score: bound that memory by chunks of queries.
         chunks = [slice(start, start + 8 * ROWS) for start in range(0, q.shape[2], 8 * ROWS)]
@@ -137,7 +180,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
     if q.device.type == "cpu":
         needs_sdpa = mask.is_causal or mask.may_be_empty or torch.is_grad_enabled()
         if not needs_sdpa and q.shape[2] <= 16 and q.dtype == torch.float32:
-            return cpu.decode_attention(q, k, v, allowed, scale)
+            return decode_attention(q, k, v, allowed, scale)
         k = k.contiguous()  # SDPA's flash kernel reads rows only
     elif is_grouped and q.is_cuda and q.shape[2] == 1 and not mask.differs_by_head:
         # One query per head: the query heads that share a KV head become its queries, and no key is read twice.

@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from thinker.model.attention_dispatch import KERNELS, AttentionMask
+from thinker.model.attention_dispatch import AttentionMask, choose_kernel
 from thinker.model.config import ThinkerConfig
-from thinker.model.kernels.cpu_attention import LocalBlocks, positions_to_blocks
-from thinker.model.kernels.cuda_attention import FlexAttention, VarlenAttention
+from thinker.model.kernels.flex_attention import FlexAttention
+from thinker.model.kernels.local_attention import LocalBlocks, positions_to_blocks
+from thinker.model.kernels.varlen_attention import VarlenAttention
 from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.model.positions import Rotation, alibi_slopes
-from thinker.runtime.errors import UserError
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ForwardContext:
 
 @dataclass
 class MaskBuilder:
-    """Builds the masks of one model: which kernel computes a pattern, and the mask in the form that it reads."""
+    """Builds the masks of one model, each in the form that its kernel reads."""
 
     n_heads: int  # H, query heads
     dtype: torch.dtype = torch.float32  # of the activations
@@ -87,7 +87,9 @@ class MaskBuilder:
 
         `aligned`: they are the same positions, in the same order. Raises UserError if `kernel` does not compute it.
         """
-        kernel = self.choose_kernel(pattern, query, aligned)
+        kernel = choose_kernel(
+            self.kernel, pattern, query, aligned, self.dtype, self.alibi_slopes is not None, self.plain_scores
+        )
         mask = AttentionMask(kernel=kernel, may_be_empty=not pattern.includes_self)
         if aligned:
             mask.reference_rows = partial(self.reference_mask, pattern, query)
@@ -106,38 +108,6 @@ class MaskBuilder:
                 )
             self._set_allowed(mask, pattern, _unsqueeze(query, -1), _unsqueeze(key, -2))
         return mask
-
-    def choose_kernel(self, pattern: Pattern, query: TokenInfo, aligned: bool) -> str:
-        """The fastest kernel that computes a pattern here, or the requested one; arguments and errors as in build()."""
-        has_documents, has_alibi = query.document_id is not None, self.alibi_slopes is not None
-        is_bounded = aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
-        is_window = pattern == CAUSAL or pattern.text == f"window({pattern.max_distance})"
-        by_query = aligned and self.plain_scores and not (pattern.by_score or pattern.bidirectional_prefix)
-        supported = {
-            "reference": True,
-            "sdpa": self.plain_scores and not pattern.by_score,
-            "blockwise": by_query and pattern.includes_self,
-            "local": is_bounded and not pattern.by_score,
-            "flex": aligned and not pattern.by_score,
-            "varlen": aligned and self.plain_scores and is_window and has_documents and not has_alibi,
-        }
-        if self.kernel != "auto":
-            if supported.get(self.kernel, False):
-                return self.kernel
-            hint = "" if self.kernel in supported else f"; there are: {', '.join(KERNELS)}"
-            raise UserError(f"the attention kernel {self.kernel!r} does not compute {pattern.text} here{hint}")
-        T = query.position.shape[-1]
-        if query.position.is_cuda:
-            if T >= 1024 and not (pattern == CAUSAL and not has_documents and not has_alibi):
-                has_flash = torch.cuda.get_device_capability(query.position.device) >= (8, 0)
-                if supported["varlen"] and has_flash and self.dtype in (torch.bfloat16, torch.float16):
-                    return "varlen"
-                return "flex" if supported["flex"] else "reference"
-        elif supported["blockwise"] and self.dtype == torch.bfloat16 and T <= 1024:
-            return "blockwise"
-        elif supported["local"] and 2 * (pattern.max_distance + pattern.n_global) + 128 < T:
-            return "local"
-        return "sdpa" if supported["sdpa"] else "reference"
 
     def _set_allowed(self, mask: AttentionMask, pattern: Pattern, query: TokenInfo, key: TokenInfo) -> None:
         """For the kernels that read `allowed`: query (..., T, 1), key (..., 1, S)."""

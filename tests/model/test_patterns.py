@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinker.model.attention_dispatch import attend
-from thinker.model.kernels import cpu_attention
+from thinker.model.kernels import blockwise_attention, local_attention
 from thinker.model.masks import MaskBuilder
 from thinker.model.pattern_parser import parse_pattern
 from thinker.model.patterns import TokenInfo
@@ -155,8 +155,8 @@ def check(situation, kernels, patch):
         query, key = (TokenInfo(info.position[0]) for info in (query, key))  # as a batch of equal rows is described
     used = []
     for kernel in kernels:
-        patch.setattr(cpu_attention, "MIN_BLOCK", 1 + seed % 7)  # so that short sequences have several blocks
-        patch.setattr(cpu_attention, "ROWS", 1 + seed % 5)
+        patch.setattr(local_attention, "MIN_BLOCK", 1 + seed % 7)  # so that short sequences have several blocks
+        patch.setattr(blockwise_attention, "ROWS", 1 + seed % 5)
         try:
             mask = MaskBuilder(H, torch.float64, alibi, kernel, plain).build(pattern, query, key, T == S)
         except UserError:

@@ -97,7 +97,7 @@ def test_largest_micro_batch():
 
 
 def test_plan_command(run_script, tmp_path):
-    small = ["model.vocab_size=3072", "model.d_model=64", "model.n_layers=1"]
+    small = ["model.vocab_size=3072", "model.d_model=48", "model.n_layers=1"]
     arguments = [ROOT / "scripts" / "plan.py", ROOT / "configs" / "quickstart.yaml", *small]
     done = run_script(*arguments, "train.batch_size=2", "train.max_minutes=null", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

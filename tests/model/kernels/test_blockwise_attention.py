@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask, attend, attention_weights
-from thinker.model.kernels import cpu_attention as kernel
+from thinker.model.kernels import blockwise_attention as kernel
 
 
 def drawn(*shape, dtype=torch.float64):

@@ -6,8 +6,8 @@ import torch.nn.attention.flex_attention as torch_flex
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import attend
-from thinker.model.kernels import cuda_attention
-from thinker.model.kernels.cuda_attention import FlexAttention
+from thinker.model.kernels import flex_attention
+from thinker.model.kernels.flex_attention import FlexAttention
 from thinker.model.masks import MaskBuilder
 from thinker.model.pattern_parser import parse_pattern
 from thinker.model.patterns import TokenInfo
@@ -115,13 +115,13 @@ def test_tables_of_blocks_hold_what_the_pattern_leaves(text, features, monkeypat
     """A GPU computes what they name, and nothing else; a CPU ignores them."""
     size, H = 32, 4
     T = 3 * size - 12  # the last block is not full
-    monkeypatch.setattr(cuda_attention, "BLOCK", size)
+    monkeypatch.setattr(flex_attention, "BLOCK", size)
     pattern, tokens, *_ = situation(text, features, H=H, T=T)
     mask = MaskBuilder(H, kernel="reference").build(pattern, tokens, tokens)  # not aligned: a mask for every pattern
     seen = torch.nn.functional.pad(mask.allowed.expand(2, H, T, T), (0, 12, 0, 12))
     count = seen.unflatten(3, (3, size)).unflatten(2, (3, size)).sum((3, 5))  # (B, H, 3, 3)
     for scores in (1, 2**26):  # a row of blocks at a time, and all together
-        monkeypatch.setattr(cuda_attention, "MAX_SCORES", scores)
+        monkeypatch.setattr(flex_attention, "MAX_SCORES", scores)
         blocks = FlexAttention(pattern, tokens, H, None).block_mask
         assert blocks.shape[-2:] == (T, T)
         assert list(blocks.BLOCK_SIZE) == [size, size]
@@ -162,9 +162,9 @@ def test_a_compiled_program_serves_every_length_and_keeps_the_patterns_numbers(m
     torch._dynamo.reset()
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
-    cuda_attention._compiled.cache_clear()
-    compiled = cuda_attention._compiled()
-    monkeypatch.setattr(cuda_attention, "flex_attention", compiled)  # a CPU's calls go the GPU's way
+    flex_attention._compiled.cache_clear()
+    compiled = flex_attention._compiled()
+    monkeypatch.setattr(flex_attention, "flex_attention", compiled)  # a CPU's calls go the GPU's way
     lengths = {"window(5)": (40, 50, 60), "window(9)": (40,), **{f"dilated(9, {d})": (40,) for d in range(1, 8)}}
     for text, T in [(name, T) for name, several in lengths.items() for T in several]:
         given = situation(text, "documents", T=T, dtype=torch.float32)
@@ -174,7 +174,7 @@ def test_a_compiled_program_serves_every_length_and_keeps_the_patterns_numbers(m
     nodes = [node for program in programs for part in program.children() for node in part.graph.nodes]
     captured = [node.meta["example_value"] for node in nodes if node.op == "placeholder"]
     assert {int(x) for x in captured if not isinstance(x, torch.Tensor)} == {40, 50}  # lengths; numbers are constants
-    cuda_attention._compiled.cache_clear()
+    flex_attention._compiled.cache_clear()
     torch._dynamo.reset()
 
 

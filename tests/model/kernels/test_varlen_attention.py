@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinker.model.attention_dispatch import attend
-from thinker.model.kernels.cuda_attention import VarlenAttention, cu_seqlens
+from thinker.model.kernels.varlen_attention import VarlenAttention, cu_seqlens
 from thinker.model.masks import MaskBuilder
 from thinker.model.pattern_parser import parse_pattern
 from thinker.model.patterns import TokenInfo
