@@ -121,15 +121,15 @@ class KVCache:
         config: ThinkerConfig,
         batch_size: int,
         max_len: int,
-        device: torch.device,
+        device: torch.device | str,
         dtype: torch.dtype,
         slack: int = 0,
     ) -> None:
         """`slack`: the number of positions that truncate() can always remove, even from rings."""
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows and {max_len} positions: both must be at least 1")
-        self.max_len, self.device, self.fixed, self.slack = max_len, device, False, slack
-        self.mask_builder = MaskBuilder.of_model(config, dtype, device, "auto")
+        self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
+        self.mask_builder = MaskBuilder.of_model(config, dtype, self.device, "auto")
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
         self.layers = [
             self._new_layer(pattern, batch_size, config.head_counts(layer)[1])
