@@ -289,5 +289,5 @@ def test_folders_that_are_no_run(tmp_path, make, says):
 def test_a_missing_checkpoint_names_those_there_are(run):
     with pytest.raises(UserError, match="there are: step-00000001, step-00000002, step-00000003"):
         load(run.path, checkpoint="step-7")
-    with pytest.raises(UserError, match="no best checkpoint"):
+    with pytest.raises(UserError, match="has no checkpoint best; there are: step-00000001"):
         load(run.path, checkpoint="best")

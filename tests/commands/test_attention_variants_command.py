@@ -83,7 +83,7 @@ def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
 
 def test_what_a_form_cannot_is_refused(trained):
     name, folder = trained
-    with pytest.raises(UserError, match="window needs a model with full attention"):
+    with pytest.raises(UserError, match="window needs full attention, RoPE and plain scores"):
         said(folder, window=8)
     with pytest.raises(UserError, match="full attention, RoPE and plain scores"):
         said(folder, compile=True)
@@ -117,7 +117,7 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.attention=prefix(600)"], "leaves none of data.seq_len"),
         (
             ["data.document_masking=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],
-            "data.document_masking does not go with model.rope_scaling",
+            "data.document_masking does not go with dynamic rope_scaling",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_decode_rejects_mistakes(arguments, message):
 
 def test_train_compared_with_transformers(tmp_path):
     done = run_script(
-        BENCHMARK, "train", "--shape", "tiny", "--device", "cpu", "--precision", "fp32", "--repeats", "2",
+        BENCHMARK, "train", "--shape", "tiny", "--device", "cpu", "--precision", "fp32", "--repeats", "1",
         "--no-compile", "--png", "rates.png", "--out", "train.jsonl", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def test_time_to_loss(train_args, tmp_path):
     assert result["ratios"] == {key: reached[key] / tuned[key] for key in ("step", "tokens", "elapsed_s")}
     assert all(row["peak_memory_bytes"] > 0 for row in result["rows"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    done = run_script(BENCHMARK, "time_to_loss", fast, slow, "train.max_steps=4", cwd=tmp_path)
+    done = run_script(BENCHMARK, "time_to_loss", fast, slow, "train.max_steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["reached"], result["ratios"]) == (None, {})

@@ -46,7 +46,7 @@ def test_estimated_weights_gradients_and_optimizer_are_exact():
 @pytest.mark.parametrize(("micro", "every"), [(16, None), (4, None), (16, 1)])
 def test_estimated_peak_matches_a_measured_step(micro, every, tmp_path):
     """In a fresh process whose malloc returns freed memory at once, so that only tensors count."""
-    shape = {"vocab_size": 2048, "d_model": 256, "n_layers": 4, "n_heads": 4, "max_seq_len": 256}
+    shape = {"vocab_size": 2048, "d_model": 256, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}
     train = {"micro_batch_size": micro, "checkpoint_every_n_blocks": every, "batch_size": 16, "precision": "fp32",
              "compile": False, "max_steps": 9}  # fmt: skip
     tree = {"data": {"seq_len": 256}, "train": train}
@@ -61,7 +61,7 @@ cpu, config = torch.device("cpu"), validate_config({tree!r})
 small = ThinkerConfig(vocab_size=64, d_model=32, n_layers=1)
 time_steps(resolve_settings(config, small, cpu), cpu, 1)  # loads libraries, starts threads
 meter = MemoryMeter(cpu)
-time_steps(resolve_settings(config, ThinkerConfig(**{shape!r}), cpu), cpu, 2)
+time_steps(resolve_settings(config, ThinkerConfig(**{shape!r}), cpu), cpu, 1)
 print(meter.peak())
 """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
@@ -85,14 +85,14 @@ def test_checkpointing_lowers_activations_and_estimating_keeps_the_rng_state():
 
 
 def test_largest_micro_batch():
-    peaks = {size: estimate_memory(settings(), size, CPU).peak for size in (1, 2, 4, 8)}
+    peaks = {size: estimate_memory(settings(1), size, CPU).peak for size in (1, 2, 4, 8)}
     assert peaks[1] < peaks[2] < peaks[4] < peaks[8]
     for size in (1, 2, 4):
         free = (peaks[size] + peaks[2 * size]) / 2 / 0.6
-        assert largest_micro_batch(settings(), CPU, int(free)) == size
-    assert largest_micro_batch(settings(), CPU, 2**40) == 8
+        assert largest_micro_batch(settings(1), CPU, int(free)) == size
+    assert largest_micro_batch(settings(1), CPU, 2**40) == 8
     with pytest.raises(UserError, match=r"one sequence of 128 tokens takes .* GB .*checkpoint_every_n_blocks=1"):
-        largest_micro_batch(settings(), CPU, peaks[1])
+        largest_micro_batch(settings(1), CPU, peaks[1])
     assert 2**20 < free_memory(CPU) < 2**50
 
 
