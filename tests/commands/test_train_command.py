@@ -364,12 +364,14 @@ def test_time_ends_a_run_and_its_schedule(train_args, tmp_path):
         assert line["lr"] == pytest.approx(0.02 * (1 + math.cos(math.pi * begin / 1.2)) / 2, abs=1e-4)
 
 
-def test_compiled_equals_eager(train_args, tmp_path):
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.stress), "bf16"])
+def test_compiled_equals_eager(train_args, tmp_path, precision):
     losses = []
     for compiled in ("false", "true"):
         run = tmp_path / compiled
-        options = ["optimizer.name=adamw", "optimizer.lr=0.002", "optimizer.eps=1e-6", f"train.compile={compiled}"]
-        done = run_script(*train_args, f"run.dir={run}", *options)
+        options = ["optimizer.name=adamw", "optimizer.lr=0.002", "optimizer.eps=1e-6", "model.n_layers=1"]
+        done = run_script(*train_args, f"run.dir={run}", *options, f"train.precision={precision}",
+                          f"train.compile={compiled}", "train.eval_every=null", "train.save_every=null")  # fmt: skip
         assert done.returncode == 0, done.stderr
         losses.append(list(train_losses(run).values()))
         names = load_file(run / "checkpoints" / "step-00000006" / "model.safetensors").keys()
