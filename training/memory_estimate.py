@@ -2,8 +2,10 @@
 
 import os
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +118,20 @@ def largest_micro_batch(settings: Settings, device: torch.device, free: int, dis
     """The largest micro-batch whose peak fits into `free` bytes. Raises UserError where one sequence is more."""
     rows = settings.train.batch_size // dist.world_size
     elsewhere = 1 - 1 / dist.world_size if settings.train.parallel == "fsdp" else 0.0  # of weights and their state
-    for size in (n for n in range(rows, 0, -1) if rows % n == 0):
+
+    @cache
+    def peak(size: int) -> float:
         memory = estimate_memory(settings, size, device)
-        peak = memory.peak - elsewhere * (memory.weights + memory.optimizer)
-        if peak <= usable_fraction(device) * free:
-            return size
+        return memory.peak - elsewhere * (memory.weights + memory.optimizer)
+
+    limit = usable_fraction(device) * free
+    if peak(rows) <= limit:  # may be less than the peak of half of it: it alone adds no gradients up
+        return rows
+    parts = [size for size in range(1, rows) if rows % size == 0]
+    n_fitting = bisect_right(parts, limit, key=peak)
+    if n_fitting:
+        return parts[n_fitting - 1]
     raise UserError(
-        f"one sequence of {settings.data.seq_len} tokens takes {peak / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
-        "train.checkpoint_every_n_blocks=1, a shorter data.seq_len or a smaller model take less"
+        f"one sequence of {settings.data.seq_len} tokens takes {peak(1) / 1e9:.2f} GB and {free / 1e9:.2f} GB are "
+        "free; train.checkpoint_every_n_blocks=1, a shorter data.seq_len or a smaller model take less"
     )

@@ -1,17 +1,15 @@
 """The weights that transformers gives for its own models, and the memory that mapping a layer takes."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from fork_server import run_ranks
+from memory_workers import peak_of_mapping_a_layer
 
 from thinker import interop
 
 transformers = pytest.importorskip("transformers")
-ROOT = Path(__file__).parents[2]
 SHAPE = {
     "vocab_size": 89, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -57,33 +55,7 @@ def test_circuitsvis_takes_the_weights_of_a_layer(random_model):
     assert str(weights[1, 0, 3, 5, 2].item())[:5] in str(shown)
 
 
-MEASURE = """
-import re, sys, torch
-sys.path.insert(0, {root!r})
-from thinker.model import Thinker, ThinkerConfig
-model = Thinker(ThinkerConfig(vocab_size=64, d_model=64, n_layers=4, n_heads=8, n_kv_heads=2, max_seq_len=2048,
-                                attention={attention!r})).eval()
-tokens = torch.randint(64, (1, 2048))
-
-
-def peak():  # of this process: ru_maxrss begins with its parent's
-    with open("/proc/self/status") as status:
-        return int(re.search(r"VmHWM:\\s+(\\d+)", status.read())[1]) * 1024
-
-
-with torch.no_grad():
-    with model.record("blocks.3.attention.weights"):
-        model(tokens[:, :300])  # what the first pass of a process takes for itself
-    before = peak()
-    with model.record("blocks.2.attention.weights") as seen:
-        model(tokens)
-    after = peak()
-print((after - before) / seen["blocks.2.attention.weights"].nbytes)
-"""
-
-
 @pytest.mark.parametrize("attention", ["full", "window(300)", "heads(window(300), full)", "topk(16)", "linear(32)"])
 def test_mapping_a_layer_takes_little_more_than_its_weights(attention):
-    code = MEASURE.format(root=str(ROOT), attention=attention)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
-    assert 0.9 < float(done.stdout) <= 2.5
+    ((peak, weights),) = run_ranks(1, peak_of_mapping_a_layer, attention, 1024)
+    assert 0.9 < peak / weights <= 2.5

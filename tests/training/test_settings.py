@@ -1,5 +1,7 @@
 """A config is resolved once for a machine, printed, and kept when the run is resumed."""
 
+import dataclasses
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -76,12 +78,13 @@ def test_a_config_is_not_changed_by_resolving_it():
 
 
 def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
+    one_layer = dataclasses.replace(NARROW, n_layers=1)
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**40)
-    assert resolved(NARROW, micro_batch_size="auto", compile=False).micro_batch_size == 6
+    assert resolved(one_layer, micro_batch_size="auto", compile=False).micro_batch_size == 6
     assert capsys.readouterr().err == "6 sequences at once fit into 1099.5 GB\n"
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**20)
     with pytest.raises(UserError, match="one sequence of 256 tokens takes"):
-        resolved(NARROW, micro_batch_size="auto")
+        resolved(one_layer, micro_batch_size="auto", batch_size=1)
     with pytest.raises(UserError, match="must divide .* 6 sequences; possible: 1, 2, 3, 6"):
         resolved(NARROW, micro_batch_size=4)
 
