@@ -2,7 +2,15 @@
 
 import json
 import math
+import multiprocessing
+import runpy
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -11,6 +19,7 @@ from conftest import ROOT, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinker.benchmarks import attention, training_runs
 from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
 from thinker.benchmarks.scaling import PowerLaw
 from thinker.benchmarks.training_runs import TrainingRun, train_all
@@ -20,16 +29,53 @@ from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
 from thinker.training.metrics import flops_per_token
 
-BENCHMARK = ROOT / "scripts" / "benchmark.py"
+BENCHMARK, SCALING = ROOT / "scripts" / "benchmark.py", ROOT / "scripts" / "scaling.py"
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_decode_compared_with_transformers_from_any_folder(tmp_path):
-    done = run_script(
+@pytest.fixture
+def fork_processes(monkeypatch, stress):
+    """Processes that benchmarks start in this one are forked, which spares each the seconds to import torch."""
+    if stress:
+        return
+    context, starting = fork_server.fork_context(), threading.Lock()
+
+    def run(command, env, stdout, stderr, text):
+        assert command[0] == sys.executable
+        with starting:  # a fork server does not expect several threads
+            process = fork_server.ForkedCommand(command[1:], cwd=Path.cwd(), environment=env)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    forking = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(training_runs, "subprocess", forking)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+
+
+@pytest.fixture
+def benchmark(monkeypatch, capsys, stress, tmp_path):
+    """Runs a script's main() in this process, or as a user does under --stress; returns its standard output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, *arguments):
+        if stress:
+            done = run_script(script, *arguments, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+        monkeypatch.setattr(sys, "argv", [script.name, *map(str, arguments)])
+        capsys.readouterr()
+        assert runpy.run_path(str(script))["main"]() == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_decode_compared_with_transformers_from_any_folder(benchmark, tmp_path):
+    shown = benchmark(
         BENCHMARK, "decode", "--shape", "tiny", "--device", "cpu", "--prompt", "8", "--new", "6", "--repeats", "2",
-        "--variants", "transformers-fp32,fp32,bf16@3,int8", "--out", "line.json", cwd=tmp_path,
+        "--variants", "transformers-fp32,fp32,bf16@3,int8", "--out", "line.json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(shown.splitlines()[-1])
     assert json.loads((tmp_path / "line.json").read_text()) == result
     assert [(row["name"], row["batch"]) for row in result["rows"]] == [
         ("transformers-fp32", 1), ("fp32", 1), ("bf16", 3), ("int8", 1),
@@ -72,13 +118,13 @@ def test_decode_rejects_mistakes(arguments, message):
     assert message in done.stderr
 
 
-def test_train_compared_with_transformers(tmp_path):
-    done = run_script(
+@pytest.mark.usefixtures("fork_processes")
+def test_train_compared_with_transformers(benchmark, tmp_path):
+    shown = benchmark(
         BENCHMARK, "train", "--shape", "tiny", "--device", "cpu", "--precision", "fp32", "--repeats", "1",
-        "--no-compile", "--png", "rates.png", "--out", "train.jsonl", cwd=tmp_path,
+        "--no-compile", "--png", "rates.png", "--out", "train.jsonl",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(shown.splitlines()[-1])
     assert result == json.loads((tmp_path / "train.jsonl").read_text())
     assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
     assert min(result["peak_memory_bytes"].values()) > 0
@@ -91,13 +137,13 @@ def test_train_compared_with_transformers(tmp_path):
     assert result["ratios"] == {"thinker eager to transformers eager": pytest.approx(ratio)}
 
 
-def test_linear_cross_entropy_compared_with_the_plain_loss(tmp_path):
-    done = run_script(
+@pytest.mark.usefixtures("fork_processes")
+def test_linear_cross_entropy_compared_with_the_plain_loss(benchmark, tmp_path):
+    shown = benchmark(
         BENCHMARK, "linear_cross_entropy", "--rows", "4096", "--width", "16", "--vocab", "5000", "--device", "cpu",
-        "--precision", "fp32", "--repeats", "1", cwd=tmp_path,
+        "--precision", "fp32", "--repeats", "1",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(shown.splitlines()[-1])
     assert result["peak_bytes"]["plain"] > 2 * 4 * 4096 * 5000  # logits and their gradient
     assert result["ratios"]["memory"] < 1 / 3
 
@@ -110,17 +156,17 @@ def write_config(train_args, folder, name, *overrides):
     return path
 
 
-def test_time_to_loss(train_args, tmp_path):
+@pytest.mark.usefixtures("fork_processes")
+def test_time_to_loss(benchmark, train_args, tmp_path):
     slow = write_config(
         train_args, tmp_path, "slow", "optimizer.name=adamw", "optimizer.lr=0.001", "train.eval_every=null"
     )
     fast = write_config(train_args, tmp_path, "fast", "train.eval_every=2")
-    done = run_script(
+    shown = benchmark(
         BENCHMARK, "time_to_loss", slow, fast, "train.max_steps=10", "--tune", "optimizer.lr=0.00001,0.001",
-        "--png", "curves.png", "--out", "result.jsonl", cwd=tmp_path,
+        "--png", "curves.png", "--out", "result.jsonl",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(shown.splitlines()[-1])
     assert result == json.loads((tmp_path / "result.jsonl").read_text())
     untuned, tuned, candidate = result["rows"]
     assert tuned["val_loss"] < untuned["val_loss"]
@@ -133,13 +179,13 @@ def test_time_to_loss(train_args, tmp_path):
     assert result["ratios"] == {key: reached[key] / tuned[key] for key in ("step", "tokens", "elapsed_s")}
     assert all(row["peak_memory_bytes"] > 0 for row in result["rows"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    done = run_script(BENCHMARK, "time_to_loss", fast, slow, "train.max_steps=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    shown = benchmark(BENCHMARK, "time_to_loss", fast, slow, "train.max_steps=2")
+    result = json.loads(shown.splitlines()[-1])
     assert (result["reached"], result["ratios"]) == (None, {})
-    assert "slow does not reach" in done.stdout
+    assert "slow does not reach" in shown
 
 
+@pytest.mark.usefixtures("fork_processes")
 def test_no_run_starts_after_one_has_failed(tmp_path):
     configs = [ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")]
     runs = [TrainingRun(config.stem, config, [], tmp_path / config.stem) for config in configs]
@@ -149,29 +195,28 @@ def test_no_run_starts_after_one_has_failed(tmp_path):
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_time_to_loss_of_gpt2(train_args, tmp_path):
+def test_time_to_loss_of_gpt2(benchmark, train_args, tmp_path):
     baseline = write_config(
         train_args, tmp_path, "baseline", "optimizer.name=adamw", "optimizer.lr=0.001", "optimizer.weight_decay=0.1",
         "train.max_steps=20", "model.n_kv_heads=null",
     )  # fmt: skip
     candidate = write_config(train_args, tmp_path, "candidate", "train.max_steps=5")
-    done = run_script(BENCHMARK, "time_to_loss", baseline, candidate, "--gpt2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    gpt2, thinker = json.loads(done.stdout.splitlines()[-1])["rows"]
+    shown = benchmark(BENCHMARK, "time_to_loss", baseline, candidate, "--gpt2")
+    gpt2, thinker = json.loads(shown.splitlines()[-1])["rows"]
     assert (gpt2["step"], thinker["step"]) == (20, 5)
     assert 20 * 4 * 32 - 32 * 20 <= gpt2["tokens"] <= 20 * 4 * 32
     assert gpt2["val_loss"] < math.log(300)  # it learned
 
 
-def test_sweep(train_args, tmp_path):
+@pytest.mark.usefixtures("fork_processes")
+def test_sweep(benchmark, train_args, tmp_path):
     config = write_config(train_args, tmp_path, "small", "model.n_kv_heads=null", "train.eval_every=null")
     command = [
         BENCHMARK, "sweep", config, "train.max_steps=8", "--vary", "optimizer.head_lr=x0.5", "--jobs", "2", "--png",
         "sweep.png",
     ]  # fmt: skip
-    done = run_script(*command, "--shapes", "16x1x2,32x1x2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    shown = benchmark(*command, "--shapes", "16x1x2,32x1x2")
+    rows = json.loads(shown.splitlines()[-1])["rows"]
     assert [(row["shape"], row["key"], row["setting"]) for row in rows] == [
         (shape, *variation) for shape in ("16x1x2", "32x1x2") for variation in (("", ""), ("optimizer.head_lr", "x0.5"))
     ]
@@ -189,19 +234,19 @@ def test_sweep(train_args, tmp_path):
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     weights = runs / "16x1x2" / "checkpoints" / "step-00000008" / "model.safetensors"
     written_at = weights.stat().st_mtime_ns
-    again = run_script(*command, "--shapes", "16x1x2", cwd=tmp_path)
-    assert json.loads(again.stdout.splitlines()[-1])["rows"] == rows[:2]
+    again = benchmark(*command, "--shapes", "16x1x2")
+    assert json.loads(again.splitlines()[-1])["rows"] == rows[:2]
     assert weights.stat().st_mtime_ns == written_at  # not trained again
 
 
-def test_scaling(train_args, tmp_path):
+@pytest.mark.usefixtures("fork_processes")
+def test_scaling(benchmark, train_args, tmp_path):
     config = write_config(train_args, tmp_path, "small", "model.n_kv_heads=null")
-    done = run_script(
-        ROOT / "scripts" / "scaling.py", config, "train.eval_every=null", "--shapes", "8x1x2,16x1x2,24x1x2,32x1x2",
-        "--tokens-per-parameter", "0.1", cwd=tmp_path,
+    shown = benchmark(
+        SCALING, config, "train.eval_every=null", "--shapes", "8x1x2,16x1x2,24x1x2,32x1x2",
+        "--tokens-per-parameter", "0.1",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(shown.splitlines()[-1])
     assert [row["shape"] for row in result["rows"]] == ["8x1x2", "16x1x2", "24x1x2", "32x1x2"]
     for row in result["rows"]:
         assert row["tokens"] == pytest.approx(0.1 * row["parameters"], abs=128 + 32)
@@ -214,7 +259,7 @@ def test_scaling(train_args, tmp_path):
         assert row["flops"] == flops_per_token(model, 32) * row["tokens"]
     assert not result["floor_known"]
     assert (tmp_path / "runs" / "scaling" / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert "at ten times the compute of the largest model" in done.stdout
+    assert "at ten times the compute of the largest model" in shown
 
 
 @settings(max_examples=25, deadline=None)
@@ -279,14 +324,14 @@ def test_training_benchmarks_reject_mistakes(command, message, tmp_path):
     assert message in done.stderr
 
 
-def test_attention_by_pattern_kernel_and_length(tmp_path):
-    done = run_script(
+def test_attention_by_pattern_kernel_and_length(benchmark, monkeypatch, tmp_path):
+    monkeypatch.setattr(attention, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(attention, "N_DECODED", 2)
+    shown = benchmark(
         BENCHMARK, "attention", "--patterns", "full", "window(16)", "topk(4)", "linear(8)", "--kernels", "auto",
         "local", "--lengths", "64,128,512", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--png", "a.png",
-        cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(shown.splitlines()[-1])
     rows = {(row["pattern"], row["kernel"], row["length"]): row for row in result["rows"]}
     cases = [
         ("full", "auto"),
