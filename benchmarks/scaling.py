@@ -44,16 +44,12 @@ class PowerLaw:
             raise UserError(
                 f"a loss of {min(losses):.4f} is below the floor of {floor:.4f}, so a power law cannot be fitted"
             )
-        x = np.log(compute)
-        floors = [floor] if floor is not None else np.linspace(0, min(losses), 2000, endpoint=False)
-        best: tuple[float, PowerLaw] | None = None
-        for candidate in floors:
-            slope, intercept = np.polyfit(x, np.log(np.array(losses) - candidate), 1)
-            law = cls(float(candidate), float(np.exp(intercept)), float(-slope))
-            error = float(np.square(np.log(law(np.exp(x))) - np.log(losses)).sum())
-            if best is None or error < best[0]:
-                best = error, law
-        return best[1]
+        x, y = np.log(compute), np.log(losses)
+        floors = np.array([floor]) if floor is not None else np.linspace(0, min(losses), 2000, endpoint=False)
+        slopes, intercepts = np.polyfit(x, np.log(np.array(losses)[:, None] - floors), 1)  # (floors,) each
+        laws = floors + np.exp(intercepts + slopes * x[:, None])  # (sizes, floors)
+        best = np.square(np.log(laws) - y[:, None]).sum(axis=0).argmin()
+        return cls(float(floors[best]), float(np.exp(intercepts[best])), float(-slopes[best]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
