@@ -1,5 +1,7 @@
 """Hugging Face folders: every tensor comes back, and transformers' own models are computed alike here."""
 
+import functools
+import itertools
 import json
 import re
 import shutil
@@ -15,7 +17,7 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_conversion import GPT2
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.interop import load
+from thinker.interop import load, verify_export
 from thinker.interop.hf_config import from_hf_config, hf_model_type, to_hf_config
 from thinker.interop.huggingface import INDEX, save_pretrained
 from thinker.interop.verify_export import adversarial_texts, verify_hf_export
@@ -37,14 +39,37 @@ def gpt2_like():
 TOKENIZERS = {spec: make_tokenizer(spec, [SAMPLE]) for spec in ("byte", "char", "bpe:400")} | {"gpt2-like": gpt2_like()}
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("n_kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
-def test_there_and_back(tmp_path, n_kv_heads, tied, qk_norm, kind):
+def spread(n, first, second):
+    """All pairs of a value of the first and one of the second; by default one in `n` of them, with all values."""
+    pairs = itertools.product(enumerate(first), enumerate(second))
+    return [
+        pytest.param(a, b, marks=[pytest.mark.stress] if (i + j) % n else [], id=f"{a}-{b}") for (i, a), (j, b) in pairs
+    ]
+
+
+# In this order each tokenizer meets each number of KV heads, tied and untied weights, with and without QK-norm.
+SHAPES = {
+    f"{heads}-{'tied' if tied else 'untied'}-{'qwen3' if qk_norm else 'llama'}": {
+        "n_kv_heads": n_kv_heads,
+        "tie_embeddings": tied,
+        "qk_norm": qk_norm,
+    }
+    for tied in (False, True)
+    for qk_norm in (False, True)
+    for heads, n_kv_heads in {"mha": 4, "gqa": 2, "mqa": 1}.items()
+}
+
+
+@functools.cache
+def some_texts(kind):
+    return list(itertools.islice(adversarial_texts(list(TOKENIZERS[kind].special_tokens)), 100))
+
+
+@pytest.mark.parametrize(("shape", "kind"), spread(4, SHAPES, TOKENIZERS))
+def test_there_and_back(tmp_path, shape, kind, monkeypatch, stress):
+    monkeypatch.setattr(verify_export, "MAX_GREEDY_TOKENS", 64 if stress else 20)
     tokenizer = TOKENIZERS[kind]
-    shape = {"n_kv_heads": n_kv_heads, "tie_embeddings": tied, "qk_norm": qk_norm, "head_dim": 10}
-    model = random_model(**shape, vocab_size=tokenizer.vocab_size + 3)
+    model = random_model(**SHAPES[shape], head_dim=10, vocab_size=tokenizer.vocab_size + 3)
     save_pretrained(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
     assert verify_hf_export(model, tokenizer, tmp_path, n_texts=100).endswith("equal, 100 texts tokenized equally")
@@ -53,8 +78,8 @@ def test_there_and_back(tmp_path, n_kv_heads, tied, qk_norm, kind):
     ours, back = model.state_dict(), again.state_dict()
     assert ours.keys() == back.keys()
     assert all(torch.equal(ours[name], back[name]) for name in ours)
-    assert (again.lm_head.weight is again.embedding.weight) == tied
-    texts = [text for text, _ in zip(adversarial_texts(list(tokenizer.special_tokens)), range(100))]
+    assert (again.lm_head.weight is again.embedding.weight) == model.config.tie_embeddings
+    texts = some_texts(kind)
     assert [its_tokenizer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
     assert its_tokenizer.bos_prefix == [tokenizer.bos_id]
 
@@ -78,8 +103,7 @@ ROPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize(("family", "rope"), spread(3, FORMS, ROPES))
 def test_every_form_that_the_format_has(tmp_path, family, rope):
     model = random_model(n_layers=3, rope_scaling=ROPES[rope], max_seq_len=32, **FORMS[family])
     assert hf_model_type(model.config) == family
@@ -153,8 +177,7 @@ def their_greedy(model, tokens, steps):
     return drawn
 
 
-@pytest.mark.parametrize("rope", THEIR_ROPES)
-@pytest.mark.parametrize("family", THEIR_FORMS)
+@pytest.mark.parametrize(("family", "rope"), spread(2, THEIR_FORMS, THEIR_ROPES))
 def test_their_models_are_computed_alike(tmp_path, family, rope):
     theirs = their_model(family, rope)
     theirs.save_pretrained(tmp_path)
