@@ -1,5 +1,6 @@
 """scripts/export_hf.py and scripts/export_gguf.py as a user runs them."""
 
+import functools
 import importlib.util
 import json
 import sys
@@ -10,7 +11,7 @@ from conftest import ROOT
 
 from thinker import interop
 from thinker.data import tokenizer_conversion
-from thinker.interop import huggingface
+from thinker.interop import huggingface, verify_export
 from thinker.runtime.errors import RunError, UserError
 
 transformers = pytest.importorskip("transformers")
@@ -19,8 +20,14 @@ TRAIN, GENERATE, EXPORT = ROOT / "train.py", ROOT / "generate.py", ROOT / "scrip
 
 
 @pytest.fixture
-def command(monkeypatch):
-    """Runs a script's main() in this process, which spares the time to import torch and transformers."""
+def command(monkeypatch, stress):
+    """Runs a script's main() in this process, which spares the time to import torch and transformers.
+
+    Tokenizers are compared on 5,000 texts only under --stress.
+    """
+    if not stress:
+        fewer_texts = functools.partial(verify_export.verify_hf_export, n_texts=300)
+        monkeypatch.setattr(verify_export, "verify_hf_export", fewer_texts)
 
     def run(name, *arguments):
         spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")

@@ -50,7 +50,7 @@ def pattern(ops):
 
 @pytest.mark.parametrize("spec", ["bpe", "byte"])
 @pytest.mark.parametrize("distance", [16, 32, 128, 300, 1000])
-def test_needles_match_their_story(request, monkeypatch, spec, distance):
+def test_needles_match_their_story(request, monkeypatch, stress, spec, distance):
     tokenizer, stories, generate_story = request.getfixturevalue(spec), {}, tales.generate_story
 
     def remember(seed, index):
@@ -59,8 +59,11 @@ def test_needles_match_their_story(request, monkeypatch, spec, distance):
         return story
 
     monkeypatch.setattr(tales, "generate_story", remember)
+    too_near = spec == "byte" and distance <= 32
+    if too_near and not stress:
+        monkeypatch.setattr(needle, "MAX_STORIES", 10)
     needles = needle.make_needles(tokenizer, distance, 12, seed=1)
-    if spec == "byte" and distance <= 32:
+    if too_near:
         assert len(needles) < 3  # no story comes back to anything within a dozen letters
     else:
         assert len(needles) == 12
