@@ -29,8 +29,8 @@ def command(monkeypatch, stress):
         fewer_texts = functools.partial(verify_export.verify_hf_export, n_texts=300)
         monkeypatch.setattr(verify_export, "verify_hf_export", fewer_texts)
 
-    def run(name, *arguments):
-        spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    def run(name, *arguments, folder=ROOT / "scripts"):
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
@@ -108,7 +108,9 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     for folder in (whole, adapter):
         follow(folder)
         assert "apply_chat_template" in (folder / "README.md").read_text()
-        assert run_script(GENERATE, folder, *options, "--prompt", "7?").stdout == answer.stdout
+        capsys.readouterr()
+        assert command("generate", folder, *options, "--prompt", "7?", folder=ROOT) == 0
+        assert capsys.readouterr().out == answer.stdout
     base.rename(tmp_path / "moved")
     lost = run_script(GENERATE, adapter, *options, "--prompt", "7?")
     assert (lost.returncode, lost.stderr.count("\n")) == (2, 1)
