@@ -1,6 +1,6 @@
 # make demo   install, train the quickstart, sample three stories
 # make test   install, run all tests
-# make prove  the stress tests in full: kills, full disks, malicious files, compiled runs
+# make prove  all tests in full: every kill, full disk, malicious file, compiled run and product of options
 # make lint   style and formatting
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --disable-pip-version-check --quiet
@@ -14,7 +14,7 @@ test: .venv/ready-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 3 --dist worksteal
 
 prove: .venv/ready-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --stress -n 2 --dist worksteal tests/stress tests/evaluation
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --stress -n 2 --dist worksteal
 
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
