@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -217,12 +218,40 @@ def evaluate_and_signal(dist, config, overrides):
     return before.loss, before.n_tokens, after, trainer.stopping
 
 
-def fail_on_rank_1(dist, failure, timeout):
-    """Rank 1 fails before the third step, while the others wait for it; `timeout`: seconds that ranks wait at most."""
-    process_group.ROLL_CALL_SECONDS = 10.0  # on a busy machine the ranks find out at different times
-    dist.init_process_group("cpu", timeout)
+class RollCallClock:
+    """A clock for rank 0 of four that stands until all but rank 1 have answered, or left: then each look is a second."""
+
+    def __init__(self, store):
+        self.store, self.now = store, 0.0
+
+    def monotonic(self):
+        key = "left" if self.store.check(["left/0"]) else "alive"
+        self.now += self.store.check([f"{key}/{rank}" for rank in (0, 2, 3)])
+        return self.now
+
+    sleep = staticmethod(time.sleep)
+
+
+def fail_on_rank_1(dist, failure, seconds=None):
+    """Rank 1 fails before the third step, while the others wait for it, for an answer and for the roll call, so long.
+
+    Without `seconds` every wait that is not bound to last its time ends with an event, however busy the machine is.
+    """
+    process_group.ROLL_CALL_SECONDS = seconds or 600.0
+    dist.init_process_group("cpu", seconds or 600.0)
     step = make_step(dist)
     for number in range(5):
+        if number == 2 and seconds is None:
+            if dist.rank == 1 and failure in ("exception", "network", "user error"):
+                process_group.ROLL_CALL_SECONDS = 0.1  # rank 0 will not fail before it
+            is_lost, hangs = failure.startswith(("killed", "hangs")), failure.startswith("hangs")
+            if is_lost and dist.is_main:
+                process_group.time, process_group.ROLL_CALL_SECONDS = RollCallClock(dist.store), 10.0
+            if hangs and dist.rank > 1:
+                dist.store.wait(["alive/0"])  # rank 0 is the first to miss rank 1
+            if hangs or (is_lost and dist.rank > 1):  # rank 3 may wait for rank 0, which has found rank 1 gone
+                dist.timeout = 0.5
+                torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=dist.timeout))
         if number == 2 and dist.rank == 1:
             if failure == "exception":
                 raise ZeroDivisionError("boom on rank 1")
