@@ -143,10 +143,10 @@ def save_checkpoints(dist, folder, parallel):
             dist.broadcast_object()  # rank 0 has written
 
 
-def restore_checkpoints(dist, folder, parallel):
-    """Take every checkpoint up. Returns what is not bit for bit as it was saved, and the loss of a step from each."""
+def restore_checkpoints(dist, folder, parallel, places):
+    """Take checkpoints up. Returns what is not bit for bit as it was saved, and the loss of a step from each."""
     changed, losses = [], {}
-    for place in sorted(Path(folder).iterdir()):
+    for place in (Path(folder, name) for name in places):
         step = make_step(dist, optimizer=place.name.split("-")[0], parallel=parallel)
         resume.restore(place / "step-00000002", step, RunState(step=2))
         found, was = full_state(step), load_file(place / "was.safetensors")
@@ -219,7 +219,7 @@ def evaluate_and_signal(dist, config, overrides):
 
 
 class RollCallClock:
-    """A clock for rank 0 of four that stands until all but rank 1 have answered, or left: then each look is a second."""
+    """A clock for rank 0 of four: it stands until all but rank 1 have answered, or left; then each look is a second."""
 
     def __init__(self, store):
         self.store, self.now = store, 0.0
