@@ -14,15 +14,15 @@ from training_runs import read_metrics
 
 from thinker import checkpoint
 
-STEPS = 20
+STEPS, GRADIENT_STEPS = 10, 4
 FORMS = [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
 SAVED_FORMS = [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (4, "fsdp")]
 
 
 CONFIG = """
-model: {d_model: 31, n_layers: 2, n_heads: 3, n_kv_heads: 1, head_dim: 10, d_ff: 77}
-data: {source: jsonl, path: PATH, seq_len: 96, tokenizer: "bpe:301", packing: documents}
-train: {max_steps: 20, batch_size: 8, eval_every: 10, save_every: null, precision: fp32, compile: false, device: cpu}
+model: {d_model: 31, n_layers: 1, n_heads: 3, n_kv_heads: 1, head_dim: 10, d_ff: 77}
+data: {source: jsonl, path: PATH, seq_len: 64, tokenizer: "bpe:301", packing: documents}
+train: {max_steps: 10, batch_size: 8, eval_every: 5, save_every: null, precision: fp32, compile: false, device: cpu}
 """  # windows of whole documents, few or many, end in padding: ranks count unequally many targets
 
 
@@ -31,7 +31,7 @@ def training(tmp_path_factory):
     """Train by the config in so many processes, each form once. Returns the run's folder and the ranks' samples."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
     draw, words = random.Random(1), "the a red old cat dog tree saw ate and then slept under near".split()  # noqa: SIM905
-    texts = (" ".join(draw.choices(words, k=draw.randrange(4, 60))) for _ in range(160))
+    texts = (" ".join(draw.choices(words, k=draw.randrange(4, 60))) for _ in range(44))
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (folder / "config.yaml").write_text(CONFIG.replace("PATH", str(folder / "texts.jsonl")))
 
@@ -51,8 +51,19 @@ def training(tmp_path_factory):
     return by
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(("size", "parallel"), FORMS)
+@pytest.mark.parametrize(
+    ("size", "parallel", "optimizer"),
+    [
+        (2, "ddp", "adamw"),
+        (4, "ddp", "muon"),
+        (2, "fsdp", "muon"),
+        (4, "fsdp", "adamw"),
+        pytest.param(2, "ddp", "muon", marks=pytest.mark.stress),
+        pytest.param(4, "ddp", "adamw", marks=pytest.mark.stress),
+        pytest.param(2, "fsdp", "adamw", marks=pytest.mark.stress),
+        pytest.param(4, "fsdp", "muon", marks=pytest.mark.stress),
+    ],
+)
 def test_losses_do_not_depend_on_the_ranks(training, size, parallel, optimizer):
     overrides = [f"optimizer.name={optimizer}", f"train.parallel={parallel}"]
     if optimizer == "adamw":
@@ -92,7 +103,7 @@ def test_ranks_accumulate_too(gradients):
 def gradients(tmp_path_factory):
     """Weights and gradients of each step of one process."""
     folder = tmp_path_factory.mktemp("gradients")
-    run_ranks(1, rank_workers.compare_gradients, str(folder), STEPS, {"optimizer": "muon"})
+    run_ranks(1, rank_workers.compare_gradients, str(folder), GRADIENT_STEPS, {"optimizer": "muon"})
     return folder
 
 
@@ -100,9 +111,13 @@ def gradients(tmp_path_factory):
 def test_every_gradient_is_that_of_one_process(gradients, size, parallel):
     """From the same weights at each step: Muon magnifies the last bit of what went before."""
     far = run_ranks(
-        size, rank_workers.compare_gradients, str(gradients), STEPS, {"optimizer": "muon", "parallel": parallel}
+        size,
+        rank_workers.compare_gradients,
+        str(gradients),
+        GRADIENT_STEPS,
+        {"optimizer": "muon", "parallel": parallel},
     )[0]
-    assert len(far) == STEPS
+    assert len(far) == GRADIENT_STEPS
     assert len(far[0]) == len(load_file(gradients / "0.safetensors")) // 2 + 1  # and the norm of all
     worst = {name: max(step[name] for step in far) for name in far[0]}
     assert max(worst.values()) <= 1e-6, worst
@@ -112,18 +127,20 @@ def test_gradients_are_summed_at_the_last_micro_batch_alone():
     assert run_ranks(2, rank_workers.gradients_missing_before_micro_batches, "fsdp") == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_gradients_in_bf16_are_as_good_as_one_process_has_them(parallel):
+def test_gradients_in_bf16_are_as_good_as_one_process_has_them():
     """A token that is every fourth one has its embedding's gradients added in fp32, and ranks theirs likewise."""
-    (exact, _), (alone, _), (ours, short) = (
+    (exact, _), (alone, _), *forms = (
         run_ranks(size, rank_workers.gradients_of_a_frequent_token, precision, parallel)[0]
-        for size, precision in ((1, "fp32"), (1, "bf16"), (2, "bf16"))
-    )
-    assert short < 0.7  # where the ranks' gradients are added in bf16 it is 1
-    for name, right in exact.items():
-        right, one, two = (torch.tensor(each) for each in (right, alone[name], ours[name]))
-        off, limit = ((each - right).norm() / right.norm() for each in (two, one))
-        assert off <= 1.5 * limit + 1e-3, name
+        for size, precision, parallel in (
+            (1, "fp32", "ddp"), (1, "bf16", "ddp"), (2, "bf16", "ddp"), (2, "bf16", "fsdp"),
+        )
+    )  # fmt: skip
+    for ours, short in forms:
+        assert short < 0.7  # where the ranks' gradients are added in bf16 it is 1
+        for name, right in exact.items():
+            right, one, two = (torch.tensor(each) for each in (right, alone[name], ours[name]))
+            off, limit = ((each - right).norm() / right.norm() for each in (two, one))
+            assert off <= 1.5 * limit + 1e-3, name
 
 
 @pytest.mark.parametrize(("size", "windows"), [(2, 5), (4, 2)])
@@ -146,7 +163,16 @@ def joined_rows(parts):
     return [list(itertools.chain(*rows)) for rows in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 0), (2, 2), (4, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "workers"),
+    [
+        (1, 2),
+        (2, 0),
+        (4, 2),
+        pytest.param(2, 2, marks=pytest.mark.stress),
+        pytest.param(4, 0, marks=pytest.mark.stress),
+    ],
+)
 def test_samples_do_not_depend_on_ranks_and_workers(training, size, workers):
     _, alone = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
     _, seen = training(size, "optimizer.name=adamw", f"data.num_workers={workers}", "optimizer.lr=0.003")
@@ -157,7 +183,7 @@ def test_each_sample_comes_once_an_epoch_though_the_ranks_change(training, tmp_p
     """2 ranks, then one process, then 4."""
     _, alone = training(1, "optimizer.name=adamw", "data.num_workers=0", "optimizer.lr=0.003")
     order = []
-    for size, steps, parallel in ((2, 5, "fsdp"), (1, 12, "ddp"), (4, STEPS, "ddp")):
+    for size, steps, parallel in ((2, 3, "fsdp"), (1, 6, "ddp"), (4, STEPS, "ddp")):
         overrides = (
             "optimizer.name=adamw",
             "data.num_workers=2",
@@ -184,13 +210,22 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("size", "parallel"), SAVED_FORMS)
-def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel):
-    """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank has none."""
-    told = run_ranks(size, rank_workers.restore_checkpoints, str(saved), parallel)
+def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel, stress):
+    """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank has none.
+
+    Of each form one checkpoint, another one for each of those that take it up; with --stress all four.
+    """
+    kinds = [f"{optimizer}-*-{form}" for optimizer in ("adamw", "muon") for form in ("whole", "sharded")]
+    places = []
+    for number, (saved_size, saved_parallel) in enumerate(SAVED_FORMS, SAVED_FORMS.index((size, parallel))):
+        for kind in kinds if stress else [kinds[number % 4]]:
+            places.append(kind.replace("*", f"{saved_size}-{saved_parallel}"))
+    told = run_ranks(size, rank_workers.restore_checkpoints, str(saved), parallel, places)
     assert all(changed == [] for changed, _ in told)
+    assert all(losses.keys() == {*places} for _, losses in told)
     for optimizer in ("adamw", "muon"):
         losses = [loss for _, losses in told for name, loss in losses.items() if name.startswith(optimizer)]
-        assert len(losses) == size * 2 * len(SAVED_FORMS)
+        assert len(losses) == size * len(places) // 2
         assert max(losses) - min(losses) <= 1e-6 * min(losses)
 
 
@@ -210,12 +245,17 @@ def test_a_model_is_read_from_files_of_many_ranks(saved):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_go_on_to_the_bit(training, tmp_path, parallel):
     """In whatever order they sum: with two ranks there is only one."""
-    form = [f"train.parallel={parallel}", "data.num_workers=0", "train.save_every=4"]
-    for steps in (4, 12):
-        training(4, f"run.dir={tmp_path}", *form, f"train.max_steps={steps}", "train.decay_fraction=0")
-    straight, _ = training(4, *form, "train.max_steps=12", "train.decay_fraction=0")
+    form = [f"train.parallel={parallel}", "data.num_workers=0", "train.save_every=2", "train.keep_last=9",
+            "train.max_steps=5", "train.eval_sequences=4"]  # fmt: skip
+    straight, _ = training(4, *form)
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    for folder in checkpoint.list_checkpoints(tmp_path / "checkpoints"):
+        if folder.name != "step-00000002":
+            shutil.rmtree(folder)
+    _, seen = training(4, f"run.dir={tmp_path}", *form)
+    assert [len(steps) for steps in seen] == [3] * 4
     for name in ("model.safetensors", "training.safetensors"):
-        ours, theirs = (folder / "checkpoints" / "step-00000012" / name for folder in (tmp_path, straight))
+        ours, theirs = (folder / "checkpoints" / "step-00000005" / name for folder in (tmp_path, straight))
         assert ours.read_bytes() == theirs.read_bytes()
 
 
