@@ -1,8 +1,10 @@
 """Settings of the process, in processes of their own."""
 
+import os
 import sys
 
 import pytest
+from fork_server import ROOT, run_script
 
 CODE = """
 import resource, torch
@@ -17,9 +19,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_memory_is_kept_unless_the_environment_says_otherwise(run_script):
-    kept = run_script("-c", CODE)
+def test_memory_is_kept_unless_the_environment_says_otherwise(tmp_path):
+    script = tmp_path / "faults.py"
+    script.write_text(CODE)
+    kept, given_back = (
+        run_script([script], ROOT, {**os.environ, **variables}, timeout=600)
+        for variables in ({}, {"MALLOC_PERTURB_": "0"})
+    )
     assert kept.returncode == 0, kept.stderr
     assert int(kept.stdout) < 1000
-    given_back = run_script("-c", CODE, MALLOC_PERTURB_="0")
     assert int(given_back.stdout) > 10 * 10

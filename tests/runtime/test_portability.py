@@ -27,12 +27,19 @@ class CDLL(ctypes.CDLL):
 
 
 ctypes.CDLL = CDLL
-%s
-del sys.argv[0]
-runpy.run_path(sys.argv[0], None, "__main__")
-"""
-STOP_AFTER_A_CHECKPOINT = """
+
+
+def run(*arguments):
+    sys.argv = list(arguments)
+    try:
+        runpy.run_path(sys.argv[0], None, "__main__")
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
 from thinker.checkpoint import CheckpointManager
+train, generate = (part.split("\\n") for part in sys.argv[1:])
 save = CheckpointManager.save
 
 
@@ -42,25 +49,26 @@ def save_and_stop(*arguments):
 
 
 CheckpointManager.save = save_and_stop
+print("stopped", run(*train), file=sys.stderr)
+CheckpointManager.save = save
+print("resumed", run(*train), file=sys.stderr)
+print("sampled", run(*generate), file=sys.stderr)
 """
-
-
-def run_without_posix(*arguments, extra=""):
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_POSIX % extra, *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
 
 
 def test_a_run_is_stopped_resumed_and_sampled_without_posix(train_args, tmp_path):
     run = tmp_path / "run"
-    command = [*train_args, f"run.dir={run}", "train.max_steps=6", "train.save_every=3", "train.eval_every=null"]
-    stopped = run_without_posix(*command, extra=STOP_AFTER_A_CHECKPOINT)
-    assert stopped.returncode == 130, stopped.stderr
-    assert checkpoint_steps(run)[-1] < 6
-    resumed = run_without_posix(*command)
-    assert resumed.returncode == 0, resumed.stderr
-    assert last_step(run) == 6
-    sampled = run_without_posix("generate.py", run, "--prompt", "a", "--max-new-tokens", "4", "--seed", "1")
-    assert sampled.returncode == 0, sampled.stderr
-    assert sampled.stdout.startswith("a")
+    train = [*train_args, f"run.dir={run}", "train.max_steps=6", "train.save_every=3", "train.eval_every=null"]
+    generate = [ROOT / "generate.py", run, "--prompt", "a", "--max-new-tokens", "4", "--seed", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_POSIX, *("\n".join(map(str, part)) for part in (train, generate))],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert [line for line in said if line.startswith(("stopped ", "resumed ", "sampled "))] == [
+        "stopped 130", "resumed 0", "sampled 0"
+    ], done.stderr  # fmt: skip
+    assert "resuming from step 3" in done.stderr
+    assert checkpoint_steps(run)[-1] == last_step(run) == 6
+    assert done.stdout.splitlines()[-1].startswith("a")

@@ -12,10 +12,24 @@ from training_runs import assert_same_run
 INSIDE = """
 import os, subprocess, sys
 from pathlib import Path
+from types import SimpleNamespace
+import fork_server
+import thinker.training.run
 from thinker import checkpoint
+
+
+def train():
+    # In a process of its own, which has imported torch already.
+    stderr, pid = mount.parent / "stderr", os.fork()
+    if pid == 0:
+        fork_server._run_script(command, os.getcwd(), dict(os.environ), os.devnull, os.devnull, stderr, ())
+    _, status = os.waitpid(pid, 0)
+    return SimpleNamespace(returncode=os.waitstatus_to_exitcode(status), stderr=stderr.read_text())
+
+
 mount, size, reference, command = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", mount], check=True)
-full = subprocess.run(command, capture_output=True, text=True)
+full = train()
 said = full.stderr.splitlines()
 assert full.returncode == 1, full.stderr
 assert said[-1].startswith("error: the disk is full"), full.stderr
@@ -28,12 +42,12 @@ for name in kept:
     for file in ("model.safetensors", "training.safetensors"):
         if (folder / name / file).exists() and (reference / name).exists():
             assert (folder / name / file).read_bytes() == (reference / name / file).read_bytes(), (name, file)
-again = subprocess.run(command, capture_output=True, text=True)
+again = train()
 assert again.returncode == 1 and "Traceback" not in again.stderr, again.stderr  # it is still full
 for name in kept:
     checkpoint.verify(folder / name)
 subprocess.run(["mount", "-o", "remount,size=64m", mount], check=True)
-done = subprocess.run(command, capture_output=True, text=True)
+done = train()
 assert done.returncode == 0, done.stderr
 last = max(name for name in [*kept, "step-0"] if name.startswith("step-"))
 assert last == "step-0" or f"resuming from step {int(last[5:])} " in done.stderr, done.stderr
@@ -51,6 +65,7 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(train_args, tmp_path, stre
     options = ["train.keep_last=100", "train.max_steps=20", "train.eval_every=7"]
     whole = tmp_path / "whole"
     assert run_script(*train_args, f"run.dir={whole}", *options).returncode == 0
+    paths = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     made = []
     for size in range(900, 4500, 300) if stress else (2600,):
         for background in ("false", "true")[: 2 if stress else 1]:
@@ -59,8 +74,8 @@ def test_the_old_checkpoints_stay_and_the_run_goes_on(train_args, tmp_path, stre
             command = [*train_args, f"run.dir={place / 'small' / 'run'}", *options, f"train.async_save={background}"]
             done = subprocess.run(
                 [*private, sys.executable, "-c", INSIDE, place / "small", str(size), whole / "checkpoints",
-                 sys.executable, *command],
-                capture_output=True, text=True, cwd=ROOT, timeout=600,
+                 *command],
+                capture_output=True, text=True, cwd=ROOT, timeout=600, env={**os.environ, "PYTHONPATH": paths},
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
             made.append(int(done.stdout))
