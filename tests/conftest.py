@@ -14,6 +14,7 @@ from hypothesis import settings
 from thinker.model import Thinker, ThinkerConfig
 
 ROOT = Path(__file__).parents[1]
+in_full = False  # with --stress
 
 settings.register_profile("thinker", deadline=None)  # a busy machine is no failure
 settings.load_profile("thinker")
@@ -59,6 +60,16 @@ def start_script(*args, **options):
 
 def pytest_addoption(parser):
     parser.addoption("--stress", action="store_true", help="run the stress tests in full, as make prove does")
+
+
+def pytest_configure(config):
+    global in_full
+    in_full = config.getoption("--stress")
+
+
+def examples(number):
+    """How many examples hypothesis tries: this many with --stress, half of them otherwise."""
+    return number if in_full else number // 2
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,7 @@
 """One step: the same numbers however it is cut up, and every matrix cast once."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -29,13 +30,14 @@ def make_step(**train):
     return TrainingStep(build_model(CONFIG, 1, CPU), settings)
 
 
-def trained(steps=3, **train):
+def trained(steps=3, kernel="auto", **train):
     """The weights after a few steps, and the last loss."""
     train = {"precision": "fp32", "compile": False, "micro_batch_size": 4, "batch_size": 4, "max_steps": 9, **train}
-    step = make_step(**train)
+    step, loss = make_step(**train), None
+    step.model.kernel = kernel
     for number in range(steps):
         loss, norm = step(a_batch(number), 1.0)
-    assert norm > 0
+        assert norm > 0
     return {name: p.detach().clone() for name, p in step.model.named_parameters()}, loss
 
 
@@ -84,10 +86,21 @@ def test_each_matrix_is_cast_once_a_step(size, every):
     assert all(m.cached_weight is None for m in step.model.modules() if hasattr(m, "cached_weight"))
 
 
-@pytest.mark.parametrize("every", [None, 2])
-def test_a_compiled_step_is_near_the_plain_one(every):
-    plain, loss = trained(steps=2, micro_batch_size=2)
-    compiled, loss_of_compiled = trained(steps=2, micro_batch_size=2, compile=True, checkpoint_every_n_blocks=every)
-    torch.testing.assert_close(loss_of_compiled, loss, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize(
+    ("precision", "every"),
+    [("bf16", 2), *(pytest.param(*each, marks=pytest.mark.stress) for each in (("fp32", None), ("fp32", 2)))],
+)
+def test_a_compiled_step_is_near_the_plain_one(precision, every, monkeypatch):
+    """Two blocks, the first recomputed; by SDPA, which is compiled with the rest of its block."""
+    monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, n_layers=2))  # one of each kind
+    options = {"steps": 2, "micro_batch_size": 2, "precision": precision, "kernel": "sdpa"}
+    start, _ = trained(steps=0)
+    plain, loss = trained(**options)
+    compiled, loss_of_compiled = trained(**options, compile=True, checkpoint_every_n_blocks=every)
+    is_exact = precision == "fp32"
+    torch.testing.assert_close(loss_of_compiled, loss, rtol=1e-4 if is_exact else 1e-3, atol=1e-5)
     for name, weight in plain.items():
-        torch.testing.assert_close(compiled[name], weight, rtol=1e-2, atol=2e-3)
+        if is_exact:
+            torch.testing.assert_close(compiled[name], weight, rtol=1e-2, atol=2e-3)
+        elif weight.dim() == 2:  # AdamW moves the others by the sign of a gradient, which may be rounding alone
+            assert (compiled[name] - weight).norm() < 0.2 * (weight - start[name]).norm()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ def drawn(*shape, dtype=torch.float64):
     return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(3)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     batch=st.integers(1, 3), heads=st.integers(1, 3), length=st.integers(1, 14), rows=st.integers(1, 15),
     scores=st.integers(1, 400), scale=st.floats(0.1, 2), seed=st.integers(0, 99),
@@ -51,7 +52,8 @@ def test_training_in_bf16_is_as_near_as_its_precision(kv_heads, length):
         assert (mine - known).norm() <= 0.01 * known.norm() + 1e-6
 
 
-def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile():
+def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile(stress):
+    """Compiled as far as torch's own operators, and with --stress to machine code, which takes half a minute."""
     config = ThinkerConfig(vocab_size=31, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, max_seq_len=150)
     tokens = torch.randint(31, (2, 151), generator=torch.Generator().manual_seed(0))
     grads = {}
@@ -62,7 +64,7 @@ def test_a_model_in_bf16_takes_it_and_learns_the_same_with_and_without_compile()
         model.activation_dtype = None if name == "fp32" else torch.bfloat16
         if name == "compiled":
             for block in model.blocks:
-                block.compile()
+                block.compile(backend="inductor" if stress else "aot_eager")
         loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
         (loss / count).backward()
         assert ("_BlockwiseAttention" in called(model, tokens)) == (name != "fp32")
