@@ -16,8 +16,6 @@ from thinker.model import Thinker, ThinkerConfig
 ROOT = Path(__file__).parents[1]
 in_full = False  # with --stress
 
-settings.register_profile("thinker", deadline=None)  # a busy machine is no failure
-settings.load_profile("thinker")
 
 # Overrides of tests/fixtures/base.yaml: a run that trains in a second.
 TINY_OVERRIDES = [
@@ -65,6 +63,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     global in_full
     in_full = config.getoption("--stress")
+    settings.register_profile("thinker", deadline=None, max_examples=examples(100))  # a busy machine is no failure
+    settings.load_profile("thinker")
 
 
 def examples(number):

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from functools import cache
 
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from story_parser import parse
@@ -114,7 +115,7 @@ def far_recalls(story: tales.Story) -> list[float]:
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(), st.integers(min_value=0))
 def test_a_story_is_a_pure_function_of_seed_and_index(seed, index):
     story = tales.generate_story(seed, index)

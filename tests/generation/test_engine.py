@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import examples, random_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +160,7 @@ def test_a_prompt_longer_than_the_context_raises(model):
     assert Generator(model, TOKENIZER).generate([]) == []
 
 
-@settings(max_examples=25, **SAME_EXAMPLES)
+@settings(max_examples=examples(25), **SAME_EXAMPLES)
 @given(batch=batches())
 def test_any_batch_equals_single_prompts_and_uncached_decoding(model, batch):
     prompts, params = batch
@@ -339,7 +339,7 @@ def test_a_window_that_evicts_nothing_changes_nothing(model):
     assert [c.n_evicted for c in rolling + plain] == [0] * 6
 
 
-@settings(max_examples=50, **SAME_EXAMPLES)
+@settings(max_examples=examples(50), **SAME_EXAMPLES)
 @given(batch=batches(), options=st.sampled_from([{}, {"window": 7, "sinks": 1}, {"speculate": 3}]))
 def test_streamed_pieces_equal_the_decoded_tokens(model, batch, options):
     (prompt, *_), (params, *_) = batch

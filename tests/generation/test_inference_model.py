@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -202,7 +203,7 @@ def test_int8_product_equals_the_documented_formula(shape, n_out):
     size=st.sampled_from([1e-20, 1e-4, 1.0, 1e4, 1e20]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_int8_error_is_within_the_rounding_bound(use_int8, rows, n_in, n_out, size, seed):
     """A bound that no other rounding could break: |Σ x·w − Σ x̂·ŵ| ≤ Σ |x|·scale/2 + |ŵ|·step/2."""
     weight, x = random_tensor(n_out, n_in, seed=seed), random_tensor(rows, n_in, seed=seed + 1, size=size)
@@ -228,7 +229,7 @@ def test_int8_error_is_within_the_rounding_bound(use_int8, rows, n_in, n_out, si
     seed=st.integers(0, 1000),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_int8_is_batch_invariant_bitwise(rows, n_in, n_out, spread, dtype, seed, data):
     linear = Int8Linear(random_tensor(n_out, n_in, seed=seed))
     x = random_tensor(rows, n_in, seed=seed + 1) * 10 ** (spread * random_tensor(rows, 1, seed=seed + 2).clamp(-2, 2))

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +126,7 @@ def test_probabilities_by_hand():
     top_p=st.none() | st.floats(0.001, 1),
     min_p=st.none() | st.floats(0, 1),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_filters_always_keep_the_likeliest_token(logits, temperature, top_k, top_p, min_p):
     logits = torch.tensor([logits])
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -267,7 +268,7 @@ def _tensors(batch):
 
 
 @given(batch=BATCH, params=PARAMS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_every_row_equals_the_reference(batch, params):
     logits, in_text, counts = _tensors(batch)
     probs = distribution(logits, params, in_text, counts)
@@ -282,7 +283,7 @@ def test_every_row_equals_the_reference(batch, params):
 
 
 @given(batch=BATCH, params=PARAMS, data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_rows_are_independent(batch, params, data):
     tensors = _tensors(batch)
     total_prob = distribution(tensors[0], params, *tensors[1:])
@@ -478,7 +479,7 @@ def test_logit_bias_and_stop_become_tuples():
     scale=st.sampled_from([0.01, 3.0, 30.0]),
     settings_of=st.sampled_from([{"top_k": 7}, {"top_p": 0.7}, {"top_p": 0.9999}, {"top_k": 300, "top_p": 0.5}]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_ranking_of_a_large_vocabulary_equals_a_full_sort(seed, levels, scale, settings_of):
     """With few levels there are ties everywhere, also across every border; small scales need more than a few tokens."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import examples, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def teacher_forced(model, tokens):
         return model(torch.tensor([tokens]))[0, :, : TOKENIZER.vocab_size].log_softmax(-1)
 
 
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=examples(50), derandomize=True, deadline=None)
 @given(text=st.text("ab é漢\n", max_size=16) | st.text(max_size=12))  # at most 48 bytes: what the context predicts
 def test_a_text_within_the_context_equals_one_forward_pass(text):
     model = small_model()

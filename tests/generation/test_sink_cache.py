@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ def assert_close(ours, known):
     qk_norm=st.booleans(),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_without_sinks_logits_equal_a_full_pass_in_a_window(
     random_model, window, times, chunks, n_kv_heads, batch, qk_norm, seed
 ):
@@ -110,7 +111,7 @@ def test_without_sinks_logits_equal_a_full_pass_in_a_window(
     batch=st.sampled_from([1, 3]),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_sinks_are_seen_from_as_near_as_the_cache_reaches(
     random_model, window, sinks, times, chunks, n_kv_heads, batch, seed
 ):
@@ -160,7 +161,7 @@ def test_a_window_as_long_as_the_text_is_full_attention(random_model):
     n_kv_heads=KV_HEADS,
     data=st.data(),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_rows_read_alone_and_put_together_go_on_as_if_alone(
     random_model, window, sinks, groups, chunks, steps, n_kv_heads, data
 ):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import examples, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +87,7 @@ def assert_same(plain, speculated):
 def test_speculation_samples_the_same_tokens_as_plain_decoding():
     tally, accepting = Counter(), Counter()
 
-    @settings(max_examples=80, **SAME_EXAMPLES)
+    @settings(max_examples=examples(80), **SAME_EXAMPLES)
     @given(st.data())
     def check(data):
         seed, shape = data.draw(st.integers(0, 4)), data.draw(st.integers(0, len(SHAPES) - 1))
@@ -279,7 +279,7 @@ def followed_before(tokens):
     return []
 
 
-@settings(max_examples=200, **SAME_EXAMPLES)
+@settings(max_examples=examples(200), **SAME_EXAMPLES)
 @given(
     parts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=12),
     length=st.integers(1, 8),

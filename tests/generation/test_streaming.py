@@ -3,6 +3,7 @@
 from itertools import combinations, pairwise, product, takewhile
 
 import pytest
+from conftest import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +88,7 @@ def cut_bytes(draw, parts=PARTS):
 
 @given(pieces=cut_bytes() | st.lists(st.binary(max_size=4), max_size=12))
 @example(pieces=[b"\xed", b"\xa0", b"\xbd"])  # half of a surrogate pair is no character, clear at its second byte
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_joined_pieces_equal_the_text_decoded_at_once(pieces):
     check(pieces)
 
@@ -117,7 +118,7 @@ FEW = ["a", "b", "😀", "é", b"\xff", b"\xed", b"\xa0"]
     pieces=cut_bytes(FEW) | cut_bytes(["a", "b"]),
     stop=st.lists(st.text("ab", min_size=1, max_size=6) | st.text("ab😀é\ufffd", min_size=1, max_size=4), max_size=4),
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_no_part_of_a_stop_string_is_returned(pieces, stop):
     check(pieces, stop)
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention_variants import ATTENTION, close, forms
@@ -30,7 +31,7 @@ def widened(x, n_heads):
 @pytest.mark.parametrize("attention", ATTENTION, ids=str)
 def test_recorded_weights_make_the_output_of_the_fast_path_and_change_no_bit(random_model, attention):
     @given(form=forms(attention), length=st.integers(8, 70), seed=st.integers(0, 9))
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=examples(15), deadline=None)
     def test(form, length, seed):
         model = random_model(seed, **form)
         tokens = torch.randint(0, 97, (2, length), generator=torch.Generator().manual_seed(seed))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,7 +108,7 @@ def test_memory():
     earlier=st.integers(0, 20),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_kernel_equals_reference(kv_heads, length, earlier, seed):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(2, 4, length, 8, generator=generator)

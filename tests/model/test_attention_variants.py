@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ def test_cached_equals_full_at_every_position_for_any_chunks(random_model, atten
         batch=st.integers(1, 3),
         seed=st.integers(0, 9),
     )
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=examples(20), deadline=None)
     def test(form, chunks, batch, seed):
         model = random_model(seed, **form)
         chunks = [max(chunks[0], model.config.prefix), *chunks[1:]]
@@ -87,7 +88,7 @@ def test_rows_of_unequal_length_go_on_as_if_alone(random_model, attention, one_t
         kept=st.randoms(use_true_random=False),
         seed=st.integers(0, 9),
     )
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=examples(15), deadline=None)
     def test(form, lengths, chunks, kept, seed):
         model = random_model(seed, **form)
         lengths = [max(length, model.config.prefix) for length in lengths]
@@ -124,7 +125,7 @@ def test_rows_of_unequal_length_go_on_as_if_alone(random_model, attention, one_t
     steps=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 6)), min_size=1, max_size=12),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_ring_goes_back_as_far_as_it_has_slack(random_model, one_thread, attention, slack, steps, seed):
     """Chunks are appended and partly taken back, over and over, as drafts are that fail; what comes is always right."""
     more = {"window": 5} if attention == "LG" else {}
@@ -215,7 +216,7 @@ def test_no_loss_is_counted_inside_a_prefix(random_model):
 @pytest.mark.parametrize("attention", [a for a in ATTENTION if a != "prefix(6)"], ids=str)
 def test_isolated_documents_have_the_logits_that_they_have_alone(random_model, attention, one_thread):
     @given(form=forms(attention), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 9))
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=examples(15), deadline=None)
     def test(form, lengths, seed):
         while sum(lengths) > 80:
             lengths.pop()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def splits(draw):
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("batch", [1, 3])
 @given(split=splits(), seed=st.integers(0, 5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_cached_logits_equal_uncached_at_every_position(random_model, n_kv_heads, batch, split, seed):
     model = random_model(seed, n_kv_heads=n_kv_heads, max_seq_len=96)
     length, chunks = split
@@ -37,7 +38,7 @@ def test_cached_logits_equal_uncached_at_every_position(random_model, n_kv_heads
     chunks=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_rows_of_unequal_length(random_model, lengths, chunks, seed):
     """Padded prompts in one prefill, each row rewound to its own length, then further chunks of any size."""
     model = random_model(seed)
@@ -117,7 +118,7 @@ def test_bf16_cache_is_bf16(random_model):
     fixed=st.booleans(),
     seed=st.integers(0, 5),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_slots_that_no_row_has_reached_do_not_matter(random_model, lengths, chunk, history, fixed, seed):
     """Whatever lies there, the logits are the same to the last bit."""
     model = random_model(seed)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -193,7 +194,7 @@ def test_dynamic_changes_nothing_up_to_the_original_length_and_something_at_fact
 
 
 @given(factor=st.integers(1, 9), theta=st.floats(10, 1e6), half=st.integers(1, 32), length=st.integers(33, 400))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_what_the_kinds_mean(factor, theta, half, length):
     at, plain = torch.arange(0, 40 * factor, factor), Rope(2 * half, theta)
     linear = Rope(2 * half, theta, scaled("linear", factor))(at, len(at) * factor, torch.float32)
@@ -209,7 +210,7 @@ def test_what_the_kinds_mean(factor, theta, half, length):
 
 @each_scaling
 @given(seed=st.integers(0, 1000), ends=st.lists(st.integers(0, 95), min_size=2, max_size=2), shift=st.integers(0, 95))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_scores_depend_on_distance_alone(name, seed, ends, shift):
     rope, length = Rope(16, 1e4, scaled(name, 4)), 3 * ORIGINAL
     q, k = torch.randn(2, 1, 1, 1, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import _muon
@@ -75,7 +76,7 @@ def spectrum(kind: str, rows: int, columns: int, generator: torch.Generator) -> 
     return u @ torch.diag(rank**-0.7 if kind == "falling" else (rank < 4).float()) @ v
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(["random", "falling", "few"]), st.integers(1, 3), st.integers(2, 24), st.integers(2, 24),
     st.floats(-12, 12), st.integers(0, 2**31),
@@ -120,7 +121,7 @@ def test_each_quintic_is_the_best_on_what_the_one_before_leaves():
     assert (low, high) == (pytest.approx(0.73, abs=0.005), pytest.approx(1.27, abs=0.005))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 3), st.integers(1, 9), st.integers(1, 9), st.floats(0, 0.99), st.integers(1, 30), st.integers(0, 99)
 )

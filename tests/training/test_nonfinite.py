@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import examples, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_finite_changes_no_bit():
     assert same_bits(before, everything(step))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 99), st.lists(st.booleans(), min_size=1, max_size=5), st.sampled_from([0.0, 0.3]))
 def test_muon_leaves_everything_where_a_gpu_would_tell_it_to(seed, bad, decay):
     """What the host does not know: `found_inf` on the device, as torch's fused AdamW reads it."""

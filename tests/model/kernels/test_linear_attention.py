@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,7 +50,7 @@ def assert_near(ours, known, tolerance):
     assert (ours - known).abs().max() <= tolerance * max(known.abs().max().item(), 0.1)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=examples(80), deadline=None, derandomize=True)
 @given(
     B=st.integers(1, 2), K=st.integers(1, 2), G=st.integers(1, 3), T=st.integers(1, 40), D=st.integers(1, 9),
     m=st.integers(1, 20), chunk=st.integers(1, 41), span=st.integers(1, 4), seed=st.integers(0, 999),
@@ -173,7 +174,7 @@ def log_reference(q, k, v, features):
     return log_weights.softmax(-1) @ v, sound
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(
     norms=st.lists(st.floats(0.1, 600), min_size=1, max_size=30), chunk=st.integers(1, 31), seed=st.integers(0, 999),
 )  # fmt: skip
@@ -245,7 +246,7 @@ def test_an_empty_state_is_none():
 
 
 @given(m=st.integers(1, 40), D=st.integers(1, 20), seed=st.integers(0, 2**40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_features_are_orthogonal_in_blocks_and_repeatable(m, D, seed):
     features = random_features(m, D, seed)
     assert features.shape == (m, D)
