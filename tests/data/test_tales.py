@@ -137,8 +137,8 @@ def test_a_known_story_stays_the_same():
     assert re.fullmatch(r"[0-9a-f]{64}", tales.GRAMMAR_HASH)
 
 
-def test_every_story_has_exactly_one_derivation(stories):
-    for story in stories:
+def test_every_story_has_exactly_one_derivation(stories, stress):
+    for story in stories if stress else stories[:1000]:
         assert parse(story.text) == story
 
 
