@@ -158,15 +158,16 @@ def test_what_a_cache_keeps_follows_the_pattern(random_model):
 
 
 @pytest.mark.parametrize("attention", ["window(16)", "window(8) | global(4)", "linear(8)", ["window(4)", "linear(8)"]])
-def test_memory_does_not_grow_where_the_distance_is_bounded(random_model, attention):
+def test_memory_does_not_grow_where_the_distance_is_bounded(random_model, attention, stress):
     model = random_model(attention=attention, positions="none")
     tokens = torch.randint(0, 61, (1, 1024), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache(1, 64)
     size = cache.nbytes
-    for _ in range(64):  # 64k tokens
+    n_chunks = 64 if stress else 8  # of 1024 tokens
+    for _ in range(n_chunks):
         model(tokens, cache=cache, last_logits_only=True)
         assert cache.nbytes == size
-    assert cache.lengths == [65536]
+    assert cache.lengths == [1024 * n_chunks]
     assert cache.is_unbounded
     assert not random_model(attention="strided(4)").new_cache(1, 64).is_unbounded
 
@@ -418,7 +419,7 @@ def test_a_configuration_comes_back_from_json(random_model):
 
 def test_learning_goes_on_in_every_form(random_model):
     """A gradient reaches every parameter, and it is the same under every kernel that can compute it."""
-    tokens = torch.randint(0, 61, (2, 41), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 61, (1, 31), generator=torch.Generator().manual_seed(0))
     for attention in ATTENTION:
         for positions, more in zip(POSITIONS, [*MORE, {}]):
             if not goes_together(attention, positions, more):
