@@ -209,11 +209,12 @@ def reference_loop(model, prompt, params, penalize_prompt=False):
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_penalties_count_generated_tokens_and_only_repetition_the_prompt(model, name):
+def test_penalties_count_generated_tokens_and_only_repetition_the_prompt(model, name, stress):
     prompt, generator = "abacabad", Generator(model, TOKENIZER)
     few = dict.fromkeys(b"abcd", 50.0)  # so few tokens that all of them come again, in the prompt and after it
     n_different = 0
-    for seed in range(10):
+    n_seeds = 10 if stress else 5
+    for seed in range(n_seeds):
         params = SamplingParams(max_new_tokens=10, logit_bias=few, seed=seed, **{name: 2.0})
         sampled = generator.generate([prompt], params)[0].token_ids
         assert sampled == reference_loop(model, prompt, params)
@@ -222,7 +223,7 @@ def test_penalties_count_generated_tokens_and_only_repetition_the_prompt(model, 
         )
         if name != "repetition_penalty":
             n_different += sampled != reference_loop(model, prompt, params, penalize_prompt=True)
-    assert n_different > 5  # else none of it was tested
+    assert n_different > n_seeds / 2  # else none of it was tested
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
@@ -307,7 +308,7 @@ def test_with_a_window_texts_grow_beyond_the_context(model, window, sinks):
     generator = Generator(model, TOKENIZER, window=window, sinks=sinks)
     prompts = ["", "Once upon", "é漢", "z" * 70, "the quick brown fox", "abc" * 3]
     bans = {TOKENIZER.eos_id: -math.inf}
-    params = [SamplingParams(n, logit_bias=bans, seed=n, logprobs=1) for n in (60, 8, 25, 12, 1, 60)]
+    params = [SamplingParams(n, logit_bias=bans, seed=n, logprobs=1) for n in (60, 8, 15, 12, 1, 20)]
     for completion, own in zip(generator.generate(prompts, params), params):
         alone = generator.generate([completion.prompt], own)[0]
         assert completion.token_ids == alone.token_ids
