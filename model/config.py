@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -13,6 +12,7 @@ from thinker.runtime.errors import UserError
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
 MAX_SIZE = 1 << 24  # of any dimension, so that products of the sizes in an untrusted file stay computable
+MAX_FLOAT = 1e18  # of a number that may be written as an integer, which torch takes up to 2^63
 
 
 @dataclass
@@ -52,12 +52,12 @@ class ThinkerConfig:
         self._set_widths()
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be in [0, 1)")
-        if not (0 < self.rope_theta < math.inf and 0 < self.norm_eps < math.inf):
-            raise UserError("model.rope_theta and model.norm_eps must be positive numbers")
+        if not (0 < self.rope_theta <= MAX_FLOAT and 0 < self.norm_eps <= MAX_FLOAT):
+            raise UserError(f"model.rope_theta and model.norm_eps must be above 0 and at most {MAX_FLOAT:g}")
         if self.init not in ("fan_in", "normal"):
             raise UserError(f"model.init is {self.init!r}; possible: fan_in, normal")
-        if not 0 <= self.head_init_std < math.inf:
-            raise UserError(f"model.head_init_std is {self.head_init_std}; it must be at least 0")
+        if not 0 <= self.head_init_std <= MAX_FLOAT:
+            raise UserError(f"model.head_init_std is {self.head_init_std}; it must be from 0 to {MAX_FLOAT:g}")
         if self.head_init_std > 0 and (self.tie_embeddings or self.init == "normal"):
             raise UserError("model.head_init_std needs model.init=fan_in and a head that is not tied; leave it out")
         self._check_positions_and_attention()
