@@ -55,7 +55,15 @@ def test_circuitsvis_takes_the_weights_of_a_layer(random_model):
     assert str(weights[1, 0, 3, 5, 2].item())[:5] in str(shown)
 
 
-@pytest.mark.parametrize("attention", ["full", "window(300)", "heads(window(300), full)", "topk(16)", "linear(32)"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "heads(window(300), full)",
+        "topk(16)",
+        "linear(32)",
+        *(pytest.param(pattern, marks=pytest.mark.stress) for pattern in ("full", "window(300)")),
+    ],
+)
 def test_mapping_a_layer_takes_little_more_than_its_weights(attention):
     ((peak, weights),) = run_ranks(1, peak_of_mapping_a_layer, attention, 1024)
     assert 0.9 < peak / weights <= 2.5

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -184,7 +185,7 @@ def test_every_pattern_equals_brute_force(kind):
     used = []
 
     @given(situation=situations(kind))
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=examples(25), deadline=None)
     def test(situation):
         with pytest.MonkeyPatch.context() as patch:
             used.extend(check(situation, CPU, patch))

@@ -53,9 +53,19 @@ def poison(step, value, where):
     return dict(step.model.named_parameters())[where].register_hook(spoil)
 
 
+VALUES = [math.nan, math.inf, -math.inf]
+PLACES = ["blocks.1.attention.q_proj.weight", "norm.weight", "embedding.weight"]
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("where", ["blocks.1.attention.q_proj.weight", "norm.weight", "embedding.weight"])
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        pytest.param(value, where, marks=pytest.mark.stress if VALUES.index(value) != PLACES.index(where) else ())
+        for value in VALUES
+        for where in PLACES
+    ],
+)
 @pytest.mark.parametrize("clip", [1.0, None])
 def test_a_gradient_that_is_not_finite_changes_no_bit(optimizer, value, where, clip):
     step = make_step(optimizer, max_nonfinite_steps=1, grad_clip=clip)
