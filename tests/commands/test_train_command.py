@@ -375,7 +375,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.stress), "bf16"])
 def test_compiled_equals_eager(train_args, tmp_path, precision, stress):
     losses = []
     script = tmp_path / "trace_only.py"

@@ -17,6 +17,7 @@ for module, names in (
 ):
     for name in names:
         delattr(module, name)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may ignore it
 
 
 class CDLL(ctypes.CDLL):

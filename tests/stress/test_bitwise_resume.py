@@ -23,7 +23,7 @@ CASES = [
         log_every,
         background,
         id=f"{precision}-{name}-{optimizer}",
-        marks=[pytest.mark.stress] if compiled else [],  # it takes a minute
+        marks=[pytest.mark.stress] if compiled or optimizer == "adamw" else [],
     )
     for precision, compiled, name, optimizer, log_every, background in [
         ("fp32", False, "eager", "muon", 1, False),

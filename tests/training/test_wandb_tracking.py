@@ -78,7 +78,13 @@ def test_offline_losses_equal_metrics(train_args, tmp_path):
     assert_equals_metrics(first | second, run)
 
 
-@pytest.mark.parametrize("save_every", [20, 100000], ids=["from a checkpoint", "from the beginning"])
+@pytest.mark.parametrize(
+    "save_every",
+    [
+        pytest.param(20, id="from a checkpoint"),
+        pytest.param(100000, id="from the beginning", marks=pytest.mark.stress),
+    ],
+)
 def test_after_a_kill_no_step_is_sent_twice_and_only_the_newest_are_lost(train_args, tmp_path, save_every):
     """At most the steps that wandb had received but not yet written are lost; metrics.jsonl has them."""
     run = tmp_path / "run"
