@@ -11,7 +11,7 @@ demo: .venv/ready
 	.venv/bin/python generate.py runs/quickstart --num-samples 3
 
 test: .venv/ready-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 3 --dist worksteal
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
 
 prove: .venv/ready-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -s --stress -n 2 --dist worksteal

@@ -195,6 +195,7 @@ def test_no_run_starts_after_one_has_failed(tmp_path):
     assert not (tmp_path / "quickstart").exists()
 
 
+@pytest.mark.stress
 def test_time_to_loss_of_gpt2(benchmark, train_args, tmp_path):
     baseline = write_config(
         train_args, tmp_path, "baseline", "optimizer.name=adamw", "optimizer.lr=0.001", "optimizer.weight_decay=0.1",

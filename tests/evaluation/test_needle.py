@@ -119,12 +119,13 @@ def reference_log_probs(model, tokenizer, one):
 
 
 @pytest.mark.parametrize(("spec", "form"), [("bpe", {}), ("byte", {}), ("byte", {"attention": "window(70)"})])
-def test_log_probs_equal_full_forward_passes(request, random_model, spec, form):
+def test_log_probs_equal_full_forward_passes(request, random_model, spec, form, stress):
+    n_examples = 4 if stress else 2
     tokenizer = request.getfixturevalue(spec)
     model = random_model(vocab_size=tokenizer.vocab_size, max_seq_len=64, n_layers=1, **form)
     distance = 64 if spec == "bpe" else 160
     right, given = [], []
-    for one in needle.make_needles(tokenizer, distance, 4, seed=0):
+    for one in needle.make_needles(tokenizer, distance, n_examples, seed=0):
         expected = reference_log_probs(model, tokenizer, one)
         ids = [tokenizer.encode(f" {value}") for value in needle.VALUES[one.name]]
         assert needle.log_probs(model, one.tokens, ids).tolist() == pytest.approx(expected, abs=2e-4)
@@ -132,10 +133,10 @@ def test_log_probs_equal_full_forward_passes(request, random_model, spec, form):
         right.append(best == one.value)
         place = needle.VALUES[one.name].index(one.value)
         given.append(torch.tensor(expected).softmax(dim=0)[place].item())
-    found = needle.needle_test(model, tokenizer, distance, n_examples=4)
-    assert found["n_examples"] == 4
-    assert found["accuracy"] == sum(right) / 4
-    assert found["probability"] == pytest.approx(sum(given) / 4, rel=1e-3)
+    found = needle.needle_test(model, tokenizer, distance, n_examples=n_examples)
+    assert found["n_examples"] == n_examples
+    assert found["accuracy"] == sum(right) / n_examples
+    assert found["probability"] == pytest.approx(sum(given) / n_examples, rel=1e-3)
 
 
 def test_accuracy_and_binomial_error(random_model, bpe):
