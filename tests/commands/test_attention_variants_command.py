@@ -21,7 +21,9 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.stress if name == "letters" else ()) for name in FORMS]
+)
 def trained(request, train_args, tmp_path_factory):
     """A run of each form; the mixed one was stopped half-way and gone on with."""
     folder = tmp_path_factory.mktemp("forms") / request.param
