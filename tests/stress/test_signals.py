@@ -83,13 +83,36 @@ def test_a_second_signal_leaves_at_once(train_args, tmp_path):
     assert not (run / "metrics.jsonl").exists()
 
 
+EVALUATION_THAT_WAITS = """
+import runpy, signal, sys, time
+from pathlib import Path
+from thinker.model import Thinker
+
+folder, forward = Path(sys.argv[1]), Thinker.forward
+sys.argv = sys.argv[2:]
+
+
+def wait_for_the_signal(model, *arguments, **options):
+    if not model.training:
+        (folder / "inside").touch()
+        while signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            time.sleep(0.01)  # the signal comes here
+    return forward(model, *arguments, **options)
+
+
+Thinker.forward = wait_for_the_signal
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_an_evaluation_is_left_and_made_again(train_args, tmp_path):
-    """A validation set that takes long: the signal does not wait for its end, and the loss comes after resuming."""
-    run = tmp_path / "run"
+    """The signal does not wait for the end of the validation set, and the loss comes after resuming."""
+    run, script = tmp_path / "run", tmp_path / "waits.py"
+    script.write_text(EVALUATION_THAT_WAITS)
     options = ["train.max_steps=7", "train.eval_every=5", "train.save_every=null", "data.val_fraction=0.9",
                "data.seq_len=8", "train.micro_batch_size=1"]  # fmt: skip
-    process = start_script(*train_args, f"run.dir={run}", *options)
-    assert wait_for(lambda: last_step(run) >= 5, process)
+    process = start_script(script, tmp_path, *train_args, f"run.dir={run}", *options)
+    assert wait_for((tmp_path / "inside").exists, process), process.output()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
     assert checkpoint_steps(run) == [5]
