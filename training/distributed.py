@@ -18,21 +18,21 @@ from thinker.training.config import TrainSettings
 
 
 def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.Module:
-    """The model as a step calls it: activation checkpointing, then compiling, then DDP or FSDP2.
+    """The model as a step calls it: compiling, then activation checkpointing, then DDP or FSDP2.
 
     "ddp": every rank has the whole model, and gradients are summed during the backward pass. "fsdp": every rank has
     some rows of each parameter, and gathers a block's when it runs (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054),
     in the precision of the activations. Embedding and head are gathered in fp32: thousands of gradients of a frequent
     token, added in bf16, were 40% off.
     """
-    if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174): the rest is computed a second time
-        for block in model.blocks[:: train.checkpoint_every_n_blocks]:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if train.compile:
         # One graph per kind of layer. Beyond this limit (8 by default) torch silently stops compiling.
         torch._dynamo.config.recompile_limit = 256
-        for block in model.blocks:
-            block.compile()  # in place: names of parameters stay as they are
+        for block in model.blocks:  # in place: names of parameters stay as they are
+            block.forward = torch.compile(block.forward)
+    if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174): the rest is computed a second time
+        for block in model.blocks[:: train.checkpoint_every_n_blocks]:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if dist.world_size == 1:
         return model
     # Imported here: it takes half a second, and a single process does not need it.

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinker.data.prefetch import Batch
@@ -84,6 +85,20 @@ def test_each_matrix_is_cast_once_a_step(size, every):
         step(a_batch(), 1.0)
     assert sorted(casts) == sorted(matrices.values())
     assert all(m.cached_weight is None for m in step.model.modules() if hasattr(m, "cached_weight"))
+
+
+@pytest.mark.parametrize("every", [None, 1, 2])
+def test_all_blocks_share_one_compiled_program(every, monkeypatch):
+    """Also those whose activations are computed again."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"steps": 2, "micro_batch_size": 2, "precision": "fp32", "checkpoint_every_n_blocks": every}
+    _, loss = trained(**options, compile=True)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["graph_break"] == {}
+    torch.testing.assert_close(loss, trained(**options)[1])
 
 
 @pytest.mark.parametrize(
