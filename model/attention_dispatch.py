@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from thinker.model.kernels.blockwise_attention import blockwise_attention
 from thinker.model.kernels.decode_attention import decode_attention
@@ -17,6 +18,7 @@ from thinker.model.kernels.local_attention import from_blocks, keys_to_blocks, t
 from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
+MIN_SPARSE_LENGTH = 1024  # from here on, CUDA takes kernels that skip what a pattern hides
 ROWS = 64  # queries whose weights the reference holds at a time
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
 
@@ -78,7 +80,8 @@ def choose_kernel(
         raise UserError(f"the attention kernel {requested!r} does not compute {pattern.text} here{hint}")
     T = query.position.shape[-1]
     if query.position.is_cuda:
-        if T >= 1024 and not (pattern == CAUSAL and not has_documents and not has_alibi):
+        is_plain = pattern == CAUSAL and plain_scores and not (has_documents or has_alibi)
+        if T >= MIN_SPARSE_LENGTH and not is_plain:
             has_flash = torch.cuda.get_device_capability(query.position.device) >= (8, 0)
             if supported["varlen"] and has_flash and dtype in (torch.bfloat16, torch.float16):
                 return "varlen"
@@ -182,11 +185,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         if not needs_sdpa and q.shape[2] <= 16 and q.dtype == torch.float32:
             return decode_attention(q, k, v, allowed, scale)
         k = k.contiguous()  # SDPA's flash kernel reads rows only
-    elif is_grouped and q.is_cuda and q.shape[2] == 1 and not mask.differs_by_head:
+    elif is_grouped and q.is_cuda and q.shape[2] == 1 and not (mask.differs_by_head or mask.is_causal):
         # One query per head: the query heads that share a KV head become its queries, and no key is read twice.
         B, H, _, D = q.shape
         q = q.reshape(B, k.shape[1], -1, D)  # (B, K, H/K, D)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale).reshape(B, H, 1, -1)
+        return _sdpa(q, k, v, mask, scale).reshape(B, H, 1, -1)
     elif is_grouped and q.is_cuda and allowed is not None:
         # CUDA's kernels with a mask do not support grouped keys: SDPA would fall back to the slow math path.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, S, D)
@@ -196,6 +199,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
             # If only far keys are visible, their biases are large numbers, which 16 bits cannot tell apart.
             allowed = allowed - allowed.amax(-1, keepdim=True).nan_to_num(neginf=0)
         allowed = allowed.to(q.dtype)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=allowed, is_causal=mask.is_causal, scale=scale, enable_gqa=is_grouped
-    )
+    options = {"attn_mask": allowed, "is_causal": mask.is_causal, "scale": scale}
+    if is_grouped:  # not enable_gqa=is_grouped: while compiling, is_grouped may be a symbol
+        options["enable_gqa"] = True
+    if q.is_cuda and not (mask.is_causal and torch.is_grad_enabled()):
+        # cuDNN's gradients with a mask may be NaN, and it prepares a new plan for every new length of a cache.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    return F.scaled_dot_product_attention(q, k, v, **options)

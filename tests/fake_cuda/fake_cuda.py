@@ -87,3 +87,30 @@ for module, functions in {
         assert hasattr(module, name), f"{module} has no {name}"
         setattr(module, name, function)
 fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
+
+
+@torch.compiler.assume_constant_result
+def _allows_cudnn():
+    return torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def scaled_dot_product_attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):  # fmt: skip
+    """The kernel that torch would choose on an H200; the choice itself is made by code that a CPU build lacks."""
+    if attn_mask is None and q.dtype != torch.float32:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    assert not (attn_mask is not None and _allows_cudnn()), "cuDNN would take the mask"
+    assert not (enable_gqa and attn_mask is not None), "grouped heads with a mask fall back to the slow math path"
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+        assert attn_mask.dtype == q.dtype
+        attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention

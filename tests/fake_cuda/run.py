@@ -11,4 +11,8 @@ import pytest  # noqa: E402
 
 if __name__ == "__main__":
     has_path = any(Path(argument.split("::")[0]).exists() for argument in sys.argv[1:])
-    sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:], *([] if has_path else [str(FOLDER)])]))
+    sys.exit(
+        pytest.main(
+            ["-p", "no:cacheprovider", "--show-capture=no", *sys.argv[1:], *([] if has_path else [str(FOLDER)])]
+        )
+    )

@@ -176,3 +176,12 @@ def test_gradients_flow_through_few_queries():
     scores = (q @ k.transpose(-2, -1) / math.sqrt(8)).masked_fill(~triangle(5).allowed, -torch.inf)
     ((scores.softmax(dim=-1) @ v) ** 2).sum().backward()
     torch.testing.assert_close(ours, q.grad)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_it_compiles_where_every_size_is_a_symbol(kv_heads):
+    q = torch.randn(1, 4, 1, 8, dtype=torch.bfloat16)  # as a compiled decode step of a cache that grows
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="eager")
+    for S in (5, 9):
+        k, v = torch.randn(2, 1, kv_heads, S, 8, dtype=torch.bfloat16)
+        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
