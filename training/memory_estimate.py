@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,9 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from thinker.data.prefetch import Batch
-from thinker.model import Thinker
+from thinker.model import KVCache, Thinker
+from thinker.model.attention_dispatch import MIN_SPARSE_LENGTH
+from thinker.model.masks import ForwardContext
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config import Settings
@@ -59,6 +62,28 @@ class LiveTensorMeter(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
+class CausalThinker(Thinker):
+    """A Thinker that attends causally where FlexAttention or the variable-length kernel would run.
+
+    Those need tensors with contents, and keep about as much for the backward pass.
+    """
+
+    def make_context(
+        self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
+    ) -> ForwardContext:
+        """As Thinker.make_context, but a long sequence is one document."""
+        is_short = inputs.shape[1] < MIN_SPARSE_LENGTH  # masks are tensors, and kept
+        context = super().make_context(inputs, tokens, document_ids if is_short else None)
+        for mask in context.masks:
+            if mask.kernel == "flex":
+                mask.kernel_state = _causal_attention
+        return context
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *unused: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
 def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.device) -> MemoryEstimate:
     """Run two training steps on fake tensors, without contents. What kernels and allocators use is not counted."""
     settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False)
@@ -68,7 +93,7 @@ def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.dev
     rng_state = torch.get_rng_state()
     with FakeTensorMode(), LiveTensorMeter(device) as meter:
         with device:
-            model = Thinker(settings.model)
+            model = (CausalThinker if device.type == "cuda" else Thinker)(settings.model)
         weights = meter.now
         step = TrainingStep(model, settings, skip_nonfinite=False)  # there are no values to check
         meter.now = weights  # the step's counters are not part of the estimate

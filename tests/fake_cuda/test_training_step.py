@@ -45,7 +45,7 @@ def every_pair(choices):
     return chosen
 
 
-def new_step(device, options, T=32, **shape):
+def new_step(device, options, T=32, compile=False, **shape):
     """A training step on the device, and its batch on the host."""
     shape = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16} | shape
     if options["attention"].startswith("heads"):
@@ -59,7 +59,7 @@ def new_step(device, options, T=32, **shape):
         "data": {"seq_len": T, "document_masking": options["documents"]},
         "run": {"init_from": "runs/base"} if options["lora_rank"] else {},
         "optimizer": {"name": options["optimizer"]},
-        "train": {**train, "batch_size": BATCH_SIZE, "compile": False, "max_steps": 9},
+        "train": {**train, "batch_size": BATCH_SIZE, "compile": compile, "max_steps": 9},
     }
     settings = resolve_settings(validate_config(tree), config, device)
     tokens = torch.zeros(BATCH_SIZE, T, dtype=torch.int64)

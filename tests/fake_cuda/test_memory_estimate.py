@@ -1,0 +1,58 @@
+"""Memory is predicted for every pattern, also where the GPU's kernels need tensors with contents."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from thinker.model import ThinkerConfig
+from thinker.training.config import validate_config
+from thinker.training.memory_estimate import estimate_memory
+from thinker.training.resolve_settings import resolve_settings
+
+GPU = torch.device("cuda:0")
+PATTERNS = [
+    "full",
+    "window(64)",
+    "linear(16)",
+    "longformer(50, 4, 3)",
+    "bigbird(50, 3, 64, 2, 1)",
+    "token(3)",
+    "prefix(300)",
+    ["window(100)", "full"],
+]
+SCORES = [{"positions": "alibi"}, {"attn_logit_softcap": 30.0}, {"attention_sinks": True}, {"precision": "fp32"}]
+
+
+@cache
+def peak_of_full_attention():
+    return estimate_memory(resolve(), 2, GPU).peak
+
+
+def resolve(attention="full", documents=False, T=1024, **options):
+    shape = {
+        name: options.pop(name) for name in ("positions", "attn_logit_softcap", "attention_sinks") if name in options
+    }
+    config = ThinkerConfig(
+        vocab_size=512, d_model=128, n_layers=2, n_heads=2, max_seq_len=T, attention=attention, **shape
+    )
+    data = {"seq_len": T, "document_masking": documents}
+    train = {"precision": "bf16", "micro_batch_size": 2, "batch_size": 8, "max_steps": 9, "compile": False} | options
+    return resolve_settings(validate_config({"data": data, "train": train}), config, GPU)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("attention", PATTERNS, ids=str)
+def test_every_pattern_takes_about_as_much_as_full_attention(attention, documents):
+    found = estimate_memory(resolve(attention, documents), 2, GPU).peak
+    assert found == pytest.approx(peak_of_full_attention(), rel=0.35)
+
+
+@pytest.mark.parametrize("options", SCORES, ids=str)
+def test_so_does_every_kind_of_score(options):
+    found = estimate_memory(resolve(documents=True, **options), 2, GPU).peak
+    assert found < (2.2 if "precision" in options else 1.35) * peak_of_full_attention()
+
+
+def test_the_micro_batch_is_chosen_for_masked_documents():
+    assert resolve("window(64)", documents=True, micro_batch_size="auto").train.micro_batch_size == 8
