@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
@@ -38,9 +39,14 @@ def batch_losses(
     try:
         for inputs, targets in sequential_batches(windows, batch_size, limit, dist.rank, dist.world_size):
             batch = inputs, targets, windows.document_ids(inputs)
-            yield targets, compute_loss(*(x if x is None else x.to(model.device, non_blocking=True) for x in batch))
+            yield targets, compute_loss(*(x if x is None else copy_to_device(x, model.device) for x in batch))
     finally:
         model.train(was_training)
+
+
+def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x on the device; the host does not wait for a GPU, which reads page-locked memory."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,11 @@ class Evaluator:
         n_tokens = n_bytes = 0
 
         def loss_sum(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+            missing = self.batch_size - len(inputs)
+            if missing and inputs.is_cuda:  # or a compiled model would be compiled for the short last batch, too
+                below = (0, 0, 0, missing)
+                inputs, targets = F.pad(inputs, below), F.pad(targets, below, value=IGNORE_INDEX)
+                document_ids = None if document_ids is None else F.pad(document_ids, below)
             return model(inputs, targets=targets, document_ids=document_ids)[0]
 
         losses = batch_losses(model, self.windows, self.batch_size, loss_sum, self.limit, self.dist)

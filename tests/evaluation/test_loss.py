@@ -57,6 +57,20 @@ def test_loss_floor_and_bits_of_aligned_documents(corpus, model):
     assert found.loss == pytest.approx(nats / tokens, rel=0.02)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_on_a_gpu_every_batch_has_the_same_shape(corpus, model, monkeypatch, masked):
+    """The last one, too: a compiled model would be compiled for it once more."""
+    windows = PackedDataset(corpus.val, 40, "documents", document_masking=masked)
+    assert len(windows) % 4
+    whole, shapes = Evaluator(windows, 4, token_byte_lengths(corpus.tokenizer))(model), set()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    handle = model.register_forward_pre_hook(lambda model, args: shapes.add(args[0].shape))
+    found = Evaluator(windows, 4, token_byte_lengths(corpus.tokenizer))(model)
+    handle.remove()
+    assert shapes == {(4, 40)}
+    assert (found.n_tokens, found.bits_per_byte) == (whole.n_tokens, pytest.approx(whole.bits_per_byte))
+
+
 def test_no_entropy_floor_for_cut_or_unaligned_documents(corpus, model):
     lengths = token_byte_lengths(corpus.tokenizer)
     assert Evaluator(PackedDataset(corpus.val, 40, "documents"), 3, lengths).floor is None
