@@ -23,6 +23,7 @@ PYDOCS = [
     "data.val_fraction=0.02",
     "model.vocab_size=null",
     "train.batch_size=32",
+    "train.micro_batch_size=16",
     "train.eval_sequences=32",
     "train.sample_every=null",
     "train.log_every=1",

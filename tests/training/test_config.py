@@ -9,9 +9,11 @@ import yaml
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
+from thinker.runtime.process_group import SINGLE_PROCESS
 from thinker.training.config import Config, load_config, validate_config
 from thinker.training.config_docs import config_markdown, config_schema
 from thinker.training.config_sections import ModelConfig
+from thinker.training.resolve_settings import check_batch_split
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -20,6 +22,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_config_is_valid_and_names_hardware_and_loss(path):
     config = load_config(path, [])
+    check_batch_split(config, SINGLE_PROCESS)
     assert config.run.dir == f"runs/{path.stem}"
     head = path.read_text().split("\n\n")[0]
     assert head.startswith("#")
