@@ -78,6 +78,7 @@ class Thinker(nn.Module):
         super().__init__()
         self.config = config
         self.activation_dtype: torch.dtype | None = None
+        self.is_compiled = False  # set where the blocks are; on CUDA the loss is then compiled, too
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel = "auto"  # one of attention_dispatch.KERNELS, to force it
@@ -159,7 +160,8 @@ class Thinker(nn.Module):
                 return hook(self.hooks, "logits", self.lm_head(x))  # (B, T, V)
             if self.config.prefix:  # no loss where a position attends to its target
                 targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
-            return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight)
+            compiles_loss = self.is_compiled and x.is_cuda
+            return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight, compiles_loss)
 
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None

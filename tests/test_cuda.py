@@ -261,3 +261,26 @@ def test_two_gpus_learn_as_one_and_save_for_one(tmp_path, parallel):
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
     assert run_script(ROOT / "generate.py", tmp_path / "2", "--max-new-tokens", "8").returncode == 0
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.usefixtures("_exact_fp32")
+def test_head_and_loss_in_bf16_are_near_fp32(monkeypatch, is_compiled):
+    """In several chunks, the last one shorter, with ignored targets."""
+    from thinker.model.kernels import linear_cross_entropy as module
+
+    monkeypatch.setattr(module, "COMPILED_CHUNK_ELEMENTS", 2**20)
+    monkeypatch.setitem(module.CHUNK_ELEMENTS, "cuda", 2**20)
+    generator = torch.Generator("cuda").manual_seed(0)
+    options = {"generator": generator, "device": "cuda"}
+    x = torch.randn(1, 1001, 256, **options).bfloat16().requires_grad_()
+    weight = (torch.randn(5000, 256, **options) / 4).bfloat16().float().requires_grad_()
+    targets = torch.randint(-1, 5000, (1, 1001), **options)
+    ours, count = module.linear_cross_entropy(x, weight, targets, None, is_compiled)
+    known = torch.nn.functional.cross_entropy((x.float() @ weight.T)[0], targets[0], ignore_index=-1, reduction="sum")
+    assert int(count) == int((targets >= 0).sum())
+    assert ours.item() == pytest.approx(known.item(), rel=1e-3)
+    grads, right = (torch.autograd.grad(loss, (x, weight)) for loss in (ours, known))
+    assert grads[0].dtype == torch.bfloat16
+    assert grads[1].dtype == torch.float32
+    assert_near([grad.float() for grad in grads], [grad.float() for grad in right], 1e-2)

@@ -30,6 +30,7 @@ def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.M
         torch._dynamo.config.recompile_limit = 256
         for block in model.blocks:  # in place: names of parameters stay as they are
             block.forward = torch.compile(block.forward)
+        model.is_compiled = True
     if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174): the rest is computed a second time
         for block in model.blocks[:: train.checkpoint_every_n_blocks]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

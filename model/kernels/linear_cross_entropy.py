@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,56 +13,114 @@ from torch.autograd.function import once_differentiable
 
 from thinker.runtime.constants import IGNORE_INDEX
 
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits per chunk: they fit a core's cache or fill a GPU
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: they fit a core's cache or fill a GPU
+COMPILED_CHUNK_ELEMENTS = 5 * 2**27  # in bf16 alone they take as many bytes as 2**27 with two copies in fp32
 MIN_CHUNK_ROWS = 256  # each chunk also reads and writes the whole gradient of the weight
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Cross-entropy of logits (n, V) with targets (n,): its sum in nats, fp32, and its gradient, in the logits' dtype.
+
+    On CUDA the logits' memory holds the gradient.
+    """
+    is_counted = targets != IGNORE_INDEX  # (n,)
+    target = targets.clamp(min=0)[:, None]  # (n, 1)
+    log_probs = logits.float().log_softmax(dim=-1)  # (n, V)
+    loss = -(log_probs.gather(1, target)[:, 0] * is_counted).sum()
+    if not needs_gradient:
+        return loss, None
+    grad = log_probs.exp_()  # (n, V): softmax − one-hot, and 0 at ignored targets
+    grad.scatter_add_(1, target, grad.new_full((), -1.0).expand(target.shape))
+    if logits.is_cuda:
+        return loss, torch.mul(grad, is_counted[:, None], out=logits)  # one pass writes it in the logits' dtype
+    return loss, grad.mul_(is_counted[:, None]).to(logits.dtype)
+
+
+def fused_loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The same, written so that a compiler makes one kernel of it, which only the bf16 logits leave and enter."""
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]  # (n, V), none if ignored
+    log_probs = logits.float().log_softmax(dim=-1)  # (n, V)
+    loss = -torch.where(is_target, log_probs, 0.0).sum(dim=1).sum()
+    if not needs_gradient:
+        return loss, None
+    probs = log_probs.exp()
+    grad = torch.where(is_target, probs - 1, probs)
+    return loss, logits.copy_(grad.where((targets != IGNORE_INDEX)[:, None], 0.0))
+
+
+@cache
+def _compiled() -> Callable:
+    """The fused form compiled, for the whole process, at its first use: importing the compiler takes seconds."""
+    compiled = torch.compile(fused_loss_and_gradient, fullgraph=True)
+
+    def call(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        for tensor in (logits, targets):  # one program for all numbers of rows
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(logits, targets, needs_gradient)
+
+    return call
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients in the forward pass, where the logits are; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None, is_compiled: bool
+    ) -> Tensor:
         w = weight.to(x.dtype) if cached_weight is None else cached_weight  # (V, C)
-        x_grad = torch.empty_like(x) if ctx.needs_input_grad[0] else None  # (N, C)
-        w_grad = torch.zeros_like(w, dtype=torch.float32) if ctx.needs_input_grad[1] else None  # (V, C)
+        needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
+        x_grad = torch.empty_like(x) if needs_x_grad else None  # (N, C)
+        w_grad = None  # (V, C)
         total = x.new_zeros((), dtype=torch.float32)
         rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS.get(x.device.type, 2**24) // w.shape[0])
+        if is_compiled:
+            n_chunks = -(-len(x) * w.shape[0] // COMPILED_CHUNK_ELEMENTS)
+            rows = -(-len(x) // n_chunks)
+        loss_of = _compiled() if is_compiled else loss_and_gradient
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            is_counted = targets[part] != IGNORE_INDEX  # (n,)
-            target = targets[part].clamp(min=0)[:, None]  # (n, 1)
-            log_probs = F.linear(x[part], w).float().log_softmax(dim=-1)  # (n, V)
-            total -= (log_probs.gather(1, target)[:, 0] * is_counted).sum()
-            if x_grad is None and w_grad is None:
-                continue
-            grad = log_probs.exp_()  # (n, V): softmax − one-hot, and 0 at ignored targets
-            grad.scatter_add_(1, target, grad.new_full((), -1.0).expand(target.shape))
-            grad = grad.mul_(is_counted[:, None]).to(x.dtype)
-            if x_grad is not None:
-                x_grad[part] = grad @ w
-            if w_grad is not None and w_grad.dtype == grad.dtype:
-                torch.addmm(w_grad, grad.T, x[part], out=w_grad)
-            elif w_grad is not None:
-                w_grad += grad.T @ x[part]
+            loss, grad = loss_of(F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad)
+            total += loss
+            if needs_x_grad:
+                torch.mm(grad, w, out=x_grad[part])
+            if needs_w_grad:
+                w_grad = _add_product(w_grad, grad.T, x[part])
         ctx.save_for_backward(x_grad, w_grad)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_grad, w_grad = ctx.saved_tensors
         x_grad = None if x_grad is None else (x_grad * grad).to(x_grad.dtype)  # a loss scale overflows fp16
         w_grad = None if w_grad is None else (w_grad * grad).to(ctx.weight_dtype)
-        return x_grad, w_grad, None, None
+        return x_grad, w_grad, None, None, None
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a·b in fp32, of matrices in any dtype; `total` may be changed."""
+    if a.is_cuda and a.dtype.itemsize == 2:
+        # Not addmm, which would add in place: torch 2.11 has no fake form of it, which memory estimates need.
+        product = torch.mm(a, b, out_dtype=torch.float32)
+        return product if total is None else total.add_(product)
+    if total is None:
+        total = a.new_zeros((len(a), b.shape[1]), dtype=torch.float32)
+    if a.dtype == torch.float32:
+        return torch.addmm(total, a, b, out=total)
+    return total.add_(a @ b)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None
+    x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None, is_compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of softmax(x · weightᵀ) against `targets`, (B, T) int64: (sum in nats, fp32; number of targets).
 
     x (B, T, C), whose dtype the products have; weight (V, C); cached_weight: in x's dtype. IGNORE_INDEX is not counted.
+    is_compiled: softmax, loss and gradient of a chunk are compiled; its products are those of libraries in any case.
     """
-    total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), cached_weight)
+    if not torch.is_grad_enabled():  # a Function does not look: it would compute the weight's gradient
+        weight = weight.detach()
+    total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), cached_weight, is_compiled)
     return total, (targets != IGNORE_INDEX).sum()

@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_iter
 ROOT = Path(__file__).parents[2]
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-NOT_LAUNCHED = ALLOCATIONS | {aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten._reshape_alias}
+NO_WORK = {torch.ops.prim.device, aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten._reshape_alias}
+INDEXED = {aten.gather, aten.scatter_add_, aten.embedding}  # of their first argument they touch a few entries
+NOT_LAUNCHED = ALLOCATIONS | NO_WORK
 
 
 class DeviceTrace(TorchDispatchMode):
@@ -44,7 +46,8 @@ class DeviceTrace(TorchDispatchMode):
             return args[0].new_zeros(max(1, int(self.answer)), args[0].dim(), dtype=torch.int64)
         out = func(*args, **kwargs)
         inputs, outputs = (
-            [x for x in tree_iter(part) if isinstance(x, torch.Tensor)] for part in ((args, kwargs), out)
+            [x for x in tree_iter(part) if isinstance(x, torch.Tensor)]
+            for part in ((args, {**kwargs, "out": None}), out)
         )
         devices = {x.device.type for x in (*inputs, *outputs)}
         if packet in (aten._to_copy, aten.copy_) and len(devices) > 1:
@@ -53,6 +56,8 @@ class DeviceTrace(TorchDispatchMode):
         is_view = any(
             result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
         )
+        if packet in INDEXED:
+            inputs, outputs = ([x for x in part if x.shape != args[0].shape] for part in (inputs, outputs))
         if "cuda" in devices and not is_view and packet not in NOT_LAUNCHED:
             self.record(str(packet), inputs, outputs)
         return out

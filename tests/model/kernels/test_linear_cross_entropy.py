@@ -1,7 +1,10 @@
 """The chunked head is cross-entropy, values and gradients."""
 
+import functools
+
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,3 +70,71 @@ def test_a_loss_scale_beyond_fp16_keeps_gradients_finite():
     (loss * 2.0**17).backward()
     assert x.grad.isfinite().all()
     assert x.grad.abs().max() > 50
+
+
+def chunk(targets, V=50):
+    """Logits in bf16, (n, V), and targets; what autograd makes of them in fp64: the loss and its gradient."""
+    logits = 3 * torch.randn(len(targets), V, generator=torch.Generator().manual_seed(2))
+    logits, targets = logits.bfloat16(), torch.tensor(targets)
+    leaf = logits.double().requires_grad_()
+    loss = F.cross_entropy(leaf, targets, ignore_index=-1, reduction="sum")
+    return logits, targets, loss.item(), torch.autograd.grad(loss, leaf)[0]
+
+
+def check_chunk(function, targets):
+    logits, targets, known, known_grad = chunk(targets)
+    assert function(logits, targets, False)[1] is None
+    loss, grad = function(logits.clone(), targets, True)
+    assert grad.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(known, rel=1e-5)
+    torch.testing.assert_close(grad.double(), known_grad, rtol=2**-8, atol=1e-6)  # rounded once, to bf16
+    assert not grad[targets < 0].any()
+
+
+TARGETS = [[4, 49, -1, 0, 7], [-1, -1, -1], [3], [-1], [0] * 70]
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("function", [module.loss_and_gradient, module.fused_loss_and_gradient])
+def test_loss_and_gradient_of_a_chunk(function, targets):
+    check_chunk(function, targets)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.stress)])
+def test_one_program_serves_chunks_of_every_size(monkeypatch, backend):
+    """It writes the gradient over the logits; a single row has a program of its own."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    compiled = module._compiled.__wrapped__()
+    for targets in TARGETS:
+        check_chunk(compiled, targets)
+    assert counter.frame_count == 4  # with and without a gradient
+    logits, targets, *_ = chunk(TARGETS[0])
+    assert compiled(logits, targets, True)[1].data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("rows", [1, 20, 33])
+def test_compiled_chunks_add_up(monkeypatch, rows):
+    monkeypatch.setattr(module, "_compiled", lambda: module.fused_loss_and_gradient)
+    monkeypatch.setattr(module, "COMPILED_CHUNK_ELEMENTS", 50 * 13)  # 33 rows: three chunks of 11
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, rows, 7, generator=generator, requires_grad=True)
+    weight = torch.randn(50, 7, generator=generator, requires_grad=True)
+    targets = torch.randint(-1, 50, (1, rows), generator=generator)
+    ours, known = (linear_cross_entropy(x, weight, targets, None, is_compiled)[0] for is_compiled in (True, False))
+    torch.testing.assert_close(ours, known)
+    for grad, known_grad in zip(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(known, (x, weight))):
+        torch.testing.assert_close(grad, known_grad, rtol=1e-4, atol=1e-5)
+
+
+def test_no_gradient_is_computed_where_none_is_kept(monkeypatch):
+    asked = []
+    original = module.loss_and_gradient
+    monkeypatch.setattr(module, "loss_and_gradient", lambda *args: (asked.append(args[2]), original(*args))[1])
+    x, weight = torch.randn(1, 4, 6), torch.nn.Parameter(torch.randn(9, 6))
+    with torch.no_grad():
+        linear_cross_entropy(x, weight, torch.tensor([[1, 2, -1, 3]]))
+    assert asked == [False]
+    linear_cross_entropy(x, weight, torch.tensor([[1, 2, -1, 3]]))
+    assert asked == [False, True]
