@@ -1,6 +1,7 @@
 """torch's Muon with three Newton-Schulz iterations instead of five, and with updates normalized by row."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,16 +28,19 @@ class Muon(torch.optim.Muon):
     form a batch, in `dtype`: a CPU without bf16 units is five times slower in bf16 than in fp32.
     """
 
-    def __init__(self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, **options: Any) -> None:
+    def __init__(
+        self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, is_compiled: bool = False, **options: Any
+    ) -> None:
         assert not {"adjust_lr_fn", "ns_steps", "ns_coefficients"} & options.keys(), "not built"
         super().__init__(params, **options)
-        self.dtype, self.row_beta = dtype, row_beta
+        self.dtype, self.row_beta, self.is_compiled = dtype, row_beta, is_compiled
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
         """One update. As in torch's fused AdamW, nothing changes if `found_inf`, a scalar on the device, is 1."""
         assert closure is None, "our loop computes the loss"
         skip = None if getattr(self, "found_inf", None) is None else self.found_inf > 0
+        weight = 1 - self.row_beta if skip is None else skip.logical_not() * (1 - self.row_beta)
         n_sharded = 0  # matrices orthogonalized so far; decides which rank computes the next one
         for group in self.param_groups:
             by_shape: dict[tuple[int, ...], list[Tensor]] = {}
@@ -44,34 +48,43 @@ class Muon(torch.optim.Muon):
                 if parameter.grad is not None:
                     by_shape.setdefault(tuple(parameter.shape), []).append(parameter)
             for shape, parameters in by_shape.items():
-                updates, row_second_moments = [], []
-                for parameter in parameters:
-                    state = self.state[parameter]
-                    if "momentum_buffer" not in state:
-                        state["momentum_buffer"] = torch.zeros_like(parameter)
-                        state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
-                    momentum, grad = local_tensor(state["momentum_buffer"]), local_tensor(parameter.grad)
-                    if skip is not None:
-                        grad = torch.where(skip, momentum, grad)  # momentum moved towards itself stays the same
-                    momentum.lerp_(grad, 1 - group["momentum"])
-                    updates.append(grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
-                    row_second_moments.append(local_tensor(state["row_second_moment"]))
-                stacked = torch.stack(updates).to(self.dtype)  # (n, rows, columns)
                 mesh = getattr(parameters[0], "device_mesh", None)
                 ranks = None if mesh is None else mesh.get_group()  # that share the rows (FSDP2)
+                states = [self._state(parameter) for parameter in parameters]
+                row_second_moments = [local_tensor(state["row_second_moment"]) for state in states]
+                stacked = self._momentum_updates(group, parameters, states, skip).to(self.dtype)  # (n, rows, columns)
                 if ranks is None:
                     stacked = orthogonalize(stacked)
                 else:
                     stacked = sharded_orthogonalize(stacked, shape[0], n_sharded, ranks)
                     n_sharded += len(parameters)
+                normalize = _compiled() if self.is_compiled and ranks is None else normalize_rows
+                stacked, means = normalize(stacked, torch.stack(row_second_moments), weight, skip, ranks)
+                torch._foreach_copy_(row_second_moments, means.unbind())
+                weights = [local_tensor(parameter) for parameter in parameters]
+                if decay := group["lr"] * group["weight_decay"]:
+                    torch._foreach_mul_(weights, 1 - decay if skip is None else torch.where(skip, 1.0, 1 - decay))
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
-                weight = 1 - self.row_beta if skip is None else torch.where(skip, 0.0, 1 - self.row_beta)
-                stacked = normalize_rows(stacked, row_second_moments, weight, ranks)
-                for parameter, update in zip(map(local_tensor, parameters), stacked):
-                    moved = parameter if skip is None else parameter.clone()
-                    moved.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
-                    if skip is not None:
-                        parameter.copy_(torch.where(skip, parameter, moved))
+                torch._foreach_add_(weights, stacked.unbind(), alpha=-lr)
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
+        return state
+
+    def _momentum_updates(
+        self, group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]], skip: Tensor | None
+    ) -> Tensor:
+        """Move the momentum of n matrices of one shape. Returns their updates, (n, rows, columns)."""
+        momenta = [local_tensor(state["momentum_buffer"]) for state in states]
+        grads = [local_tensor(parameter.grad) for parameter in parameters]
+        if skip is not None:  # momentum moved towards itself stays the same
+            stacked = torch.stack(grads)
+            grads = torch.where(skip, torch.stack(momenta), stacked, out=stacked).unbind()
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        return torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta)
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -118,19 +131,29 @@ def sharded_orthogonalize(shards: Tensor, n_rows: int, first_owner: int, group: 
 
 
 def normalize_rows(
-    updates: Tensor, row_second_moments: list[Tensor], weight: float | Tensor, group: Any = None
-) -> Tensor:
+    updates: Tensor, row_second_moments: Tensor, weight: float | Tensor, skip: Tensor | None = None, group: Any = None
+) -> tuple[Tensor, Tensor]:
     """Divide each row of updates (n, rows, columns) by its root mean square over recent steps; keep each matrix's norm.
 
-    `row_second_moments`: n running means of squares (rows, 1), updated here with `weight` for the new squares. Starting
-    at zero needs no correction: a factor common to a whole matrix cancels. `group`: the ranks that share the rows.
+    `row_second_moments`: running means of squares (n, rows, 1); the new squares get `weight`. Starting at zero needs no
+    correction: a factor common to a whole matrix cancels. `group`: the ranks that share the rows. Returns the updates,
+    zeros if `skip`, and the new means.
     """
     squares = updates.float().square().mean(2, keepdim=True)  # (n, rows, 1)
-    means = torch.stack([mean.lerp_(square, weight) for mean, square in zip(row_second_moments, squares)])
+    means = row_second_moments.lerp(squares, weight)
     scale = means.clamp(min=1e-30).rsqrt()
     before, after = squares.sum(1, keepdim=True), (squares * scale.square()).sum(1, keepdim=True)  # (n, 1, 1) each
     if group is not None:
         sums = torch.cat((before, after))
         torch.distributed.all_reduce(sums, group=group)
         before, after = sums.chunk(2)
-    return updates * (scale * (before / after.clamp(min=1e-30)).sqrt())
+    updates = updates * (scale * (before / after.clamp(min=1e-30)).sqrt())
+    if skip is not None:
+        updates = torch.where(skip, 0.0, updates)
+    return updates.contiguous() if updates.is_cuda else updates, means  # CUDA's _foreach functions need equal strides
+
+
+@cache
+def _compiled() -> Callable:
+    """normalize_rows() compiled, for the whole process, at its first use: importing the compiler takes seconds."""
+    return torch.compile(normalize_rows, fullgraph=True, dynamic=False)

@@ -60,6 +60,8 @@ class DeviceTrace(TorchDispatchMode):
             inputs, outputs = ([x for x in part if x.shape != args[0].shape] for part in (inputs, outputs))
         if "cuda" in devices and not is_view and packet not in NOT_LAUNCHED:
             self.record(str(packet), inputs, outputs)
+            if str(packet).startswith("aten._foreach"):
+                self.launches[str(packet)] += n_launches(args) - 1
         return out
 
     def record(self, name, inputs, outputs):
@@ -89,10 +91,17 @@ class DeviceTrace(TorchDispatchMode):
         yield self
 
 
+def n_launches(lists):
+    """Kernels that a _foreach function runs: one, or one per tensor if shapes or strides differ between its lists."""
+    lists = [tensors for tensors in lists if isinstance(tensors, (list, tuple))]
+    is_uniform = all(len({(x.shape, x.stride()) for x in tensors}) == 1 for tensors in zip(*lists, strict=True))
+    return 1 if is_uniform else len(lists[0])
+
+
 def calling_function():
     """The innermost function of the toolkit on the stack, as "folder/file.py:function"."""
     for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
+        path = Path(frame.filename).resolve()
         is_ours = path.is_relative_to(ROOT) and not {"tests", ".venv"} & set(path.relative_to(ROOT).parts)
         if is_ours and not frame.name.startswith("<"):  # a comprehension
             return f"{path.relative_to(ROOT)}:{frame.name}"

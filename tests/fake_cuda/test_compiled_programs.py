@@ -49,4 +49,7 @@ def test_training_compiles_few_programs(gpu, programs, options):
         step(batch, 1.0)
     assert counters["graph_break"] == {}
     n_blocks = 2 if step.train.lora_rank else 1  # the embedding is frozen: the first block's input needs no gradient
-    assert programs() == n_blocks + 1  # the loss
+    n_muon = (
+        6 if step.train.lora_rank is None else 0
+    )  # shapes: those of the q, k, o, up and down matrices, and the head
+    assert programs() == n_blocks + 1 + n_muon  # one for the loss

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from conftest import examples
@@ -36,7 +38,7 @@ def test_it_moves_every_matrix_as_torchs_own_does(options, monkeypatch):
         return torch.stack(each).float()
 
     monkeypatch.setattr(muon, "orthogonalize", torchs_own)
-    monkeypatch.setattr(muon, "normalize_rows", lambda updates, rows, weight, group: updates)
+    monkeypatch.setattr(muon, "normalize_rows", lambda updates, means, *_: (updates, means))
     mine, theirs = parameters(1), parameters(1)
     ours = moved(Muon(mine, dtype=torch.float32, lr=0.1, **options), mine)
     peer = moved(torch.optim.Muon(theirs, lr=0.1, adjust_lr_fn="original", **options), theirs)
@@ -129,11 +131,11 @@ def test_rows_are_divided_by_their_own_root_mean_square(n, rows, columns, beta, 
     """Against the paper's lines (Li et al. 2025, algorithm 1), a row at a time, bias correction included."""
     generator = torch.Generator().manual_seed(seed)
     size = 10.0 ** torch.randint(-3, 2, (rows, 1), generator=generator)  # rows of very different size
-    kept = [torch.zeros(rows, 1) for _ in range(n)]
+    kept = torch.zeros(n, rows, 1)
     means = torch.zeros(n, rows, dtype=torch.float64)
     for step in range(1, steps + 1):
         updates = torch.randn(n, rows, columns, generator=generator) * size
-        moved_by = normalize_rows(updates, kept, 1 - beta)
+        moved_by, kept = normalize_rows(updates, kept, 1 - beta)
         for matrix in range(n):
             expected = updates[matrix].double()
             for row in range(rows):
@@ -143,8 +145,24 @@ def test_rows_are_divided_by_their_own_root_mean_square(n, rows, columns, beta, 
             torch.testing.assert_close(moved_by[matrix].double(), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_bad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_normalized_by_a_compiled_program_too(monkeypatch, dtype, is_bad):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    compiled = muon._compiled.__wrapped__()
+    for shape in [(3, 8, 5), (1, 8, 5), (3, 5, 8)]:
+        generator = torch.Generator().manual_seed(4)
+        updates = torch.randn(shape, generator=generator).to(dtype)
+        means = torch.rand(*shape[:2], 1, generator=generator)
+        skip = torch.tensor(is_bad)
+        arguments = updates, means, skip.logical_not() * 0.05, skip, None
+        for ours, known in zip(compiled(*arguments), normalize_rows(*arguments)):
+            torch.testing.assert_close(ours, known)
+            assert ours.dtype == torch.float32
+
+
 def test_nothing_stays_nothing():
     assert torch.equal(orthogonalize(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
-    assert torch.equal(normalize_rows(torch.zeros(2, 4, 6), [torch.zeros(4, 1)] * 2, 0.05), torch.zeros(2, 4, 6))
+    assert torch.equal(normalize_rows(torch.zeros(2, 4, 6), torch.zeros(2, 4, 1), 0.05)[0], torch.zeros(2, 4, 6))
     half = torch.tensor([[[1.0, -1.0], [0.0, 0.0]]])  # a row without a gradient
-    torch.testing.assert_close(normalize_rows(half, [torch.zeros(2, 1)], 0.05), half)
+    torch.testing.assert_close(normalize_rows(half, torch.zeros(1, 2, 1), 0.05)[0], half)
