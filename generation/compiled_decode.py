@@ -2,80 +2,159 @@
 
 from __future__ import annotations
 
-import dataclasses
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import FunctionType
 
 import torch
 from torch import Tensor
 
 from thinker.model import KVCache, Thinker
 from thinker.model.activation_hooks import has_open_hooks
-from thinker.model.masks import ForwardContext
+from thinker.model.attention_dispatch import AttentionMask
+from thinker.model.masks import CacheSlots, ForwardContext
+from thinker.model.positions import Rotation
+from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
+
+CAPACITY_MULTIPLE = 128  # positions
 
 
 class CompiledThinker:
-    """model(tokens, cache=cache) for one position per row, through torch.compile.
+    """model(tokens, cache=cache) for one position per row, through torch.compile; for models that are `is_plain`.
 
     On a CPU the length of the cache is a symbol of the one compiled program, which serves batches of one: larger ones
-    spend their time in products that compiling does not change. On a GPU the cache is read in full under a mask, so
-    that no shape ever changes, and the whole step is captured as a CUDA graph per cache.
+    spend their time in products that compiling does not change. On a GPU the step runs in a bucket: rows are rounded up
+    to a power of two, the cache's max_len to a multiple of 128, and both are symbols of the program; a single row has a
+    program of its own. Each bucket is captured as a CUDA graph. Only the newest is kept, to bound the memory.
     """
 
-    def __init__(self, model: Thinker) -> None:
+    def __init__(self, model: Thinker, use_buckets: bool | None = None) -> None:
+        """`use_buckets`: by default on a GPU."""
         self.model = model
-        on_cpu = model.device.type == "cpu"
+        on_cpu, on_cuda = (model.device.type == kind for kind in ("cpu", "cuda"))
+        self.uses_buckets = on_cuda if use_buckets is None else use_buckets
         # The pattern matcher would put SDPA back, and copy the keys. Kernels called from C++ save 3.5 % of a step.
         options = {"pattern_matcher": False, "cpp_wrapper": on_cpu, "size_asserts": False}
-        self._compiled = torch.compile(self._step, dynamic=on_cpu, fullgraph=True, options=options)
-        self._graph: _Graph | None = None
+        # None: of a bucket only the dimensions that it marks are symbols. With True, heads and widths would be, too.
+        step, dynamic = (_bucket_step, None) if self.uses_buckets else (_step, True)
+        self._compiled = torch.compile(_with_own_code(step), dynamic=dynamic, fullgraph=True, options=options)
+        self._bucket: _Bucket | None = None
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """tokens (B, 1) -> logits (B, 1, V)."""
         if has_open_hooks(self.model):
             raise UserError("activations of a compiled model cannot be recorded or patched; leave compile out")
-        if not tokens.is_cuda and len(tokens) > 1:
+        if self.uses_buckets:
+            positions = cache.reserve(*tokens.shape)
+            return self._bucket_of(cache).run(tokens, positions)
+        if len(tokens) > 1:
             return self.model(tokens, cache=cache)
-        cache.fixed = tokens.is_cuda
         context = cache.append(*tokens.shape)
         context.rope = self.model.rope(context.positions, context.end, self.model.dtype)
-        if not tokens.is_cuda:
-            return self._compiled(tokens, context, cache)
-        inputs = [tokens, *context.rope, context.masks[0].allowed, context.slots[0].slot_mapping]
-        if self._graph is None or not self._graph.fits(inputs, cache):
-            self._graph = _Graph(self._compiled, inputs, context, cache)
-        return self._graph.replay(inputs)
+        return self._compiled(self.model, tokens, context, cache)
 
-    def _step(self, tokens: Tensor, context: ForwardContext, cache: KVCache) -> Tensor:
-        return self.model.lm_head(self.model.forward_blocks(tokens, context, cache))
+    def _bucket_of(self, cache: KVCache) -> _Bucket:
+        """The bucket that the cache fits, with the cache's contents in it."""
+        n_rows = 1 << (len(cache.lengths) - 1).bit_length()
+        capacity = -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        if self._bucket is None or self._bucket.shape != (n_rows, capacity):
+            self._bucket = None  # frees its memory first
+            self._bucket = _Bucket(self.model, self._compiled, n_rows, capacity)
+        self._bucket.adopt(cache)
+        return self._bucket
 
 
-class _Graph:
-    """One step captured on the GPU for one cache: inputs are copied into its own tensors, then it runs by itself."""
+def _step(model: Thinker, tokens: Tensor, context: ForwardContext, cache: KVCache) -> Tensor:
+    return model.lm_head(model.forward_blocks(tokens, context, cache))
 
-    def __init__(self, step: Callable, inputs: list[Tensor], context: ForwardContext, cache: KVCache) -> None:
-        self.inputs = [tensor.clone() for tensor in inputs]
-        self.buffer, n_layers = cache.layers[0].keys, len(context.masks)
-        tokens, cos, sin, allowed, slot_mapping = self.inputs
-        context.masks = [dataclasses.replace(context.masks[0], allowed=allowed)] * n_layers
-        context.slots = [dataclasses.replace(context.slots[0], slot_mapping=slot_mapping)] * n_layers
-        context.rope = cos, sin
+
+def _bucket_step(model: Thinker, tokens: Tensor, positions: Tensor, rope_table: Rotation, cache: KVCache) -> Tensor:
+    """tokens, positions (B, 1), rope_table (S, D) each, a cache of S positions -> logits (B, 1, V)."""
+    S, n_layers = cache.layers[0].keys.shape[2], len(cache.layers)
+    allowed = torch.arange(S, device=positions.device) <= positions  # (B, S)
+    masks = [AttentionMask(allowed[:, None, None])] * n_layers  # (B, 1, 1, S)
+    cos, sin = (table[positions].unsqueeze(1) for table in rope_table)  # (B, 1, 1, D)
+    context = ForwardContext(positions, S, masks, [CacheSlots(positions, S)] * n_layers, (cos, sin))
+    return _step(model, tokens, context, cache)
+
+
+def _with_own_code(function: FunctionType) -> FunctionType:
+    """A copy to compile: dynamo allows 8 programs per code object, which all models of a process would share."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
+class _Bucket:
+    """The tensors of a step for up to `n_rows` rows and `capacity` positions; on a GPU captured as a CUDA graph.
+
+    The rows that a batch lacks are padding: they sit at position 0, and nobody reads their logits.
+    """
+
+    def __init__(self, model: Thinker, step: Callable[..., Tensor], n_rows: int, capacity: int) -> None:
+        assert model.config.is_plain
+        self.shape = n_rows, capacity
+        self.buffers = model.new_cache(n_rows, capacity)
+        self.tokens, self.positions = (torch.zeros(n_rows, 1, dtype=int, device=model.device) for _ in range(2))
+        rope_table = model.rope(torch.arange(capacity, device=model.device), capacity, model.dtype)  # (S, D) each
+        for tensor in (self.tokens, self.positions, *rope_table):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        for layer in self.buffers.layers:
+            for tensor in (layer.keys, layer.values):
+                torch._dynamo.maybe_mark_dynamic(tensor, [0, 2])
+        self._owner: Callable[[], KVCache | None] = lambda: None  # a weak reference to the last cache that came
+        self._keys: list[Tensor | None] = [None] * len(self.buffers.layers)  # what its layers got
+        # Not a lambda: that would refer to self, and keep the memory until the next garbage collection.
+        self._step = partial(step, model, self.tokens, self.positions, rope_table, self.buffers)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if model.device.type == "cuda":
+            self._capture()
+
+    def _capture(self) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):  # compiles; writes the same position again, which changes nothing
-                step(tokens, context, cache)
+            for _ in range(2):  # compiles; what it writes is cleared by adopt()
+                self._step()
         torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = step(tokens, context, cache)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = self._step()
 
-    def fits(self, inputs: list[Tensor], cache: KVCache) -> bool:
-        same_shapes = all(own.shape == new.shape for own, new in zip(self.inputs, inputs))
-        return same_shapes and self.buffer is cache.layers[0].keys
+    def adopt(self, cache: KVCache) -> None:
+        """Make the layers of the cache views of the buffers, with their contents; the cache before gets tensors again.
 
-    def replay(self, inputs: list[Tensor]) -> Tensor:
-        for own, new in zip(self.inputs, inputs):
-            own.copy_(new)
-        self.graph.replay()
-        return self.logits.clone()
+        Layer by layer, so that an interruption leaves every layer whole.
+        """
+        if all(self._holds(cache)):
+            return
+        if (owner := self._owner()) is not None:
+            for index, is_held in enumerate(self._holds(owner)):
+                if is_held:
+                    layer = owner.layers[index]
+                    owner.layers[index] = replace(layer, keys=layer.keys.clone(), values=layer.values.clone())
+        self._owner = weakref.ref(cache)
+        B, length = len(cache.lengths), max(cache.lengths)
+        for index, (buffer, layer) in enumerate(zip(self.buffers.layers, cache.layers)):
+            for stored, contents in ((buffer.keys, layer.keys), (buffer.values, layer.values)):
+                stored.zero_()  # a nan of an earlier text would come through the mask, since 0 · nan is nan
+                stored[:B, :, :length] = contents[:, :, :length]
+            keys, values = (stored[:B, :, : cache.max_len] for stored in (buffer.keys, buffer.values))
+            self._keys[index] = keys
+            cache.layers[index] = replace(layer, keys=keys, values=values)
+
+    def _holds(self, cache: KVCache) -> list[bool]:
+        """For each layer of the cache, whether it lies in the buffers; after select() it does not."""
+        return [layer.keys is keys for layer, keys in zip(cache.layers, self._keys)]
+
+    def run(self, tokens: Tensor, positions: list[int]) -> Tensor:
+        """tokens (B, 1) and the position of each -> logits (B, 1, V)."""
+        B, n_rows = len(tokens), self.shape[0]
+        self.tokens[:B].copy_(tokens)
+        padded = [[position] for position in positions] + [[0]] * (n_rows - B)
+        self.positions.copy_(to_device(padded, self.positions.device))
+        if self._graph is None:
+            return self._step()[:B]
+        self._graph.replay()
+        return self._logits[:B].clone()

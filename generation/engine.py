@@ -18,6 +18,7 @@ from thinker.generation.sequence import Completion, Score, Sequence, check_promp
 from thinker.generation.sink_cache import SinkCache
 from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_len
 from thinker.model import KVCache, Thinker
+from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -267,7 +268,7 @@ class Generator:
         longest = max(map(len, drafts))
         rows = [[one.tokens[-1], *draft, *[0] * (longest - len(draft))] for one, draft in zip(sequences, drafts)]
         model = self.model if longest else self.decode_model
-        return drafts, model(torch.tensor(rows, device=self.model.device), cache=cache)
+        return drafts, model(to_device(rows, self.model.device), cache=cache)
 
     @torch.no_grad()
     def _uncached_logits(self, sequences: list[Sequence]) -> Tensor:

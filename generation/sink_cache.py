@@ -14,6 +14,7 @@ from thinker.model.masks import CacheSlots, ForwardContext
 from thinker.model.patterns import INVALID_POSITION, Pattern, TokenInfo, global_positions
 from thinker.model.patterns import window as sliding_window
 from thinker.model.positions import apply_rotary_emb
+from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 
 
@@ -74,8 +75,8 @@ class SinkCache(KVCache):
         is_even = min(self.lengths) == max(self.lengths)
         if length > 1 and not is_even:
             raise UserError("rows of unequal length take one position at a time in a sink cache")
-        starts = self._reserve(batch_size, length)
-        end, begins = max(self.lengths), torch.tensor(starts, device=self.device)  # (B,)
+        starts = self.reserve(batch_size, length)
+        end, begins = max(self.lengths), to_device(starts, self.device)  # (B,)
         positions = torch.arange(length, device=self.device)
         positions = positions + starts[0] if is_even else begins[:, None] + positions  # (T,) or (B, T)
         ring = self.layers[0]

@@ -13,6 +13,7 @@ from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import LinearState
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
+from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 
 
@@ -29,11 +30,11 @@ class LayerCache:
 
     def prepare(self, cache: KVCache, pattern: Pattern, positions: Tensor) -> tuple[AttentionMask, CacheSlots]:
         """The mask and slots of new positions, (T,) or (B, T), which the cache has already counted."""
-        if max(cache.lengths) == positions.shape[-1] and not cache.fixed:  # the first chunk
+        if max(cache.lengths) == positions.shape[-1]:  # the first chunk
             return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(positions)
-        slots = CacheSlots(positions, cache.max_len if cache.fixed else max(cache.lengths))
+        slots = CacheSlots(positions, max(cache.lengths))
         has_alibi = cache.mask_builder.alibi_slopes is not None
-        if positions.shape == (1,) and pattern == CAUSAL and not has_alibi and not cache.fixed:
+        if positions.shape == (1,) and pattern == CAUSAL and not has_alibi:
             return AttentionMask(), slots  # the last position attends to every key
         return cache.build_mask(pattern, positions, torch.arange(slots.kv_len, device=positions.device)), slots
 
@@ -92,7 +93,7 @@ class RingLayer(LayerCache):
         is_single = T == 1
         high_water = cache.high_water if is_single else cache.high_water_before
         slots.kv_len = min(max(high_water), self.size)
-        lengths = torch.tensor(high_water if positions.dim() == 2 else high_water[:1], device=positions.device)
+        lengths = to_device(high_water if positions.dim() == 2 else high_water[:1], positions.device)
         keys = self.slot_positions(lengths, slots.kv_len)  # (B or 1, kv_len)
         if not is_single:  # the new keys come after those in the ring, except for old ones that they replace
             keys = torch.where(keys < positions[..., :1], keys, INVALID_POSITION)
@@ -113,7 +114,6 @@ class KVCache:
 
     A layer with full attention preallocates `max_len` keys and values; one of bounded distance has a ring buffer, a
     linear one its state. Without layers of the first kind the cache is unbounded and its memory does not grow.
-    `fixed`: read all slots under a mask, so that shapes never change (for CUDA graphs).
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class KVCache:
         """`slack`: the number of positions that truncate() can always remove, even from rings."""
         if batch_size < 1 or max_len < 1:
             raise UserError(f"a cache of {batch_size} rows and {max_len} positions: both must be at least 1")
-        self.max_len, self.device, self.fixed, self.slack = max_len, torch.device(device), False, slack
+        self.max_len, self.device, self.slack = max_len, torch.device(device), slack
         self.mask_builder = MaskBuilder.of_model(config, dtype, self.device, "auto")
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
         self.layers = [
@@ -168,10 +168,10 @@ class KVCache:
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
         """The context of `length` new positions per row. Raises UserError, with nothing changed, if they do not fit."""
-        starts = self._reserve(batch_size, length)
+        starts = self.reserve(batch_size, length)
         positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
         if min(starts) < max(starts) or min(self.high_water) < max(self.high_water):
-            positions = positions + (torch.tensor(starts, device=self.device) - starts[0])[:, None]  # (B, T)
+            positions = positions + (to_device(starts, self.device) - starts[0])[:, None]  # (B, T)
         if self.tokens is not None:
             self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
         patterns, prepared = self.mask_builder.patterns, {}
@@ -183,7 +183,7 @@ class KVCache:
         masks, slots = ([prepared[pattern][i] for pattern in patterns] for i in (0, 1))
         return ForwardContext(positions, max(self.lengths), masks, slots)
 
-    def _reserve(self, batch_size: int, length: int) -> list[int]:
+    def reserve(self, batch_size: int, length: int) -> list[int]:
         """Count `length` new positions in every row and return the lengths before; errors as in append()."""
         starts = self.lengths
         if batch_size != len(starts):
@@ -231,7 +231,7 @@ class KVCache:
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order; to drop finished rows or repeat a shared prompt."""
-        index = torch.tensor(rows, device=self.device)
+        index = to_device(rows, self.device)
         for layer in self.layers:
             for name in layer.tensors:
                 tensor = getattr(layer, name)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from thinker.runtime.errors import UserError
 
@@ -26,6 +27,12 @@ def choose_device(name: str = "auto") -> torch.device:
     if name not in ("auto", *names):
         raise UserError(f"the device {name} is not available; this machine has: {', '.join(names)}")
     return torch.device(names[0] if name == "auto" else name)
+
+
+def to_device(values: list, device: torch.device) -> Tensor:
+    """A tensor of these numbers. A GPU gets them from pinned memory, so that the host does not wait for it."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(values, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
 def configure_backend(device: torch.device) -> None:

@@ -67,6 +67,34 @@ def test_cached_logits_equal_uncached_ones(random_model):
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_waits(random_model, int8):
+    from thinker.data.tokenizer_factory import make_tokenizer
+    from thinker.generation import Generator, SamplingParams
+    from thinker.generation.conversation import Conversation
+
+    model, tokenizer = random_model(vocab_size=264, max_seq_len=300, norm_mean=0.3).cuda(), make_tokenizer("byte", [])
+    plain, compiled = (Generator(model, tokenizer, int8=int8, compile=compile) for compile in (False, True))
+    chats, counters = [Conversation(plain), Conversation(compiled)], torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    for lengths in ((9, 9, 9), (30, 3, 17, 8, 25), (140, 12), (5,), (7,)):
+        prompts = ["The cat", "a", "The cat", "", "Once upon a time"][: len(lengths)]
+        params = [SamplingParams(max_new_tokens=n, seed=n) for n in lengths]
+        known, ours = (generator.generate(prompts, params) for generator in (plain, compiled))
+        assert [one.token_ids for one in ours] == [one.token_ids for one in known]
+        replies = ["".join(chat.reply("Hello.", params[0])) for chat in chats]
+        assert replies[0] == replies[1]
+    assert counters["unique_graphs"] - before == 2
+    cache = compiled.model.new_cache(3, 20)
+    compiled.model(torch.ones(3, 5, dtype=int, device="cuda"), cache=cache)
+    cache.truncate([5, 2, 3])
+    tokens = torch.ones(3, 1, dtype=int, device="cuda")
+    compiled.decode_model(tokens, cache)  # captures
+    torch.cuda.set_sync_debug_mode("error")
+    compiled.decode_model(tokens, cache)
+    torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig

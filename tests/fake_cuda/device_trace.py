@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 NO_WORK = {torch.ops.prim.device, aten.detach, aten.alias, aten.lift_fresh, aten._unsafe_view, aten._reshape_alias}
@@ -22,12 +22,12 @@ class DeviceTrace(TorchDispatchMode):
 
     `launches` counts kernels by operation, `bytes_moved` what they read and write (each input and output once).
     `reads` counts, by the function of ours that asks, the values that the host waits for: they are answered with
-    `answer`. `uploads` counts copies to the device.
+    `answer`. `uploads` counts copies to the device, `waits` those of them that the host waits for.
     """
 
     def __init__(self, answer=1):
         super().__init__()
-        self.launches, self.reads, self.uploads = Counter(), Counter(), Counter()
+        self.launches, self.reads, self.uploads, self.waits = Counter(), Counter(), Counter(), Counter()
         self.bytes_moved, self.answer, self._is_paused = 0, answer, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -53,6 +53,8 @@ class DeviceTrace(TorchDispatchMode):
         if packet in (aten._to_copy, aten.copy_) and len(devices) > 1:
             to_device = outputs[0].device.type == "cuda"
             (self.uploads if to_device else self.reads)[calling_function()] += 1
+            if to_device and not kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
+                self.waits[calling_function()] += 1
         is_view = any(
             result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
         )

@@ -1,5 +1,6 @@
 // Tells a CPU build of torch that there is a CUDA device. Tensors on it exist in FakeTensorMode alone: nothing runs.
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace {
@@ -18,6 +19,7 @@ struct CUDAHooks : at::CUDAHooksInterface {  // torch looks it up by this name
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex getCurrentDevice() const override { return 0; }
   DeviceIndex deviceCount() const override { return 1; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
 
 struct FakeGuard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {

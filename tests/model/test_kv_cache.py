@@ -115,11 +115,10 @@ def test_bf16_cache_is_bf16(random_model):
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     chunk=st.sampled_from([1, 2, 5, 20]),  # 20 queries go through another kernel than a few
     history=st.sampled_from(["rewound", "extended", "selected"]),
-    fixed=st.booleans(),
     seed=st.integers(0, 5),
 )
 @settings(max_examples=examples(12), deadline=None)
-def test_slots_that_no_row_has_reached_do_not_matter(random_model, lengths, chunk, history, fixed, seed):
+def test_slots_that_no_row_has_reached_do_not_matter(random_model, lengths, chunk, history, seed):
     """Whatever lies there, the logits are the same to the last bit."""
     model = random_model(seed)
     tokens = torch.randint(0, 61, (len(lengths), 29), generator=torch.Generator().manual_seed(seed))
@@ -137,7 +136,6 @@ def test_slots_that_no_row_has_reached_do_not_matter(random_model, lengths, chun
     if history == "selected":
         cache.select([0, *range(len(lengths))])
         tokens = tokens[[0, *range(len(lengths))]]
-    cache.fixed = fixed
     littered = copy.deepcopy(cache)
     generator = torch.Generator().manual_seed(seed)
     for layer in littered.layers:
@@ -152,11 +150,10 @@ def test_slots_that_no_row_has_reached_do_not_matter(random_model, lengths, chun
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=2, max_size=4),
     chunks=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    fixed=st.booleans(),
     seed=st.integers(0, 5),
 )
 @settings(max_examples=10, deadline=None)
-def test_rows_read_alone_and_put_together_go_on_as_if_alone(random_model, lengths, chunks, fixed, seed):
+def test_rows_read_alone_and_put_together_go_on_as_if_alone(random_model, lengths, chunks, seed):
     model = random_model(seed)
     tokens = torch.randint(0, 61, (len(lengths), 32), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -169,7 +166,6 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(random_model, length
             cache = part
         else:
             cache.concat_rows(part)
-    cache.fixed = fixed
     rows = torch.arange(len(lengths))[:, None]
     for chunk in chunks:
         at = torch.tensor(cache.lengths)[:, None] + torch.arange(chunk)  # (B, T)
@@ -189,15 +185,3 @@ def test_selecting_and_extending_keep_the_order_in_memory(random_model):
     for layer in cache.layers:
         assert (layer.keys.stride(), layer.values.stride()) == strides
     assert cache.nbytes == 4 * model.new_cache(1, 12).nbytes
-
-
-def test_a_fixed_cache_reads_every_slot_under_a_mask_whatever_it_holds(random_model):
-    cache = random_model().new_cache(2, 12)
-    cache.fixed = True
-    contexts = [cache.append(2, length) for length in (3, 1, 2)]
-    cache.truncate([2, 5])
-    contexts.append(cache.append(2, 1))
-    for context in contexts:
-        assert context.slots[0].kv_len == 12
-        assert context.masks[0].allowed.shape[-1] == 12
-        assert not context.masks[0].is_causal

@@ -1,0 +1,103 @@
+"""Decoding steps: two compiled programs whatever the lengths, and the host never waits for the device."""
+
+from itertools import product
+
+import pytest
+import torch
+from device_trace import DeviceTrace
+from torch._dynamo.backends.common import aot_autograd
+
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams, compiled_decode
+from thinker.generation.sequence import Completion
+from thinker.model import Thinker, ThinkerConfig
+
+UPLOAD = "runtime/device.py:to_device"
+
+
+@pytest.fixture
+def new_generator(gpu, monkeypatch):
+    """A Generator on the device, and the list of its compiled programs: traced, but neither lowered nor captured."""
+    programs, torch_compile = [], torch.compile
+
+    def compile(function, options, **arguments):
+        def keep(graph, inputs):
+            programs.append(graph)
+            return graph.forward
+
+        return torch_compile(function, backend=aot_autograd(fw_compiler=keep), **arguments)
+
+    def new(**options):
+        shape = {"vocab_size": 264, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16}
+        with gpu:
+            model = Thinker(ThinkerConfig(**shape, max_seq_len=4096))
+        return Generator(model, make_tokenizer("byte", []), dtype=torch.bfloat16, **options), programs
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(compiled_decode._Bucket, "_capture", lambda self: self._step())
+    return new
+
+
+@pytest.fixture
+def _uncompiled():
+    """A trace cannot look into what dynamo compiles: run it operation by operation."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def texts_of_lengths(generator, lengths, max_len):
+    """Sequences of these lengths, and a cache that holds all of their tokens but the last."""
+    sequences = [
+        generator.new_sequence(index, Completion(""), SamplingParams(max_new_tokens=9), [1] * length)
+        for index, length in enumerate(lengths)
+    ]
+    cache = generator.new_cache(generator.model, len(lengths), max_len)
+    cache.reserve(len(lengths), max(lengths) - 1)
+    cache.truncate([length - 1 for length in lengths])
+    return sequences, cache
+
+
+# Sizes that are equal to one another, to the number of KV heads, and to the width of a head.
+PAIRS = [*product((1, 2, 3, 4, 9, 16, 128), (20, 128, 300)), (1, 4096), (2, 4096)]
+
+
+def test_rows_and_capacity_are_symbols_of_two_programs_per_model(new_generator):
+    for int8 in (False, True):
+        generator, programs = new_generator(compile=True, int8=int8)
+        programs.clear()
+        with torch._dynamo.config.patch(recompile_limit=2):
+            for index, (rows, max_len) in enumerate(PAIRS):
+                lengths = [2 + row % 7 * (index % 2) for row in range(rows)]  # equal and ragged in turns
+                _, logits = generator._decode_step(*texts_of_lengths(generator, lengths, max_len), None)
+                assert logits.shape == (rows, 1, 264)
+        assert len(programs) == 2
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("lengths", [[9], [9, 9, 9], [9, 4, 7]], ids=str)
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.usefixtures("_uncompiled")
+def test_a_step_uploads_tokens_and_positions_without_waiting(gpu, new_generator, compile, lengths, int8):
+    generator, _ = new_generator(compile=compile, int8=int8)
+    generator.model.rope(torch.arange(64, device=gpu), 64, torch.bfloat16)  # makes its table
+    sequences, cache = texts_of_lengths(generator, lengths, 64)
+    generator._decode_step(sequences, cache, None)  # makes the bucket
+    with DeviceTrace() as trace:
+        for sequence in sequences:
+            sequence.tokens.append(1)
+        generator._decode_step(sequences, cache, None)
+    assert trace.reads == trace.waits == {}
+    has_positions = compile or len(set(lengths)) > 1  # eager rows of one length take theirs from arange
+    assert trace.uploads == {UPLOAD: 1 + has_positions}
+
+
+@pytest.mark.usefixtures("_uncompiled")
+def test_rows_that_end_leave_without_waiting(new_generator):
+    generator, _ = new_generator(compile=True)
+    sequences, cache = texts_of_lengths(generator, [9, 4, 7], 64)
+    generator._decode_step(sequences, cache, None)
+    with DeviceTrace() as trace:
+        cache.select([0, 2])
+        generator._decode_step([sequences[0], sequences[2]], cache, None)
+    assert trace.reads == trace.waits == {}
+    assert trace.uploads == {UPLOAD: 3}
