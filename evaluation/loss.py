@@ -16,6 +16,7 @@ from torch import Tensor
 from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
+from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
@@ -39,14 +40,9 @@ def batch_losses(
     try:
         for inputs, targets in sequential_batches(windows, batch_size, limit, dist.rank, dist.world_size):
             batch = inputs, targets, windows.document_ids(inputs)
-            yield targets, compute_loss(*(x if x is None else copy_to_device(x, model.device) for x in batch))
+            yield targets, compute_loss(*(x if x is None else to_device(x, model.device) for x in batch))
     finally:
         model.train(was_training)
-
-
-def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x on the device; the host does not wait for a GPU, which reads page-locked memory."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

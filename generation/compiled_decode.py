@@ -49,22 +49,17 @@ class CompiledThinker:
             raise UserError("activations of a compiled model cannot be recorded or patched; leave compile out")
         if self.uses_buckets:
             positions = cache.reserve(*tokens.shape)
-            return self._bucket_of(cache).run(tokens, positions)
+            shape = 1 << (len(tokens) - 1).bit_length(), -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+            if self._bucket is None or self._bucket.shape != shape:
+                self._bucket = None  # frees its memory first
+                self._bucket = _Bucket(self.model, self._compiled, *shape)
+            self._bucket.adopt(cache)
+            return self._bucket.run(tokens, positions)
         if len(tokens) > 1:
             return self.model(tokens, cache=cache)
         context = cache.append(*tokens.shape)
         context.rope = self.model.rope(context.positions, context.end, self.model.dtype)
         return self._compiled(self.model, tokens, context, cache)
-
-    def _bucket_of(self, cache: KVCache) -> _Bucket:
-        """The bucket that the cache fits, with the cache's contents in it."""
-        n_rows = 1 << (len(cache.lengths) - 1).bit_length()
-        capacity = -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-        if self._bucket is None or self._bucket.shape != (n_rows, capacity):
-            self._bucket = None  # frees its memory first
-            self._bucket = _Bucket(self.model, self._compiled, n_rows, capacity)
-        self._bucket.adopt(cache)
-        return self._bucket
 
 
 def _step(model: Thinker, tokens: Tensor, context: ForwardContext, cache: KVCache) -> Tensor:

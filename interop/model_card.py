@@ -21,14 +21,9 @@ ROWS = {  # keys of metrics.jsonl
 
 
 def model_card(
-    model: Thinker,
-    tokenizer: Tokenizer | None,
-    run: Path | None,
-    name: str,
-    verification: str,
-    base: Path | None = None,
-    adapter: str = "",
-) -> str:
+    model: Thinker, tokenizer: Tokenizer | None, run: Path | None, name: str, verification: str,
+    base: Path | None = None, adapter: str = "",
+) -> str:  # fmt: skip
     """README.md of an exported model, in Markdown under the keys that the hub reads.
 
     It shows the config and losses of `run`, its run directory, and what was compared with transformers, `verification`.
@@ -72,11 +67,7 @@ print(tokenizer.decode(new, skip_special_tokens=True))"""
     else:
         code = f"""inputs = tokenizer("{start}Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64, do_sample=True)[0]))"""
-    note = (
-        f"\nEvery text that it read began with `{start}`, which the tokenizer does not add by itself.\n"
-        if start
-        else ""
-    )
+    note = f"\nEvery text it read began with `{start}`, which the tokenizer does not add by itself.\n" if start else ""
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -56,14 +56,9 @@ def gradient_times_attention(
 
 
 def integrated_gradients(
-    model: Thinker,
-    tokens: Tensor,
-    target: int,
-    contrast_token: int | None = None,
-    position: int = -1,
-    baseline: int | Tensor | None = None,
-    tolerance: float = 1e-3,
-) -> tuple[Tensor, float, float]:
+    model: Thinker, tokens: Tensor, target: int, contrast_token: int | None = None, position: int = -1,
+    baseline: int | Tensor | None = None, tolerance: float = 1e-3,
+) -> tuple[Tensor, float, float]:  # fmt: skip
     """(x − x′) · ∫₀¹ ∂y/∂x (x′ + α (x − x′)) dα on embeddings x, summed over their width (Sundararajan et al. 2017).
 
     Gauss–Legendre quadrature (arXiv:1703.01365 uses equal steps), from 32 points, doubled up to 512 until the error of

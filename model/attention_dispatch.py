@@ -18,7 +18,6 @@ from thinker.model.kernels.local_attention import from_blocks, keys_to_blocks, t
 from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
-MIN_SPARSE_LENGTH = 1024  # from here on, CUDA takes kernels that skip what a pattern hides
 ROWS = 64  # queries whose weights the reference holds at a time
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
 
@@ -81,7 +80,7 @@ def choose_kernel(
     T = query.position.shape[-1]
     if query.position.is_cuda:
         is_plain = pattern == CAUSAL and plain_scores and not (has_documents or has_alibi)
-        if T >= MIN_SPARSE_LENGTH and not is_plain:
+        if T >= 1024 and not is_plain:
             has_flash = torch.cuda.get_device_capability(query.position.device) >= (8, 0)
             if supported["varlen"] and has_flash and dtype in (torch.bfloat16, torch.float16):
                 return "varlen"

@@ -29,9 +29,11 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(names[0] if name == "auto" else name)
 
 
-def to_device(values: list, device: torch.device) -> Tensor:
-    """A tensor of these numbers. A GPU gets them from pinned memory, so that the host does not wait for it."""
+def to_device(values: list | Tensor, device: torch.device) -> Tensor:
+    """Numbers or a tensor of the host, on the device. A GPU reads pinned memory, so that the host does not wait."""
     is_cuda = device.type == "cuda"
+    if isinstance(values, Tensor):
+        return (values.pin_memory() if is_cuda else values).to(device, non_blocking=is_cuda)
     return torch.tensor(values, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 

@@ -1,14 +1,15 @@
-"""docs/config.md and configs/schema.json, generated from the fields of the config's sections."""
+"""Write docs/config.md and configs/schema.json from the config's fields: python -m thinker.training.config_docs."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from thinker.training.config import Config
 
 HEADER = """# Config keys
 
-Every key of a config file, generated from `training/config_sections.py` by `python scripts/config_docs.py`; do not edit
-this page. A key can also be set on the command line, as `section.key=value`.
+Every key of a config file. `python -m thinker.training.config_docs` generates this page from
+`training/config_sections.py`; do not edit it. A key can also be set on the command line, as `section.key=value`.
 """
 
 
@@ -44,3 +45,9 @@ def _type_name(schema: dict[str, Any]) -> str:
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = [f"{sign} {schema[key]:g}" for key, sign in bounds.items() if abs(schema.get(key, 1e38)) < 1e18]
     return " ".join([name, ", ".join(limits)]).strip()
+
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[1]
+    (root / "docs" / "config.md").write_text(config_markdown(), encoding="utf-8")
+    (root / "configs" / "schema.json").write_text(config_schema(), encoding="utf-8")

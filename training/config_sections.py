@@ -1,6 +1,6 @@
 """Every key of a config: its type, its default and, in the text below it, its meaning.
 
-docs/config.md and configs/schema.json are generated from this file (scripts/config_docs.py).
+docs/config.md and configs/schema.json are generated from this file (training/config_docs.py).
 """
 
 from typing import Annotated, Any, Literal, get_args

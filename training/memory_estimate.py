@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
-from thinker.model.attention_dispatch import MIN_SPARSE_LENGTH
+from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.model.masks import ForwardContext
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
@@ -71,17 +70,13 @@ class CausalThinker(Thinker):
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
-        """As Thinker.make_context, but a long sequence is one document."""
-        is_short = inputs.shape[1] < MIN_SPARSE_LENGTH  # masks are tensors, and kept
-        context = super().make_context(inputs, tokens, document_ids if is_short else None)
+        """As Thinker.make_context, but a sequence is one document."""
+        context = super().make_context(inputs, tokens)
+        causal = AttentionMask(is_causal=True)
         for mask in context.masks:
             if mask.kernel == "flex":
-                mask.kernel_state = _causal_attention
+                mask.kernel_state = lambda q, k, v, scale, *unused: attend(q, k, v, causal, scale)
         return context
-
-
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *unused: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.device) -> MemoryEstimate:

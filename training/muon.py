@@ -50,7 +50,11 @@ class Muon(torch.optim.Muon):
             for shape, parameters in by_shape.items():
                 mesh = getattr(parameters[0], "device_mesh", None)
                 ranks = None if mesh is None else mesh.get_group()  # that share the rows (FSDP2)
-                states = [self._state(parameter) for parameter in parameters]
+                states = [self.state[parameter] for parameter in parameters]
+                for parameter, state in zip(parameters, states):
+                    if not state:
+                        state["momentum_buffer"] = torch.zeros_like(parameter)
+                        state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
                 row_second_moments = [local_tensor(state["row_second_moment"]) for state in states]
                 stacked = self._momentum_updates(group, parameters, states, skip).to(self.dtype)  # (n, rows, columns)
                 if ranks is None:
@@ -66,13 +70,6 @@ class Muon(torch.optim.Muon):
                     torch._foreach_mul_(weights, 1 - decay if skip is None else torch.where(skip, 1.0, 1 - decay))
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
                 torch._foreach_add_(weights, stacked.unbind(), alpha=-lr)
-
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-            state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
-        return state
 
     def _momentum_updates(
         self, group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]], skip: Tensor | None

@@ -19,10 +19,7 @@ MIN_CHUNK_ROWS = 256  # each chunk also reads and writes the whole gradient of t
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy of logits (n, V) with targets (n,): its sum in nats, fp32, and its gradient, in the logits' dtype.
-
-    On CUDA the logits' memory holds the gradient.
-    """
+    """Cross-entropy of logits (n, V) with targets (n,): its sum in nats, fp32; its gradient, of the logits' dtype."""
     is_counted = targets != IGNORE_INDEX  # (n,)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
     log_probs = logits.float().log_softmax(dim=-1)  # (n, V)
@@ -32,7 +29,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> 
     grad = log_probs.exp_()  # (n, V): softmax − one-hot, and 0 at ignored targets
     grad.scatter_add_(1, target, grad.new_full((), -1.0).expand(target.shape))
     if logits.is_cuda:
-        return loss, torch.mul(grad, is_counted[:, None], out=logits)  # one pass writes it in the logits' dtype
+        return loss, torch.mul(grad, is_counted[:, None], out=logits)  # one pass, in their dtype
     return loss, grad.mul_(is_counted[:, None]).to(logits.dtype)
 
 

@@ -138,7 +138,7 @@ def test_config_survives_yaml():
 
 
 def test_the_generated_page_and_schema_are_up_to_date():
-    hint = "run python scripts/config_docs.py"
+    hint = "run python -m thinker.training.config_docs"
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_markdown(), hint
     assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == config_schema(), hint
 
