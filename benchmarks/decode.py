@@ -126,12 +126,12 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
 
 def thinker_generate(generator: Generator, batch: int, n_prompt: int) -> Callable[[int], None]:
     """Greedy decoding through Generator.generate."""
-    text = ("The quick brown fox. " * n_prompt)[: n_prompt - 1]  # the BOS token comes before it
+    # Different first bytes, because equal prompts would share one prefill; all of one length.
+    prompts = [[row % 256, *range(1, n_prompt)] for row in range(batch)]
 
     def generate(count: int) -> None:
         params = SamplingParams(max_new_tokens=count, temperature=0)
-        # Different first letters, because equal prompts would share one prefill.
-        completions = generator.generate([chr(65 + row) + text[1:] for row in range(batch)], params)
+        completions = generator.generate([""] * batch, params, prompts)
         assert all(len(completion.token_ids) == count for completion in completions)
 
     return generate

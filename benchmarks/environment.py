@@ -65,14 +65,38 @@ def time_alternately(
     results: list[list[float]] = [[] for _ in calls]
     for _ in tqdm(range(rounds + 1), desc="rounds", leave=False):
         for call, result in zip(calls, results):
-            seconds = [measure_seconds(call, device)]
-            while sum(seconds) < min_seconds:
-                seconds.append(measure_seconds(call, device))
-            result.append(statistics.median(seconds))
+            result.append(measure_median(call, device, min_seconds))
     return [result[1:] for result in results]
 
 
-def measure_bandwidth(device: torch.device, n_bytes: int = 1 << 28) -> float:
-    """Bytes per second that the device reads from memory: the median over nine sums of `n_bytes` of fp32."""
-    data = torch.ones(n_bytes // 4, device=device)
-    return statistics.median(n_bytes / measure_seconds(data.sum, device) for _ in range(9))
+def measure_median(call: Callable[[], Any], device: torch.device, min_seconds: float = 0.0) -> float:
+    """Median seconds of a call that is repeated for at least `min_seconds`."""
+    seconds = [measure_seconds(call, device)]
+    while sum(seconds) < min_seconds:
+        seconds.append(measure_seconds(call, device))
+    return statistics.median(seconds)
+
+
+def device_seconds(call: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
+    """Mean seconds of a call on the device, launches that overlap not counted; after two warm-up calls."""
+    for _ in range(2):
+        call()
+    if device.type != "cuda":
+        return statistics.fmean(measure_seconds(call, device) for _ in range(repeats))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / repeats
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes per second that the device moves: on a GPU copies of 4 GiB, read and written; elsewhere sums of 256 MiB."""
+    if device.type == "cuda":
+        source = torch.randint(2**31 - 1, (2**30,), dtype=torch.int32, device=device)  # zeros may be compressed
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / device_seconds(lambda: target.copy_(source), device)
+    data = torch.ones(1 << 26, device=device)
+    return statistics.median(data.nbytes / measure_seconds(data.sum, device) for _ in range(9))

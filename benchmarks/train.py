@@ -1,10 +1,10 @@
-"""Speed and memory of a training step, compared with transformers on the same model."""
+"""Speed and memory of a training step, compared with transformers and a plain GPT on the same shape."""
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from thinker.benchmarks.baselines import to_transformers
-from thinker.benchmarks.environment import measure_seconds, time_alternately
+from thinker.benchmarks.baselines import PlainGPT, to_transformers
+from thinker.benchmarks.contenders import Calls, Contender, race
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
-from thinker.runtime.device import DTYPES, choose_device, choose_precision, configure_backend
+from thinker.runtime.device import DTYPES, choose_device, choose_precision
+from thinker.runtime.errors import RunError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
 from thinker.training.config import validate_config
-from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
@@ -33,7 +34,8 @@ class Shape(NamedTuple):
     n_heads: int
     vocab_size: int
     seq_len: int
-    batch_size: int
+    micro_batch_size: int
+    n_micro_batches: int = 1  # several on a GPU, as in a real run: the optimizer's share of a step counts
 
     def model_config(self) -> ThinkerConfig:
         """The model, as `llama`."""
@@ -42,13 +44,21 @@ class Shape(NamedTuple):
             max_seq_len=self.seq_len, qk_norm=False,
         )  # fmt: skip
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences per step."""
+        return self.micro_batch_size * self.n_micro_batches
+
 
 SHAPES = {
     "tiny": Shape(2, 64, 2, 256, 32, 4),
     "12m": Shape(6, 384, 6, 4096, 256, 16),
-    "124m": Shape(12, 768, 12, 50304, 1024, 32),
-    "350m": Shape(24, 1024, 16, 50304, 1024, 16),
+    "124m": Shape(12, 768, 12, 50304, 1024, 32, 8),
+    "350m": Shape(24, 1024, 16, 50304, 1024, 16, 8),
 }
+
+
+MAX_SECONDS = 24 * 3600.0  # of all variants together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,32 +81,29 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     names = [f"thinker {mode}, {optimizer}" for mode in modes for optimizer in ("adamw", "muon")]
     if not arguments.no_baseline:
         names += [f"transformers {mode}, adamw" for mode in modes]
-    # Each in a process of its own: memory that one variant leaves in the allocator would count for the next.
-    memory = {}
-    for name in tqdm(names, desc="memory"):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            memory[name] = pool.apply(measure_memory, (name, shape, str(device), precision))
-    configure_backend(device)
-    steps = {name: make_step(name, shape, device, precision) for name in names}
-    first_seconds = {name: measure_seconds(step, device) for name, step in tqdm(steps.items(), desc="first steps")}
-    seconds = time_alternately(list(steps.values()), arguments.repeats, device)
-    medians = {name: statistics.median(values) for name, values in zip(names, seconds)}
-    rates = {name: shape.batch_size * shape.seq_len / median for name, median in medians.items()}
-    with torch.device("meta"):
-        flops = flops_per_token(Thinker(shape.model_config()), shape.seq_len)
-    peak = peak_flops(device, precision)
-    mfu = {} if peak is None else {name: rate * flops / peak for name, rate in rates.items()}
+    contenders = [contender(name, shape, device, precision) for name in names]
+    results = race(contenders, device, arguments.repeats, time.monotonic() + MAX_SECONDS)
+    rows = {}
+    for result in tqdm(results, desc="variants", total=len(names)):
+        if "error" in result:
+            raise RunError(f"{result['name']}: {result['error'].strip().splitlines()[-1]}")
+        rows[result["name"]] = add_rates(result)
     title = f"{arguments.shape}, {precision}, {device}"
     print(
         f"{title}: {shape.n_layers} layers, width {shape.d_model}, sequence length {shape.seq_len}, "
         f"{shape.batch_size} sequences per step"
     )
+    column = {
+        key: {name: rows[name][key] for name in names}
+        for key in ("step_s", "tokens_per_second", "first_step_s", "peak_memory_bytes")
+    }
+    rates, memory = column["tokens_per_second"], column["peak_memory_bytes"]
     for name, rate in rates.items():
         line = (
-            f"{name:<30} {medians[name] * 1e3:8.0f} ms per step {rate:10,.0f} tokens/s, first step "
-            f"{first_seconds[name]:.0f} s, {memory[name] / 1e9:.2f} GB"
+            f"{name:<30} {column['step_s'][name] * 1e3:8.0f} ms per step {rate:10,.0f} tokens/s, first step "
+            f"{column['first_step_s'][name]:.0f} s, {memory[name] / 1e9:.2f} GB"
         )
-        print(f"{line}, MFU {mfu[name]:.2f}" if mfu else line)
+        print(f"{line}, MFU {rows[name]['mfu']:.2f}" if "mfu" in rows[name] else line)
     ratios = {}
     if not arguments.no_baseline:
         for baseline in modes:
@@ -107,58 +114,108 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {ratio:.2f}")
     if arguments.png:
         plot(rates, memory, title, arguments.png)
-    result = {"shape": arguments.shape, "precision": precision, "step_s": medians, "tokens_per_second": rates}
-    result |= {"first_step_s": first_seconds, "peak_memory_bytes": memory, "ratios": ratios}
+    mfu = {name: row["mfu"] for name, row in rows.items() if "mfu" in row}
+    result = {"shape": arguments.shape, "precision": precision, **column, "ratios": ratios}
     return result | ({"mfu": mfu} if mfu else {})
 
 
+def contender(name: str, shape: Shape, device: torch.device, precision: str, gigabytes: float = 0.0) -> Contender:
+    """A training step by its name, as for make_step(), in a process of its own."""
+    return Contender(name, make_calls, (name, shape, device, precision), gigabytes)
+
+
+def make_calls(name: str, shape: Shape, device: torch.device, precision: str) -> Calls:
+    """The step of a contender, its tokens and FLOPs per step, and the device's peak in FLOP/s if it is known."""
+    if name.startswith("plain"):
+        with torch.device("meta"):
+            flops = PlainGPT(
+                shape.n_layers, shape.d_model, shape.n_heads, shape.vocab_size, shape.seq_len
+            ).flops_per_token()
+    else:
+        with torch.device("meta"):
+            flops = flops_per_token(Thinker(shape.model_config()), shape.seq_len)
+    n_tokens, peak = shape.batch_size * shape.seq_len, peak_flops(device, precision)
+    facts = {"tokens": n_tokens, "flops": flops * n_tokens} | ({} if peak is None else {"peak_flops": peak})
+    return Calls({"step": make_step(name, shape, device, precision)}, facts)
+
+
+def add_rates(result: dict[str, Any]) -> dict[str, Any]:
+    """A contender's result with the median step, tokens per second and, where the peak is known, MFU."""
+    step_s = statistics.median(result["seconds"]["step"])
+    rates = {
+        "step_s": step_s,
+        "tokens_per_second": result["tokens"] / step_s,
+        "first_step_s": result["first_s"]["step"],
+    }
+    if "peak_flops" in result:
+        rates["mfu"] = result["flops"] / step_s / result["peak_flops"]
+    return result | rates
+
+
 def make_step(name: str, shape: Shape, device: torch.device, precision: str) -> Callable[[], Tensor]:
-    """A whole training step by its name, such as "thinker compiled, muon"; calling it returns the loss."""
-    library, mode, optimizer = name.replace(",", "").split()
+    """A whole training step by its name, such as "thinker compiled, muon"; calling it returns the loss.
+
+    The first word is thinker, transformers or plain (a plain GPT); the last two know AdamW alone.
+    """
+    library, mode, optimizer = name.replace(",", "").split()[:3]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocab_size, (shape.batch_size, shape.seq_len + 1), generator=generator)
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), shape.batch_size * shape.seq_len)
-    if library == "transformers":
-        return make_transformers_step(shape, device, precision, mode == "compiled", batch)
-    train = {"max_steps": 1, "batch_size": shape.batch_size, "micro_batch_size": shape.batch_size,
-             "precision": precision, "compile": mode == "compiled"}  # fmt: skip
-    config = validate_config({"optimizer": {"name": optimizer}, "train": train})
-    model_config = shape.model_config()
-    step = TrainingStep(build_model(model_config, 0, device), resolve_settings(config, model_config, device))
+    batch = make_batch(tokens, device)
+    if library != "thinker":
+        return make_baseline_step(library, shape, device, precision, mode == "compiled", batch)
+    step = make_training_step(shape, device, precision, mode == "compiled", optimizer)
     return lambda: step(batch, 0.1)[0]
 
 
-def make_transformers_step(
-    shape: Shape, device: torch.device, precision: str, is_compiled: bool, batch: Batch
+def make_batch(tokens: Tensor, device: torch.device) -> Batch:
+    """The batch of tokens (B, T + 1), as the data loader gives it: in pinned memory if the device is a GPU."""
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if device.type == "cuda":
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    return Batch(inputs, targets, inputs.numel())
+
+
+def make_training_step(
+    shape: Shape, device: torch.device, precision: str, is_compiled: bool, optimizer: str = "muon"
+) -> TrainingStep:
+    """The step of Thinker, with the settings that a config would resolve to."""
+    train = {"max_steps": 1, "batch_size": shape.batch_size, "micro_batch_size": shape.micro_batch_size,
+             "precision": precision, "compile": is_compiled}  # fmt: skip
+    config = validate_config({"optimizer": {"name": optimizer}, "train": train})
+    model_config = shape.model_config()
+    return TrainingStep(build_model(model_config, 0, device), resolve_settings(config, model_config, device))
+
+
+def make_baseline_step(
+    library: str, shape: Shape, device: torch.device, precision: str, is_compiled: bool, batch: Batch
 ) -> Callable[[], Tensor]:
-    """A whole step of the transformers model: autocast, its own loss, gradient clipping and fused AdamW."""
-    model: Any = to_transformers(build_model(shape.model_config(), 0, torch.device("cpu"))).to(device).train()
-    model.config.use_cache = False
+    """A whole step of another model: autocast, its own loss, gradient clipping and fused AdamW."""
+    if library == "plain":
+        torch.manual_seed(0)
+        model: Any = PlainGPT(shape.n_layers, shape.d_model, shape.n_heads, shape.vocab_size, shape.seq_len).to(device)
+    else:
+        model = to_transformers(build_model(shape.model_config(), 0, torch.device("cpu"))).to(device).train()
+        model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     forward = torch.compile(model) if is_compiled else model
-    inputs, targets = batch.inputs.to(device), batch.targets.to(device)
 
     def step() -> Tensor:
-        with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
-            loss = forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
-        loss.backward()
+        total = torch.zeros((), device=device)
+        for part in zip(batch.inputs.split(shape.micro_batch_size), batch.targets.split(shape.micro_batch_size)):
+            inputs, targets = (tensor.to(device, non_blocking=True) for tensor in part)
+            with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
+                if library == "plain":
+                    loss = forward(inputs, targets)
+                else:
+                    loss = forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
+            (loss / shape.n_micro_batches).backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return total / shape.n_micro_batches
 
     return step
-
-
-def measure_memory(name: str, shape: Shape, device_name: str, precision: str) -> int:
-    """Peak memory in bytes of two steps, with model and optimizer; must run in a fresh process."""
-    device = torch.device(device_name)
-    configure_backend(device)
-    meter = MemoryMeter(device)
-    step = make_step(name, shape, device, precision)
-    for _ in range(2):
-        step().item()
-    return meter.peak()
 
 
 def plot(rates: dict[str, float], memory: dict[str, int], title: str, path: Path) -> None:

@@ -1,0 +1,73 @@
+"""What the GPU campaign measures: the steps of the baselines wait for nothing, too."""
+
+import pytest
+import torch
+from device_trace import DeviceTrace
+
+from thinker.benchmarks.attention import AttentionPass
+from thinker.benchmarks.environment import measure_bandwidth
+from thinker.benchmarks.train import SHAPES, make_step
+from thinker.model.pattern_parser import parse_pattern
+
+SHAPE = SHAPES["tiny"]._replace(n_micro_batches=2)
+
+
+def move(module, device):
+    """Module.to(), which cannot replace fake parameters; tied ones stay tied."""
+    moved = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if parameter not in moved:
+                    moved[parameter] = torch.nn.Parameter(parameter.detach().to(device))
+                part._parameters[name] = moved[parameter]
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.to(device)
+    return module
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["thinker eager, muon", "plain eager, adamw", "transformers eager, adamw"])
+def test_a_step_waits_for_nothing_and_copies_only_its_batch(gpu, monkeypatch, name, precision):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # the fake device has no host memory
+    monkeypatch.setattr(torch.nn.Module, "to", move)
+    step = make_step(name, SHAPE, gpu, precision)
+    step()
+    with DeviceTrace() as trace:
+        loss = step()
+    assert loss.device == gpu
+    assert trace.reads == {}
+    assert sum(trace.uploads.values()) == 2 * SHAPE.n_micro_batches
+
+
+class Event:
+    """An event of a device on which 22 copies take 40 ms."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 40.0
+
+
+def test_bandwidth_counts_bytes_read_and_written_by_copies_of_4_gib(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    with DeviceTrace() as trace:
+        assert measure_bandwidth(gpu) == pytest.approx(2 * 2**32 / 0.002)
+    assert trace.reads == {}
+    assert trace.launches["aten.copy_"] == 22  # two to warm up
+
+
+def test_memory_of_attention_is_the_allocators(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    with DeviceTrace():  # answers what the mask is counted with
+        one_pass = AttentionPass(parse_pattern("full"), "sdpa", (1, 4, 64, 16), gpu, torch.bfloat16)
+    assert one_pass.facts["memory_bytes"] == 4000
