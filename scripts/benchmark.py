@@ -10,8 +10,8 @@ from thinker.runtime.errors import run_command
 
 BENCHMARKS = (
     "ablation", "attention", "bigram", "checkpoint_overhead", "comm_volume", "decode", "decode_lengths",
-    "extrapolation", "html_report", "linear_cross_entropy", "short_context", "speculative", "sweep", "time_to_loss",
-    "train",
+    "extrapolation", "gpu", "html_report", "linear_cross_entropy", "short_context", "speculative", "sweep",
+    "time_to_loss", "train",
 )  # fmt: skip
 
 
@@ -26,10 +26,12 @@ def main() -> int:
         summary = module.__doc__.strip().splitlines()[0]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
-        command.add_argument("--out", type=Path, metavar="FILE", help="append the line of JSON to this file")
+        if name != "gpu":  # which writes several files
+            command.add_argument("--out", type=Path, metavar="FILE", help="append the line of JSON to this file")
         command.set_defaults(run_benchmark=module.run)
     arguments = parser.parse_args()
-    record_result(arguments.benchmark, arguments.run_benchmark(arguments), arguments.out)
+    out = None if arguments.benchmark == "gpu" else arguments.out
+    record_result(arguments.benchmark, arguments.run_benchmark(arguments), out)
     return 0
 
 

@@ -1,0 +1,151 @@
+"""Everything that a GPU is measured with, in two parts of ten minutes: stages with deadlines, results at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from thinker.benchmarks import contenders, gpu_commands, gpu_decoding, gpu_training
+from thinker.benchmarks.contenders import stream
+from thinker.benchmarks.gpu_plots import plot_part
+from thinker.benchmarks.gpu_training import Campaign, Results
+from thinker.runtime.errors import RunError, UserError
+
+REPORT_SECONDS = 8.0  # for the pictures
+ENVIRONMENT = {  # of all processes
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not open it: workers are forked
+    "TORCHINDUCTOR_COMPILE_THREADS": "4",  # per contender
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
+}
+ENTRY_MODULES = (
+    "thinker.benchmarks.gpu", "thinker.training.run", "thinker.generation.terminal", "thinker.evaluation.perplexity",
+    "matplotlib.backends.backend_agg", "scipy.stats", "transformers.models.llama.modeling_llama", "pytest",
+)  # fmt: skip
+
+
+class Stage(NamedTuple):
+    """One kind of measurement. `weight`: its share of the time, relative to that of the stages after it."""
+
+    name: str
+    weight: float
+    run: Callable[[Campaign, float], Results]
+
+
+PARTS = {
+    "A": (
+        Stage("facts", 0.5, gpu_training.facts),
+        Stage("training, 124m", 2.6, partial(gpu_training.train_beside, "124m")),
+        Stage("profile", 1.0, gpu_training.profile),
+        Stage("training, 350m", 2.8, partial(gpu_training.train_beside, "350m")),
+        Stage("cuda tests", 2.4, gpu_commands.cuda_tests),
+    ),
+    "B": (
+        Stage("decoding, 124m", 1.6, partial(gpu_decoding.decode, "124m")),
+        Stage("decoding, 1.1b", 2.0, partial(gpu_decoding.decode, "1.1b")),
+        Stage("attention", 1.0, gpu_decoding.attention),
+        Stage("precisions", 0.9, gpu_training.precisions),
+        Stage("real training", 4.5, gpu_commands.real_training),
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument("--part", choices=PARTS, help="the half to run")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time of the part (default 9)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results.jsonl, log.txt and pictures")
+    parser.add_argument("--rehearse", action="store_true", help="every stage on the CPU at toy size")
+    parser.add_argument("--imports", action="store_true", help="only list the packages that all of this imports")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the stages of a part one after the other, whatever becomes of each."""
+    if arguments.imports:
+        return {"packages": import_closure()}
+    if arguments.part is None or arguments.out is None:
+        raise UserError("gpu needs --part A or B and --out DIR, or --imports")
+    os.environ.update(ENVIRONMENT)
+    if not arguments.rehearse and not torch.cuda.is_available():
+        raise UserError("there is no CUDA GPU here; --rehearse runs every stage on the CPU")
+    end = time.monotonic() + 60 * arguments.minutes - REPORT_SECONDS
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(arguments.out / "results.jsonl", arguments.part)
+    options = {"log": (arguments.out / "log.txt").absolute(), "eager": arguments.rehearse}
+    device, precision = (torch.device("cpu"), "fp32") if arguments.rehearse else (torch.device("cuda"), "bf16")
+    campaign = Campaign(device, precision, arguments.rehearse, options)
+    try:
+        recorder.write("start", next(stream(try_device, device, deadline=time.monotonic() + 90, **options)))
+    except (RunError, TimeoutError) as error:
+        recorder.write("start", {"name": "forked workers", "note": f"not used: {error}"})
+        contenders.start_method = "spawn"
+    stages = PARTS[arguments.part]
+    for index, stage in enumerate(stages):
+        share = stage.weight / sum(each.weight for each in stages[index:])
+        run_stage(stage, campaign, time.monotonic() + share * (end - time.monotonic()), recorder)
+    for name, plot in plot_part(arguments.part).items():
+        try:
+            plot(recorder.results, arguments.out / name)
+        except Exception:
+            recorder.write("pictures", {"name": name, "error": traceback.format_exc()})
+    failures = [f"{line['stage']}: {line['name']}" for line in recorder.results if "error" in line]
+    return {"part": arguments.part, "results": len(recorder.results), "failures": failures}
+
+
+class Recorder:
+    """Results of the stages, each written to a file as soon as it is there and printed in short."""
+
+    def __init__(self, path: Path, part: str) -> None:
+        self.path, self.part, self.results = path, part, []
+
+    def write(self, stage: str, result: dict[str, Any]) -> None:
+        """Append a result, with its part and stage, as a line of JSON."""
+        line = {"part": self.part, "stage": stage, **result}
+        self.results.append(line)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = {key: value for key, value in result.items() if isinstance(value, (int, float))}
+        text = ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
+        error = f"FAILED: {result['error'].strip().splitlines()[-1][:200]}" if "error" in result else ""
+        print(f"{stage}: {result['name']} {error or text}", flush=True)
+
+
+def run_stage(stage: Stage, campaign: Campaign, deadline: float, recorder: Recorder) -> None:
+    """Record a stage's results, its error if it fails or outlasts its deadline, and how long it took."""
+    start = time.monotonic()
+    try:
+        for result in stage.run(campaign, deadline):
+            recorder.write(stage.name, result)
+    except Exception:  # the next stage has its own chance
+        recorder.write(stage.name, {"name": "stage", "error": traceback.format_exc()})
+    recorder.write(stage.name, {"name": "end", "wall_s": time.monotonic() - start, "allowed_s": deadline - start})
+
+
+def try_device(device: torch.device) -> Results:
+    """Show that a worker can use the device; a forked one cannot where an import has touched a GPU."""
+    yield {"name": "worker", "sum": float(torch.ones(2, device=device).sum())}
+
+
+def import_closure() -> dict[str, list[str]]:
+    """Top-level modules outside the standard library that the campaign imports, and optional ones that it can use."""
+    code = (
+        f"import sys, json\nfor name in {ENTRY_MODULES}: __import__(name)\n"
+        "names = {name.split('.')[0] for name, module in sys.modules.items() if getattr(module, '__file__', None)}\n"
+        "names = {name for name in names if not name.startswith('_')}\n"
+        "print(json.dumps(sorted(names - set(sys.stdlib_module_names) - {'thinker'})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    optional = ["rustbpe", "xdist", "triton", "hypothesis"]
+    return {"imported": json.loads(done.stdout.splitlines()[-1]), "used where present": optional}
