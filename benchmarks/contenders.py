@@ -18,7 +18,7 @@ import torch
 
 from thinker.benchmarks.environment import measure_median, measure_seconds
 from thinker.runtime.device import configure_backend
-from thinker.runtime.errors import RunError
+from thinker.runtime.errors import RunError, UserError
 from thinker.training.metrics import MemoryMeter
 
 PRELOADED = ["thinker.benchmarks.gpu", "torch._dynamo"]
@@ -59,16 +59,18 @@ class Worker:
         other.close()
 
     def receive(self, deadline: float) -> Any:
-        """The next message, until `deadline` (time.monotonic()). Raises TimeoutError, or RunError with a traceback."""
+        """The next message, until `deadline` (time.monotonic()). Raises TimeoutError, RunError with a traceback, or the
+        UserError that the function raised.
+        """
         if not self.connection.poll(max(0.0, deadline - time.monotonic())):
             raise TimeoutError("no result in time")
         try:
-            is_error, message = self.connection.recv()
+            error_type, message = self.connection.recv()
         except (EOFError, ConnectionResetError) as error:
             self.process.join(1)
             raise RunError(f"the process ended with exit code {self.process.exitcode}") from error
-        if is_error:
-            raise RunError(message)
+        if error_type is not None:
+            raise error_type(message)
         return message
 
     def kill(self) -> None:
@@ -97,9 +99,10 @@ def _work(connection: Connection, log: Path | None, eager: bool, function: Calla
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     try:
         function(connection, *args)
-    except BaseException:  # also SystemExit; the parent reports it
+    except BaseException as error:  # also SystemExit; the parent reports it
+        is_mistake = isinstance(error, UserError)
         with contextlib.suppress(BrokenPipeError):
-            connection.send((True, traceback.format_exc()))
+            connection.send((UserError, str(error)) if is_mistake else (RunError, traceback.format_exc()))
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -118,8 +121,8 @@ def stream(
 
 def _send_all(connection: Connection, function: Callable[..., Iterator[dict[str, Any]]], *args: Any) -> None:
     for result in function(*args):
-        connection.send((False, result))
-    connection.send((False, None))
+        connection.send((None, result))
+    connection.send((None, None))
 
 
 def race(
@@ -179,7 +182,7 @@ def _contend(
     for call in calls.values():
         call()
     free_cache(device)
-    connection.send((False, {"first_s": first, "peak_memory_bytes": meter.peak(), **facts}))
+    connection.send((None, {"first_s": first, "peak_memory_bytes": meter.peak(), **facts}))
     while True:
         connection.recv()
         seconds = {}
@@ -188,7 +191,7 @@ def _contend(
                 call()  # takes its memory again
             seconds[name] = measure_median(call, device, min_seconds)
         free_cache(device)
-        connection.send((False, seconds))
+        connection.send((None, seconds))
 
 
 def free_cache(device: torch.device) -> None:

@@ -14,7 +14,6 @@ from thinker.benchmarks.baselines import to_transformers
 from thinker.benchmarks.environment import time_alternately
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
-from thinker.generation.inference_model import matrix_bytes
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device
 from thinker.runtime.errors import UserError
@@ -154,3 +153,8 @@ def transformers_generate(
         assert output.shape[1] == n_prompt + count
 
     return generate, matrix_bytes(model) // 4 * dtype.itemsize
+
+
+def matrix_bytes(model: Thinker) -> int:
+    """Bytes of weights that one decode step reads: every matrix once, without the embedding."""
+    return sum(weight.nbytes for name, weight in model.state_dict().items() if name != "embedding.weight")

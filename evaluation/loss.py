@@ -23,13 +23,10 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
 @torch.no_grad()
 def batch_losses(
-    model: Thinker,
-    windows: PackedDataset,
-    batch_size: int,
-    compute_loss: Callable[[Tensor, Tensor, Tensor | None], Any],
-    limit: int | None = None,
+    model: Thinker, windows: PackedDataset, batch_size: int,
+    compute_loss: Callable[[Tensor, Tensor, Tensor | None], Any], limit: int | None = None,
     dist: DistContext = SINGLE_PROCESS,
-) -> Iterator[tuple[Tensor, Any]]:
+) -> Iterator[tuple[Tensor, Any]]:  # fmt: skip
     """Yield (targets, compute_loss(inputs, targets, document_ids)) per batch of the first `limit` windows, in order.
 
     The tensors are (B, T), on the model's device for compute_loss; the model is in evaluation mode until the loop ends.

@@ -60,10 +60,5 @@ def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, in
     return copy.to(model.device).eval()
 
 
-def matrix_bytes(model: Thinker) -> int:
-    """Bytes of weights that one decode step reads: every matrix once, without the embedding."""
-    return sum(weight.nbytes for name, weight in model.state_dict().items() if name != "embedding.weight")
-
-
 def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.detach().clone(), requires_grad=False)

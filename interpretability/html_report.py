@@ -55,16 +55,9 @@ def choose_heads(layers: int, heads: int, count: int, first: tuple[int, int]) ->
 
 @torch.no_grad()
 def make_explorer(
-    model: Thinker,
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    target: int | None = None,
-    contrast_token: int | None = None,
-    position: int = -1,
-    layer: int = 0,
-    head: int = 0,
-    view: str = "attention",
-) -> Explorer:
+    model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None = None, contrast_token: int | None = None,
+    position: int = -1, layer: int = 0, head: int = 0, view: str = "attention",
+) -> Explorer:  # fmt: skip
     """Run the model over the prompt, keeping only one layer's weights in memory.
 
     target, contrast_token, position: the prediction to attribute; by default the likeliest token after `position`.

@@ -1,38 +1,13 @@
 """Run one benchmark: python scripts/benchmark.py decode."""
 
-from __future__ import annotations
-
-import argparse
-from importlib import import_module
-from pathlib import Path
-
 from thinker.runtime.errors import run_command
-
-BENCHMARKS = (
-    "ablation", "attention", "bigram", "checkpoint_overhead", "comm_volume", "decode", "decode_lengths",
-    "extrapolation", "gpu", "html_report", "linear_cross_entropy", "short_context", "speculative", "sweep",
-    "time_to_loss", "train",
-)  # fmt: skip
 
 
 def main() -> int:
-    """Run the chosen benchmark and record its result. Returns the exit status."""
-    from thinker.benchmarks.environment import record_result
+    """Run it. Returns the exit status."""
+    from thinker.benchmarks.command import main
 
-    parser = argparse.ArgumentParser(description="Runs one benchmark. The last line of its output is JSON.")
-    commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    for name in BENCHMARKS:
-        module = import_module(f"thinker.benchmarks.{name}")
-        summary = module.__doc__.strip().splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        if name != "gpu":  # which writes several files
-            command.add_argument("--out", type=Path, metavar="FILE", help="append the line of JSON to this file")
-        command.set_defaults(run_benchmark=module.run)
-    arguments = parser.parse_args()
-    out = None if arguments.benchmark == "gpu" else arguments.out
-    record_result(arguments.benchmark, arguments.run_benchmark(arguments), out)
-    return 0
+    return main()
 
 
 if __name__ == "__main__":

@@ -46,14 +46,9 @@ class LinearState:
 
 
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    features: Tensor,
-    state: LinearState | None = None,
-    document_ids: Tensor | None = None,
-    chunk: int = CHUNK,
-) -> tuple[Tensor, LinearState]:
+    q: Tensor, k: Tensor, v: Tensor, features: Tensor, state: LinearState | None = None,
+    document_ids: Tensor | None = None, chunk: int = CHUNK,
+) -> tuple[Tensor, LinearState]:  # fmt: skip
     """Causal attention in time and memory linear in T, at least in fp32: directly within each chunk, by sums before it.
 
     Args:

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py and scripts/scaling.py as commands, on models small enough to be timed in seconds."""
+"""scripts/benchmark.py as a command, on models small enough to be timed in seconds."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
 from thinker.training.metrics import flops_per_token
 
-BENCHMARK, SCALING = ROOT / "scripts" / "benchmark.py", ROOT / "scripts" / "scaling.py"
+BENCHMARK = ROOT / "scripts" / "benchmark.py"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -244,7 +244,7 @@ def test_sweep(benchmark, train_args, tmp_path):
 def test_scaling(benchmark, train_args, tmp_path):
     config = write_config(train_args, tmp_path, "small", "model.n_kv_heads=null")
     shown = benchmark(
-        SCALING, config, "train.eval_every=null", "--shapes", "8x1x2,16x1x2,24x1x2,32x1x2",
+        BENCHMARK, "scaling", config, "train.eval_every=null", "--shapes", "8x1x2,16x1x2,24x1x2,32x1x2",
         "--tokens-per-parameter", "0.1",
     )  # fmt: skip
     result = json.loads(shown.splitlines()[-1])

@@ -26,6 +26,7 @@ BENCHMARK = ROOT / "scripts" / "benchmark.py"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.stress
 def test_rehearsal_of_both_parts(tmp_path):
     out = tmp_path / "out"
     for part in gpu.PARTS:
@@ -227,6 +228,7 @@ def test_rates_of_a_contender():
     assert "mfu" not in add_rates(result)
 
 
+@pytest.mark.stress
 def test_import_closure_names_what_a_bare_machine_lacks():
     found = gpu.import_closure()["imported"]
     assert {"torch", "pydantic", "pydantic_core", "tiktoken", "yaml", "matplotlib", "transformers"} <= set(found)

@@ -36,7 +36,6 @@ def programs(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"dropout": 0.1, "precision": "fp16"},
         {"attention": "window(8)", "documents": True},
         {"checkpoint_every_n_blocks": 1, "optimizer": "adamw", "lora_rank": 4, "precision": "fp32"},

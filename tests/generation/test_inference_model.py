@@ -9,7 +9,8 @@ from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.generation.inference_model import matrix_bytes, prepare_for_inference
+from thinker.benchmarks.decode import matrix_bytes
+from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.int8 import Int8Linear, int8_matmul_is_exact
 from thinker.model.layers import Linear
 
