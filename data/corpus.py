@@ -46,16 +46,10 @@ class Corpus:
 
 
 def prepare_corpus(
-    *,
-    source: str,
-    tokenizer: str | Tokenizer = "bpe:4096",
-    assistant_only_loss: bool = False,
-    val_fraction: float = 0.05,
-    cache_dir: str | Path = ".cache",
-    progress: bool = True,
-    shard_tokens: int = SHARD_TOKENS,
-    **source_options: Any,
-) -> Corpus:
+    *, source: str, tokenizer: str | Tokenizer = "bpe:4096", assistant_only_loss: bool = False,
+    val_fraction: float = 0.05, cache_dir: str | Path = ".cache", progress: bool = True,
+    shard_tokens: int = SHARD_TOKENS, **source_options: Any,
+) -> Corpus:  # fmt: skip
     """Tokenize a source into memory-mapped shards, or open the shards that an earlier call with these options made.
 
     Validation is the last val_fraction of a single text. Documents go there if their content hash is below
