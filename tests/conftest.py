@@ -15,6 +15,7 @@ from thinker.model import Thinker, ThinkerConfig
 
 ROOT = Path(__file__).parents[1]
 in_full = False  # with --stress
+collect_ignore = [] if "fake_cuda" in sys.modules else ["fake_cuda"]  # these need it before torch: test_fake_cuda.py
 
 # Overrides of tests/fixtures/base.yaml: a run that trains in a second.
 TINY_OVERRIDES = [

@@ -32,11 +32,11 @@ GPU = SimpleNamespace(
 
 def build() -> Path:
     """The compiled library; built once per version of torch and of the source."""
-    version = importlib.metadata.version("torch")
-    digest = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    key = f"{importlib.metadata.version('torch')} {torch}"  # whose libraries it finds by their path
+    digest = hashlib.sha256(SOURCE.read_bytes() + key.encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir(), f"thinker-fake-cuda-{os.getuid()}-{digest}.so")
     if not library.exists():
-        torch = Path(importlib.util.find_spec("torch").origin).parent
         include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
         link = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
         partial = library.with_suffix(f".{os.getpid()}")  # another process may build it, too

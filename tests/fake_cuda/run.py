@@ -13,6 +13,14 @@ if __name__ == "__main__":
     has_path = any(Path(argument.split("::")[0]).exists() for argument in sys.argv[1:])
     sys.exit(
         pytest.main(
-            ["-p", "no:cacheprovider", "--show-capture=no", *sys.argv[1:], *([] if has_path else [str(FOLDER)])]
+            [
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "gpu_fixture",
+                "--show-capture=no",
+                *sys.argv[1:],
+                *([] if has_path else [str(FOLDER)]),
+            ]
         )
     )
