@@ -1,11 +1,9 @@
 """What the ranks of tests do, each in a process of its own: targets for fork_server.run_ranks()."""
 
 import contextlib
-import copy
 import io
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -271,17 +269,3 @@ def fail_on_rank_1(dist, failure, seconds=None):
             raise UserError("nobody can read the data")
         dist.all_gather_scalars(number)
         step(batch(number, dist), 1.0)
-
-
-def join_and_leave(dist, times):
-    """Many sessions, in which no thread gets the GIL that its owner does not give away."""
-    sys.setswitchinterval(600)
-    for number in range(times):
-        session = copy.copy(dist)
-        session.store = torch.distributed.PrefixStore(str(number), dist.store)
-        session.init_process_group("cpu", 60)
-        session.all_gather_scalars(dist.rank)
-        session.shutdown()
-    sys.setswitchinterval(0.005)
-    dist.init_process_group("cpu", 60)  # the session ends it
-    return times
