@@ -369,7 +369,7 @@ TRACE_ONLY = """
 import functools, runpy, sys
 import torch
 
-torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -47,7 +47,7 @@ def every_pair(choices):
 
 def new_step(device, options, T=32, compile=False, **shape):
     """A training step on the device, and its batch on the host."""
-    shape = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16} | shape
+    shape = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16} | shape
     if options["attention"].startswith("heads"):
         shape["n_kv_heads"] = shape["n_heads"]
     config = ThinkerConfig(**shape, attention=options["attention"], positions=options["positions"],

@@ -103,11 +103,14 @@ def test_all_blocks_share_one_compiled_program(every, monkeypatch):
 
 @pytest.mark.parametrize(
     ("precision", "every"),
-    [("bf16", 2), *(pytest.param(*each, marks=pytest.mark.stress) for each in (("fp32", None), ("fp32", 2)))],
+    [
+        ("bf16", 1),
+        *(pytest.param(*each, marks=pytest.mark.stress) for each in (("bf16", 2), ("fp32", None), ("fp32", 2))),
+    ],
 )
 def test_a_compiled_step_is_near_the_plain_one(precision, every, monkeypatch):
-    """Two blocks, the first recomputed; by SDPA, which is compiled with the rest of its block."""
-    monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, n_layers=2))  # one of each kind
+    """One block, recomputed, or one of each kind; by SDPA, which is compiled with the rest of its block."""
+    monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, n_layers=every or 1))
     options = {"steps": 2, "micro_batch_size": 2, "precision": precision, "kernel": "sdpa"}
     start, _ = trained(steps=0)
     plain, loss = trained(**options)
