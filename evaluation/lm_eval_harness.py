@@ -114,13 +114,9 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
 
 
 def run_tasks(
-    model: Thinker,
-    tokenizer: Tokenizer,
-    names: list[str],
-    include: Path | None = None,
-    n_shots: int | None = None,
+    model: Thinker, tokenizer: Tokenizer, names: list[str], include: Path | None = None, n_shots: int | None = None,
     limit: int | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     """The results of each task: {task: {metric: value, metric_stderr: standard error, questions: their number}}.
 
     `names`: tasks of the harness, such as hellaswag, whose data it downloads, or of the YAML files in the folder

@@ -85,8 +85,9 @@ class DistContext:
             raise RunError(f"{missing} did not start within {timeout:g} s")
         if device_type == "cuda":
             torch.cuda.set_device(self.local_rank)
+        torch.distributed.Backend.register_backend("ordered_gloo", _new_gloo, devices=["cpu"])
         torch.distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            "cpu:ordered_gloo,cuda:nccl" if device_type == "cuda" else "ordered_gloo",
             store=self.store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout),
         )  # fmt: skip
 
@@ -144,7 +145,7 @@ class DistContext:
         last = torch.zeros(1)
         n_references = sys.getrefcount(last)
         torch.distributed.all_reduce(last)
-        # To drop the tensor gloo's thread needs the GIL, with which destroying the group waits for the thread.
+        # To drop a tensor gloo's thread needs the GIL, with which destroying the group waits for the thread.
         while sys.getrefcount(last) > n_references:
             time.sleep(0.001)
         torch.distributed.destroy_process_group()
@@ -201,6 +202,15 @@ class DistContext:
                 processes[rank] = f" ({self.store.get(f'here/{rank}').decode()})"
         names = ", ".join(f"{rank}{process}" for rank, process in processes.items())
         return f"rank {names}{' and more' if len(missing) > 4 else ''} of {self.world_size}"
+
+
+def _new_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """gloo with one thread, which drops the tensors of each collective before it begins the next."""
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._devices, options._threads, options._timeout = [ProcessGroupGloo.create_default_device()], 1, timeout
+    return ProcessGroupGloo(store, rank, world_size, options)
 
 
 SINGLE_PROCESS = DistContext()  # whatever the environment says

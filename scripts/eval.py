@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def context_lengths(text: str) -> list[int]:
     """Parse "128,256". Raises UserError for anything else."""
-    try:
-        lengths = [int(part) for part in text.split(",")]
-    except ValueError:
-        lengths = [0]
+    lengths = [int(part) for part in text.split(",")] if re.fullmatch(r"\d+(,\d+)*", text) else [0]
     if min(lengths) < 2:
         raise UserError(f"--context {text} is not a list of lengths of at least 2, such as 128,256")
     return lengths

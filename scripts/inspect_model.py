@@ -139,29 +139,26 @@ def report_on_prompt(
     from thinker.interpretability.explain import explain
     from thinker.interpretability.reports import Prompt
 
-    command = arguments.command
     layer = check_index("layer", arguments.layer, len(model.blocks))
     head = check_index("head", arguments.head, model.blocks[layer].attention.n_heads)
-    flag = "query" if command == "explain" else "position"
+    flag = "query" if arguments.command == "explain" else "position"
     position = check_index(flag, arguments.position, len(prompt.tokens), from_end=True)
     target = encode_token(tokenizer, "target", arguments.target)
     contrast_token = encode_token(tokenizer, "contrast-token", arguments.contrast_token)
-    start = {"layer": layer, "head": head, "position": position, "view": VIEWS.get(command, "attention")}
+    start = {"layer": layer, "head": head, "position": position, "view": VIEWS.get(arguments.command, "attention")}
     start |= {"target": target, "contrast_token": contrast_token}
-    match command:
-        case "explain":
-            return explain(model, prompt, layer, head, position), start
-        case "map":
-            return prompt_reports.report_attention_map(model, prompt, layer, head), start
-        case "flow":
-            return prompt_reports.report_flow(model, prompt, position), start
-        case "attribute":
-            return prompt_reports.report_attribution(model, tokenizer, prompt, target, contrast_token, position), start
-        case "lens":
-            return prompt_reports.report_logit_lens(model, tokenizer, prompt, position), start
-        case _:
-            corrupt = Prompt.from_text(model, tokenizer, arguments.corrupt)
-            return prompt_reports.report_patching(model, tokenizer, prompt, corrupt, target, contrast_token), start
+    logit = target, contrast_token
+    reports = {
+        "explain": lambda: explain(model, prompt, layer, head, position),
+        "map": lambda: prompt_reports.report_attention_map(model, prompt, layer, head),
+        "flow": lambda: prompt_reports.report_flow(model, prompt, position),
+        "attribute": lambda: prompt_reports.report_attribution(model, tokenizer, prompt, *logit, position),
+        "lens": lambda: prompt_reports.report_logit_lens(model, tokenizer, prompt, position),
+        "patch": lambda: prompt_reports.report_patching(
+            model, tokenizer, prompt, Prompt.from_text(model, tokenizer, arguments.corrupt), *logit
+        ),
+    }
+    return reports[arguments.command](), start
 
 
 def report_on_heads(

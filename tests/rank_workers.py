@@ -218,6 +218,13 @@ def evaluate_and_signal(dist, config, overrides):
     return before.loss, before.n_tokens, after, trainer.stopping
 
 
+def count_gloo_threads(dist):
+    dist.init_process_group("cpu", 60.0)
+    dist.gather_objects(None)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
+
+
 class RollCallClock:
     """A clock for rank 0 of four: it stands until all but rank 1 have answered, or left; then each look is a second."""
 

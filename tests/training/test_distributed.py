@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import shutil
+import sys
 
 import pytest
 import rank_workers
@@ -277,3 +278,9 @@ def test_files_of_ranks_that_lost_or_doubled_rows_are_damaged(saved, tmp_path):
         checkpoint.verify(folder)
     with pytest.raises(checkpoint.CorruptCheckpoint, match="is not a complete safetensors file"):
         checkpoint.load_model(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_gloo_has_one_thread():
+    """Which has dropped the tensors of all collectives once it has dropped those of the last: see shutdown()."""
+    assert run_ranks(2, rank_workers.count_gloo_threads) == [1, 1]
