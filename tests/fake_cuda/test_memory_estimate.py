@@ -42,7 +42,8 @@ def resolve(attention="full", documents=False, T=1024, **options):
     )
     data = {"seq_len": T, "document_masking": documents}
     train = {"precision": "bf16", "micro_batch_size": 2, "batch_size": 8, "max_steps": 9, "compile": False} | options
-    return resolve_settings(validate_config({"data": data, "train": train}), config, GPU)
+    tree = {"data": data, "train": train, "optimizer": {"name": "adamw"}}  # Muon takes longer
+    return resolve_settings(validate_config(tree), config, GPU)
 
 
 @pytest.mark.parametrize(("attention", "documents"), [("full", True), *((each, False) for each in PATTERNS)], ids=str)

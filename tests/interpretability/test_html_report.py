@@ -9,7 +9,8 @@ from html_report_fixtures import STYLE, Shown, backgrounds, cell, heat, pixel, s
 
 from thinker.interpretability import attribution, html_report, reports
 
-browser, shown, visit = html_report_fixtures.browser, html_report_fixtures.shown, html_report_fixtures.visit  # fixtures
+browser, free_tabs = html_report_fixtures.browser, html_report_fixtures.free_tabs  # fixtures
+shown, visit = html_report_fixtures.shown, html_report_fixtures.visit
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

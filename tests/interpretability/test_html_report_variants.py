@@ -14,7 +14,8 @@ from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import attribution, head_reports, html_report, prompt_reports, pruning, reports
 from thinker.runtime.errors import UserError
 
-browser, shown, visit = html_report_fixtures.browser, html_report_fixtures.shown, html_report_fixtures.visit  # fixtures
+browser, free_tabs = html_report_fixtures.browser, html_report_fixtures.free_tabs  # fixtures
+shown, visit = html_report_fixtures.shown, html_report_fixtures.visit
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONTRASTS = """() => {
