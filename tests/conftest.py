@@ -69,8 +69,8 @@ def pytest_configure(config):
 
 
 def examples(number):
-    """How many examples hypothesis tries: this many with --stress, half of them otherwise."""
-    return number if in_full else number // 2
+    """How many examples hypothesis tries: this many with --stress, a third of them otherwise."""
+    return number if in_full else number // 3
 
 
 def pytest_collection_modifyitems(config, items):

@@ -27,8 +27,15 @@ def move(module, device):
     return module
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["thinker eager, muon", "plain eager, adamw", "transformers eager, adamw"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("thinker eager, muon", "bf16"),
+        ("thinker eager, muon", "fp32"),
+        ("plain eager, adamw", "bf16"),
+        ("transformers eager, adamw", "bf16"),
+    ],
+)
 def test_a_step_waits_for_nothing_and_copies_only_its_batch(gpu, monkeypatch, name, precision):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # the fake device has no host memory
     monkeypatch.setattr(torch.nn.Module, "to", move)

@@ -125,7 +125,7 @@ def test_plan_command(run_script, tmp_path):
 
 def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     """The memory that a plan measures is what the training then reports."""
-    larger = ["model.d_model=256", "model.n_layers=4", "train.batch_size=16", "data.seq_len=128", "train.max_steps=3"]
+    larger = ["model.d_model=256", "model.n_layers=4", "train.batch_size=8", "data.seq_len=128", "train.max_steps=2"]
     overrides = [*train_args[2:], *larger, "train.eval_every=null", f"run.dir={tmp_path / 'run'}"]
     done = run_script(ROOT / "scripts" / "plan.py", train_args[1], *overrides, "--json")
     assert done.returncode == 0, done.stderr
