@@ -9,7 +9,7 @@ import pytest
 
 FOLDER = Path(__file__).parent / "fake_cuda"
 FILES = sorted(FOLDER.glob("test_*.py"))
-N_PROCESSES = 3  # each takes seconds to start
+N_PROCESSES = 2  # each takes seconds to start
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
