@@ -87,6 +87,15 @@ def stress(request):
     return request.config.getoption("--stress")
 
 
+@pytest.fixture
+def quickly_compiled(monkeypatch, stress):
+    """Without --stress, Inductor writes kernels without vector instructions, which compile in half the time."""
+    if not stress:
+        import torch._inductor.cpu_vec_isa
+
+        monkeypatch.setattr(torch._inductor.cpu_vec_isa, "valid_vec_isa_list", list)
+
+
 @pytest.fixture(autouse=True)
 def reset_flush_denormal():
     """Undo what a test that trains or evaluates in this process sets: denormal numbers become zero."""

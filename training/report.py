@@ -42,21 +42,19 @@ def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     val = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     floor = next((line["entropy_floor"] for line in reversed(lines) if line.get("entropy_floor")), None)
-    figure, (axes,) = new_figure(8, 4.5)
+    figure, (axes,) = new_figure(8, 4.5, layout=None)  # "constrained" draws everything twice
+    figure.subplots_adjust(left=0.09, bottom=0.11, right=0.97, top=0.92)
     if train:
-        steps, losses = zip(*train)
-        axes.plot(steps, losses, color=BLUE, alpha=0.35, linewidth=1, label="training")
-    if val:
-        steps, losses = zip(*val)
-        axes.plot(steps, losses, color=ORANGE, marker="o", markersize=4, linewidth=1.8, label="validation")
-        axes.annotate(
-            f"{losses[-1]:.3f}", (steps[-1], losses[-1]), xytext=(0, 9), textcoords="offset points", ha="right",
-            color=ORANGE, fontweight="bold",
-        )  # fmt: skip
+        axes.plot(*zip(*train), color=BLUE, alpha=0.35, linewidth=1, label="training")
+    axes.plot(*zip(*val), color=ORANGE, marker="o", markersize=4, linewidth=1.8, label="validation")
+    axes.annotate(
+        f"{val[-1][1]:.3f}", val[-1], xytext=(0, 9), textcoords="offset points", ha="right",
+        color=ORANGE, fontweight="bold",
+    )  # fmt: skip
     if floor:
         axes.axhline(floor, color=GREY, linestyle="--", linewidth=1.2, label=f"entropy of the corpus, {floor:.3f}")
-    lowest = min([loss for _, loss in train + val] + ([floor] if floor else []))
-    highest = max([loss for _, loss in train + val], default=lowest + 1)
+    losses = [loss for _, loss in train + val]
+    lowest, highest = min([*losses, floor or losses[0]]), max(losses)
     if lowest > 0 and highest > 3 * lowest:
         axes.set_yscale("log")
         axes.set_ylim(lowest * 0.93, highest * 1.05)

@@ -66,7 +66,7 @@ def test_rows_and_capacity_are_symbols_of_two_programs_per_model(new_generator):
         generator, programs = new_generator(compile=True, int8=int8)
         programs.clear()
         with torch._dynamo.config.patch(recompile_limit=2):
-            for index, (rows, max_len) in enumerate(PAIRS):
+            for index, (rows, max_len) in enumerate(PAIRS[::3] if int8 else PAIRS):
                 lengths = [2 + row % 7 * (index % 2) for row in range(rows)]  # equal and ragged in turns
                 _, logits = generator._decode_step(*texts_of_lengths(generator, lengths, max_len), None)
                 assert logits.shape == (rows, 1, 264)

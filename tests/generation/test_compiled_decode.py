@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compi
 TOKENIZER = make_tokenizer("byte", [])
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_compiled_equals_plain_at_every_length_with_one_compilation(random_model, stress):
     model = random_model(n_layers=2 if stress else 1, max_seq_len=128)
     snapshot = prepare_for_inference(model)

@@ -87,7 +87,7 @@ def assert_same(plain, speculated):
 def test_speculation_samples_the_same_tokens_as_plain_decoding():
     tally, accepting = Counter(), Counter()
 
-    @settings(max_examples=examples(120), **SAME_EXAMPLES)
+    @settings(max_examples=examples(150), **SAME_EXAMPLES)
     @given(st.data())
     def check(data):
         seed, shape = data.draw(st.integers(0, 4)), data.draw(st.integers(0, len(SHAPES) - 1))

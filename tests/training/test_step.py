@@ -108,6 +108,7 @@ def test_all_blocks_share_one_compiled_program(every, monkeypatch):
         *(pytest.param(*each, marks=pytest.mark.stress) for each in (("bf16", 2), ("fp32", None), ("fp32", 2))),
     ],
 )
+@pytest.mark.usefixtures("quickly_compiled")
 def test_a_compiled_step_is_near_the_plain_one(precision, every, monkeypatch):
     """One block, recomputed, or one of each kind; by SDPA, which is compiled with the rest of its block."""
     monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, n_layers=every or 1))
