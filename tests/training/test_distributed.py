@@ -210,7 +210,10 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("size", "parallel"), SAVED_FORMS)
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [pytest.param(*form, marks=pytest.mark.stress if form == (4, "fsdp") else []) for form in SAVED_FORMS],
+)
 def test_what_any_ranks_save_any_others_take_up_to_the_bit(saved, size, parallel, stress):
     """No width and no vocabulary here divides by two or four, and of three sinks the fourth rank has none.
 
@@ -243,7 +246,7 @@ def test_a_model_is_read_from_files_of_many_ranks(saved):
         assert all(torch.equal(value, was[name]) for name, value in model.named_parameters())
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.stress)])
 def test_four_ranks_go_on_to_the_bit(training, tmp_path, parallel):
     """In whatever order they sum: with two ranks there is only one."""
     form = [f"train.parallel={parallel}", "data.num_workers=0", "train.save_every=2", "train.keep_last=9",
