@@ -79,7 +79,8 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     talks.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     assert command("export_hf", tiny_run, base) == 0
     given = [f"run.init_from={base}", f"run.dir={run}", f"data.path={talks}", f"data.cache_dir={tmp_path}"]
-    given += ["data.seq_len=32", "train.max_steps=3", "train.device=cpu", "train.lora_rank=2", "data.val_fraction=0.2"]
+    given += ["data.seq_len=32", "train.max_steps=3", "train.device=cpu", "train.precision=fp32"]
+    given += ["train.lora_rank=2", "data.val_fraction=0.2"]
     config = ROOT / "configs" / "finetune.yaml"
     without = run_script(TRAIN, config, *given)
     assert without.returncode == 2
