@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
+from thinker.generation.batch_sampling import sample_next, sample_steps, top_logprobs
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion, Score, Sequence, check_prompt_length, sample_next, top_logprobs
+from thinker.generation.sequence import Completion, Score, Sequence, check_prompt_length
 from thinker.generation.sink_cache import SinkCache
 from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_len
 from thinker.model import KVCache, Thinker
@@ -23,6 +26,7 @@ from thinker.runtime.errors import UserError
 
 Params = SamplingParams | list[SamplingParams] | None
 PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
+STEPS_PER_READ = 16  # of a GPU, which computes the next step while the host prepares the one after it
 
 
 class Generator:
@@ -58,6 +62,9 @@ class Generator:
         self.model = prepare_for_inference(model, dtype, int8)
         self.decode_model = CompiledThinker(self.model) if compile else self.model
         self.draft = None if draft is None else prepare_for_inference(draft, dtype, int8)
+        # Tokens per row that are sampled before the host reads them; those after the end of a text are dropped.
+        can_drop = use_cache and not speculate and window is None and self.model.device.type == "cuda"
+        self.steps_per_read = STEPS_PER_READ if can_drop else 1
 
     def _check_options(self, compile: bool, draft: Thinker | None) -> None:
         config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
@@ -151,7 +158,7 @@ class Generator:
         """An empty cache; a sink cache if there is a window."""
         if self.window is not None:
             return SinkCache(model, batch_size, self.window, self.sinks)
-        return model.new_cache(batch_size, max_len, slack=self.speculate)
+        return model.new_cache(batch_size, max_len, slack=max(self.speculate, self.steps_per_read - 1))
 
     @property
     def chunk_len(self) -> int:
@@ -172,21 +179,23 @@ class Generator:
             drafter = DraftModel(self.draft, self.speculate, self._prefill_unique)
         drafts: list[list[int]] = [[] for _ in sequences]
         while True:
+            if drafter is None:
+                n_steps = min(self.steps_per_read, *(sequence.n_remaining for sequence in sequences))
+                sampled = sample_steps(sequences, logits, n_steps, partial(self.decode_model, cache=cache))
+            else:
+                sampled = sample_next(sequences, drafts, logits)
             unfinished = []
-            for row, (sequence, sampled) in enumerate(zip(sequences, sample_next(sequences, drafts, logits))):
-                completion = sequence.completion
+            for row, sequence in enumerate(sequences):
+                completion, n_before = sequence.completion, len(sequence.tokens)
+                text, ended = sequence.extend(sampled[row])
                 completion.drafted += len(drafts[row])
-                for offset, (token, *logprobs) in enumerate(sampled):
-                    text, ended = sequence.append(token, *logprobs)
-                    completion.accepted += drafts[row][offset : offset + 1] == [token]
-                    if text:
-                        yield sequence.index, text
-                    if ended:
-                        if self.window is not None:
-                            completion.n_evicted = max(0, len(sequence.tokens) - 1 - self.sinks - self.window)
-                        break
-                else:
+                completion.accepted += sum(map(operator.eq, drafts[row], sequence.tokens[n_before:]))
+                if text:
+                    yield sequence.index, text
+                if not ended:
                     unfinished.append(row)
+                elif self.window is not None:
+                    completion.n_evicted = max(0, len(sequence.tokens) - 1 - self.sinks - self.window)
             if not unfinished:
                 return
             if len(unfinished) < len(sequences):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 
 _LIMIT = 1e100  # of penalties and biases, so that float64 never overflows
@@ -113,7 +115,7 @@ def _filter_ranked(scores: Tensor, probs: Tensor, params: SamplingParams) -> Ten
         tokens = _rank(scores, min(params.top_k, scores.shape[1]))  # (B, k)
         ranked = scores.gather(1, tokens).softmax(dim=-1)
     else:
-        tokens = _rank(scores, _TOP_P_CANDIDATES)
+        tokens = _rank(scores, scores.shape[1] if scores.is_cuda else _TOP_P_CANDIDATES)
         ranked = probs.gather(1, tokens)
         if tokens.shape[1] < scores.shape[1] and (ranked.cumsum(dim=-1)[:, -1] < top_p).any():
             tokens = _rank(scores, scores.shape[1])  # the candidates were not enough
@@ -126,13 +128,19 @@ def _filter_ranked(scores: Tensor, probs: Tensor, params: SamplingParams) -> Ten
 
 def _rank(scores: Tensor, count: int) -> Tensor:
     """The `count` tokens of highest score, (B, count), best first, ties by id; all V tokens if V is smaller."""
-    if 4 * count < scores.shape[1]:  # sorting a large vocabulary would dominate the time of sampling
-        best, tokens = scores.topk(count)
-        if ((scores >= best[:, -1:]).sum(dim=-1) == count).all():  # no tie across the cut-off
-            tokens = tokens.sort(dim=-1).values
-            order = scores.gather(1, tokens).sort(dim=-1, descending=True, stable=True).indices
-            return tokens.gather(1, order)
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    V = scores.shape[1]
+    if 4 * count >= V:  # sorting a large vocabulary would dominate the time of sampling
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    best, tokens = scores.topk(count)
+    is_above, is_tied = scores > best[:, -1:], scores == best[:, -1:]  # (B, V)
+    if scores.is_cuda or (is_above | is_tied).sum() > tokens.numel():  # a GPU's host must not wait for the answer
+        n_missing = count - is_above.sum(dim=-1, keepdim=True)
+        is_kept = is_above | (is_tied & (is_tied.cumsum(dim=-1) <= n_missing))
+        ids = torch.arange(V, device=scores.device)
+        tokens = torch.where(is_kept, V - ids, 0).topk(count).indices
+    tokens = tokens.sort(dim=-1).values
+    order = scores.gather(1, tokens).sort(dim=-1, descending=True, stable=True).indices
+    return tokens.gather(1, order)
 
 
 def _adjust(scores: Tensor, params: SamplingParams, in_text: Tensor | None, counts: Tensor | None) -> Tensor:
@@ -147,13 +155,19 @@ def _adjust(scores: Tensor, params: SamplingParams, in_text: Tensor | None, coun
     if counts is not None and params.frequency_penalty:
         scores = scores - params.frequency_penalty * counts.double()
     if params.logit_bias:
-        tokens, biases = zip(*params.logit_bias)
-        bias = torch.zeros(scores.shape[1], dtype=torch.float64)
-        bias[list(tokens)] = torch.tensor(biases, dtype=torch.float64)
-        scores = scores + bias.to(scores.device)
-        if (scores.amax(dim=-1) == -torch.inf).any():
-            raise UserError("logit_bias bans every token; it must leave at least one")
+        scores = scores + _bias_vector(params.logit_bias, scores.shape[1], scores.device)
     return scores
+
+
+@lru_cache(maxsize=8)
+def _bias_vector(logit_bias: tuple[tuple[int, float], ...], vocab_size: int, device: torch.device) -> Tensor:
+    """The logit bias of every token, (V,) float64. Raises UserError if it bans all of them."""
+    tokens, biases = zip(*logit_bias)
+    vector = torch.zeros(vocab_size, dtype=torch.float64)
+    vector[list(tokens)] = torch.tensor(biases, dtype=torch.float64)
+    if vector.max() == -torch.inf:
+        raise UserError("logit_bias bans every token; it must leave at least one")
+    return to_device(vector, device)
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""One sequence during generation, and the sampling of the next tokens of a batch of them."""
+"""One sequence during generation: its tokens, text and random numbers, and when it ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.generation.sampler import SamplingParams, sample
+from thinker.generation.sampler import SamplingParams
 from thinker.generation.streaming import TextStreamer
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
+
+Sampled = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the likeliest tokens
 
 
 @dataclass
@@ -76,16 +78,25 @@ class Sequence:
             self._uniforms.append(self._random.random())
         return self._uniforms[index]
 
-    def append(self, token: int, logprob: float, top_logprobs: dict[int, float]) -> tuple[str, bool]:
-        """Add a token. Returns the text that became certain, and whether the sequence has ended."""
+    def extend(self, sampled: list[Sampled]) -> tuple[str, bool]:
+        """Add tokens up to the one that ends the text. Returns the text that became certain, and whether it ended."""
         completion, streamer = self.completion, self.streamer
-        self.tokens.append(token)
-        completion.token_ids.append(token)
-        completion.logprobs.append(logprob)
+        tokens = [token for token, *_ in sampled]
+        n_to_eos = next((n for n, token in enumerate(tokens, 1) if token in self.tokenizer.eos_ids), None)
+        tokens = tokens[:n_to_eos]
+        text, n_used = "", 0
+        for part in [[token] for token in tokens] if self.params.stop else [tokens]:
+            text, n_used = text + streamer.feed(*part), n_used + len(part)
+            if streamer.stopped:
+                break
+        _, logprobs, top_logprobs = zip(*sampled[:n_used])
+        self.tokens += tokens[:n_used]
+        completion.token_ids += tokens[:n_used]
+        completion.logprobs += logprobs
         if self.params.logprobs:
-            completion.top_logprobs.append(top_logprobs)
-        self.n_remaining -= 1
-        text, is_eos = streamer.feed(token), token in self.tokenizer.eos_ids
+            completion.top_logprobs += top_logprobs
+        self.n_remaining -= n_used
+        is_eos = n_used == n_to_eos
         if is_eos or self.n_remaining == 0:
             text += streamer.finish()
         completion.text += text
@@ -100,65 +111,6 @@ class Sequence:
         in_text[tokens] = True
         n_generated = len(self.completion.token_ids) + len(drafts)
         return in_text, tokens[len(tokens) - n_generated :].bincount(minlength=vocab_size)
-
-
-@torch.no_grad()
-def sample_next(
-    sequences: list[Sequence], drafts: list[list[int]], logits: Tensor
-) -> list[list[tuple[int, float, dict[int, float]]]]:
-    """Sample the next tokens of every sequence: one, and one more for each draft that equals the sampled token.
-
-    A draft never decides anything: every position is sampled from the model's own distribution with the random number
-    of that position, and a draft that equals the result only means that the next position's logits are available.
-    So speculation gives exactly the tokens of plain decoding, greedy or sampled.
-
-    `drafts`: per sequence, the tokens that the model read after its last one. `logits` (B, 1 + longest draft, V): after
-    the last token and each draft. Returns per sequence the tokens, their log-probabilities, and those of the likeliest.
-    """
-    rows = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]  # N
-    if len(rows) > len(sequences):
-        indices, offsets = zip(*rows)
-        logits = logits[list(indices), list(offsets)]  # (N, V)
-    else:
-        logits = logits[:, 0]
-    logits = logits[:, : sequences[0].tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
-    tokens = sample_tokens([(sequences[index], drafts[index][:offset]) for index, offset in rows], logits)
-    logprobs = logits.log_softmax(dim=-1)  # (N, V)
-    token_logprobs = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    sampled = [[] for _ in sequences]
-    for row, (index, offset) in enumerate(rows):
-        if [token for token, *_ in sampled[index]] == drafts[index][:offset]:
-            top = top_logprobs(logprobs[row], sequences[index].params.logprobs)
-            sampled[index].append((tokens[row], token_logprobs[row], top))
-    return sampled
-
-
-def sample_tokens(contexts: list[tuple[Sequence, list[int]]], logits: Tensor) -> list[int]:
-    """Sample one token per row of logits (N, V); contexts: the row's sequence and the drafts that follow it."""
-    if logits.device.type == "mps":  # Apple's GPUs have no float64
-        logits = logits.cpu()
-    groups: dict[SamplingParams, list[int]] = {}
-    for row, (sequence, _) in enumerate(contexts):
-        groups.setdefault(sequence.sampling_key, []).append(row)
-    uniforms = torch.tensor([sequence.uniform(len(drafts)) for sequence, drafts in contexts], dtype=torch.float64)
-    tokens = [0] * len(contexts)
-    for params, rows in groups.items():
-        in_text = counts = None
-        if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
-            inputs = [contexts[row][0].penalty_inputs(contexts[row][1], logits.shape[1]) for row in rows]
-            in_text, counts = (torch.stack(tensors).to(logits.device) for tensors in zip(*inputs))
-        group_logits = logits if len(rows) == len(contexts) else logits[rows]
-        for row, token in zip(rows, sample(group_logits, params, uniforms[rows], in_text, counts).tolist()):
-            tokens[row] = token
-    return tokens
-
-
-def top_logprobs(logprobs: Tensor, n: int) -> dict[int, float]:
-    """The n likeliest tokens of (V,) and their log-probabilities, the likeliest first."""
-    if not n:
-        return {}
-    values, tokens = logprobs.topk(min(n, len(logprobs)))
-    return dict(zip(tokens.tolist(), values.tolist()))
 
 
 def check_prompt_length(tokens: list[int], config: ThinkerConfig, max_len: float, hint: str = "") -> None:

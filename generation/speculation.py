@@ -1,6 +1,6 @@
 """Speculative decoding: drafts of the next tokens, so that one pass of the model may confirm several.
 
-Drafts never change the text (see sequence.sample_next).
+Drafts never change the text (see batch_sampling.sample_next).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from thinker.generation.sequence import Sequence, sample_tokens
+from thinker.generation.batch_sampling import sample_tokens
+from thinker.generation.sequence import Sequence
 from thinker.model import KVCache, Thinker, ThinkerConfig
 
 NGRAM_SIZES = (4, 3, 2, 1)  # tokens at the end of the text to find earlier in it, the longest match first

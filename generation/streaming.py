@@ -23,9 +23,9 @@ class TextStreamer:
         self.pending = ""  # decoded text that may be the beginning of a stop string
         self.stopped = False
 
-    def feed(self, token: int) -> str:
-        """Add a token; returns the text that became certain, perhaps ""."""
-        text = self.decoder.decode(self.tokenizer.decode_bytes([token]))
+    def feed(self, *tokens: int) -> str:
+        """Add tokens; returns the text that became certain, perhaps ""."""
+        text = self.decoder.decode(self.tokenizer.decode_bytes(tokens))
         unfinished = self.decoder.getstate()[0]
         # Python waits for the third byte of a surrogate, for errors="surrogatepass"; here each byte is a U+FFFD.
         if unfinished[:1] == b"\xed" and unfinished[1:] >= b"\xa0":

@@ -392,12 +392,10 @@ def test_arguments_are_not_modified():
 
 
 def test_invalid_logit_bias_raises():
-    nothing = torch.tensor([[0.0, -INF], [0.0, 1.0]])  # the first row has one token to ban
     for temperature in (0, 1):
-        for logits, banned in ((LOGITS, range(4)), (nothing, [0])):
-            params = SamplingParams(logit_bias=dict.fromkeys(banned, -INF), temperature=temperature)
-            with pytest.raises(UserError, match="logit_bias bans every token"):
-                distribution(logits, params)
+        params = SamplingParams(logit_bias=dict.fromkeys(range(4), -INF), temperature=temperature)
+        with pytest.raises(UserError, match="logit_bias bans every token"):
+            distribution(LOGITS, params)
 
 
 def test_sample_from_probs_at_the_boundaries():

@@ -1,0 +1,119 @@
+"""Sampling the next tokens of a batch of sequences, one step at a time or several between two reads of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from thinker.generation.sampler import SamplingParams, sample
+from thinker.generation.sequence import Sampled, Sequence
+from thinker.runtime.device import to_device
+
+
+class BatchSampler:
+    """Samples a token per row and step where the logits are; the host waits for nothing.
+
+    `contexts`: for each row its sequence and the drafts that come before the token. Rows whose parameters shape the
+    distribution alike are sampled together.
+    """
+
+    def __init__(
+        self, contexts: list[tuple[Sequence, list[int]]], vocab_size: int, device: torch.device, n_steps: int = 1
+    ) -> None:
+        self.device = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no float64
+        uniforms = [[one.uniform(len(drafts) + step) for one, drafts in contexts] for step in range(n_steps)]
+        self._uniforms = iter(to_device(torch.tensor(uniforms, dtype=torch.float64), self.device))  # of (N,) each
+        groups: dict[SamplingParams, list[int]] = {}
+        for row, (sequence, _) in enumerate(contexts):
+            groups.setdefault(sequence.sampling_key, []).append(row)
+        self._groups = []
+        for params, rows in groups.items():
+            in_text = counts = None
+            if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+                inputs = [contexts[row][0].penalty_inputs(contexts[row][1], vocab_size) for row in rows]
+                in_text, counts = (to_device(torch.stack(tensors), self.device) for tensors in zip(*inputs))
+            index = slice(None) if len(groups) == 1 else to_device(rows, self.device)
+            self._groups.append((params, index, in_text, counts))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits (N, V) to tokens (N,), which count as text for the next call."""
+        logits, uniforms = logits.to(self.device), next(self._uniforms)
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=self.device)
+        for params, rows, in_text, counts in self._groups:
+            tokens[rows] = sampled = sample(logits[rows], params, uniforms[rows], in_text, counts)
+            if in_text is not None:
+                in_text.scatter_(1, sampled[:, None], True)
+                counts.scatter_add_(1, sampled[:, None], torch.ones_like(sampled)[:, None])
+        return tokens
+
+
+@torch.no_grad()
+def sample_steps(
+    sequences: list[Sequence], logits: Tensor, n_steps: int, step: Callable[[Tensor], Tensor]
+) -> list[list[Sampled]]:
+    """Sample `n_steps` tokens of every sequence, and read them from the device once.
+
+    `logits` (B, 1, V): after the sequences. `step`: tokens (B, 1) to the logits after them, (B, 1, V). The last tokens
+    are not passed to it.
+    """
+    vocab_size = sequences[0].tokenizer.vocab_size
+    sampler = BatchSampler([(sequence, []) for sequence in sequences], vocab_size, logits.device, n_steps)
+    n_top = min(max(sequence.params.logprobs for sequence in sequences), vocab_size)
+    steps = []
+    while True:
+        logits = logits[:, 0, :vocab_size].float()  # (B, V); ids above the tokenizer's are padding
+        tokens = sampler(logits).to(logits.device)  # (B,)
+        logprobs = logits.log_softmax(dim=-1)
+        steps.append((tokens, logprobs.gather(1, tokens[:, None])[:, 0], *logprobs.topk(n_top)))
+        if len(steps) == n_steps:
+            break
+        logits = step(tokens[:, None])
+    tokens, token_logprobs, top, top_ids = (torch.stack(column, dim=1).tolist() for column in zip(*steps))
+    return [
+        [(*each[:2], dict(zip(each[3][: one.params.logprobs], each[2]))) for each in zip(*row)]
+        for one, *row in zip(sequences, tokens, token_logprobs, top, top_ids)
+    ]
+
+
+@torch.no_grad()
+def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tensor) -> list[list[Sampled]]:
+    """Sample the next tokens of every sequence: one, and one more for each draft that equals the sampled token.
+
+    A draft never decides anything: every position is sampled from the model's own distribution with the random number
+    of that position, and a draft that equals the result only means that the next position's logits are available.
+    So speculation gives exactly the tokens of plain decoding, greedy or sampled.
+
+    `drafts`: per sequence, the tokens that the model read after its last one. `logits` (B, 1 + longest draft, V): after
+    the last token and each draft. Returns per sequence the tokens, their log-probabilities, and those of the likeliest.
+    """
+    rows = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]  # N
+    if len(rows) > len(sequences):
+        indices, offsets = zip(*rows)
+        logits = logits[list(indices), list(offsets)]  # (N, V)
+    else:
+        logits = logits[:, 0]
+    logits = logits[:, : sequences[0].tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
+    tokens = sample_tokens([(sequences[index], drafts[index][:offset]) for index, offset in rows], logits)
+    logprobs = logits.log_softmax(dim=-1)  # (N, V)
+    token_logprobs = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    sampled = [[] for _ in sequences]
+    for row, (index, offset) in enumerate(rows):
+        if [token for token, *_ in sampled[index]] == drafts[index][:offset]:
+            top = top_logprobs(logprobs[row], sequences[index].params.logprobs)
+            sampled[index].append((tokens[row], token_logprobs[row], top))
+    return sampled
+
+
+def sample_tokens(contexts: list[tuple[Sequence, list[int]]], logits: Tensor) -> list[int]:
+    """Sample one token per row of logits (N, V); contexts: the row's sequence and the drafts that follow it."""
+    return BatchSampler(contexts, logits.shape[1], logits.device)(logits).tolist()
+
+
+def top_logprobs(logprobs: Tensor, n: int) -> dict[int, float]:
+    """The n likeliest tokens of (V,) and their log-probabilities, the likeliest first."""
+    if not n:
+        return {}
+    values, tokens = logprobs.topk(min(n, len(logprobs)))
+    return dict(zip(tokens.tolist(), values.tolist()))
