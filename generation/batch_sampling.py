@@ -70,7 +70,7 @@ def sample_steps(
         if len(steps) == n_steps:
             break
         logits = step(tokens[:, None])
-    tokens, token_logprobs, top, top_ids = (torch.stack(column, dim=1).tolist() for column in zip(*steps))
+    tokens, token_logprobs, top, top_ids = (torch.stack(column, dim=1).cpu().tolist() for column in zip(*steps))
     return [
         [(*each[:2], dict(zip(each[3][: one.params.logprobs], each[2]))) for each in zip(*row)]
         for one, *row in zip(sequences, tokens, token_logprobs, top, top_ids)

@@ -163,10 +163,10 @@ def _adjust(scores: Tensor, params: SamplingParams, in_text: Tensor | None, coun
 def _bias_vector(logit_bias: tuple[tuple[int, float], ...], vocab_size: int, device: torch.device) -> Tensor:
     """The logit bias of every token, (V,) float64. Raises UserError if it bans all of them."""
     tokens, biases = zip(*logit_bias)
+    if len(tokens) == vocab_size and max(biases) == -math.inf:
+        raise UserError("logit_bias bans every token; it must leave at least one")
     vector = torch.zeros(vocab_size, dtype=torch.float64)
     vector[list(tokens)] = torch.tensor(biases, dtype=torch.float64)
-    if vector.max() == -torch.inf:
-        raise UserError("logit_bias bans every token; it must leave at least one")
     return to_device(vector, device)
 
 

@@ -109,8 +109,9 @@ class Sequence:
         tokens = torch.tensor(self.tokens + drafts)
         in_text = torch.zeros(vocab_size, dtype=torch.bool)
         in_text[tokens] = True
-        n_generated = len(self.completion.token_ids) + len(drafts)
-        return in_text, tokens[len(tokens) - n_generated :].bincount(minlength=vocab_size)
+        generated = tokens[len(self.tokens) - len(self.completion.token_ids) :]
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        return in_text, counts.scatter_add_(0, generated, torch.ones_like(generated))
 
 
 def check_prompt_length(tokens: list[int], config: ThinkerConfig, max_len: float, hint: str = "") -> None:

@@ -1,5 +1,6 @@
 """Decoding steps: two compiled programs whatever the lengths, and the host never waits for the device."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams, compiled_decode
+from thinker.generation.batch_sampling import sample_steps
 from thinker.generation.sequence import Completion
 from thinker.model import Thinker, ThinkerConfig
 
@@ -101,3 +103,36 @@ def test_rows_that_end_leave_without_waiting(new_generator):
         generator._decode_step([sequences[0], sequences[2]], cache, None)
     assert trace.reads == trace.waits == {}
     assert trace.uploads == {UPLOAD: 3}
+
+
+SETTINGS = {
+    "greedy": {"temperature": 0},
+    "plain": {},
+    "top-k": {"top_k": 5, "logprobs": 2},
+    "top-p": {"top_p": 0.9, "min_p": 0.1},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "top_k": 200, "top_p": 0.9},
+    "bias": {"logit_bias": {3: 1.0}},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.usefixtures("_uncompiled")
+def test_steps_are_sampled_without_waiting_and_read_at_once(new_generator, setting, monkeypatch):
+    generator, _ = new_generator(compile=True)
+    assert generator.steps_per_read == 16
+    params = [SamplingParams(seed=seed, **SETTINGS[setting]) for seed in range(3)]
+    sequences = [generator.new_sequence(i, Completion(""), each, [1] * 9) for i, each in enumerate(params)]
+    cache = generator.new_cache(generator.model, 3, 64)
+    cache.reserve(3, 9)
+    logits = torch.zeros(3, 1, 264, device="cuda")
+    step = partial(generator.decode_model, cache=cache)
+    with DeviceTrace():
+        sample_steps(sequences, logits, 2, step)  # makes the bucket
+    with DeviceTrace() as trace:
+        sampled = sample_steps(sequences, logits, 16, step)
+    assert [len(tokens) for tokens in sampled] == [16] * 3
+    assert trace.waits == {}
+    assert trace.reads == {"generation/batch_sampling.py:sample_steps": 4}  # at the end, of all steps
+    assert trace.uploads == {
+        UPLOAD: 16 + 2 * (setting == "penalties")
+    }  # random numbers, positions, text
