@@ -5,7 +5,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
 from thinker.model.attention_dispatch import AttentionMask, attend
+from thinker.model.kernels.blockwise_attention import blockwise_attention
 from thinker.model.masks import ForwardContext
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
@@ -61,49 +62,65 @@ class LiveTensorMeter(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-class CausalThinker(Thinker):
-    """A Thinker that attends causally where FlexAttention or the variable-length kernel would run.
+class TraceableThinker(Thinker):
+    """A Thinker whose attention takes about as much memory as that of its masks, in operations that can be traced.
 
-    Those need tensors with contents, and keep about as much for the backward pass.
+    FlexAttention and the variable-length kernel need tensors with contents; plain causal attention stands in for them.
+    Blockwise attention consists of thousands of operations; here its blocks have all heads.
     """
 
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
-        """As Thinker.make_context, but a sequence is one document."""
-        context = super().make_context(inputs, tokens)
-        causal = AttentionMask(is_causal=True)
-        for mask in context.masks:
-            if mask.kernel == "flex":
-                mask.kernel_state = lambda q, k, v, scale, *unused: attend(q, k, v, causal, scale)
+        """As Thinker.make_context; on a GPU, where its mask depends on them, a sequence is one document."""
+        context = super().make_context(inputs, tokens, None if inputs.is_cuda else document_ids)
+        for layer, mask in enumerate(context.masks):
+            if mask.kernel in ("flex", "blockwise"):
+                is_flex = mask.kernel == "flex"
+                stand_in = _attend_causally if is_flex else partial(_attend_blockwise, mask.allowed)
+                context.masks[layer] = AttentionMask(kernel="flex", kernel_state=stand_in)
         return context
 
 
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float, *_: Any) -> Tensor:
+    return attend(q, k, v, AttentionMask(is_causal=True), scale)
+
+
+def _attend_blockwise(bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, scale: float, *_: None) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
+    return blockwise_attention(q, k, v, scale, bias, n_scores=q.numel() * q.shape[2])
+
+
 def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.device) -> MemoryEstimate:
-    """Run two training steps on fake tensors, without contents. What kernels and allocators use is not counted."""
+    """Run a training step on fake tensors, without contents. What kernels and allocators use is not counted."""
+    accumulates = micro_batch_size < settings.train.batch_size
     settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False)
     if settings.train.precision == "fp16":
         settings = settings.with_train(precision="bf16")  # as large, and without the loss scale, which needs values
-    rows = min(settings.train.batch_size, 2 * micro_batch_size)  # more micro-batches need no more memory
     rng_state = torch.get_rng_state()
     with FakeTensorMode(), LiveTensorMeter(device) as meter:
         with device:
-            model = (CausalThinker if device.type == "cuda" else Thinker)(settings.model)
+            model = TraceableThinker(settings.model)
         weights = meter.now
         step = TrainingStep(model, settings, skip_nonfinite=False)  # there are no values to check
-        meter.now = weights  # the step's counters are not part of the estimate
-        tokens = torch.zeros(rows, settings.data.seq_len, dtype=torch.int64, device=device)
+        tokens = torch.zeros(micro_batch_size, settings.data.seq_len, dtype=torch.int64, device=device)
         batch = Batch(tokens, tokens, tokens.numel(), tokens if settings.data.document_masking else None)
-        step(batch, 1.0)  # the first one creates the optimizers' state
-        persistent = meter.now
-        part = tokens[:micro_batch_size]
-        loss = step.model(part, targets=part, document_ids=None if batch.document_ids is None else part)
-        activations = meter.now - persistent
+        meter.now = weights  # counters and batch are not part of the estimate
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        step.optimizers.step()  # the first one creates the optimizers' state
+        step.optimizers.zero_grad()
+        loss = step.model(tokens, targets=tokens, document_ids=batch.document_ids)
+        activations = meter.now
         del loss
+        persistent = meter.now
+        if accumulates:  # earlier micro-batches have left gradients
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         meter.peak = meter.now
         step(batch, 1.0)
     torch.set_rng_state(rng_state)
-    return MemoryEstimate(weights, weights, persistent - weights - tokens.numel() * 8, activations, meter.peak)
+    return MemoryEstimate(weights, weights, persistent - weights, activations - persistent, meter.peak)
 
 
 def usable_fraction(device: torch.device) -> float:

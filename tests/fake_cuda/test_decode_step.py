@@ -133,6 +133,4 @@ def test_steps_are_sampled_without_waiting_and_read_at_once(new_generator, setti
     assert [len(tokens) for tokens in sampled] == [16] * 3
     assert trace.waits == {}
     assert trace.reads == {"generation/batch_sampling.py:sample_steps": 4}  # at the end, of all steps
-    assert trace.uploads == {
-        UPLOAD: 16 + 2 * (setting == "penalties")
-    }  # random numbers, positions, text
+    assert trace.uploads == {UPLOAD: 16 + 2 * (setting == "penalties")}  # random numbers, positions, text
