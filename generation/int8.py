@@ -12,7 +12,8 @@ class Int8Linear(nn.Module):
 
     On a CPU, the activations are quantized too, with one scale per position. The int8 product is exact, so a row's
     result does not depend on the other rows (LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339, equation 4). On
-    other devices, and on CPUs whose int8 product overflows, the weights are cast to the dtype of the activations.
+    other devices, and on CPUs whose int8 product overflows, the weights are cast to the dtype of the activations; that
+    is slower than not to quantize, except for a single row where the model is compiled.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -32,6 +33,9 @@ class Int8Linear(nn.Module):
             x_int8 = (rows / x_scale).round().to(torch.int8)
             product = torch._int_mm(x_int8, self.quantized.t())  # (N, n_out) int32
             y = (product * (x_scale * self.scale)).to(x.dtype).view(*x.shape[:-1], -1)
+        elif torch.compiler.is_compiling() and x.numel() == x.shape[-1]:
+            # One position: the compiler fuses this into one kernel, which reads the weights as int8.
+            y = ((self.quantized * x.flatten().float()).sum(dim=1) * self.scale).to(x.dtype).view(*x.shape[:-1], -1)
         else:
             y = F.linear(x, self.quantized.to(x.dtype)) * self.scale.to(x.dtype)
         return y if self.bias is None else y + self.bias

@@ -73,6 +73,8 @@ def test_rows_and_capacity_are_symbols_of_two_programs_per_model(new_generator):
                 _, logits = generator._decode_step(*texts_of_lengths(generator, lengths, max_len), None)
                 assert logits.shape == (rows, 1, 264)
         assert len(programs) == 2
+        products = [sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes) for graph in programs]
+        assert products == ([0, 5] if int8 else [5, 5])  # a row of int8 weights is summed up by the fused kernel
 
 
 @pytest.mark.parametrize("int8", [False, True])

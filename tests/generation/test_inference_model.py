@@ -290,6 +290,16 @@ def test_int8_matmul_and_cast_weights_are_close(dtype):
     assert relative_error(cast, expected) < (1e-6 if dtype == torch.float32 else 0.005)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_row_is_the_product_of_the_cast_weights(dtype):
+    linear, x = Int8Linear(random_tensor(48, 64, seed=1)), random_tensor(1, 1, 64, seed=2).to(dtype)
+    linear.use_int8_matmul = False
+    y = torch.compile(linear, backend="eager")(x)
+    expected = x.double() @ (linear.quantized.double() * linear.scale.double()[:, None]).t()
+    assert (y.dtype, y.shape) == (dtype, (1, 1, 48))
+    assert relative_error(y, expected) < (1e-6 if dtype == torch.float32 else 0.004)
+
+
 def test_int8_with_strided_activations():
     linear, x = Int8Linear(random_tensor(48, 64, seed=1)), random_tensor(5, 64, 3, seed=2).transpose(1, 2)
     torch.testing.assert_close(linear(x), linear(x.contiguous()), rtol=0, atol=1e-5)
