@@ -15,7 +15,8 @@ from thinker.model import Thinker, ThinkerConfig
 
 ROOT = Path(__file__).parents[1]
 in_full = False  # with --stress
-collect_ignore = [] if "fake_cuda" in sys.modules else ["fake_cuda"]  # these need it before torch: test_fake_cuda.py
+# These need it before torch: see test_fake_cuda.py.
+collect_ignore = [] if "fake_cuda" in sys.modules else ["fake_cuda", "sm90"]
 
 # Overrides of tests/fixtures/base.yaml: a run that trains in a second.
 TINY_OVERRIDES = [

@@ -6,20 +6,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parent / "fake_cuda"
 FILES = sorted(FOLDER.glob("test_*.py"))
 N_PROCESSES = 2  # each takes seconds to start
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.skipif(sys.platform != "linux", reason="the fake device is built for Linux")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux", reason="the fake device is built by g++ on Linux"
+)
+
+
+def run(*command):
+    done = subprocess.run([sys.executable, *command, "-q", "--color=no"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.version.cuda is not None, reason="for torch's CPU build")
 @pytest.mark.parametrize(
     "paths",
     [FILES[start::N_PROCESSES] for start in range(N_PROCESSES)],
     ids=lambda paths: "-".join(path.stem.removeprefix("test_") for path in paths),
 )
 def test_on_fake_cuda(paths):
-    command = [sys.executable, FOLDER / "run.py", "-q", "--color=no", *paths]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(FOLDER / "run.py", *paths)
+
+
+@needs_compiler
+@pytest.mark.stress
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs torch's CUDA build, but no GPU")
+def test_everything_compiles_for_sm90():
+    run(FOLDER.parent / "sm90" / "run.py")

@@ -35,8 +35,8 @@ struct FakeGuard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
 
 }  // namespace
 
-namespace at {
-REGISTER_CUDA_HOOKS(CUDAHooks)
+namespace at {  // preferred: torch's CUDA build has hooks of its own
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }
 
 extern "C" void register_fake_guard() {
