@@ -60,11 +60,14 @@ class Attention(nn.Module):
             H, K = self.n_heads, self.n_kv_heads
             q, k = apply_rotary_emb(self.qk_norm(heads[:, : H + K]), rope).split((H, K), dim=1)
             return q, k, heads[:, H + K :]
-        q, k, v = (
-            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, H·D) -> (B, H, T, D)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope), v
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if not x.is_cuda:
+            q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, T, H, D) -> (B, H, T, D)
+            return apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope), v
+        # A GPU would need one more pass over q and k after the transposition.
+        rope = rope and tuple(table.view(-1, 1, *table.shape[-2:]).transpose(1, 2) for table in rope)  # (B, T, 1, D)
+        q, k = apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache) -> Tensor:
         """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). `cache` is for layers that keep a state."""

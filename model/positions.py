@@ -167,7 +167,7 @@ class Rope(nn.Module):
 
 
 def apply_rotary_emb(x: Tensor, rope: Rotation) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) of x (B, H, T, D) by the angle of its position."""
+    """Rotate each pair (x[i], x[i + D/2]) of x (..., D) by the angle of its position."""
     if rope is None:
         return x
     cos, sin = rope

@@ -48,6 +48,8 @@ def test_a_training_step(programs, options):
     blocks = [program for program in programs if program.n_products >= 7]
     assert [program.is_backward for program in blocks] == [False, True]
     assert all(program.kernels for program in programs)
+    if options == {}:  # two norms, rotated queries, rotated keys, SwiGLU, the sum
+        assert len(blocks[0].kernels) == 6
 
 
 @pytest.mark.parametrize("int8", [False, True])
