@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinker.generation.sampler import SamplingParams, sample
-from thinker.generation.sequence import Sampled, Sequence
+from thinker.generation.sequence import SampledToken, Sequence
 from thinker.runtime.device import to_device
 
 
@@ -52,7 +52,7 @@ class BatchSampler:
 @torch.no_grad()
 def sample_steps(
     sequences: list[Sequence], logits: Tensor, n_steps: int, step: Callable[[Tensor], Tensor]
-) -> list[list[Sampled]]:
+) -> list[list[SampledToken]]:
     """Sample `n_steps` tokens of every sequence, and read them from the device once.
 
     `logits` (B, 1, V): after the sequences. `step`: tokens (B, 1) to the logits after them, (B, 1, V). The last tokens
@@ -78,7 +78,7 @@ def sample_steps(
 
 
 @torch.no_grad()
-def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tensor) -> list[list[Sampled]]:
+def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
     """Sample the next tokens of every sequence: one, and one more for each draft that equals the sampled token.
 
     A draft never decides anything: every position is sampled from the model's own distribution with the random number

@@ -15,7 +15,7 @@ from thinker.generation.streaming import TextStreamer
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 
-Sampled = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the likeliest tokens
+SampledToken = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the likeliest tokens
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Sequence:
             self._uniforms.append(self._random.random())
         return self._uniforms[index]
 
-    def extend(self, sampled: list[Sampled]) -> tuple[str, bool]:
+    def extend(self, sampled: list[SampledToken]) -> tuple[str, bool]:
         """Add tokens up to the one that ends the text. Returns the text that became certain, and whether it ended."""
         completion, streamer = self.completion, self.streamer
         tokens = [token for token, *_ in sampled]
