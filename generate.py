@@ -140,8 +140,7 @@ def main() -> int:
         exact = None
         if arguments.int8:
             exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks).score(text_to_score)
-        score = generator.score(text_to_score, n_top)
-        terminal.print_score(generator, score, exact, arguments.json, show_logprobs)
+        terminal.print_score(generator, generator.score(text_to_score, n_top), exact, arguments.json, show_logprobs)
         return 0
     if arguments.chat:
         if tokenizer.chat_template is None:

@@ -27,8 +27,7 @@ class ThinkerLM(TemplateLM):
     def __init__(self, model: Thinker, tokenizer: Tokenizer, batch_size: int = 16) -> None:
         super().__init__()
         self.model, self.tokenizer, self.batch_size = model.eval(), tokenizer, batch_size
-        self.max_length = model.config.max_seq_len
-        self.generator = Generator(model, tokenizer)
+        self.max_length, self.generator = model.config.max_seq_len, Generator(model, tokenizer)
 
     @property
     def eot_token_id(self) -> int:
@@ -77,10 +76,9 @@ class ThinkerLM(TemplateLM):
         windows, request_indices = [], []
         for index, request in enumerate(requests):
             ids = self.tok_encode(*request.args)
-            rolling = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-            new = [(None, *make_disjoint_window(window)) for window in rolling]
-            windows += new
-            request_indices += [index] * len(new)
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((None, *make_disjoint_window(window)))
+                request_indices.append(index)
         totals = [0.0] * len(requests)
         for index, (nats, _) in zip(request_indices, self._loglikelihood_tokens(windows, disable_tqdm)):
             totals[index] += nats
@@ -92,11 +90,10 @@ class ThinkerLM(TemplateLM):
         for request in tqdm(requests, desc="generating", disable=disable_tqdm):
             context, options = request.args
             params = sampling_params(options)
-            max_prompt_len = self.max_length - params.max_new_tokens
-            if max_prompt_len < 1:
-                length = params.max_new_tokens
-                raise UserError(f"the task generates {length} tokens; the model's context is {self.max_length}")
-            tokens = self.tok_encode(context)[-max_prompt_len:] or [self.prefix_token_id]
+            n_new = params.max_new_tokens
+            if n_new >= self.max_length:
+                raise UserError(f"the task generates {n_new} tokens; the model's context is {self.max_length}")
+            tokens = self.tok_encode(context)[n_new - self.max_length :] or [self.prefix_token_id]
             texts.append(self.generator.generate([context], params, [tokens])[0].text)
         return texts
 

@@ -103,21 +103,19 @@ def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> Pac
 
 def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None:
     """Scale RoPE from now on, for example by {"type": "linear", "factor": 4}, perhaps as YAML; UserError if invalid."""
-    config = model.config
     if model.rope is None:
-        raise UserError(f"model.positions is {config.positions}: there is no RoPE to scale")
+        raise UserError(f"model.positions is {model.config.positions}: there is no RoPE to scale")
     if isinstance(scaling, str):
         try:
             scaling = yaml.safe_load(scaling)
         except yaml.YAMLError as error:
             raise UserError(f"{scaling!r} is not a table such as {{type: linear, factor: 4}}") from error
-    model.rope = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(scaling))
+    model.rope = Rope(model.config.head_dim, model.config.rope_theta, RopeScaling.from_dict(scaling))
 
 
 def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
     """The final hidden states, (B, T) -> (B, T, C): Thinker.forward without the logits, which may not fit in memory."""
-    context = model.make_context(tokens, tokens, document_ids)
-    return model.forward_blocks(tokens, context)
+    return model.forward_blocks(tokens, model.make_context(tokens, tokens, document_ids))
 
 
 def loss_by_position(
@@ -134,8 +132,7 @@ def loss_by_position(
         return torch.cat(losses).view(targets.shape).double()
 
     batches = batch_losses(model, windows, batch_size, token_losses, limit or None)
-    n_batches = -(-len(windows) // batch_size)
-    targets, losses = zip(*tqdm(batches, desc="evaluating", total=n_batches, disable=not progress))
-    targets = torch.cat(targets)  # (N, T)
-    nats = torch.cat(losses).masked_fill(targets == IGNORE_INDEX, math.nan)
+    batches = tqdm(batches, desc="evaluating", total=-(-len(windows) // batch_size), disable=not progress)
+    targets, losses = map(torch.cat, zip(*batches))  # (N, T) each
+    nats = losses.masked_fill(targets == IGNORE_INDEX, math.nan)
     return PositionLosses(trained or model.config.max_seq_len, nats, targets)

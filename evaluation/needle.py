@@ -6,9 +6,9 @@ both times (`from Flint`, `the magic lantern`), so the phrase determines which f
 the grammar's own words (`go // meet kind`), until the farthest fact is about n tokens away: sentences that the model
 was trained on, but never that many of them.
 
-The distance, between the first tokens of the two mentions, is within n/16 of n, and the word occurs nowhere else.
-An answer is right if the model finds the word likelier than all other words of its list in the grammar. Words that are
-a prefix of another word (`ball`, `balloon`) are left out, since they could never be less likely.
+The distance, between the first tokens of the two mentions, is within n/16 of n, and the word occurs nowhere else. An
+answer is right if the word is likelier than all others of its list in the grammar, of which those that are a prefix of
+another (`ball`, `balloon`) are left out, since they could never be less likely.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ def story_needles(tokenizer: Tokenizer, distance: int, random: Random) -> list[N
     facts = {choice.name: choice.value for choice in story.choices if choice.kind == "fact"}
     needles = find_needles(story.text, facts, tokenizer)
     n_missing = distance - max((needle.distance for needle in needles), default=distance)
-    bound = {name: HEROES_AND_PETS[facts[name]] for name in ("hero", "pet")}
-    encounters = ""
+    bound, encounters = {name: HEROES_AND_PETS[facts[name]] for name in ("hero", "pet")}, ""
     while n_missing > 0:
         encounter = expand(GRAMMAR.read_text("\n\n<go>\n\n<meet> <kind>", 0), random, bound)
         length = len(tokenizer.encode(encounter))
@@ -122,9 +121,8 @@ def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Te
 
     Values that differ only in their last token share a row of the batch.
     """
-    prefixes = sorted({tuple(value[:-1]) for value in values})
+    prefixes, logprobs = sorted({tuple(value[:-1]) for value in values}), []
     rows = pad_sequence([torch.tensor([*context, *prefix]) for prefix in prefixes], batch_first=True)
-    logprobs = []
     for batch in rows.to(model.device).split(MAX_PREFIXES_PER_BATCH):
         hidden = hidden_states(model, batch)[:, len(context) - 1 :]
         logprobs += model.lm_head(hidden).float().log_softmax(dim=-1).cpu()  # (longest prefix + 1, V) each
@@ -139,17 +137,15 @@ def needle_test(
 
     If the test is impossible (no positions left, no such story), "unreachable" has the reason instead.
     """
-    needles, rows = make_needles(tokenizer, distance, n_examples, seed), []
-    prefix = model.config.prefix
+    needles, rows, prefix = make_needles(tokenizer, distance, n_examples, seed), [], model.config.prefix
     try:
         if not needles:
             raise UserError("no story repeats a fact at that distance")
         if min(len(needle.tokens) for needle in needles) < prefix:
             raise UserError(f"the model reads its first {prefix} tokens both ways, so it would see the answer")
         for needle in needles:
-            values = VALUES[needle.name]
-            nats = log_probs(model, needle.tokens, [tokenizer.encode(f" {value}") for value in values])
-            answer = values.index(needle.value)
+            values = [tokenizer.encode(f" {value}") for value in VALUES[needle.name]]
+            nats, answer = log_probs(model, needle.tokens, values), VALUES[needle.name].index(needle.value)
             rows.append([nats.argmax() == answer, nats.softmax(dim=0)[answer], 1 / len(nats)])
     except UserError as error:
         return {"distance": distance, "unreachable": str(error)}
@@ -162,7 +158,7 @@ def needle_test(
 def format_table(results: list[dict[str, Any]]) -> str:
     """The results of needle_test, one line per distance."""
     lines = [f"{'distance':>15}  {'accuracy':>12}  {'error':>6}  {'probability':>11}  {'chance':>6}"]
+    numbers = "{accuracy:12.3f}  {error:6.3f}  {probability:11.3f}  {chance:6.3f}"
     for result in results:
-        numbers = "{accuracy:12.3f}  {error:6.3f}  {probability:11.3f}  {chance:6.3f}"
         lines.append(f"{result['distance']:>15}  " + (result.get("unreachable") or numbers.format(**result)))
     return "\n".join(lines)

@@ -85,8 +85,7 @@ def text_loss(
     `byte_lengths`: the number of bytes of each token id (data.tokenizer.token_byte_lengths). `trained`: the length of
     the training windows, by default max_seq_len. Raises UserError if none of the counted tokens has text.
     """
-    batch_size = max(1, BATCH_TOKENS // windows.seq_len)
-    losses = loss_by_position(model, windows, batch_size, trained=trained, progress=True)
+    losses = loss_by_position(model, windows, max(1, BATCH_TOKENS // windows.seq_len), trained=trained, progress=True)
     is_counted = losses.targets != IGNORE_INDEX
     token_bytes = torch.from_numpy(byte_lengths)[losses.targets.clamp_min(0)]
     n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)  # (N,)
@@ -111,9 +110,8 @@ def format_table(losses: list[TextLoss]) -> str:
         floor = f"{loss.nats_per_token.mean / loss.entropy_floor - 1:.2%}" if loss.entropy_floor else ""
         rows.append([str(loss.context_length), f"{loss.n_tokens:,}", *estimates, floor])
     columns = [column for column in zip(*rows) if any(column[1:])]  # without the floor if it is unknown
-    widths = [max(map(len, column)) for column in columns]
-    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in zip(*columns))
-    return "\n".join(line.rstrip() for line in lines)
+    aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned))
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path) -> TokenShards:

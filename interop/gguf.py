@@ -51,34 +51,25 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
             raise UserError(f"a model with {reason} cannot be written as GGUF: llama.cpp would compute something else")
     texts, types = zip(*_tokens(tokenizer, config.vocab_size))
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name(name)
-    writer.add_file_type({"f32": gguf.LlamaFileType.ALL_F32, "f16": gguf.LlamaFileType.MOSTLY_F16}[dtype])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_seq_len)
-    writer.add_embedding_length(config.d_model)
-    writer.add_block_count(config.n_layers)
-    writer.add_feed_forward_length(config.d_ff)
-    writer.add_head_count(config.n_heads)
-    writer.add_head_count_kv(config.n_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    fields = {  # of the header: each has a method of the writer, add_...
+        "name": name, "file_type": gguf.LlamaFileType.ALL_F32 if dtype == "f32" else gguf.LlamaFileType.MOSTLY_F16,
+        "vocab_size": config.vocab_size, "context_length": config.max_seq_len, "embedding_length": config.d_model,
+        "block_count": config.n_layers, "feed_forward_length": config.d_ff, "head_count": config.n_heads,
+        "head_count_kv": config.n_kv_heads, "key_length": config.head_dim, "value_length": config.head_dim,
+        "rope_dimension_count": config.head_dim, "rope_freq_base": config.rope_theta,
+        "layer_norm_rms_eps": config.norm_eps,
+    }  # fmt: skip
     if scaling["type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(scaling["factor"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(SPLITS.get(tokenizer.pattern, "gpt-2"))
-    writer.add_token_list(texts)
-    writer.add_token_types(types)
+        fields |= {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": scaling["factor"]}
     # llama.cpp needs at least one merge; this one is of characters that stand for no bytes, so it never applies.
-    writer.add_token_merges([" ".join(pair) for pair in merges_of(tokenizer) or [("▁", "▁")]])
-    writer.add_bos_token_id(tokenizer.bos_id)
-    writer.add_eos_token_id(tokenizer.eos_id)
-    writer.add_add_bos_token(bool(tokenizer.bos_prefix))
+    merges = [" ".join(pair) for pair in merges_of(tokenizer) or [("▁", "▁")]]
+    fields |= {"tokenizer_model": "gpt2", "tokenizer_pre": SPLITS.get(tokenizer.pattern, "gpt-2")}
+    fields |= {"token_list": texts, "token_types": types, "token_merges": merges, "bos_token_id": tokenizer.bos_id}
+    fields |= {"eos_token_id": tokenizer.eos_id, "add_bos_token": bool(tokenizer.bos_prefix)}
     if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
+        fields["chat_template"] = tokenizer.chat_template
+    for key, value in fields.items():
+        getattr(writer, f"add_{key}")(value)
     arrays = _arrays(model, architecture, DTYPES[dtype])
     for key, array in arrays.items():
         writer.add_tensor(key, array)

@@ -65,17 +65,12 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
     if model_type != "llama" and "num_key_value_heads" not in values.keys() | nulls:
         raise UserError("config.json lacks num_key_value_heads")
     theta, scaling = _read_rope(values, 2e6 if model_type == "smollm3" else 1e4)
-    fields = {ours: values[theirs] for theirs, ours in SIZES.items()} | {
-        "n_kv_heads": values.get("num_key_value_heads"),
-        "head_dim": values.get("head_dim", 128 if model_type == "qwen3" else None),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "norm_eps": values.get("rms_norm_eps", 1e-6),
-        "qk_norm": model_type == "qwen3",
-        "attention_bias": model_type == "qwen2",
-        "tie_embeddings": values.get("tie_word_embeddings", model_type == "smollm3"),
-        "init": "fan_in",
-    }
+    fields = {ours: values[theirs] for theirs, ours in SIZES.items()}
+    fields |= {"n_kv_heads": values.get("num_key_value_heads"), "rope_theta": theta, "rope_scaling": scaling}
+    fields |= {"head_dim": values.get("head_dim", 128 if model_type == "qwen3" else None), "init": "fan_in"}
+    fields |= {"norm_eps": values.get("rms_norm_eps", 1e-6), "attention_bias": model_type == "qwen2"}
+    fields["tie_embeddings"] = values.get("tie_word_embeddings", model_type == "smollm3")
+    fields["qk_norm"] = model_type == "qwen3"
     fields = {name: value for name, value in fields.items() if value is not None}
     n_layers = ThinkerConfig.from_dict(fields).n_layers  # refuses wrong numbers before lists are built from them
     if model_type == "smollm3":
@@ -117,18 +112,14 @@ def _read_windows(values: dict[str, Any], model_type: str, n_layers: int, no_rop
     window = values.get("sliding_window", None if model_type == "smollm3" else 4096)
     if model_type == "llama" or (model_type != "mistral" and not values.get("use_sliding_window", False)):
         window = None
-    windowed = range(n_layers) if window else []
-    if window and model_type == "smollm3":
-        windowed = no_rope_layers
-    elif window and model_type != "mistral":
-        windowed = range(values.get("max_window_layers", 28), n_layers)
-    default = ["sliding_attention" if layer in windowed else "full_attention" for layer in range(n_layers)]
+    first = 0 if model_type == "mistral" else values.get("max_window_layers", 28)
+    windowed = no_rope_layers if model_type == "smollm3" else range(first, n_layers)
+    default = ["sliding_attention" if window and i in windowed else "full_attention" for i in range(n_layers)]
     layer_types = values.get("layer_types", default)
     patterns = {"full_attention": "full"} | ({"sliding_attention": f"window({window})"} if window else {})
     if len(layer_types) != n_layers or any(kind not in [*patterns] for kind in layer_types):
-        raise UserError(
-            f"config.json: layer_types is {layer_types}; for each layer one of {', '.join(patterns)} is wanted"
-        )
+        wanted = f"for each layer one of {', '.join(patterns)} is wanted"
+        raise UserError(f"config.json: layer_types is {layer_types}; {wanted}")
     if layer_types != default and model_type in ("llama", "mistral"):  # versions of transformers disagree here
         raise UserError(f"config.json: layer_types is {layer_types}, but this {model_type} has only {default[0]}")
     layers = [patterns[kind] for kind in layer_types]

@@ -49,8 +49,7 @@ def load_pretrained(folder: Path) -> Thinker:
         model = Thinker(config)  # takes no memory for weights that are about to be replaced
     expected = {to_hf_name(name): name for name in model_tensors(model)}
     unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}  # old files also hold RoPE's frequencies
-    if config.tie_embeddings:
-        unused.add(LM_HEAD)
+    unused |= {LM_HEAD} if config.tie_embeddings else set()
     if missing := sorted(expected.keys() - files.keys()):
         raise CorruptCheckpoint(f"{folder} has no tensor {missing[0]}")
     if unknown := sorted(files.keys() - expected.keys() - unused):

@@ -32,8 +32,8 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     run = RunDirectory(path)
     if not run.checkpoints.is_dir():
         inside = RunDirectory(path.parent).checkpoints == path
-        hint = f"; give {path.parent}" if inside else "; give a run directory, or a Hugging Face folder"
-        raise UserError(f"{path} is no run directory (it has no checkpoints/) and no checkpoint{hint}")
+        wanted = path.parent if inside else "a run directory, or a Hugging Face folder"
+        raise UserError(f"{path} is no run directory (it has no checkpoints/) and no checkpoint; give {wanted}")
     if checkpoint == "latest":
         found = run.latest()
     elif checkpoint == "best":
@@ -62,11 +62,9 @@ def load(
 ) -> tuple[Thinker, Tokenizer | None]:
     """A model and its tokenizer (None where the folder has none), ready to sample from, in fp32.
 
-    Args:
-        path: a run directory, a checkpoint in it, a Hugging Face folder, or one of a LoRA adapter (peft).
-        checkpoint: of a run directory, "latest", "best", or a name such as "step-00000500".
-
-    Raises UserError where `path` is neither, or nothing in it is whole.
+    `path`: a run directory, a checkpoint in it, a Hugging Face folder, or one of a LoRA adapter (peft). `checkpoint`:
+    of a run directory, "latest", "best", or a name such as "step-00000500". Raises UserError where `path` is neither,
+    or nothing in it is whole.
     """
     while True:
         folder = find_model(path, checkpoint)

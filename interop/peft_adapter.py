@@ -44,8 +44,7 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
     like = {name: torch.empty(shape, device="meta") if ".lora_" in name else None for name, shape in shapes.items()}
     adapters = load_tensors(checkpoint, MODEL, like)
     rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
-    names = [name for name in adapters if not name.endswith("lora_scale")]
-    tensors = {f"{PREFIX}{to_hf_name(name)}.weight": adapters[name] for name in names}
+    tensors = {f"{PREFIX}{to_hf_name(name)}.weight": x for name, x in adapters.items() if "lora_scale" not in name}
     values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
     values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
     write_json(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})
@@ -71,16 +70,15 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     if base is None:
         raise UserError(f"{folder} was made for {name}, which is no folder here: put it beside the adapter")
     model = load_pretrained(base)
-    weights = dict(model.named_parameters())
-    ours = {to_hf_name(name): name for name in weights}
+    weights = {to_hf_name(name): weight for name, weight in model.named_parameters()}
     with open_safetensors(folder / WEIGHTS) as file, torch.no_grad():
         names = set(file.keys())
         for name in sorted(name for name in names if name.startswith(PREFIX) and name.endswith("lora_A.weight")):
             matrix = re.sub(r"\.lora_A\.weight$", ".weight", name.removeprefix(PREFIX))
             other = name.replace("lora_A", "lora_B")
-            if matrix not in ours or other not in names:
+            if matrix not in weights or other not in names:
                 raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} belongs to no matrix of the model in {base}")
-            A, B, weight = file.get_tensor(name).float(), file.get_tensor(other).float(), weights[ours[matrix]]
+            A, B, weight = file.get_tensor(name).float(), file.get_tensor(other).float(), weights[matrix]
             if A.dim() != 2 or (*B.shape[:1], *A.shape[1:]) != (*weight.shape,) or B.shape[1:] != A.shape[:1]:
                 raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} does not fit the matrix of the model in {base}")
             if A.shape[0] != rank or not _is_target(matrix.removesuffix(".weight"), config.get("target_modules")):

@@ -92,10 +92,9 @@ def verify_hf_export(
         return compared
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     is_qwen = type(hf_tokenizer).__name__.startswith("Qwen2")
-    texts = adversarial_texts(list(tokenizer.special_tokens))
+    texts = islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts)
     with tqdm(total=n_texts, desc="comparing tokenizers", unit=" texts", leave=False) as bar:
-        for start in range(0, n_texts, TEXTS_PER_BATCH):
-            batch = list(islice(texts, min(TEXTS_PER_BATCH, n_texts - start)))
+        while batch := list(islice(texts, TEXTS_PER_BATCH)):
             for text, ids in zip(batch, hf_tokenizer(batch, add_special_tokens=False)["input_ids"]):
                 if tokenizer.encode(text, allow_special=True) != ids:
                     reason = ": for a qwen2 it splits text as Qwen does, whatever the files say" if is_qwen else ""

@@ -94,10 +94,8 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
         if arguments.source == "tales":  # stories that no run trains on
             options |= {"max_documents": 1 + max_tokens // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
-        tokens = tokenize(source, tokenizer, max_tokens, scratch)
-        packing = "documents" if arguments.source == "tales" else "contiguous"
-        config = load_run_config(folder)
-        return arguments.source, config and config.data.seq_len, packing, tokens
+        packing, config = "documents" if source.name == "tales" else "contiguous", load_run_config(folder)
+        return source.name, config and config.data.seq_len, packing, tokenize(source, tokenizer, max_tokens, scratch)
     config, tokens = load_validation_data(folder, tokenizer, "--source")
     packing = "documents" if config.data.source == "tales" else config.data.packing
     return config.data.source, config.data.seq_len, packing, tokens
@@ -133,13 +131,13 @@ def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> No
         figure.savefig(path, format="png")
 
 
-def print_header(header: dict[str, Any]) -> None:
-    """Print what was evaluated, one line per entry that is not None."""
-    print("\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in header.items() if value is not None))
+def format_header(header: dict[str, Any]) -> str:
+    """What was evaluated, one line per entry that is not None."""
+    return "\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in header.items() if value is not None)
 
 
-def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
-    """Print loss, perplexity and bits per byte at every context length."""
+def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> tuple:
+    """Loss, perplexity and bits per byte at every context length: a dictionary for JSON, and a text."""
     from thinker.data.batches import PackedDataset
     from thinker.data.tokenizer import token_byte_lengths
     from thinker.evaluation.perplexity import format_table, text_loss
@@ -158,19 +156,16 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
         plot(losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
     header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
-    if arguments.json:
-        print(json.dumps(header | {"losses": [loss.to_dict() for loss in losses]}))
-        return
+    values = header | {"losses": [loss.to_dict() for loss in losses]}
     header |= {"confidence": f"{confidence:.4g}, of the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
     if losses[0].entropy_floor is not None:
         header["entropy_floor"] = f"{losses[0].entropy_floor:.4f} nats per token, the minimum"
-    print_header(header)
-    print(f"\n{format_table(losses)}\n\nby position, at a context of {lengths[-1]}")
-    print(losses[-1].by_position.format_table())
+    by_position = f"by position, at a context of {lengths[-1]}\n{losses[-1].by_position.format_table()}"
+    return values, f"{format_header(header)}\n\n{format_table(losses)}\n\n{by_position}"
 
 
-def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> None:
-    """Print the loss by position in texts longer than the trained length and, on tales, the needle test."""
+def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> tuple:
+    """The loss by position beyond the trained length and, on tales, the needle test: for JSON, and as a text."""
     from thinker.evaluation import long_context, needle
 
     source, trained, _, tokens = load_tokens(arguments, folder, tokenizer, scratch)
@@ -186,35 +181,31 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
     header = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
     header |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
     header["tokens"] = int(loss.counts.sum())
-    if arguments.json:
-        print(json.dumps(header | {"long": loss.to_dict(), "needle": needles or None}))
-        return
-    print_header(header)
+    text = format_header(header)
     if windows.seq_len < longest:
         learned = model.config.positions == "learned" and windows.seq_len == model.config.max_seq_len
         reason = f"the model has {windows.seq_len} learned positions" if learned else "the text is shorter"
-        print(f"{reason}; the windows have {windows.seq_len} tokens instead of {longest}")
-    print(f"\n{loss.format_table()}\n")
-    print(needle.format_table(needles) if needles else "no needle test: it needs the corpus tales (--source tales)")
+        text += f"\n{reason}; the windows have {windows.seq_len} tokens instead of {longest}"
+    found = needle.format_table(needles) if needles else "no needle test: it needs the corpus tales (--source tales)"
+    values = header | {"long": loss.to_dict(), "needle": needles or None}
+    return values, f"{text}\n\n{loss.format_table()}\n\n{found}"
 
 
-def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Print the results of the harness, one line per metric."""
+def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str]:
+    """The results of the harness, and as a text with one line per metric."""
     try:
         from thinker.evaluation.lm_eval_harness import run_tasks
     except ModuleNotFoundError as error:
         raise UserError(f"--tasks needs the package {error.name}: pip install lm-eval") from error
     names = [name for name in arguments.tasks.split(",") if name]
     results = run_tasks(model, tokenizer, names, arguments.include, arguments.shots, arguments.limit)
-    if arguments.json:
-        print(json.dumps(results))
-        return
-    print(f"{'task':>24}  {'metric':>18}  {'value':>8}  {'std error':>9}  {'questions':>9}")
+    lines = [f"{'task':>24}  {'metric':>18}  {'value':>8}  {'std error':>9}  {'questions':>9}"]
     for task, metrics in results.items():
-        questions = metrics.pop("questions", "")
-        for metric in (name for name in metrics if not name.endswith("_stderr")):
+        for metric in (name for name in metrics if not name.endswith("_stderr") and name != "questions"):
             error = f"{metrics[f'{metric}_stderr']:.4f}" if f"{metric}_stderr" in metrics else ""
-            print(f"{task:>24}  {metric:>18}  {metrics[metric]:8.4f}  {error:>9}  {questions:>9}")
+            numbers = f"{metrics[metric]:8.4f}  {error:>9}  {metrics.get('questions', ''):>9}"
+            lines.append(f"{task:>24}  {metric:>18}  {numbers}")
+    return results, "\n".join(lines)
 
 
 def main() -> int:
@@ -234,11 +225,12 @@ def main() -> int:
     if arguments.rope_scaling is not None:
         long_context.override_rope_scaling(model, arguments.rope_scaling)
     if arguments.tasks is not None:
-        evaluate_tasks(arguments, model, tokenizer)
+        values, text = evaluate_tasks(arguments, model, tokenizer)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             evaluate = evaluate_long if arguments.long else evaluate_text
-            evaluate(arguments, folder, model, tokenizer, Path(scratch))
+            values, text = evaluate(arguments, folder, model, tokenizer, Path(scratch))
+    print(json.dumps(values) if arguments.json else text)
     return 0
 
 

@@ -161,9 +161,7 @@ def report_on_prompt(
     return reports[arguments.command](), start
 
 
-def report_on_heads(
-    arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any, device: Any
-) -> Any:
+def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any) -> Any:
     """The report of heads, compare and prune."""
     from thinker import checkpoint
     from thinker.interop import load
@@ -177,20 +175,19 @@ def report_on_heads(
         origin = "the whole vocabulary" if ids is None else "those in the run's text"
         measured_on = prompt, head_reports.random_repeats(model, ids), origin
         if arguments.over_training:
-            checkpoints = checkpoint.list_checkpoints(Path(arguments.model) / "checkpoints")
-            if len(checkpoints) < 2:
-                problem = f"{arguments.model} has {len(checkpoints)} checkpoints"
+            paths = checkpoint.list_checkpoints(Path(arguments.model) / "checkpoints")
+            if len(paths) < 2:
+                problem = f"{arguments.model} has {len(paths)} checkpoints"
                 raise UserError(f"{problem}; --over-training needs a run with train.keep_every=N, which keeps more")
-            steps = [(int(path.name.split("-")[1]), lambda path=path: load(path, device)[0]) for path in checkpoints]
+            steps = [(int(path.name.split("-")[1]), lambda path=path: load(path, model.device)[0]) for path in paths]
             return comparison.report_over_training(steps, *measured_on)
         if arguments.command == "heads":
             return head_reports.report_heads(model, *measured_on)
         path, name = arguments.other or arguments.model, arguments.other_checkpoint or "latest"
-        other, other_tokenizer = load(path, device, name)
-        if prompt is not None:
-            ids = tokenizer.encode(arguments.prompt)
-            if other_tokenizer is None or other_tokenizer.encode(arguments.prompt) != ids:
-                raise UserError("the two models tokenize this prompt differently; leave it out, or compare others")
+        other, other_tokenizer = load(path, model.device, name)
+        text = arguments.prompt
+        if text is not None and (other_tokenizer is None or other_tokenizer.encode(text) != tokenizer.encode(text)):
+            raise UserError("the two models tokenize this prompt differently; leave it out, or compare others")
         names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
         return comparison.compare(model, other, *measured_on, names)
     with tempfile.TemporaryDirectory() as scratch:
@@ -224,16 +221,15 @@ def main() -> int:
         raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a text")
     prompt = None if arguments.prompt is None else Prompt.from_text(model, tokenizer, arguments.prompt)
     if arguments.command in ("heads", "compare", "prune"):
-        report, start = report_on_heads(arguments, folder, model, tokenizer, prompt, device), {}
+        report, start = report_on_heads(arguments, folder, model, tokenizer, prompt), {}
     else:
         report, start = report_on_prompt(arguments, model, tokenizer, prompt)
     try:
         text = json.dumps(report.data, allow_nan=False)
     except ValueError as error:
         raise UserError(f"what {arguments.model} computes is not finite: {error}") from error
-    title = f"{arguments.model}: {arguments.command}"
-    if arguments.prompt is not None:
-        title += f" · {textwrap.shorten(arguments.prompt, 70, placeholder=' …')}"
+    shown = "" if arguments.prompt is None else f" · {textwrap.shorten(arguments.prompt, 70, placeholder=' …')}"
+    title = f"{arguments.model}: {arguments.command}{shown}"
     print(text if arguments.json == "-" else report.table())
     if arguments.json not in (None, "-"):
         with write_errors(arguments.json):
