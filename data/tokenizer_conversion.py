@@ -100,14 +100,13 @@ def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
     model, normalizer = content["model"], (content.get("normalizer") or {}).get("type")
     pattern = _pattern(content.get("pre_tokenizer"))
     unsupported = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    is_plain_bpe = model.get("type") == "BPE" and not any(model.get(name) for name in unsupported)
     is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
-    if model.get("type") != "BPE" or any(model.get(name) for name in unsupported) or not is_byte_level:
+    if not (is_plain_bpe and is_byte_level) or pattern is None or normalizer not in (None, "NFC"):
         return None
     matches_flexibly = any(flags[name] for flags in tokenizer.flags.values() for name in hf.FLAGS[:3])
     normalized = {flags["normalized"] for flags in tokenizer.flags.values()}
     if matches_flexibly or normalized == {True, False} or (normalizer and normalized == {True}):
-        return None
-    if pattern is None or normalizer not in (None, "NFC"):
         return None
     special = set(tokenizer.special_tokens.values())
     pieces = {piece: number for piece, number in model["vocab"].items() if number not in special}
