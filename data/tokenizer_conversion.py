@@ -218,7 +218,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
     """The pairs of parts that make the tokens, in order, in printable characters."""
     ranks = {token: number for number, token in enumerate(tokenizer._tokens) if token is not None}
-    pairs = (split(token, ranks, number) for token, number in sorted(ranks.items(), key=lambda item: item[1]))
+    pairs = (split(token, ranks, number) for token, number in ranks.items())  # by rising id
     return [[_printed(part) for part in parts] for parts in pairs if len(parts) == 2]
 
 
