@@ -68,8 +68,7 @@ def write_checkpoint(
             temporary.mkdir()
         if dist is not None:
             dist.broadcast_object()  # the folder exists
-            tensor_files = [file for name, file in files.items() if name.endswith(TENSORS)]
-            tensors = {key: part for file in tensor_files for key, part in file.items()}
+            tensors = {key: part for name in files if name.endswith(TENSORS) for key, part in files[name].items()}
             shards = sharded.write(temporary, tensors, dist)
             entries = dist.gather_objects({path.name: [path.stat().st_size, _sha256(path)] for path in shards})
             manifest = {name: entry for by_name in entries for name, entry in by_name.items()}

@@ -66,8 +66,7 @@ class CheckpointManager:
 
     def _write(self, name: str, kind: str, files: Files) -> None:
         throttle = self._throttle if self._executor is not None and self.cpu_share < 1 else None
-        dist = self.dist if self.sharded else None
-        checkpoint_format.write_checkpoint(self.folder / name, files, throttle, dist)
+        checkpoint_format.write_checkpoint(self.folder / name, files, throttle, self.dist if self.sharded else None)
         if not self.dist.is_main:
             return
         for folder in list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:

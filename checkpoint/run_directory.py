@@ -70,10 +70,9 @@ class RunDirectory:
         """Raise RunError where the folder that this process has locked is gone, or was replaced by another."""
         if self._locked_file is None:
             return
-        try:
+        is_same = False
+        with contextlib.suppress(OSError):
             is_same = os.path.samestat(os.stat(self.path / ".lock"), self._locked_file)
-        except OSError:
-            is_same = False
         if not is_same:
             raise RunError(f"{self.path} was removed, moved away or replaced while the training was at work in it")
 
@@ -112,14 +111,10 @@ class RunDirectory:
             return
         if self.metrics.is_symlink():
             self.metrics.unlink()  # it could lead anywhere
-        last_step = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
-        lines = [
-            json.dumps(line) + "\n"
-            for line in self.read_metrics()
-            if all(line["step"] <= last for key, last in last_step.items() if key in line)
-        ]
+        last = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
+        kept = [line for line in self.read_metrics() if all(line["step"] <= last[key] for key in last if key in line)]
         if self.metrics.exists():
-            atomic_write(self.metrics, "".join(lines))
+            atomic_write(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, None if there is none at all. Raises UserError if all are damaged."""
@@ -128,14 +123,13 @@ class RunDirectory:
             newest = candidates[-1]
             try:
                 verify(newest)
+                if damaged:
+                    print(f"using {newest} instead", file=sys.stderr)
+                return newest
             except CorruptCheckpoint as error:
                 if newest.exists():  # otherwise a running training has just removed it, after it saved another
                     print(f"passing over a checkpoint: {error}", file=sys.stderr)
                     damaged.add(newest)
-            else:
-                if damaged:
-                    print(f"using {newest} instead", file=sys.stderr)
-                return newest
         if not damaged:
             return None
         best = ", ".join(path.name for path in list_checkpoints(self.checkpoints, "best"))

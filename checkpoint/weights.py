@@ -65,8 +65,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
         raise CorruptCheckpoint(f"{folder / MODEL} has fewer tensors than {folder / CONFIG} has layers")
     with torch.device("meta"):
         model = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
-    lora_rank = read_lora_rank(folder)
-    if lora_rank:
+    if lora_rank := read_lora_rank(folder):
         add_lora(model, lora_rank)
     load_weights(model, folder, assign=True)
     if lora_rank:

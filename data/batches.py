@@ -78,18 +78,14 @@ class PackedDataset:
         self.stride = seq_len if stride is None else stride
         can_overlap = packing == "contiguous" and prefix_len <= 1
         if not 1 <= self.stride <= seq_len or (self.stride < seq_len and not can_overlap):
-            raise UserError(
-                f"a stride of {self.stride} tokens: it must be between 1 and the context length, {seq_len}, and needs "
-                "contiguous windows and a model without a prefix"
-            )
-        if document_masking and any(
-            shard.loss_mask is not None and (shard.tokens == shard.tokens[0]).sum() > len(shard.offsets)
-            for shard in tokens.shards
-        ):
-            raise UserError(
-                "data.document_masking: the chat template writes the BOS token within conversations too, so that "
-                "conversations cannot be told apart; set it to false"
-            )
+            bounds = f"it must be between 1 and the context length, {seq_len}"
+            needs = "contiguous windows and a model without a prefix"
+            raise UserError(f"a stride of {self.stride} tokens: {bounds}, and needs {needs}")
+        masked = [shard for shard in tokens.shards if document_masking and shard.loss_mask is not None]
+        if any((shard.tokens == shard.tokens[0]).sum() > len(shard.offsets) for shard in masked):
+            reason = "the chat template writes the BOS token within conversations too"
+            effect = "conversations cannot be told apart"
+            raise UserError(f"data.document_masking: {reason}, so that {effect}; set it to false")
         self.starts: list[np.ndarray] = []  # "documents" only: see _packed_starts
         if packing == "documents":
             self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
@@ -196,8 +192,7 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
     for shard, starts in zip(dataset.tokens.shards, dataset.starts):
         end = starts[min(count, len(starts) - 1)]
         n_documents = int(np.searchsorted(shard.offsets, end))
-        lengths = np.diff(shard.offsets[: n_documents + 1])
-        if (lengths > dataset.seq_len).any():
+        if (np.diff(shard.offsets[: n_documents + 1]) > dataset.seq_len).any():
             return None
         nats -= float(shard.log_probs[:n_documents].sum())
         targets += int(end) - shard.has_eos * n_documents  # the BOS token after an EOS token is no target

@@ -47,10 +47,9 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
             before = render(tokenizer, messages[:number], add_generation_prompt=True)
             after = render(tokenizer, messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
-                raise UserError(
-                    "the chat template renders a turn differently when others follow, so that answers cannot be "
-                    "located; mark them by {% generation %} and {% endgeneration %} in your own (data.chat_template)"
-                )
+                reason = "renders a turn differently when others follow, so that answers cannot be located"
+                remedy = "mark them by {% generation %} and {% endgeneration %} in your own (data.chat_template)"
+                raise UserError(f"the chat template {reason}; {remedy}")
             spans.append((len(before), len(before) + _answer_length(tokenizer, after[len(before) :])))
     parts, position = [], 0
     for start, end in [*spans, (len(text), len(text))]:

@@ -147,9 +147,8 @@ def _build(
             print(f"the text is too short for {spec}: the vocabulary has {size} tokens", file=sys.stderr)
     tokenizer.save(folder)
     writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
-    n_tokens, total, unit = 0, source.n_documents, " documents"
-    if source.whole_text:
-        total, unit = source.n_bytes, "B"
+    n_tokens = 0
+    total, unit = (source.n_bytes, "B") if source.whole_text else (source.n_documents, " documents")
     with tqdm(desc="tokenizing", disable=not progress, total=total, unit=unit, unit_scale=source.whole_text) as bar:
         for batch in _batches(itertools.chain(sample, documents)):
             encoded = encode_all(tokenizer, [document for _, document in batch], assistant_only_loss)

@@ -20,16 +20,10 @@ FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json
 EOS_KEY, ADD_BOS_KEY, BOS_KEY = "thinker_eos_ids", "thinker_add_bos", "thinker_bos_id"
 SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token: they decide where it is recognized
-
-
-def _printable() -> dict[int, str]:
-    """byte -> the character that stands for it in a byte-level vocabulary (GPT-2's bytes_to_unicode)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-
-
-TO_CHAR = _printable()
+# Byte -> the character that stands for it in a byte-level vocabulary (GPT-2's bytes_to_unicode), and back.
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
+TO_CHAR = {byte: chr(byte) for byte in _PLAIN} | {byte: chr(256 + n) for n, byte in enumerate(_OTHERS)}
 TO_BYTE = {char: byte for byte, char in TO_CHAR.items()}
 
 

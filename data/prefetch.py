@@ -52,8 +52,7 @@ class Prefetcher:
     def _make(self, step: int) -> Batch:
         inputs, targets = self.loader.batch(step, self.rows)
         document_ids = self.loader.dataset.document_ids(inputs)
-        n_targets = int((targets != IGNORE_INDEX).sum())
         if self.pinned:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
             document_ids = None if document_ids is None else document_ids.pin_memory()
-        return Batch(inputs, targets, n_targets, document_ids)
+        return Batch(inputs, targets, int((targets != IGNORE_INDEX).sum()), document_ids)

@@ -59,16 +59,9 @@ class Source:
 
 
 def open_source(
-    source: str,
-    *,
-    path: str | None = None,
-    config: str | None = None,
-    split: str = "train",
-    column: str = "text",
-    streaming: bool = True,
-    max_documents: int | None = None,
-    seed: int = 0,
-) -> Source:
+    source: str, *, path: str | None = None, config: str | None = None, split: str = "train", column: str = "text",
+    streaming: bool = True, max_documents: int | None = None, seed: int = 0,
+) -> Source:  # fmt: skip
     """Check the options of a source and open it; nothing is read, generated or downloaded yet.
 
     Args:

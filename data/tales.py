@@ -239,9 +239,6 @@ def story_of(text: str, events: list[Choice]) -> Story:
     """A story from the events in the order of its text: its choices, and the recalls that make a slot a fact."""
     # A pronoun does not count as a recall: the word itself need not be remembered.
     recalled = {event.name for event in events if event.kind == RECALL and not event.value.startswith(".")}
-    choices = tuple(
-        event._replace(kind="fact") if event.kind == "filler" and event.name in recalled else event
-        for event in events
-        if event.kind != RECALL
-    )
+    chosen = (event for event in events if event.kind != RECALL)
+    choices = tuple(e._replace(kind="fact") if e.kind == "filler" and e.name in recalled else e for e in chosen)
     return Story(text, choices, sum(choice.log_prob for choice in choices))

@@ -47,20 +47,11 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        kind: str,
-        tokens: list[bytes | None],
-        special_tokens: dict[str, int],
-        bos_token: str = BOS_TOKEN,
-        pattern: str = ONE_CHARACTER,
-        *,
-        eos_ids: list[int] | None = None,
-        add_bos: bool = True,
-        non_special_added_tokens: list[str] | None = None,
-        normalizer: str | None = None,
-        chat_template: str | None = None,
-        special_tokens_map: dict[str, str] | None = None,
-    ) -> None:
+        self, kind: str, tokens: list[bytes | None], special_tokens: dict[str, int], bos_token: str = BOS_TOKEN,
+        pattern: str = ONE_CHARACTER, *, eos_ids: list[int] | None = None, add_bos: bool = True,
+        non_special_added_tokens: list[str] | None = None, normalizer: str | None = None,
+        chat_template: str | None = None, special_tokens_map: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         """tokens: the bytes of each id, None for a special token or a gap.
 
         pattern: the regular expression that splits text before merging. add_bos: prompts begin with the BOS token.
@@ -178,8 +169,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read what save() wrote; path is the folder or the file. Raises UserError if the file is damaged."""
-        path = Path(path)
-        path = path / FILE_NAME if path.is_dir() else path
+        path = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
         content = read_json(path)
         version, stated_hash = content.pop("format", None), content.pop("sha256", None)
         try:

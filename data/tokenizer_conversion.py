@@ -100,14 +100,13 @@ def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
     model, normalizer = content["model"], (content.get("normalizer") or {}).get("type")
     pattern = _pattern(content.get("pre_tokenizer"))
     unsupported = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    is_plain_bpe = model.get("type") == "BPE" and not any(model.get(name) for name in unsupported)
     is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
-    if model.get("type") != "BPE" or any(model.get(name) for name in unsupported) or not is_byte_level:
+    if not (is_plain_bpe and is_byte_level) or pattern is None or normalizer not in (None, "NFC"):
         return None
     matches_flexibly = any(flags[name] for flags in tokenizer.flags.values() for name in hf.FLAGS[:3])
     normalized = {flags["normalized"] for flags in tokenizer.flags.values()}
     if matches_flexibly or normalized == {True, False} or (normalizer and normalized == {True}):
-        return None
-    if pattern is None or normalizer not in (None, "NFC"):
         return None
     special = set(tokenizer.special_tokens.values())
     pieces = {piece: number for piece, number in model["vocab"].items() if number not in special}
@@ -219,7 +218,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
     """The pairs of parts that make the tokens, in order, in printable characters."""
     ranks = {token: number for number, token in enumerate(tokenizer._tokens) if token is not None}
-    pairs = (split(token, ranks, number) for token, number in sorted(ranks.items(), key=lambda item: item[1]))
+    pairs = (split(token, ranks, number) for token, number in ranks.items())  # by rising id
     return [[_printed(part) for part in parts] for parts in pairs if len(parts) == 2]
 
 

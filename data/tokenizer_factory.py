@@ -17,10 +17,7 @@ from thinker.runtime.errors import UserError, did_you_mean
 
 SAMPLE_BYTES = 32 << 20  # a tokenizer is trained on at most this many bytes of UTF-8
 # GPT-4's pattern without its possessive quantifiers, which other libraries read differently.
-WORDS = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
+WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
 def check_spec(spec: str) -> str:
