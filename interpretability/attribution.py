@@ -7,6 +7,7 @@ Prompts are (T,) token ids; a position below 0 counts from the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -74,8 +75,7 @@ def integrated_gradients(
         if isinstance(baseline, int):
             baseline = model.embedding(torch.tensor(baseline, device=x.device))
         start = (model.embedding.weight.mean(dim=0) if baseline is None else baseline.to(x)).expand_as(x)
-        ends = torch.stack([x, start])[:, None]  # (2, 1, T, C)
-        y, y_baseline = (predict_logit(model, *prediction, embeddings=end).item() for end in ends)
+        y, y_baseline = (predict_logit(model, *prediction, embeddings=end[None]).item() for end in (x, start))
     rows, n_points = max(1, TOKENS_PER_BATCH // len(tokens)), 32
     while True:
         nodes, weights = (torch.from_numpy(part).to(x.device) for part in np.polynomial.legendre.leggauss(n_points))
@@ -83,8 +83,7 @@ def integrated_gradients(
         for alpha, weight in zip(((nodes + 1) / 2).split(rows), (weights / 2).split(rows)):
             with torch.enable_grad():
                 inputs = (start + alpha[:, None, None].to(x.dtype) * (x - start)).requires_grad_()  # (rows, T, C)
-                sums = predict_logit(model, *prediction, embeddings=inputs).sum()
-                (gradient,) = torch.autograd.grad(sums, inputs)
+                (gradient,) = torch.autograd.grad(predict_logit(model, *prediction, embeddings=inputs).sum(), inputs)
             total += torch.einsum("r,rtc->tc", weight, gradient.double())
         by_token = (total * (x - start).double()).sum(dim=-1)  # (T,)
         error = by_token.sum().item() - (y - y_baseline)
@@ -143,14 +142,9 @@ def logit_lens(model: Thinker, tokens: Tensor, position: int | slice = slice(Non
 
 @torch.no_grad()
 def patch(
-    model: Thinker,
-    clean: Tensor,
-    corrupt: Tensor,
-    target: int,
-    contrast_token: int | None = None,
-    names: Sequence[str] = ("embedding", "blocks.*"),
-    position: int = -1,
-) -> dict[str, Tensor]:
+    model: Thinker, clean: Tensor, corrupt: Tensor, target: int, contrast_token: int | None = None,
+    names: Sequence[str] = ("embedding", "blocks.*"), position: int = -1,
+) -> dict[str, Tensor]:  # fmt: skip
     """Activation patching (Meng et al. 2022, arXiv:2202.05262; Heimersheim and Nanda 2024, arXiv:2404.15255).
 
     Runs the corrupt prompt once per name and position, with that activation taken from the clean prompt. Returns the
@@ -159,25 +153,20 @@ def patch(
     """
     if clean.shape != corrupt.shape:
         raise UserError(f"the prompts must have equally many tokens: {len(clean)} and {len(corrupt)}")
+    predict = partial(predict_logit, model, target, contrast_token, position)
     with model.record(*names) as cache:
-        y_clean = predict_logit(model, target, contrast_token, position, tokens=clean[None]).item()
-    y_corrupt = predict_logit(model, target, contrast_token, position, tokens=corrupt[None]).item()
+        y_clean = predict(tokens=clean[None]).item()
+    y_corrupt = predict(tokens=corrupt[None]).item()
     if y_clean == y_corrupt:
         raise UserError("the prediction is the same for both prompts: there is nothing to restore")
     T, restored = len(clean), {}
     for name, activation in cache.items():
-        if activation.dim() != 3:
+        if activation.dim() != 3 or activation.shape[1] != T:
             raise UserError(f"{name} cannot be patched by position; use the residual stream, an output or one head")
         predictions = []
-        for positions in torch.arange(T, device=corrupt.device).split(max(1, TOKENS_PER_BATCH // T)):
-
-            def replace(x: Tensor, clean: Tensor = activation, positions: Tensor = positions) -> Tensor:
-                x = x.clone()  # (rows, T, ...): the corrupt prompt, patched at one position per row
-                x[torch.arange(len(positions)), positions] = clean[0, positions]
-                return x
-
-            tokens = corrupt.expand(len(positions), T)
-            with model.patch({name: replace}):
-                predictions.append(predict_logit(model, target, contrast_token, position, tokens=tokens))
+        # Each row is the corrupt prompt, patched where the identity matrix is True: at one position.
+        for rows in torch.eye(T, dtype=torch.bool, device=corrupt.device).split(max(1, TOKENS_PER_BATCH // T)):
+            with model.patch({name: partial(torch.where, rows[..., None], activation)}):
+                predictions.append(predict(tokens=corrupt.expand(len(rows), T)))
         restored[name] = (torch.cat(predictions) - y_corrupt) / (y_clean - y_corrupt)  # (T,)
     return restored

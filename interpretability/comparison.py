@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from thinker.evaluation.perplexity import estimate_ratio
@@ -37,8 +36,7 @@ def report_over_training(
         best = [curves[name][number].max(dim=0) for name in shown]
         rows.append([step, *(f"{value:.3f} ({labels[head]})" for value, head in best)])
     data = {"steps": [*scores], "heads": labels} | {name: values.tolist() for name, values in curves.items()}
-    style = {"vmax": 1.0, "style": "lines"}
-    panels = [Panel(TITLES[name], curves[name], step_labels, labels, **style) for name in reversed(shown)]
+    panels = [Panel(TITLES[key], curves[key], step_labels, labels, vmax=1.0, style="lines") for key in reversed(shown)]
     header = {"random": describe_random(random, origin), "cells": "the highest score, and (layer.head)"}
     header["checkpoints"] = f"{len(scores)}, steps {step_labels[0]} to {step_labels[-1]}"
     return Report(header, ["step", *shown], rows, data, panels, panels_per_row=2)
@@ -50,8 +48,7 @@ def compare(
 ) -> Report:
     """Two models on the prompt, or else on `random`: how differently each head attends, its scores, the predictions.
 
-    Models with different numbers of heads are compared by their predictions only. Raises UserError if their
-    vocabularies differ in size.
+    With different numbers of heads, only by their predictions. Raises UserError if their vocabularies differ in size.
     """
     if one.config.vocab_size != other.config.vocab_size:
         raise UserError("the two models have vocabularies of different sizes: they do not read the same tokens")
@@ -80,7 +77,7 @@ def compare(
     weights = zip(*(model.attention_weights(tokens) for model in models))
     pairs = (torch.stack(pair, dim=2) for pair in weights)  # (B, H, 2, T, T) per layer
     js = [heads.pairwise_js_divergence(pair)[..., 0, 1].mean(dim=0).cpu() for pair in pairs]
-    divergence = pad_sequence(js, batch_first=True)  # (layers, H)
+    divergence = torch.stack(js)  # (layers, H)
     rows = []
     for layer, head in existing_heads(scores[0]["entropy"]):
         changes = [" → ".join(f"{part[name][layer, head]:.3f}" for part in scores) for name in COMPARED]
@@ -92,8 +89,7 @@ def compare(
         panels.append(Panel(f"{TITLES[name]}: second minus first", difference, *labels, signed=True))
     data["js_divergence"] = to_json(divergence)
     data |= {name: [to_json(part[name]) for part in scores] for name in scores[0]}
-    columns = ["layer", "head", "JS", *COMPARED]
-    return Report(header, columns, rows, data, panels, footer, panels_per_row=2)
+    return Report(header, ["layer", "head", "JS", *COMPARED], rows, data, panels, footer, panels_per_row=2)
 
 
 IMPORTANCE_COLUMNS = ("importance", "95% from", "to")
@@ -167,7 +163,6 @@ def report_pruning(
     texts_of_heads = [[f"{x:.4f}" for x in row] for row in value.tolist()]
     for layer, head in set(pruned):
         texts_of_heads[layer][head] += " pruned"
-    labels, columns = head_labels(value, kind)
     signed = bool((value < 0).any())
-    panel = Panel(UNITS[method], value, labels, columns, signed, style="table", cells=texts_of_heads)
+    panel = Panel(UNITS[method], value, *head_labels(value, kind), signed, style="table", cells=texts_of_heads)
     return pruned_model, Report(header, ["layer", kind, "pruned", *IMPORTANCE_COLUMNS], rows, data, [panel])

@@ -39,11 +39,9 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     exponentials = (scores[query] - largest).exp()  # (T,)
     total = exponentials[mask].sum().item()
     sink_share = 0.0 if sink is None else math.exp(sink - largest)
-    output = row @ v[kv_head]  # (D,)
+    output, actual = row @ v[kv_head], z[head, query]  # (D,) each
     footer = f"Σ exp = {total + sink_share:.4f}{'' if sink is None else f', including {sink_share:.4f} of the sink'}; "
-    footer += (
-        f"the weighted sum of the values has norm {output.norm():.4f}, the head's output {z[head, query].norm():.4f}"
-    )
+    footer += f"the weighted sum of the values has norm {output.norm():.4f}, the head's output {actual.norm():.4f}"
     steps = {"q·k": raw[query], f"÷ √{q.shape[-1]}": scaled[query]}
     if cap is not None:
         steps["capped"] = capped[query]
@@ -55,13 +53,12 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
         products = [f"{norms[key]:.4f}", f"{row[key] * norms[key]:.4f}"]
         rows.append([str(key), text, *(f"{values[key]:.4f}" for values in steps.values()), *softmax, *products])
     columns = ["key", "token", *steps, "visible", f"exp(· − {largest:.2f})", "weight", "|v|", "weight·|v|"]
-    header = {"layer": layer, "head": str(head), "query": f"{query} {prompt.labels[query]}"}
-    if len(q) > len(k):
-        header["head"] += f", which shares KV head {kv_head}"
+    shared = f", which shares KV head {kv_head}" if len(q) > len(k) else ""
+    header = {"layer": layer, "head": f"{head}{shared}", "query": f"{query} {prompt.labels[query]}"}
     data = {"layer": layer, "head": head, "query": query, "tokens": prompt.labels, "q": q[head, query].tolist()}
     data |= {"scores": raw[query].tolist(), "scaled": scaled[query].tolist(), "capped": capped[query].tolist()}
     data |= {"bias": bias[query].tolist(), "sink": sink, "visible": mask.tolist(), "weights": row.tolist()}
-    data |= {"values": v[kv_head].tolist(), "output": output.tolist(), "head_output": z[head, query].tolist()}
+    data |= {"values": v[kv_head].tolist(), "output": output.tolist(), "head_output": actual.tolist()}
     labels, panels = prompt.numbered(), []
     for title, values, signed in (
         ("scores, scaled", scores, True),

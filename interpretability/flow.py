@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,7 @@ def with_residual(weights: Tensor) -> Tensor:
 
 def rollout(weights: Tensor) -> Tensor:
     """R_l = Ã_l R_{l−1}, R_0 = I: the share of token j in position i after each layer; (L, H, T, T) -> (L, T, T)."""
-    rollouts = []
-    for layer in with_residual(weights):
-        rollouts.append(layer @ rollouts[-1] if rollouts else layer)
-    return torch.stack(rollouts)
+    return torch.stack(list(accumulate(with_residual(weights), lambda below, layer: layer @ below)))
 
 
 def max_flow(weights: Tensor, position: int | None = None) -> Tensor:

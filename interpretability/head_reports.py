@@ -70,20 +70,17 @@ def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: 
     divergence = measure_heads(model, tokens, {"js": heads.pairwise_js_divergence})["js"]  # (H, H) per layer
     rows = []
     for layer, head in existing_heads(scores["entropy"]):
-        others = [
-            (x, f"{other} ({x:.3f})") for other, x in enumerate(divergence[layer][head].tolist()) if other != head
-        ]
-        values = (f"{values[layer, head]:.3f}" for values in scores.values())
+        js = divergence[layer][head].tolist()  # (H,)
+        others = [(x, f"{other} ({x:.3f})") for other, x in enumerate(js) if other != head]
+        values = (f"{x[layer, head]:.3f}" for x in scores.values())
         rows.append([str(layer), str(head), *values, min(others, default=(0, ""))[1]])
     labels = head_labels(scores["entropy"])
     panels = [Panel("attention of every head", _tile_attention_maps(model, tokens[:1]), *labels)]
-    for name, values in scores.items():
-        panels.append(Panel(TITLES[name], values, *labels, vmax=None if name in UNBOUNDED else 1.0))
+    panels += [Panel(TITLES[name], x, *labels, vmax=None if name in UNBOUNDED else 1.0) for name, x in scores.items()]
     repeats = describe_random(random, origin)
     header = {"measured on": repeats if prompt is None else f"the prompt; duplicate and induction on {repeats}"}
     header["most similar"] = "the most similar head of the layer, and its Jensen–Shannon divergence (nats)"
-    data = {name: to_json(values) for name, values in scores.items()}
-    data["js_divergence"] = [values.tolist() for values in divergence]
+    data = {name: to_json(x) for name, x in scores.items()} | {"js_divergence": [x.tolist() for x in divergence]}
     n = random.shape[1] // 2
     uniform = sum(1 / (i + 1) for i in range(n, 2 * n)) / n
     footer = f"uniform attention has duplicate and induction scores of {uniform:.3f}"

@@ -123,18 +123,17 @@ def importance_by_ablation(
 ) -> Importance:
     """What ablating each head costs: the mean over texts of CE(with its output replaced) − CE, in nats per token.
 
-    Args:
-        tokens: (N, T), at least two texts; the interval is over their paired differences.
-        ablation: "zero", or "mean": the head's mean output over all texts and positions.
-        targets: (N, T), IGNORE_INDEX where no loss counts; by default the next tokens.
-        by_group: ablate all query heads of a KV head together, (layers, K).
+    tokens: (N, T), at least two texts; the interval is over their paired differences.
+    ablation: "zero", or "mean": the head's mean output over all texts and positions.
+    targets: (N, T), IGNORE_INDEX where no loss counts; by default the next tokens.
+    by_group: ablate all query heads of a KV head together, (layers, K).
     """
     names = [f"blocks.{layer}.attention.heads" for layer in range(len(model.blocks))]
     sums, batches, baseline = dict.fromkeys(names, 0.0), _batches(model, tokens, targets), []
     with model.record(*names) as cache:
         for batch in batches:
             baseline.append(_losses(model, *batch))
-            sums = {name: sums[name] + cache[name].sum(dim=(0, 2))[:, None] for name in names}  # (H, 1, D)
+            sums = {name: sums[name] + cache[name].sum(dim=(0, 2)) for name in names}  # (H, D)
             cache.passes.clear()
     baseline, n_tokens = torch.cat(baseline), sum(batch.numel() for batch, _ in batches)
     groups = [_groups(block.attention, by_group) for block in model.blocks]
@@ -143,24 +142,18 @@ def importance_by_ablation(
         for name, layer_groups in zip(names, groups):
             layer_costs = []
             for group in layer_groups:
-                value = 0.0 if ablation == "zero" else sums[name][group] / n_tokens
-
-                def replace(z: Tensor, group: slice = group, value: Tensor | float = value) -> Tensor:
-                    z = z.clone()  # (B, H, T, D)
-                    z[:, group] = value
-                    return z
-
-                with model.patch({name: replace}):
+                patches = {f"{name}.{i}": 0.0 if ablation == "zero" else sums[name][i] / n_tokens for i in group}
+                with model.patch(patches):
                     layer_costs.append(losses(model, tokens, targets) - baseline)
                 bar.update()
             costs.append(torch.stack(layer_costs))  # (H, N)
     return _estimate(costs)
 
 
-def _groups(attention: Any, by_group: bool) -> list[slice]:
+def _groups(attention: Any, by_group: bool) -> list[range]:
     """The query heads to ablate together: those of each KV head, or each alone."""
     size = attention.n_heads // attention.n_kv_heads if by_group else 1
-    return [slice(head, head + size) for head in range(0, attention.n_heads, size)]
+    return [range(head, head + size) for head in range(0, attention.n_heads, size)]
 
 
 def _estimate(values: list[Tensor]) -> Importance:

@@ -76,10 +76,8 @@ def make_explorer(
     facts = {"labels": prompt.labels, "tokens": prompt.tokens.tolist(), "bidirectional": bidirectional}
     facts |= {"layers": layers, "heads": H, "scores": scores, "summaries": _summaries(model, scores), "banner": ""}
     if count < layers * H:
-        facts["banner"] = (
-            f"{T:,} tokens × {layers * H} heads are too many for one report: {count} heads can be opened, "
-            "the others show thumbnails and scores only"
-        )
+        facts["banner"] = f"{T:,} tokens × {layers * H} heads are too many for one report: "
+        facts["banner"] += f"{count} heads can be opened, the others show thumbnails and scores only"
     facts |= _predictions(model, prompt.tokens)
     facts["attribution"] = _attribution(model, tokenizer, prompt, target, contrast_token, position)
     listed = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
@@ -94,9 +92,8 @@ def _read_weights(
     """The scores of all heads, (layers, H) each, their thumbnails, and the deflated weights of the chosen ones."""
     measures = {**MEASURES, "itself": lambda weights: weights.diagonal(dim1=-2, dim2=-1).mean(dim=-1)}
     scores, thumbnails, deflated = {name: [] for name in measures}, [], {}
-    side, stored = min(THUMBNAIL_SIDE, len(tokens)), torch.ones(len(tokens), len(tokens), dtype=torch.bool)
-    if model.config.prefix == 0:
-        stored = stored.tril()
+    T = len(tokens)
+    side, stored = min(THUMBNAIL_SIDE, T), torch.ones(T, T, dtype=torch.bool).tril(T if model.config.prefix else 0)
     for layer in tqdm(range(model.config.n_layers), desc="reading layers", leave=False, delay=1):
         name = f"blocks.{layer}.attention.weights"
         with model.record(name) as cache:
@@ -144,19 +141,15 @@ def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
                 raise UserError("the model's logits are not finite, so there is nothing to show")
             lens.append(probabilities.topk(min(N_LENS, probabilities.shape[1])))
             next_tokens = tokens[start + 1 : start + 1 + rows, None]
-            of_next = probabilities[: len(next_tokens)].gather(1, next_tokens)  # (rows, 1)
-            next_probability.append(of_next)
+            next_probability.append(probabilities[: len(next_tokens)].gather(1, next_tokens))  # (rows, 1)
             if depth == len(model.blocks):
                 likeliest.append(probabilities.topk(min(N_LIKELIEST, probabilities.shape[1])))
-                next_rank.append((probabilities[: len(next_tokens)] > of_next).sum(dim=1) + 1)
+                next_rank.append((probabilities[: len(next_tokens)] > next_probability[-1]).sum(dim=1) + 1)
 
     def flatten(top: list[Any]) -> dict[str, Any]:
         ids, probabilities = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
-        return {
-            "tokens": ids.flatten().tolist(),
-            "probabilities": _round(probabilities.flatten().tolist()),
-            "k": ids.shape[1],
-        }
+        shown = _round(probabilities.flatten().tolist())
+        return {"tokens": ids.flatten().tolist(), "probabilities": shown, "k": ids.shape[1]}
 
     facts = {"likeliest": flatten(likeliest), "lens": flatten(lens)}
     facts["next_probability"] = _round(torch.cat(next_probability).flatten().tolist())
@@ -184,8 +177,7 @@ def write_html_report(
     folder, scripts = Path(__file__).parent, []
     if explorer is not None:
         facts = json.dumps(explorer.facts, allow_nan=False, separators=(",", ":"))  # all but ASCII is escaped
-        for character in "<>&":  # so that no text can close the element
-            facts = facts.replace(character, f"\\u{ord(character):04x}")
+        facts = facts.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})  # so that no text can close the element
         blobs = {"thumbnails": zlib.compress(explorer.thumbnails.numpy().tobytes())}
         blobs |= {f"w-{layer}-{head}": data for (layer, head), data in explorer.weights.items()}
         scripts.append(f'<script type="application/json" id="facts">{facts}</script>')

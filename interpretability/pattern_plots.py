@@ -73,10 +73,9 @@ def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> Pat
     mask, shown = example_mask(pattern, length, n_heads), SUMMED if pattern.n_features else VISIBLE
     cells = MASKED * example_mask(CAUSAL, length, n_heads) + (shown - MASKED) * mask
     n_keys, n_keys_longer = (x.sum(-1).float().mean() for x in (mask, example_mask(pattern, 4 * length, n_heads)))
-    facts = [f"{n_keys:.1f} keys per query, {n_keys_longer:.1f} at length {4 * length}"]
-    facts.append(f"cache: {describe_cache(pattern)}")
+    keys = f"{n_keys:.1f} keys per query, {n_keys_longer:.1f} at length {4 * length}"
     note = ", ".join(note for note, applies in notes.items() if applies)
-    return PatternPlot(" ".join(text.split()), note, cells, facts)
+    return PatternPlot(" ".join(text.split()), note, cells, [keys, f"cache: {describe_cache(pattern)}"])
 
 
 def to_text(plot: PatternPlot) -> str:
@@ -109,11 +108,10 @@ def plot_patterns(plots: list[PatternPlot]) -> tuple[Any, list[Any]]:
     figure, (default_axes,) = new_figure(side * columns, (side + 0.7) * rows)
     default_axes.remove()
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    panels = list(figure.subplots(rows, columns, squeeze=False, subplot_kw={"aspect": "equal"}).flat)
     for axes, plot in zip(panels, plots):
         plot_pattern(axes, plot)
     for axes in panels[len(plots) :]:
-        axes.set(aspect="equal")
         axes.axis("off")
     cells = _used_cells(plots)
     panels[len(plots)].legend(

@@ -110,13 +110,12 @@ def _wrapped(tokens: list[str]) -> list[list[int]]:
 
 def _text(figure: Any, axes: Any, panel: Panel) -> None:
     """Tokens as running text, monospaced, each on the color of its value."""
-    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.patches import Rectangle
 
     colors, low, top = _scale(panel)
-    scale = ScalarMappable(Normalize(low, top), colormaps[colors])
+    scale = ScalarMappable(Normalize(low, top), colors)
     lines, values = _wrapped(panel.columns), panel.values[0].tolist()
     axes.set(xlim=(0, LINE), ylim=(len(lines), 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)

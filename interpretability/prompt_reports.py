@@ -80,8 +80,7 @@ def report_attribution(
     values = {"embedding": components.embedding}
     values |= {f"MLP {layer}": value for layer, value in enumerate(components.mlps.tolist())}
     values |= {f"head {i}.{j}": components.heads[i, j].item() for i, j in reports.existing_heads(components.heads)}
-    ranked = sorted(values.items(), key=lambda item: -abs(item[1]))
-    rows = [["component", name, f"{value:+.4f}"] for name, value in ranked]
+    rows = [["component", name, f"{values[name]:+.4f}"] for name in sorted(values, key=lambda name: -abs(values[name]))]
     description = _describe_target(tokenizer, target, contrast_token)
     header = {"prediction": f"{description}, after position {position % len(prompt.labels)}"}
     header["logit"] = f"{components.logit:.4f}"

@@ -39,9 +39,8 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     for name, weight in weights.items():
         parts = name.split(".")
         if parts[0] == "blocks" and parts[2] == "attention" and parts[3] in sizes:  # not a norm, which all heads share
-            axis, kept = int(parts[3] == "o_proj"), torch.tensor(remaining[int(parts[1])], device=weight.device)
-            by_head = weight.unflatten(axis, (-1, sizes[parts[3]])).index_select(axis, kept)
-            weights[name] = by_head.flatten(axis, axis + 1)
+            dim, kept = int(parts[3] == "o_proj"), torch.tensor(remaining[int(parts[1])], device=weight.device)
+            weights[name] = weight.unflatten(dim, (-1, sizes[parts[3]])).index_select(dim, kept).flatten(dim, dim + 1)
     new.load_state_dict(weights)
     return new
 

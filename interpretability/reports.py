@@ -55,9 +55,7 @@ class Report:
             align = str.ljust if has_words else str.rjust
             columns.append([align(cell, width) for cell in [name, *cells]])
         lines += ["", *("  ".join(row).rstrip() for row in zip(*columns))]
-        if self.footer:
-            lines += ["", self.footer]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(["", self.footer] if self.footer else [])])
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,9 @@ class Prompt:
     @classmethod
     def from_text(cls, model: Thinker, tokenizer: Tokenizer, text: str) -> Prompt:
         """Encode a text, with BOS if the tokenizer adds it. Raises UserError unless it has 2 to max_seq_len tokens."""
-        ids = [*tokenizer.bos_prefix, *tokenizer.encode(text)]
-        if not 2 <= len(ids) <= model.config.max_seq_len:
+        ids, limit = [*tokenizer.bos_prefix, *tokenizer.encode(text)], model.config.max_seq_len
+        if not 2 <= len(ids) <= limit:
             with_bos = " including BOS" if tokenizer.bos_prefix else ""
-            limit = model.config.max_seq_len
             raise UserError(f"the prompt has {len(ids)} token(s){with_bos}; there must be 2 to {limit}")
         return cls(torch.tensor(ids, device=model.device), [token_label(tokenizer, i) for i in ids])
 
