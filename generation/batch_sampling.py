@@ -74,11 +74,12 @@ def sample_steps(
             break
         logits = step(tokens[:, None])
     tokens, token_logprobs, *top = (torch.stack(column, dim=1).cpu().tolist() for column in zip(*steps))
-    values, ids = top or 2 * [[[()] * n_steps] * len(sequences)]
-    return [
-        [(*each[:2], dict(zip(each[3][: one.params.logprobs], each[2]))) for each in zip(*row)]
-        for one, *row in zip(sequences, tokens, token_logprobs, values, ids)
-    ]
+    likeliest, likeliest_ids = top or 2 * [[[()] * n_steps] * len(sequences)]
+    sampled = []
+    for sequence, *row in zip(sequences, tokens, token_logprobs, likeliest, likeliest_ids):
+        n = sequence.params.logprobs
+        sampled.append([(token, logprob, dict(zip(ids[:n], values))) for token, logprob, values, ids in zip(*row)])
+    return sampled
 
 
 @torch.no_grad()

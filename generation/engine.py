@@ -26,7 +26,7 @@ from thinker.runtime.errors import UserError
 
 Params = SamplingParams | list[SamplingParams] | None
 PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
-STEPS_PER_READ = 16  # of a GPU, which computes the next step while the host prepares the one after it
+STEPS_PER_READ = 16  # on a GPU, which then need not wait for the host after every step
 
 
 class Generator:

@@ -12,8 +12,8 @@ class Int8Linear(nn.Module):
 
     On a CPU, the activations are quantized too, with one scale per position. The int8 product is exact, so a row's
     result does not depend on the other rows (LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339, equation 4). On
-    other devices, and on CPUs whose int8 product overflows, the weights are cast to the dtype of the activations; that
-    is slower than not to quantize, except for a single row where the model is compiled.
+    other devices, and on CPUs whose int8 product overflows, the weights are cast to the dtype of the activations, which
+    is an extra pass over them, except for a single row where the model is compiled.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
