@@ -15,7 +15,7 @@ from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache
-from thinker.model.layers import Linear, RMSNorm
+from thinker.model.layers import Linear, RMSNorm, project_together
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
@@ -36,7 +36,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         if self.gate_up_proj is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)  # (B, T, d_ff) each
+            gate, up = project_together(x, self.gate_proj, self.up_proj)  # (B, T, d_ff) each
         else:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(hook(self.hooks, "hidden", F.silu(gate) * up))

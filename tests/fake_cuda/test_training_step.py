@@ -78,3 +78,17 @@ def test_a_step_waits_for_nothing_and_copies_only_its_batch(gpu, options):
     assert trace.reads == {}
     n_copies = (3 if options["documents"] else 2) * BATCH_SIZE // options["micro_batch_size"]
     assert trace.uploads == {"training/step.py:__call__": n_copies}
+
+
+@pytest.mark.parametrize(("lora_rank", "n_products"), [(None, 4 + 8), (4, 7 * (1 + 2) + 7 + 2 * 7 * 2)])
+def test_projections_of_the_same_input_are_one_product(gpu, lora_rank, n_products):
+    """Forward, and backward for input and weight; adapters keep their matrices apart, and freeze them."""
+    options = {name: values[0] for name, values in OPTIONS.items()} | {"lora_rank": lora_rank}
+    options |= {"optimizer": "adamw", "micro_batch_size": BATCH_SIZE}
+    counts = []
+    for n_layers in (1, 2):
+        step, batch = new_step(gpu, options, n_layers=n_layers)
+        with DeviceTrace() as trace:
+            step(batch, 1.0)
+        counts.append(trace.launches["aten.mm"] + trace.launches["aten.addmm"])
+    assert counts[1] - counts[0] == n_products

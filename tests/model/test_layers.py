@@ -1,4 +1,4 @@
-"""The CPU's route through RMSNorm gives the definition's numbers, forward and backward."""
+"""Faster routes through norms and matrices give the definition's numbers, forward and backward."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.model.layers import RMSNorm
+from thinker.model.layers import Linear, RMSNorm, project_together
 
 
 @given(
@@ -45,3 +45,26 @@ def test_zeros_stay_zero():
     assert y.abs().max() == 0
     assert torch.isfinite(x.grad).all()
     assert norm.weight.grad.abs().max() == pytest.approx(0)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor on the CPU that claims to be on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_matrices_with_the_same_input_in_one_product(bias):
+    torch.manual_seed(0)
+    linears = [Linear(16, n_out, bias) for n_out in (24, 8, 8)]
+    parameters = [parameter for linear in linears for parameter in linear.parameters()]
+    x = torch.randn(2, 5, 16)
+    results = []
+    for inputs in (x.clone(), x.clone().as_subclass(OnGPU)):
+        inputs.requires_grad_()
+        outputs = project_together(inputs, *linears)
+        assert [out.shape for out in outputs] == [(2, 5, 24), (2, 5, 8), (2, 5, 8)]
+        loss = sum((out.as_subclass(torch.Tensor) ** 2 * (1 + i)).sum() for i, out in enumerate(outputs))
+        results.append([*outputs, *torch.autograd.grad(loss, [inputs, *parameters])])
+    for apart, together in zip(*results, strict=True):
+        torch.testing.assert_close(together.as_subclass(torch.Tensor), apart, rtol=1e-5, atol=1e-5)
