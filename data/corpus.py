@@ -20,8 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from thinker.data import chat
+from thinker.data.llmc_tokens import read_documents
 from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
-from thinker.data.sources import Document, Source, open_source
+from thinker.data.sources import Document, Source, open_source, stamps
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
@@ -48,7 +49,7 @@ class Corpus:
 def prepare_corpus(
     *, source: str, tokenizer: str | Tokenizer = "bpe:4096", assistant_only_loss: bool = False,
     val_fraction: float = 0.05, cache_dir: str | Path = ".cache", progress: bool = True,
-    shard_tokens: int = SHARD_TOKENS, **source_options: Any,
+    shard_tokens: int = SHARD_TOKENS, val_tokens: str | None = None, **source_options: Any,
 ) -> Corpus:  # fmt: skip
     """Tokenize a source into memory-mapped shards, or open the shards that an earlier call with these options made.
 
@@ -61,6 +62,8 @@ def prepare_corpus(
         assistant_only_loss: in conversations only the assistant's messages are targets.
         progress: show bars and messages on standard error.
         shard_tokens: a shard is closed after the document that reaches this many tokens.
+        val_tokens: a file of tokens (llmc_tokens.py) whose documents are for validation, and no others. Those of the
+            source that are among them are left out.
         source_options: of sources.open_source.
 
     Raises UserError for wrong options, and for text that is missing, unreadable, or too little to split.
@@ -69,6 +72,10 @@ def prepare_corpus(
     if not 0 < val_fraction < 1:
         raise UserError(f"data.val_fraction={val_fraction}: it must lie between 0 and 1, for example 0.05")
     opened = open_source(source, **source_options)
+    if val_tokens is not None and (kind in ("bpe", "char", "byte") or opened.whole_text):
+        raise UserError("data.val_tokens needs a source of documents, and data.tokenizer=tiktoken:gpt2 or a path")
+    if val_tokens is not None and not os.path.isfile(val_tokens):
+        raise UserError(f"data.val_tokens={val_tokens} is not a file")
     spec, tokenizer_key = (load_tokenizer(tokenizer) if kind == "path" else tokenizer), tokenizer
     if isinstance(spec, Tokenizer):
         kind, tokenizer_key = spec.kind, spec.content_hash
@@ -76,6 +83,7 @@ def prepare_corpus(
         raise UserError(f"data.tokenizer={tokenizer}: data.source=repeated_random needs byte or char")
     parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
     parts += ["assistant_only_loss"] if assistant_only_loss else []
+    parts += [] if val_tokens is None else [stamps([val_tokens])]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     try:
@@ -90,7 +98,7 @@ def prepare_corpus(
                 shutil.rmtree(other, ignore_errors=True)
     building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=folder.parent))
     try:
-        _build(building, opened, spec, assistant_only_loss, val_fraction, progress, shard_tokens)
+        _build(building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens)
         _publish(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -124,7 +132,7 @@ def _publish(building: Path, folder: Path) -> None:
 
 def _build(
     folder: Path, source: Source, spec: str | Tokenizer, assistant_only_loss: bool, val_fraction: float,
-    progress: bool, shard_tokens: int,
+    val_tokens: str | None, progress: bool, shard_tokens: int,
 ) -> None:  # fmt: skip
     """Write a corpus into an empty folder. The source is read once: what trains the tokenizer is kept in memory."""
     documents = _split(source, val_fraction)
@@ -146,6 +154,8 @@ def _build(
         if spec.startswith("bpe:") and (size := tokenizer.vocab_size) < int(spec[4:]):
             print(f"the text is too short for {spec}: the vocabulary has {size} tokens", file=sys.stderr)
     tokenizer.save(folder)
+    if val_tokens is not None:
+        documents = _split_by_list(source, read_documents(val_tokens, tokenizer))
     writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
     n_tokens = 0
     total, unit = (source.n_bytes, "B") if source.whole_text else (source.n_documents, " documents")
@@ -194,6 +204,20 @@ def _split(source: Source, val_fraction: float) -> Iterator[SplitDocument]:
         raise UserError(f"data.source={source.name}: the corpus is empty; give it {wanted}")
     if n_empty:
         print(f"{n_empty} of {n_documents} documents hold no text and are left out", file=sys.stderr)
+
+
+def _split_by_list(source: Source, val_documents: Iterable[Document]) -> Iterator[SplitDocument]:
+    """The given documents for validation, then the documents of the source that hold text and are not among them."""
+    digests, n_known = set(), 0
+    for document in val_documents:
+        digests.add(hashlib.sha256(document.text.encode()).digest())
+        yield "val", document
+    for document in source.documents():
+        is_known = hashlib.sha256(document.text.encode()).digest() in digests
+        n_known += is_known
+        if document.text and not is_known:
+            yield "train", document
+    print(f"data.val_tokens: {n_known:,} of its documents are in the source and are not trained on", file=sys.stderr)
 
 
 def encode_all(

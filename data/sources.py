@@ -100,23 +100,23 @@ def open_source(
     n_documents = None
     if source == "pysource":
         files = _standard_library()
-        content = platform.python_version(), _stamps(files), max_documents
+        content = platform.python_version(), stamps(files), max_documents
         documents = partial(_read_modules, files)
     elif source == "hub":
         files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none for a dataset's name
-        content = path, config, split, column, max_documents, _stamps(files)  # `streaming` changes no text
+        content = path, config, split, column, max_documents, stamps(files)  # `streaming` changes no text
         arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
         documents = partial(_read_rows, f"data.path={path}", column, arguments)
     elif source == "text":
         files = _find_files(source, path)
         if len(files) == 1:
-            key, n_bytes = _key(source, _stamps(files)), os.path.getsize(files[0])
+            key, n_bytes = _key(source, stamps(files)), os.path.getsize(files[0])
             return Source(source, key, partial(_read_pieces, files[0]), whole_text=True, n_bytes=n_bytes)
-        content, n_documents = (_stamps(files), max_documents), len(files[:max_documents])
+        content, n_documents = (stamps(files), max_documents), len(files[:max_documents])
         documents = partial(_read_texts, files)
     else:
         files = _find_files(source, path)
-        content = _stamps(files), column, max_documents
+        content = stamps(files), column, max_documents
         documents = partial(_read_tables, source, files, column)
     return Source(source, _key(source, *content), lambda: _bounded(documents(), max_documents), n_documents=n_documents)
 
@@ -134,7 +134,7 @@ def _key(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
+def stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
     """What identifies the content of files: absolute path, size and modification time."""
     status = [(os.path.abspath(file), os.stat(file)) for file in files]
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in status]

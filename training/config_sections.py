@@ -123,6 +123,8 @@ class DataConfig(ConfigSection):
     """Tokens attend only within their own document, and positions restart at each document."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of the documents that are held out for validation."""
+    val_tokens: str | None = None
+    """Validate on the documents of this file of GPT-2 tokens (docs/gpu.md) instead, and do not train on them."""
     max_documents: Positive | None = None
     """Read at most this many documents. null: all."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1

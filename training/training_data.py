@@ -22,7 +22,7 @@ from thinker.training.config import Config, load_config
 def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:
     """The config's corpus as tokens on disk; `tokenizer`: instead of the one that the config names."""
     names = {"path", "config", "split", "column", "streaming", "assistant_only_loss", "val_fraction", "max_documents"}
-    options = config.data.model_dump(include=names | {"cache_dir"}, exclude_none=True)
+    options = config.data.model_dump(include=names | {"val_tokens", "cache_dir"}, exclude_none=True)
     tokenizer = tokenizer or config.data.tokenizer
     return prepare_corpus(source=config.data.source, tokenizer=tokenizer, seed=config.run.seed, **options)
 

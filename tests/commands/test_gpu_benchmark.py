@@ -26,7 +26,6 @@ BENCHMARK = ROOT / "scripts" / "benchmark.py"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.stress
 def test_rehearsal_of_both_parts(tmp_path):
     out = tmp_path / "out"
     for part in gpu.PARTS:

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +46,56 @@ def test_documents_are_split_by_content(tmp_path, quick):
     assert corpus.val.n_documents == len(val)
     more = quick(source="jsonl", path=write_jsonl(tmp_path / "b.jsonl", texts[::-1]), val_fraction=0.3)
     assert set(val) <= set(documents(more, more.val))  # where a document goes depends on itself alone
+
+
+def write_token_file(path, tokenizer, texts, cut=""):
+    ids = [token for text in texts for token in (tokenizer.bos_id, *tokenizer.encode(text))]
+    ids += [tokenizer.bos_id, *tokenizer.encode(cut)]
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(ids)
+    path.write_bytes(header.tobytes() + np.array(ids, "<u2").tobytes())
+    return str(path)
+
+
+def test_validation_on_a_file_of_tokens(tmp_path, quick, capsys):
+    tokenizer = make_tokenizer("byte", [])
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(tmp_path / "tokenizer")
+    texts = [f"story {i} \u00e9" for i in range(200)]
+    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", [*texts, ""])}
+    options["tokenizer"] = str(tmp_path / "tokenizer")
+    known = [*texts[50:80], "from elsewhere"]
+    file = write_token_file(tmp_path / "val.bin", tokenizer, known, cut=texts[3][:4])
+    corpus = quick(**options, val_tokens=file)
+    assert documents(corpus, corpus.val) == known
+    assert documents(corpus, corpus.train) == texts[:50] + texts[80:]
+    assert "30 of its documents are in the source" in capsys.readouterr().err
+    assert quick(**options, val_tokens=file).folder == corpus.folder
+    assert quick(**options).folder != corpus.folder
+    write_token_file(tmp_path / "val.bin", tokenizer, known[1:])
+    assert documents(corpus, quick(**options, val_tokens=file).val) == known[1:]
+
+
+def test_mistakes_in_a_file_of_tokens(tmp_path, quick):
+    tokenizer = make_tokenizer("byte", [])
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(tmp_path / "tokenizer")
+    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a story", "another"])}
+    path_tokenizer = {"tokenizer": str(tmp_path / "tokenizer")}
+    whole = Path(write_token_file(tmp_path / "val.bin", tokenizer, ["abc", "def"])).read_bytes()
+    no_bos = whole[:1024] + b"\0" * (len(whole) - 1024)
+    unknown = whole[:-2] + b"\xff\xff"
+    cases = {b"": "cannot be read", whole[:9]: "not a whole file", whole[:-1]: "not a whole file",
+             b"\0" + whole[1:]: "not a whole file", no_bos: "of another tokenizer", unknown: "of another"}  # fmt: skip
+    for number, (content, message) in enumerate(cases.items()):
+        (tmp_path / f"{number}.bin").write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            quick(**options, **path_tokenizer, val_tokens=str(tmp_path / f"{number}.bin"))
+    with pytest.raises(UserError, match="is not a file"):
+        quick(**options, **path_tokenizer, val_tokens=str(tmp_path))
+    for bad in ({}, {"source": "text", "path": str(tmp_path / "a.jsonl")} | path_tokenizer):
+        with pytest.raises(UserError, match="needs a source of documents, and"):
+            quick(**{**options, **bad}, val_tokens=str(tmp_path / "val.bin"))
 
 
 def test_the_end_of_a_single_text_is_for_validation(tmp_path_factory):

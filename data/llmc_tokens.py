@@ -1,0 +1,35 @@
+"""Token files as llm.c writes them: FineWeb's standard validation tokens, on which published losses are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from thinker.data.sources import Document
+from thinker.data.tokenizer import Tokenizer
+from thinker.runtime.errors import UserError
+
+HEADER = np.array([20240520, 1], "<i4")  # magic number and version; the number of tokens follows
+HEADER_BYTES = 1024
+
+
+def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:
+    """The documents of a file: a header, then uint16 tokens, each document behind a BOS token. A cut one is left out.
+
+    Raises UserError for a file of another kind, or of another tokenizer.
+    """
+    try:
+        data = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.val_tokens={path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    header = data[:12].tobytes()
+    if header[:8] != HEADER.tobytes() or len(data) != HEADER_BYTES + 2 * int.from_bytes(header[8:], "little"):
+        raise UserError(f"data.val_tokens={path} is not a whole file of tokens such as fineweb_val_000000.bin")
+    tokens = data[HEADER_BYTES:].view("<u2")
+    starts = np.flatnonzero(tokens == tokenizer.bos_id)
+    if not len(starts) or starts[0] != 0 or tokens.max() >= tokenizer.vocab_size:
+        raise UserError(f"data.val_tokens={path} holds tokens of another tokenizer than data.tokenizer")
+    for start, end in zip(starts, starts[1:]):
+        yield Document(tokenizer.decode(tokens[start + 1 : end].tolist()))
