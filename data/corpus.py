@@ -155,7 +155,7 @@ def _build(
             print(f"the text is too short for {spec}: the vocabulary has {size} tokens", file=sys.stderr)
     tokenizer.save(folder)
     if val_tokens is not None:
-        documents = _split_by_list(source, read_documents(val_tokens, tokenizer))
+        documents = _split(source, val_fraction, read_documents(val_tokens, tokenizer))
     writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
     n_tokens = 0
     total, unit = (source.n_bytes, "B") if source.whole_text else (source.n_documents, " documents")
@@ -178,8 +178,12 @@ def _build(
     atomic_write(folder / "corpus.json", json.dumps({"train": train.files, "val": val.files, "sha256": digest}))
 
 
-def _split(source: Source, val_fraction: float) -> Iterator[SplitDocument]:
-    """Every document, or piece of a single text, that holds text, with its split."""
+def _split(source: Source, val_fraction: float, val_documents: Iterable[Document] = ()) -> Iterator[SplitDocument]:
+    """Every document or piece of a single text, with its split; `val_documents`, if any, are all of the second."""
+    held_out = set()
+    for document in val_documents:
+        held_out.add(hashlib.sha256(document.text.encode()).digest())
+        yield "val", document
     n_empty = n_documents = position = 0  # position: in a single text, in bytes
     n_bytes = source.n_bytes or 0
     cut = min(max(round(n_bytes * (1 - val_fraction)), 1), n_bytes - 1)
@@ -197,27 +201,15 @@ def _split(source: Source, val_fraction: float) -> Iterator[SplitDocument]:
             if tail:
                 yield "val", Document(tail)
         else:
-            number = int.from_bytes(hashlib.sha256(data).digest()[:4], "big")
-            yield "val" if number < val_fraction * 2**32 else "train", document
+            digest = hashlib.sha256(data).digest()
+            is_val = not held_out and int.from_bytes(digest[:4], "big") < val_fraction * 2**32
+            if digest not in held_out:
+                yield "val" if is_val else "train", document
     if n_documents == n_empty:
         wanted = "a file with text" if source.whole_text else "at least two documents with text"
         raise UserError(f"data.source={source.name}: the corpus is empty; give it {wanted}")
     if n_empty:
         print(f"{n_empty} of {n_documents} documents hold no text and are left out", file=sys.stderr)
-
-
-def _split_by_list(source: Source, val_documents: Iterable[Document]) -> Iterator[SplitDocument]:
-    """The given documents for validation, then the documents of the source that hold text and are not among them."""
-    digests, n_known = set(), 0
-    for document in val_documents:
-        digests.add(hashlib.sha256(document.text.encode()).digest())
-        yield "val", document
-    for document in source.documents():
-        is_known = hashlib.sha256(document.text.encode()).digest() in digests
-        n_known += is_known
-        if document.text and not is_known:
-            yield "train", document
-    print(f"data.val_tokens: {n_known:,} of its documents are in the source and are not trained on", file=sys.stderr)
 
 
 def encode_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,5 +32,5 @@ def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]
     starts = np.flatnonzero(tokens == tokenizer.bos_id)
     if not len(starts) or starts[0] != 0 or tokens.max() >= tokenizer.vocab_size:
         raise UserError(f"data.val_tokens={path} holds tokens of another tokenizer than data.tokenizer")
-    for start, end in zip(starts, starts[1:]):
+    for start, end in pairwise(starts):
         yield Document(tokenizer.decode(tokens[start + 1 : end].tolist()))
