@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from thinker.checkpoint.format import CorruptCheckpoint, verify
 from thinker.checkpoint.manager import list_checkpoints
-from thinker.runtime.errors import FULL_DISK, RunError, UserError
+from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.files import atomic_write, make_folder, sync_to_disk
 
 
@@ -40,7 +40,7 @@ class RunDirectory:
         """Keep other trainings out for as long as this process lives, if the folder exists yet.
 
         The operating system holds the lock on .lock, and releases it when the process ends, however that happens.
-        .owner names the process. Raises UserError where another has the lock, or the folder cannot be written to.
+        .owner names the process. Raises UserError where another has the lock.
         """
         if self._locked_file is not None or not self.writes or not self.path.is_dir():
             return
@@ -52,10 +52,8 @@ class RunDirectory:
             message = f"another training is at work in {self.path} ({name}); wait for it, or choose another run.dir"
             raise UserError(message) from error
         except OSError as error:
-            if error.errno in FULL_DISK:
-                raise
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise UserError(f"run.dir {self.path} cannot be written to: {error.strerror}") from error
+                raise
             print(f"{self.path} lies where files cannot be locked: start no second training there", file=sys.stderr)
             path.touch()
         self._locked_file = path.stat()

@@ -203,8 +203,6 @@ def _read_pieces(file: str) -> Iterator[Document]:
     except UnicodeDecodeError as error:
         found = f"{file} is not UTF-8 text (byte {error.object[error.start]:#04x})"
         raise UserError(f"data.path: {found}; convert it, for example with iconv, or choose other files") from error
-    except OSError as error:
-        raise UserError(f"data.path: cannot read {file}: {error.strerror}") from error
 
 
 def _read_tables(source: str, files: list[str], column: str) -> Iterator[Document]:

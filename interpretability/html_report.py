@@ -23,7 +23,7 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.interpretability import prompt_reports
 from thinker.interpretability.head_reports import MEASURES
 from thinker.interpretability.plots import plot_panels
-from thinker.interpretability.reports import Prompt, Report, token_label, write_errors
+from thinker.interpretability.reports import Prompt, Report, token_label
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -195,8 +195,7 @@ def write_html_report(
         text = re.sub(r"<!--explorer-->.*?<!--/explorer-->", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--/?explorer-->\n?", "", text)
     text = re.sub(r"<!--(\w+)-->", lambda match: parts[match[1]], text)  # one pass: inserted text is not searched
-    with write_errors(path):
-        path.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold half a character
+    path.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold half a character
 
 
 def _base64(data: bytes) -> str:

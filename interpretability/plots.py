@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from thinker.interpretability.reports import Panel, write_errors
+from thinker.interpretability.reports import Panel
 from thinker.runtime.plot_style import GREY, new_figure
 
 ANNOTATED = 200  # at most this many cells show their value
@@ -32,7 +32,7 @@ def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, panels_p
         axes.set_title(_plain(panel.title), fontsize=9)
     if title:
         figure.suptitle(_plain(title), fontsize=10)
-    with write_errors(file), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for a character that the font lacks
         figure.savefig(file, format="png")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -100,15 +98,6 @@ def head_labels(values: Tensor, kind: str = "head") -> tuple[list[str], list[str
 def existing_heads(values: Tensor) -> list[tuple[int, int]]:
     """Every (layer, head) of a (layers, H) matrix; nan marks heads that a layer does not have."""
     return [(layer, head) for layer, head in (~values.isnan()).nonzero().tolist()]
-
-
-@contextmanager
-def write_errors(path: Any) -> Iterator[None]:
-    """Turn an OSError inside into the UserError that `path` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def to_json(values: Tensor) -> Any:

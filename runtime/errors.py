@@ -30,8 +30,9 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 def run_command(main: Callable[[], int]) -> None:
     """Run a command's main() and end the process with its exit status.
 
-    UserError prints one line to standard error and ends with status 2, RunError and a full disk with status 1. A closed
-    pipe ends the process silently, as it ends `cat`. Other errors are bugs and keep their stack trace.
+    UserError prints one line to standard error and ends with status 2, RunError and errors of the system (files that
+    cannot be read or written, a full disk, no memory) with status 1. A closed pipe ends the process silently, as it
+    ends `cat`. Other errors are bugs and keep their stack trace.
     """
     # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
@@ -55,10 +56,13 @@ def run_command(main: Callable[[], int]) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
         status = 1
-    except OSError as error:
-        if error.errno not in FULL_DISK:
-            raise
-        where = f" (writing {error.filename})" if error.filename else ""
-        print(f"error: the disk is full{where}; make space and run the same command again", file=sys.stderr)
+    except (OSError, MemoryError) as error:
+        name, message = getattr(error, "filename", None), str(error) or "there is not enough memory"
+        if getattr(error, "errno", None) in FULL_DISK:
+            where = f" (writing {name})" if name else ""
+            message = f"the disk is full{where}; make space and run the same command again"
+        elif name:
+            message = f"cannot read or write {name}: {error.strerror}"
+        print(f"error: {message}", file=sys.stderr)
         status = 1
     sys.exit(status)

@@ -103,7 +103,6 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
 
 def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
     """Plot the loss by position, one point per eighth of the trained length, and the needles' accuracy by distance."""
-    from thinker.interpretability.reports import write_errors
     from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
 
     figure, panels = new_figure(11 if needles else 6, 4.2, 2 if needles else 1, share=False)
@@ -127,8 +126,7 @@ def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> No
         axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")
         axes.legend(frameon=False)
     figure.suptitle(title, fontsize=10)
-    with write_errors(path):
-        figure.savefig(path, format="png")
+    figure.savefig(path, format="png")
 
 
 def format_header(header: dict[str, Any]) -> str:

@@ -20,7 +20,6 @@ def main() -> int:
     from thinker.interop import load
     from thinker.interop.gguf import write_gguf
     from thinker.interop.verify_export import verify_gguf
-    from thinker.interpretability.reports import write_errors
 
     out = arguments.out
     if os.path.lexists(out):
@@ -32,10 +31,9 @@ def main() -> int:
         raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file needs")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
-        with write_errors(out):
-            write_gguf(model, tokenizer, temporary, arguments.dtype, out.stem)
-            compared = verify_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
-            temporary.rename(out)
+        write_gguf(model, tokenizer, temporary, arguments.dtype, out.stem)
+        compared = verify_gguf(model, tokenizer, temporary, exact=arguments.dtype == "f32")
+        temporary.rename(out)
     finally:
         temporary.unlink(missing_ok=True)
     print(f"{out}: {out.stat().st_size:,} bytes, read back as it was written", compared, sep="\n")

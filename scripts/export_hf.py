@@ -30,7 +30,6 @@ def main() -> int:
     from thinker.interop.model_card import model_card
     from thinker.interop.peft_adapter import save_adapter
     from thinker.interop.verify_export import verify_hf_export
-    from thinker.interpretability.reports import write_errors
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -40,8 +39,7 @@ def main() -> int:
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with write_errors(out):
-            temporary.mkdir(parents=True)
+        temporary.mkdir(parents=True)
         base, adapter = None, ""
         if arguments.adapter:
             config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))

@@ -166,7 +166,6 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
     from thinker import checkpoint
     from thinker.interop import load
     from thinker.interpretability import comparison, head_reports
-    from thinker.interpretability.reports import write_errors
     from thinker.training.training_data import sample_sequences, used_token_ids
 
     if arguments.importance is None:
@@ -198,9 +197,8 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
     if arguments.out is None:
         print("nothing is written; --out FOLDER writes the smaller model", file=sys.stderr)
         return report
-    with write_errors(arguments.out):
-        checkpoint.save(arguments.out, pruned, {"step": 0})
-        tokenizer.save(arguments.out)
+    checkpoint.save(arguments.out, pruned, {"step": 0})
+    tokenizer.save(arguments.out)
     print(f"wrote {arguments.out}: python generate.py {arguments.out}", file=sys.stderr)
     return report
 
@@ -210,7 +208,7 @@ def main() -> int:
     arguments = parse_arguments()
     from thinker.interop import load
     from thinker.interop.load import find_model
-    from thinker.interpretability.reports import Prompt, write_errors
+    from thinker.interpretability.reports import Prompt
     from thinker.runtime.device import choose_device, configure_backend
 
     device = choose_device(arguments.device)
@@ -232,8 +230,7 @@ def main() -> int:
     title = f"{arguments.model}: {arguments.command}{shown}"
     print(text if arguments.json == "-" else report.table())
     if arguments.json not in (None, "-"):
-        with write_errors(arguments.json):
-            Path(arguments.json).write_text(text, encoding="utf-8")
+        Path(arguments.json).write_text(text, encoding="utf-8")
     if arguments.png is not None:
         from thinker.interpretability.plots import plot_panels
 

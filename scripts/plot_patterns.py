@@ -23,7 +23,6 @@ def main() -> int:
         if number is not None and not 1 <= number <= largest:  # what a plot can still show
             raise UserError(f"--{name} is {number}; it must be from 1 to {largest}")
     from thinker.interpretability import pattern_plots
-    from thinker.interpretability.reports import write_errors
 
     texts = arguments.patterns or pattern_plots.GALLERY
     plots = [pattern_plots.make_pattern_plot(text, arguments.length, arguments.heads) for text in texts]
@@ -32,8 +31,7 @@ def main() -> int:
         print("\n".join([*map(pattern_plots.to_text, plots), pattern_plots.text_legend(plots)]), end="")
         return 0
     figure, _ = pattern_plots.plot_patterns(plots)
-    with write_errors(arguments.png):
-        figure.savefig(arguments.png, format="png", dpi=160)
+    figure.savefig(arguments.png, format="png", dpi=160)
     print(f"wrote {arguments.png}")
     return 0
 

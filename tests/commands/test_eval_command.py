@@ -182,7 +182,6 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--long", "--checkpoint", "step-7"], "no checkpoint step-7"),
         (["--long", "--device", "tpu"], "tpu"),
         (["--long", "--windows", "1", "--png", "nowhere/a.png"], "nowhere/a.png"),
-        (["--long", "--windows", "1", "--png", "tests", "--device", "cpu"], "cannot write tests"),
     ],
 )
 def test_invalid_arguments_raise(command, tiny_run, arguments, message):

@@ -120,7 +120,7 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
 
 def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, tmp_path, random_model, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write .*: Not a directory"):
+    with pytest.raises(NotADirectoryError):
         command("export_hf", tiny_run, tmp_path / "file" / "model")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="exists already"):
