@@ -211,7 +211,7 @@ def test_a_rank_that_never_starts_is_named(config, tmp_path, rank):
     ("failure", "statuses", "messages"),
     [
         ("exception", [1, 1, 1], [None, "ZeroDivisionError: boom on rank 1", None]),
-        ("network", [1, 1, 1], [None, "TimeoutError: the hub timed out", None]),
+        ("network", [1, 1, 1], [None, "error: the hub timed out", None]),
         ("user error", [1, 2, 1], [None, "error: rank 1 cannot read its data", None]),
         ("user error on all ranks", [2, 2, 2], ["error: nobody can read the data", None, None]),
     ],
