@@ -139,7 +139,7 @@ class Rope(nn.Module):
 
     def frequencies(self, stretch: float = 1.0) -> Tensor:
         """Radians per position of each pair, (D/2,) in float64, the fastest first."""
-        pairs, scaling = torch.arange(self.head_dim // 2, dtype=torch.float64), self.scaling
+        pairs, scaling = torch.arange(self.head_dim // 2, dtype=torch.float64, device="cpu"), self.scaling
         plain = self.theta ** (-2 * pairs / self.head_dim)
         if scaling is None:
             return plain

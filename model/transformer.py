@@ -79,7 +79,8 @@ class Thinker(nn.Module):
         self.config = config
         self.activation_dtype: torch.dtype | None = None
         self.is_compiled = False  # set where the blocks are; on CUDA the loss is then compiled, too
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        # A model on the meta device draws nothing with normal_(), for which torch would import its compiler in 2 s.
+        self.embedding = nn.Embedding.from_pretrained(torch.randn(config.vocab_size, config.d_model), freeze=False)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel = "auto"  # one of attention_dispatch.KERNELS, to force it
         self.mask_builder: MaskBuilder | None = None
@@ -87,14 +88,15 @@ class Thinker(nn.Module):
         self.hooks: HookManager | None = None
         scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
         self.rope = Rope(config.head_dim, config.rope_theta, scaling) if config.positions == "rope" else None
-        is_learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.max_seq_len, config.d_model) if is_learned else None
+        table = torch.randn(config.max_seq_len, config.d_model) if config.positions == "learned" else None
+        self.positions = None if table is None else nn.Embedding.from_pretrained(table, freeze=False)
         self.blocks = nn.ModuleList(Block(config, pattern, layer) for layer, pattern in enumerate(config.patterns))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.lm_head = Linear(config.d_model, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        self.init_weights()
+        if not self.embedding.weight.is_meta:
+            self.init_weights()
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -1,6 +1,8 @@
 """Causality, positions, inputs and initialisation."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -226,3 +228,19 @@ def test_config_survives_json_and_refuses_strangers():
             ThinkerConfig.from_dict({"vocab_size": 10, **wrong})
     with pytest.raises(UserError, match="vocab_size"):
         ThinkerConfig.from_dict({})
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned", "alibi"])
+def test_building_on_the_meta_device_does_not_import_torchs_compiler(positions):
+    """Every command that loads a model does this; the import takes longer than all the rest of it."""
+    config = f"vocab_size=61, d_model=32, n_layers=2, n_heads=4, max_seq_len=24, positions={positions!r}"
+    code = f"""
+import sys, torch
+from thinker.generation.inference_model import prepare_for_inference
+from thinker.model import Thinker, ThinkerConfig
+with torch.device("meta"):
+    Thinker(ThinkerConfig({config}))
+prepare_for_inference(Thinker(ThinkerConfig({config})))(torch.zeros(1, 8, dtype=torch.long))
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
