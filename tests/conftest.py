@@ -82,6 +82,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in deselected]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_neighbours_of_the_clone():
+    """pytest imports the clone's __init__.py from the folder around it, whose files would then be importable."""
+    sys.path[:] = [path for path in sys.path if path != str(ROOT.parent)]
+
+
 @pytest.fixture(scope="session")
 def stress(request):
     """Whether stress tests run in full, for minutes; a sample of each otherwise."""
