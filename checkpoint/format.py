@@ -34,9 +34,9 @@ from torch import Tensor
 from thinker.checkpoint import sharded
 from thinker.checkpoint.sharded import DTYPES, CorruptCheckpoint
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import read_json as read_json_file
-from thinker.runtime.files import sync_to_disk
+from thinker.runtime.files import sha256_of_file, sync_to_disk
 from thinker.runtime.process_group import DistContext
+from thinker.runtime.reading import read_json as read_json_file
 
 FORMAT_VERSION = 2  # raised when an older reader would misread a checkpoint, or this one an older checkpoint
 MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
@@ -70,7 +70,7 @@ def write_checkpoint(
             dist.broadcast_object()  # the folder exists
             tensors = {key: part for name in files if name.endswith(TENSORS) for key, part in files[name].items()}
             shards = sharded.write(temporary, tensors, dist)
-            entries = dist.gather_objects({path.name: [path.stat().st_size, _sha256(path)] for path in shards})
+            entries = dist.gather_objects({path.name: [path.stat().st_size, sha256_of_file(path)] for path in shards})
             manifest = {name: entry for by_name in entries for name, entry in by_name.items()}
             files = {name: file for name, file in files.items() if not name.endswith(TENSORS)}
         if not is_main:
@@ -118,7 +118,7 @@ def verify(folder: Path) -> None:
             file = folder / name
             if file.is_symlink() or not file.is_file():
                 raise CorruptCheckpoint(f"{file} is missing, or not a regular file")
-            if [file.stat().st_size, _sha256(file)] != entry:
+            if [file.stat().st_size, sha256_of_file(file)] != entry:
                 raise CorruptCheckpoint(f"{file} is not as it was written: its size or sha256 differs")
     except OSError as error:
         raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
@@ -213,11 +213,3 @@ def _to_safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
         data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         for start in range(0, len(data), CHUNK_BYTES):
             yield data[start : start + CHUNK_BYTES]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()

@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +18,18 @@ import numpy as np
 from tqdm import tqdm
 
 from thinker.data import chat
+from thinker.data.corpus_cache import building_folder, read_index, write_index
 from thinker.data.llmc_tokens import read_documents
 from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
 from thinker.data.sources import Document, Source, open_source, stamps
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import atomic_write, make_folder, read_json
+from thinker.runtime.files import make_folder
+from thinker.runtime.reading import read_json
 
-INDEX_FORMAT = 3  # of corpus.json
+INDEX_FORMAT = 4  # of corpus.json
 BATCH_CHARS = 4 << 20  # characters tokenized together, in threads
-ABANDONED_SECONDS = 24 * 3600  # a folder that has been under construction for longer belongs to a killed process
 
 SplitDocument = tuple[str, Document]  # "train" or "val", and the document
 
@@ -92,22 +91,26 @@ def prepare_corpus(
     except DamagedShard as error:
         print(f"the token cache is damaged and is made again: {error}", file=sys.stderr)
     make_folder(folder.parent, "data.cache_dir")
-    for other in folder.parent.glob(f"{folder.name}.building-*"):
-        with contextlib.suppress(FileNotFoundError):  # its builder has just finished
-            if time.time() - other.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(other, ignore_errors=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{key}.building-", dir=folder.parent))
-    try:
+    with building_folder(folder) as building:
         _build(building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens)
         _publish(building, folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return _open(folder)
+
+
+def find_corpus(sha256: str, tokenizer: Tokenizer, cache_dir: str | Path) -> Corpus | None:
+    """The corpus in the cache whose tokens have this sha256 and were made by this tokenizer, None if there is none."""
+    for index in sorted((Path(cache_dir) / "tokens").glob("*/corpus.json")):
+        with contextlib.suppress(DamagedShard):
+            if read_json(index, DamagedShard).get("sha256") == sha256:
+                corpus = _open(index.parent)
+                if corpus.tokenizer.content_hash == tokenizer.content_hash:
+                    return corpus
+    return None
 
 
 def _open(folder: Path) -> Corpus:
     try:
-        index = read_json(folder / "corpus.json")
+        index = read_index(folder)
         tokenizer = load_tokenizer(folder)
         train, val = (TokenShards.open(folder, index[name], tokenizer) for name in ("train", "val"))
         return Corpus(tokenizer, train, val, str(index["sha256"]), folder)
@@ -175,7 +178,7 @@ def _build(
         writer.close()
     train, val = writers.values()
     digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
-    atomic_write(folder / "corpus.json", json.dumps({"train": train.files, "val": val.files, "sha256": digest}))
+    write_index(folder, {"train": train.files, "val": val.files, "sha256": digest})
 
 
 def _split(source: Source, val_fraction: float, val_documents: Iterable[Document] = ()) -> Iterator[SplitDocument]:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thinker.data import jsonl
 from thinker.data.chat import Message, check_messages
 from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
@@ -106,7 +107,7 @@ def open_source(
         files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none for a dataset's name
         content = path, config, split, column, max_documents, stamps(files)  # `streaming` changes no text
         arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
-        documents = partial(_read_rows, f"data.path={path}", column, arguments)
+        documents = partial(_read_rows, f"data.path={path}", column, lambda: _load_dataset(**arguments))
     elif source == "text":
         files = _find_files(source, path)
         if len(files) == 1:
@@ -206,20 +207,28 @@ def _read_pieces(file: str) -> Iterator[Document]:
 
 
 def _read_tables(source: str, files: list[str], column: str) -> Iterator[Document]:
-    arguments = {"path": "json" if source == "jsonl" else source, "split": "train", "streaming": True}
     for file in files:  # one at a time: their other columns may differ
+        table = {"path": source, "data_files": [os.path.abspath(file)], "split": "train", "streaming": True}
+        rows = partial(jsonl.read_rows, file) if source == "jsonl" else partial(_load_dataset, **table)
         if os.path.getsize(file):  # datasets cannot read empty files
-            arguments["data_files"] = [os.path.abspath(file)]
-            yield from _read_rows(f"data.path={file}", column, arguments)
+            yield from _read_rows(f"data.path={file}", column, rows)
 
 
-def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[Document]:
-    """A document from each row's column: text, or a conversation. A null becomes an empty document."""
+def _load_dataset(**arguments: Any) -> Iterable[dict[str, Any]]:
+    """The rows of a dataset. Raises ValueError for what the library datasets cannot read."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become ours
     try:
-        for number, row in enumerate(datasets.load_dataset(**arguments)):
+        yield from datasets.load_dataset(**arguments)
+    except datasets.exceptions.DatasetsError as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _read_rows(where: str, column: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[Document]:
+    """A document from each row's column: text, or a conversation. A null becomes an empty document."""
+    try:
+        for number, row in enumerate(rows()):
             if column == "text" and column not in row and "messages" in row:
                 column = "messages"
             if column not in row:
@@ -233,7 +242,7 @@ def _read_rows(where: str, column: str, arguments: dict[str, Any]) -> Iterator[D
                 yield Document(text or "")
             else:
                 raise UserError(f"data.column={column}: row {number} of {where} holds {type(text).__name__}, not text")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__

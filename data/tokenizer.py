@@ -18,7 +18,8 @@ import numpy as np
 import tiktoken
 
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import atomic_write, read_json
+from thinker.runtime.files import atomic_write
+from thinker.runtime.reading import read_json
 
 FILE_NAME = "thinker-tokenizer.json"
 FILE_FORMAT = 2

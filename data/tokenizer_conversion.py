@@ -22,7 +22,7 @@ from thinker.data import hf_tokenizer as hf
 from thinker.data.hf_tokenizer import FILE_NAME, TO_BYTE, TO_CHAR, HFTokenizer
 from thinker.data.tokenizer import ONE_CHARACTER, PROBE, Tokenizer
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import read_json
+from thinker.runtime.reading import read_json, read_text
 
 POSSESSIVE = r"(\{\d*,?\d*\})\+"  # possessive for tiktoken, a repeated group for `tokenizers`
 # How ByteLevel splits text by default; and how it does after Digits has split off every digit.
@@ -48,10 +48,7 @@ def read(folder: Path) -> Tokenizer:
     config, *model_configs = (_read_optional(folder / name) for name in names)
     template = config.get("chat_template")
     if (folder / hf.TEMPLATE_NAME).is_file():
-        try:
-            template = (folder / hf.TEMPLATE_NAME).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{folder / hf.TEMPLATE_NAME} cannot be read: {error}") from error
+        template = read_text(folder / hf.TEMPLATE_NAME)
     eos, bos_id = config.pop(hf.EOS_KEY, None), config.pop(hf.BOS_KEY, None)
     for model_config in model_configs:
         eos = model_config.get("eos_token_id") if eos is None else eos

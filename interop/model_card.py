@@ -9,6 +9,7 @@ import yaml
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
+from thinker.runtime.reading import read_text, read_yaml
 
 ROWS = {  # keys of metrics.jsonl
     "step": "steps",
@@ -83,8 +84,8 @@ def _training(run: Path | None) -> str:
     """What it read, how it ended, and the config; nothing without a config."""
     if run is None or not (run / "config.yaml").is_file():
         return ""
-    config = (run / "config.yaml").read_text(encoding="utf-8")
-    data, losses = (yaml.safe_load(config) or {}).get("data", {}), {}
+    config, tree, losses = read_text(run / "config.yaml"), read_yaml(run / "config.yaml"), {}
+    data = tree["data"] if isinstance(tree.get("data"), dict) else {}
     source = " ".join(str(data[key]) for key in ("source", "path", "config") if data.get(key))
     lines = ["## Training", "", f"Text: `{source}`; tokenizer: `{data.get('tokenizer')}`.", ""]
     for line in RunDirectory(run).read_metrics():

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
+import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 from thinker.runtime.errors import FULL_DISK, UserError
-
-MAX_JSON_BYTES = 1 << 26  # the largest, o200k_base's tokens, take 4 MB; a stranger's file must not fill the memory
 
 
 def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
@@ -42,19 +39,13 @@ def make_folder(path: Path, setting: str) -> None:
         raise UserError(f"{setting}: {path} cannot be made a folder: {error.strerror}") from error
 
 
-def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, Any]:
-    """The JSON object in a file. Raises `error_type` where the file is missing or holds anything else."""
-    try:
-        if not path.is_file():
-            raise error_type(f"{path} is missing")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise error_type(f"{path} is larger than any file of its kind")
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise error_type(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise error_type(f"{path} is not a JSON object")
-    return content
+def sha256_of_file(path: Path) -> str:
+    """The sha256 of a file's content, as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sync_to_disk(path: Path) -> None:

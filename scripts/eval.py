@@ -12,7 +12,7 @@ from typing import Any
 from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import UserError, run_command
 
-TEXT_FLAGS = ("source", "path", "column", "max_tokens", "rope_scaling", "png")
+TEXT_FLAGS = ("read_data", "source", "path", "column", "max_tokens", "rope_scaling", "png")
 PLAIN_FLAGS = ("context", "stride", "confidence")
 LONG_FLAGS = ("factor", "windows")
 TASK_FLAGS = ("include", "shots", "limit")
@@ -27,6 +27,8 @@ def parse_arguments() -> argparse.Namespace:
     group = parser.add_argument_group("text")
     sources = ["tales", "pysource", "text", "jsonl", "parquet"]
     group.add_argument("--source", choices=sources, help="default: the validation data of the run")
+    read_help = "read the files that the run's config names, where the token cache lacks them (trust the config first)"
+    group.add_argument("--read-data", action="store_true", help=read_help)
     group.add_argument("--path", metavar="FILE", help="for text, jsonl and parquet: a file, a folder or a glob")
     group.add_argument("--column", metavar="NAME", help="for jsonl and parquet (default text)")
     group.add_argument("--max-tokens", type=int, metavar="N", help=f"read N tokens of --source (default {MAX_TOKENS})")
@@ -69,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError(f"--include {arguments.include} is not a folder")
     if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
         raise UserError(f"cannot write {arguments.png}: its folder does not exist")
+    if arguments.read_data and arguments.source is not None:
+        raise UserError("--read-data is about the run's own data; leave it out with --source")
     if (arguments.path is not None) != (arguments.source in ("text", "jsonl", "parquet")):
         raise UserError("--source text, jsonl or parquet and --path FILE go together")
     return arguments
@@ -96,7 +100,7 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
         source = open_source(arguments.source, path=arguments.path, **options)
         packing, config = "documents" if source.name == "tales" else "contiguous", load_run_config(folder)
         return source.name, config and config.data.seq_len, packing, tokenize(source, tokenizer, max_tokens, scratch)
-    config, tokens = load_validation_data(folder, tokenizer, "--source")
+    config, tokens = load_validation_data(folder, tokenizer, "--source", arguments.read_data)
     packing = "documents" if config.data.source == "tales" else config.data.packing
     return config.data.source, config.data.seq_len, packing, tokens
 

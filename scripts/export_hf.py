@@ -21,8 +21,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gigabytes < 1e6:
         raise UserError(f"--shard-gigabytes is {arguments.shard_gigabytes}; it must be a positive number")
-    import yaml
-
     from thinker.data import tokenizer_conversion
     from thinker.interop import huggingface, load
     from thinker.interop.hf_config import hf_model_type
@@ -30,6 +28,7 @@ def main() -> int:
     from thinker.interop.model_card import model_card
     from thinker.interop.peft_adapter import save_adapter
     from thinker.interop.verify_export import verify_hf_export
+    from thinker.runtime.reading import read_yaml
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -42,8 +41,8 @@ def main() -> int:
         temporary.mkdir(parents=True)
         base, adapter = None, ""
         if arguments.adapter:
-            config = {} if run is None else yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-            base = Path(str(config.get("run", {}).get("init_from")))
+            settings = None if run is None else read_yaml(run / "config.yaml").get("run")
+            base = Path(str(settings.get("init_from") if isinstance(settings, dict) else None))
             if not huggingface.is_hf_folder(base):
                 problem = f"run.init_from is {base}, which is not a Hugging Face folder"
                 raise UserError(f"--adapter needs a run that started from one: {problem}; export without --adapter")

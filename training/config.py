@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, ValidationError, model_validator
 
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.reading import Loader, read_yaml
 from thinker.training import config_sections as sections
 
 EXPECTED = {  # plainer words for pydantic's types of errors
@@ -17,18 +18,6 @@ EXPECTED = {  # plainer words for pydantic's types of errors
     "tuple_type": "it must be a list of two numbers, such as [0.8, 0.95]",
     "string_type": "it must be text",
 }
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML that refuses duplicate keys, where PyYAML silently takes the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in names:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice", problem_mark=key.start_mark)
-            names.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 class Config(sections.ConfigSection):
@@ -124,19 +113,10 @@ class Settings(sections.ConfigSection):
 def load_config(path: str | Path, overrides: list[str]) -> Config:
     """The config in a YAML file, with overrides "section.key=value" on top. Raises UserError that names a wrong key."""
     path = Path(path)
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader) or {}
-    except FileNotFoundError as error:
+    if not path.exists():
         available = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml")))
-        raise UserError(f"there is no config {path}; available: {available or 'none in configs/'}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
-        mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path} is not valid YAML{line}: {getattr(error, 'problem', error)}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is not a config, which has the sections {', '.join(Config.model_fields)}")
+        raise UserError(f"there is no config {path}; available: {available or 'none in configs/'}")
+    tree = read_yaml(path)
     tree = {name: {} if section is None else section for name, section in tree.items()}  # None: without keys
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -146,7 +126,7 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
         if not isinstance(tree.setdefault(section, {}), dict):
             raise UserError(f"{path}: {section} must hold keys, not {tree[section]!r}")
         try:
-            tree[section][key] = yaml.safe_load(text)
+            tree[section][key] = yaml.load(text, Loader)
         except (yaml.YAMLError, ValueError, RecursionError):
             tree[section][key] = text
     run = tree.setdefault("run", {})

@@ -8,6 +8,7 @@ from thinker.data.tokenizer_factory import check_spec, load_tokenizer
 from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
+from thinker.runtime.reading import read_text
 from thinker.training.config import Config, Settings, validate_config
 
 # Keys that may differ from the initial model's. `init` and `head_init_std` no longer have an effect.
@@ -80,7 +81,4 @@ def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenize
         if check_spec(config.data.tokenizer) != "path":
             raise UserError("data.chat_template goes with a tokenizer that exists: run.init_from, or a path")
         tokenizer = load_tokenizer(config.data.tokenizer)
-    try:
-        return tokenizer.with_chat_template(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template={path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    return tokenizer.with_chat_template(read_text(Path(path)))

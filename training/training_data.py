@@ -1,5 +1,6 @@
 """The data of a config, and of a run that is found from its folder: its validation set, and the tokens in use."""
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -7,15 +8,15 @@ import torch
 from torch import Tensor
 
 from thinker.data.batches import PackedDataset
-from thinker.data.corpus import Corpus, prepare_corpus
+from thinker.data.corpus import Corpus, find_corpus, prepare_corpus
 from thinker.data.shards import TokenShards
 from thinker.data.sources import open_source
 from thinker.data.tokenizer import Tokenizer
-from thinker.data.tokenizer_factory import load_tokenizer
 from thinker.evaluation.perplexity import tokenize
 from thinker.interop.load import find_run_directory
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
+from thinker.runtime.reading import read_json
 from thinker.training.config import Config, load_config
 
 
@@ -33,34 +34,48 @@ def load_run_config(folder: Path) -> Config | None:
     return None if run is None else load_config(run / "config.yaml", [])
 
 
-def load_validation_data(folder: Path, tokenizer: Tokenizer, option: str) -> tuple[Config, TokenShards]:
-    """The run's config and its validation tokens, tokenized again if they are not cached.
+def load_validation_data(
+    folder: Path, tokenizer: Tokenizer, option: str, read_data: bool = False
+) -> tuple[Config, TokenShards]:
+    """The config of the run that a checkpoint is in, and the run's validation tokens.
 
-    Raises UserError, naming `option`, which chooses other data, for a folder outside a run directory or changed data.
+    They come from the token cache. Where they are not in it, generated text is made again; files and datasets that the
+    config names are only read with `read_data`, because the config may be a stranger's. Raises UserError, naming
+    `option`, which chooses other data, for a folder outside a run directory or changed data.
     """
     config = load_run_config(folder)
     if config is None:
         raise UserError(f"{folder} is not in a run directory with validation data; choose data with {option}")
-    has_own_tokenizer = config.run.init_from is not None or config.data.chat_template is not None
-    corpus = prepare_training_data(config, tokenizer if has_own_tokenizer else None)
-    if corpus.tokenizer.content_hash != load_tokenizer(find_run_directory(folder)).content_hash:
-        source = f"data.source={config.data.source}"
-        raise UserError(f"the text of {source} has changed since the training; choose data with {option}")
+    data, sha256 = config.data, read_json(folder / "state.json").get("corpus")
+    corpus = find_corpus(str(sha256), tokenizer, data.cache_dir)
+    if corpus is not None:
+        return config, corpus.val
+    if (data.path or data.val_tokens) and not read_data:
+        files = f"data.source={data.source} data.path={shlex.quote(str(data.path))}"
+        remedy = f"add --read-data to read what its config names ({files}), or choose data with {option}"
+        raise UserError(f"the run's validation data is not in the token cache; {remedy}")
+    corpus = prepare_training_data(config, tokenizer)
+    if corpus.sha256 != sha256:
+        raise UserError(
+            f"the text of data.source={data.source} has changed since the training; choose data with {option}"
+        )
     return config, corpus.val
 
 
 def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens: int = 50_000) -> Tensor | None:
     """The ids, except special ones, in the first `max_tokens` tokens of a run's data; None if that is not at hand."""
     config = load_run_config(folder)
-    if config is None or config.data.source == "hub":
+    if config is None:
         return None
-    column = config.data.model_dump(include={"column"}, exclude_none=True)
     try:
-        source = open_source(config.data.source, path=config.data.path, seed=config.run.seed, **column)
-        tokens = tokenize(source, tokenizer, max_tokens, scratch)
+        if config.data.path is None:
+            source = open_source(config.data.source, seed=config.run.seed)
+            tokens = tokenize(source, tokenizer, max_tokens, scratch)
+        else:
+            tokens = load_validation_data(folder, tokenizer, "--text")[1]
     except UserError:
         return None
-    token_ids = np.unique(np.concatenate([shard.tokens for shard in tokens.shards]))
+    token_ids = np.unique(np.concatenate([shard.tokens[:max_tokens] for shard in tokens.shards]))
     special = list(tokenizer.special_tokens.values())
     return torch.from_numpy(token_ids[~np.isin(token_ids, special)].astype(np.int64))
 

@@ -202,3 +202,33 @@ def test_checkpoint_outside_its_run(command, tiny_run, tmp_path):
     (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(UserError, match="choose data with --source"):
         command(alone, "--long", "--device", "cpu")
+
+
+def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run, tmp_path, capsys, monkeypatch):
+    """The tokens of a run trained here are in the cache; without it `path` is not even looked for."""
+    run, arguments = shutil.copytree(tiny_run, tmp_path / "run"), ["--context", "16", "--json", "--device", "cpu"]
+    assert command(run, *arguments) == 0
+    expected = capsys.readouterr().out.replace(str(tiny_run), str(run))
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    path, tree["data"]["path"] = tree["data"]["path"], "/**/*"  # a search that takes long
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert command(run, *arguments) == 0  # from the cache
+    assert capsys.readouterr().out == expected
+    tree["data"]["cache_dir"] = str(tmp_path / "cache")
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(
+        UserError, match=r"add --read-data to read .*data.path='/\*\*/\*'.*, or choose data with --source"
+    ):
+        command(run, *arguments)
+    assert not (tmp_path / "cache").exists()
+    tree["data"]["path"] = path
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    monkeypatch.setattr("thinker.data.corpus.make_tokenizer", None)  # the run's own tokenizer is taken
+    assert command(run, *arguments, "--read-data") == 0
+    assert capsys.readouterr().out == expected
+    tree["data"] |= {"val_fraction": 0.3, "cache_dir": str(tmp_path / "another cache")}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(UserError, match="the text of data.source=text has changed since the training"):
+        command(run, *arguments, "--read-data")
+    with pytest.raises(UserError, match="--read-data is about the run's own data"):
+        command(run, *arguments, "--read-data", "--source", "tales")

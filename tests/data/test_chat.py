@@ -1,5 +1,6 @@
 """Conversations: the ids and the mask that transformers makes by the same template, and what is refused."""
 
+import datetime
 import json
 import shutil
 
@@ -226,12 +227,17 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
             assert (inputs[:, 1:][starts[:, 0], starts[:, 1]] == 256).all()
 
 
+def test_a_message_that_a_library_turned_into_a_date_is_named():
+    message = {"role": "assistant", "content": datetime.date(2024, 1, 1)}
+    with pytest.raises(UserError, match="row 3: .* was read as a date; write all messages as text"):
+        chat.check_messages([message], "row 3")
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
         ([{"messages": [{"role": "user", "content": "x"}]}] * 3, "no message whose role is assistant"),
         ([{"messages": [{"content": "x"}]}] * 3, "is not a conversation"),
-        ([{"messages": [{"role": "assistant", "content": "2024-01-01"}]}] * 3, "was read as a"),
         ([{"messages": ["x"]}] * 3, "is not a conversation"),
         ([{"text": "x"}, {"text": "y"}], "needs conversations"),
     ],

@@ -2,15 +2,21 @@
 
 import json
 import os
-import shutil
+import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT, examples
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from thinker.data.corpus import prepare_corpus
+from thinker.data.shards import HEADER_BYTES
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 
@@ -183,7 +189,10 @@ def test_what_changes_the_tokens_changes_the_folder(tmp_path, quick):
     assert quick(**options).folder == folders[0]
 
 
-@pytest.mark.parametrize("damage", ["truncated shard", "missing shard", "index", "tokenizer", "other tokenizer"])
+KINDS_OF_DAMAGE = ["truncated shard", "missing shard", "swapped tokens", "wrong id", "zeros", "index", "tokenizer"]
+
+
+@pytest.mark.parametrize("damage", [*KINDS_OF_DAMAGE, "other tokenizer", "one bit of the index"])
 def test_a_damaged_cache_is_made_again_and_says_so(tmp_path, quick, capfd, damage):
     options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), "val_fraction": 0.5}
     first = quick(**options)
@@ -193,6 +202,13 @@ def test_a_damaged_cache_is_made_again_and_says_so(tmp_path, quick, capfd, damag
         os.truncate(shard, shard.stat().st_size - 1)
     elif damage == "missing shard":
         shard.unlink()
+    elif damage in ("swapped tokens", "wrong id", "zeros"):
+        tokens = np.memmap(shard, np.uint16, "r+")[HEADER_BYTES // 2 :]
+        tokens[1:3] = {"swapped tokens": tokens[2:0:-1].copy(), "wrong id": 0xFFFF, "zeros": 0}[damage]
+        tokens.base.flush()
+    elif damage == "one bit of the index":
+        index, digits = (first.folder / "corpus.json").read_text(), first.sha256[:8]
+        (first.folder / "corpus.json").write_text(index.replace(digits, f"{int(digits, 16) ^ 1:08x}"))
     elif damage == "index":
         (first.folder / "corpus.json").write_text("[]")
     elif damage == "tokenizer":
@@ -206,17 +222,54 @@ def test_a_damaged_cache_is_made_again_and_says_so(tmp_path, quick, capfd, damag
     assert capfd.readouterr().err == ""
 
 
-def test_a_folder_left_by_a_killed_process_is_removed_after_a_day(tmp_path, quick):
+def test_every_byte_of_the_cache_is_verified(tmp_path, quick, capfd):
     options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), "val_fraction": 0.5}
-    folder = quick(**options).folder
-    shutil.rmtree(folder)
-    old, fresh = (folder.with_name(f"{folder.name}.building-{name}") for name in ("old", "fresh"))
-    for left in (old, fresh):
-        left.mkdir()
-    os.utime(old, (0, 0))
-    quick(**options)
-    assert not old.exists()
-    assert fresh.exists()  # another process may be at it
+    first = quick(**options)
+    contents = {path.name: path.read_bytes() for path in first.folder.iterdir()}
+    positions = [(name, i) for name in contents for i in range(len(contents[name]))]
+    for name, i in random.Random(0).sample(positions, examples(100)):
+        changed = bytearray(contents[name])
+        changed[i] ^= 1
+        (first.folder / name).write_bytes(changed)
+        assert quick(**options).sha256 == first.sha256
+        assert "is damaged and is made again" in capfd.readouterr().err, (name, i)
+        assert {path.name: path.read_bytes() for path in first.folder.iterdir()} == contents
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_builds_is_not(tmp_path, quick):
+    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), "val_fraction": 0.5}
+    cache = quick(**options).folder.parent
+    dead, alive = (cache / f"{name}.building-{name}.lock" for name in ("dead", "alive"))
+    for lock in (dead, alive):
+        lock.touch()
+        lock.with_suffix("").mkdir()
+    with FileLock(alive):
+        quick(**options, max_documents=3)
+        assert not dead.exists()
+        assert not dead.with_suffix("").exists()
+        assert alive.with_suffix("").exists()
+    quick(**options, max_documents=4)
+    assert not list(cache.glob("*.building-*"))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_while_tokenizing_leaves_nothing_behind(tmp_path, name):
+    os.mkfifo(tmp_path / "b.txt")  # reading it waits until this test writes there
+    (tmp_path / "a.txt").write_text("one text")
+    code = f"""
+from thinker.data import sources
+from thinker.data.corpus import prepare_corpus
+sources._find_files = lambda source, path: [path + "/a.txt", path + "/b.txt"]
+prepare_corpus(source="text", path={str(tmp_path)!r}, tokenizer="byte", cache_dir={str(tmp_path / "cache")!r})
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
+    writer = os.open(tmp_path / "b.txt", os.O_WRONLY)  # waits until the process reads
+    assert len(list((tmp_path / "cache/tokens").glob("*.building-*"))) == 2
+    process.send_signal(getattr(signal, name))
+    process.communicate(timeout=600)
+    os.close(writer)
+    assert process.returncode == 128 + getattr(signal, name)
+    assert list((tmp_path / "cache/tokens").iterdir()) == []
 
 
 def test_documents_without_text_are_left_out_and_said_so(tmp_path, quick, capfd):

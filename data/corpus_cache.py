@@ -1,0 +1,102 @@
+"""Folders of the token cache: built under a lock, verified whenever they are opened.
+
+KEY/                  a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each of them
+KEY.building-XXXXXXXX/      under construction, by the process that holds the lock on ...
+KEY.building-XXXXXXXX.lock  ... this file; the operating system releases the lock when the process ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from thinker.data.shards import DamagedShard
+from thinker.runtime.files import atomic_write, sha256_of_file
+from thinker.runtime.reading import read_json
+
+INDEX = "corpus.json"
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Write corpus.json: `index`, and the sha256 of each file in the folder and of corpus.json's own content."""
+    index = index | {"files": {path.name: sha256_of_file(path) for path in sorted(folder.iterdir())}}
+    atomic_write(folder / INDEX, json.dumps(index | {"index_sha256": _hash_of(index)}))
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What write_index() wrote. Raises DamagedShard unless every file is as it was then; reads them all, in threads."""
+    index = read_json(folder / INDEX, DamagedShard)
+    if index.pop("index_sha256", None) != _hash_of(index):
+        raise DamagedShard(f"{folder / INDEX} does not match its sha256")
+    names = list(index["files"])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, digest in zip(names, pool.map(lambda name: sha256_of_file(folder / name), names)):
+            if digest != index["files"][name]:
+                raise DamagedShard(f"{folder / name} does not match its sha256")
+    return index
+
+
+def _hash_of(index: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def building_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder`, removed at the end unless it was renamed, also when a signal stops the process.
+
+    First it removes what killed processes have left beside it.
+    """
+    for lock_path in folder.parent.glob("*.building-*.lock"):
+        # Timeout: its process is at work. OSError: it lies where files cannot be locked.
+        with contextlib.suppress(Timeout, OSError), FileLock(lock_path, timeout=0):
+            _remove(lock_path)
+    lock_path = folder.with_name(f"{folder.name}.building-{secrets.token_hex(4)}.lock")
+    lock, building = FileLock(lock_path, timeout=10), lock_path.with_suffix("")
+    with _exit_on_signals():
+        try:
+            with contextlib.suppress(OSError):
+                lock.acquire()
+            building.mkdir()
+            yield building
+        finally:
+            _remove(lock_path)
+            lock.release()
+
+
+def _remove(lock_path: Path) -> None:
+    """Remove the folder of a lock that this process holds, and the lock's file."""
+    shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
+    lock_path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that `finally` clauses run; by default they end the process at once."""
+
+    def stop(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # only the main thread may set handlers
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

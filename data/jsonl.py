@@ -1,0 +1,37 @@
+"""Rows of JSON files: one object per line, or one array of objects, plain or compressed by gzip."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+MAX_ROW_BYTES = 1 << 28  # of a line, or of a whole array: what is longer is no row of a data set
+
+
+def read_rows(path: str) -> Iterator[dict[str, Any]]:
+    """The objects in a file, in order; empty lines are skipped. Raises ValueError that names the line."""
+    opened = gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # noqa: SIM115
+    number = 0
+    with opened as file:
+        try:
+            while line := file.readline(MAX_ROW_BYTES):
+                number += 1
+                if number == 1 and line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+                    line += file.read(MAX_ROW_BYTES)  # an array may take many lines
+                if len(line) >= MAX_ROW_BYTES:
+                    raise ValueError(f"a row is longer than {MAX_ROW_BYTES >> 20} MB")
+                text = line.decode("utf-8-sig")
+                rows = json.loads(text) if text.strip() else []
+                if b"\\u" in line:  # it may be half of a pair, which is no text: this raises
+                    json.dumps(rows, ensure_ascii=False).encode()
+                for row in rows if isinstance(rows, list) else [rows]:
+                    if not isinstance(row, dict):
+                        raise ValueError(f'a row is {type(row).__name__}, not an object such as {{"text": ...}}')
+                    yield row
+        except RecursionError as error:
+            raise ValueError(f"line {number}: it is nested too deeply") from error
+        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"line {number}: {error}") from error

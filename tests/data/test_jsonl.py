@@ -1,0 +1,65 @@
+"""Rows of JSON files, whole and broken."""
+
+import codecs
+import contextlib
+import gzip
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinker.data.jsonl import read_rows
+
+TEXT = st.text(st.characters(codec="utf-8"))
+ROWS = st.lists(st.dictionaries(TEXT, TEXT | st.none() | st.integers() | st.lists(TEXT)), max_size=5)
+
+
+@pytest.mark.parametrize("form", ["lines", "array", "indented array", "gzip", "byte order mark", "CRLF"])
+def test_rows_come_back(tmp_path_factory, form):
+    @given(rows=ROWS, escaped=st.booleans())
+    def check(rows, escaped):
+        lines = [json.dumps(row, ensure_ascii=escaped) for row in rows]
+        text = {"array": f"[{', '.join(lines)}]", "indented array": json.dumps(rows, indent=1)}.get(form)
+        data = ("\r\n" if form == "CRLF" else "\n").join(lines).encode() if text is None else text.encode()
+        path = tmp_path_factory.mktemp("rows") / ("a.jsonl.gz" if form == "gzip" else "a.jsonl")
+        data = gzip.compress(data) if form == "gzip" else data
+        path.write_bytes(codecs.BOM_UTF8 + data if form == "byte order mark" else data)
+        assert list(read_rows(str(path))) == rows
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n' + b"[" * 100_000, "line 2: it is nested too deeply"),
+        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: it is nested too deeply"),
+        (b'{"text": "a"}\n{"text": \n', "line 2: "),
+        (b"7\n", "line 1: a row is int, not an object"),
+        (b'{"text": "\\ud83d"}\n', "line 1: .*surrogates not allowed"),
+        (b"\xff\xfe\x00", "line 1: "),
+    ],
+)
+def test_broken_rows_are_named(tmp_path, content, message):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(str(tmp_path / "a.json")))
+
+
+def test_every_cut_and_every_changed_byte_of_a_compressed_file(tmp_path):
+    rows = [{"text": f"row {i}"} for i in range(20)]
+    whole = gzip.compress("\n".join(map(json.dumps, rows)).encode(), mtime=0)
+    path = tmp_path / "a.jsonl.gz"
+    for i in range(len(whole)):
+        for data in (whole[:i], whole[:i] + bytes([whole[i] ^ 0xFF]) + whole[i + 1 :]):
+            path.write_bytes(data)
+            with contextlib.suppress(ValueError):
+                assert list(read_rows(str(path))) in (rows, [])  # some bytes of the header do not matter
+
+
+def test_a_row_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("thinker.data.jsonl.MAX_ROW_BYTES", 1000)
+    (tmp_path / "a.jsonl").write_text('{"text": "' + "a" * 2000)
+    with pytest.raises(ValueError, match="line 1: a row is longer than"):
+        list(read_rows(str(tmp_path / "a.jsonl")))
