@@ -204,14 +204,13 @@ def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
     """(n_windows + 1,) int64: where each window of "documents" packing starts, and where the last one ends.
 
     Kept beside the shard in a memory-mapped file, written at first use, so that memory does not grow with the corpus.
+    Its last 32 bytes are the sha256 of those before.
     """
     path = shard.path.with_suffix(f".windows-{seq_len}.npy")
-    try:
-        starts = np.load(path, mmap_mode="r", allow_pickle=False)
-        if starts.dtype == np.int64 and starts.ndim == 1 and starts[0] == 0 and starts[-1] == shard.n_tokens - 1:
-            return starts
-    except (OSError, ValueError, EOFError, IndexError):
-        pass  # missing or damaged: written below
+    if path.is_file():
+        kept = path.read_bytes()
+        if hashlib.sha256(kept[:-32]).digest() == kept[-32:]:  # otherwise it is damaged, and written again
+            return np.load(path, mmap_mode="r", allow_pickle=False)
     offsets = shard.offsets
     # If a window starts at document i, the next one starts at next_document[i]: after all that fit, but at least one.
     fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
@@ -226,5 +225,5 @@ def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
     starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1])
     content = io.BytesIO()
     np.save(content, starts, allow_pickle=False)
-    atomic_write(path, content.getvalue())
+    atomic_write(path, content.getvalue() + hashlib.sha256(content.getvalue()).digest())
     return np.load(path, mmap_mode="r", allow_pickle=False)

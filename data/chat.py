@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from thinker.data import chat_template
 from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
@@ -90,15 +91,5 @@ def _render(
     if tokenizer.chat_template is None:
         need = "conversations need a chat template, and the tokenizer has none"
         raise UserError(f"{need}; to train with a plain one, give data.chat_template=configs/chat.jinja")
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError as error:
-        raise UserError("conversations need the library transformers: pip install transformers jinja2") from error
-    try:
-        texts, spans = render_jinja_template(
-            [messages], chat_template=tokenizer.chat_template, add_generation_prompt=add_generation_prompt,
-            return_assistant_tokens_mask=mark_answers, **tokenizer.special_tokens_map,
-        )  # fmt: skip
-    except Exception as error:  # a template is a program, which can fail in any way
-        raise UserError(f"the chat template refuses a conversation: {error or type(error).__name__}") from error
-    return texts[0], spans[0] if mark_answers else []
+    template, names = tokenizer.chat_template, tokenizer.special_tokens_map
+    return chat_template.render(template, messages, add_generation_prompt, mark_answers, names)

@@ -19,6 +19,7 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
 ]
 # Files that issues asked for since the bound on all the others was set.
 NEW_ROOMS = {
+    "data/chat_template.py",
     "data/corpus_cache.py",
     "data/jsonl.py",
     "data/llmc_tokens.py",

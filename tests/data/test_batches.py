@@ -120,7 +120,9 @@ def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_toke
     (table,) = tokens.shards[0].path.parent.glob("*.npy")
     assert isinstance(first.starts[0], np.memmap)
     expected, age = [first.span(i) for i in range(len(first))], table.stat().st_mtime_ns
-    for damage in (None, b"", b"nonsense", table.read_bytes()[:-1]):
+    swapped = bytearray(table.read_bytes())
+    swapped[136:152] = swapped[144:152] + swapped[136:144]  # two of its numbers, behind the header
+    for damage in (None, b"", b"nonsense", table.read_bytes()[:-1], swapped):
         if damage is not None:
             table.write_bytes(damage)
         again = PackedDataset(tokens, 10, "documents")

@@ -2,13 +2,15 @@
 
 import datetime
 import json
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from thinker.data import chat, tokenizer_conversion
+from thinker.data import chat, chat_template, tokenizer_conversion
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.data.tokenizer import Tokenizer
@@ -145,6 +147,39 @@ def test_what_a_template_refuses_and_what_is_missing(tokenizer):
             chat.render(tokenizer.with_chat_template(program), TALK)
     with pytest.raises(UserError, match="need a chat template"):
         chat.render(make_tokenizer("byte", []), TALK)
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+PROGRAMS = {
+    "power": "{{ 2 ** (2 ** 40) }}",
+    "a list": "{% set n = namespace(x=['x']) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "a condition": CHATML + "{% if messages[0].content == 'go' %}" + LOOP + "{% endif %}",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_template_without_end_is_one_line_and_the_next_one_works(tokenizer, monkeypatch, program):
+    chat_template._renderer().close()
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 1)
+    with pytest.raises(UserError, match="the chat template does not end, or needs more than 1 s of computing or 2 GB"):
+        chat.render(tokenizer.with_chat_template(PROGRAMS[program]), [{"role": "user", "content": "go"}])
+    assert chat.render(tokenizer, TALK[:1]) == "<|im_start|>system\nYou are a naïve cat.<|im_end|>\n"
+
+
+def test_a_template_that_writes_too_much(tokenizer, monkeypatch):
+    chat_template._renderer().close()
+    with pytest.raises(UserError, match="makes 99,999,000 characters of one conversation"):
+        chat.render(tokenizer.with_chat_template("{{ 'x' * 99999000 }}"), TALK)
+
+
+def test_rendering_is_ended_with_its_process(tokenizer):
+    renderer = chat_template._renderer()
+    chat.render(tokenizer, TALK)
+    os.killpg(renderer.process.pid, signal.SIGKILL)  # a group of its own, which Ctrl-C does not reach
+    renderer.process.wait()
+    with pytest.raises(UserError, match="does not end"):
+        chat.render(tokenizer, TALK)
+    assert chat.render(tokenizer, TALK).startswith("<|im_start|>system")
 
 
 @pytest.fixture
