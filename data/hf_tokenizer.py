@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from thinker.data.text_growth import check_growth
 from thinker.data.tokenizer import MAX_VOCAB, Tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
@@ -74,6 +75,7 @@ class HFTokenizer(Tokenizer):
             raise ValueError("it adds a token twice")
         if self.chat_template is not None and not isinstance(self.chat_template, str):
             raise ValueError("its chat template is not text")
+        check_growth(self.content)
         model = self.content["model"]
         for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(name) and model.get("type") == "BPE":
@@ -113,8 +115,8 @@ class HFTokenizer(Tokenizer):
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is not text
         try:
             return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
-        except Exception as error:
-            if type(error) is not Exception:  # the library raises plain ones
+        except BaseException as error:
+            if not _is_of_library(error):
                 raise
             raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {error}") from error
 
@@ -198,10 +200,15 @@ def _library(content: dict) -> Any:
 
     try:
         library = tokenizers.Tokenizer.from_str(json.dumps(content))
-    except BaseException as error:  # a plain Exception, or a Rust panic, which is not an Exception
-        if not (type(error) is Exception or type(error).__name__ == "PanicException"):
+    except BaseException as error:
+        if not _is_of_library(error):
             raise
         raise ValueError(f"the library tokenizers refuses it: {error}") from error
     library.no_truncation()
     library.no_padding()
     return library
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Whether the library raised it: a plain Exception, or a Rust panic, which is not even an Exception."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"

@@ -23,6 +23,7 @@ NEW_ROOMS = {
     "data/corpus_cache.py",
     "data/jsonl.py",
     "data/llmc_tokens.py",
+    "data/text_growth.py",
     "runtime/reading.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

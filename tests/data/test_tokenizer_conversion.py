@@ -19,7 +19,7 @@ from thinker.runtime.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 import tokenizers  # noqa: E402
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
 
 SAMPLE = (Path(__file__).read_text(encoding="utf-8") + "naïve café 日本語 🎉 don't we'll 12345 ") * 2
 # cl100k's own words, with its possessive quantifiers; o200k's and llama's are of the same kind
@@ -437,3 +437,15 @@ def test_what_would_end_every_text_with_a_token_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match="ends every text"):
         saved(library, tmp_path)
+
+
+def test_a_library_that_panics_or_multiplies_is_one_line(tmp_path):
+    library = trained(byte_level())
+    steps = [normalizers.Replace(Regex(""), ""), normalizers.Replace(Regex("b*"), "a"), normalizers.NFC()]
+    library.normalizer = normalizers.Sequence([*steps, normalizers.NFD()])
+    with pytest.raises(UserError, match="the tokenizer cannot encode 'a': index out of bounds"):
+        saved(library, tmp_path)
+    library.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * 40)
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="its normalizer can make a text 1,099,511,627,776 times as long"):
+        load_tokenizer(tmp_path)
