@@ -81,4 +81,6 @@ def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenize
         if check_spec(config.data.tokenizer) != "path":
             raise UserError("data.chat_template goes with a tokenizer that exists: run.init_from, or a path")
         tokenizer = load_tokenizer(config.data.tokenizer)
+    if not Path(path).is_file():
+        raise UserError(f"data.chat_template={path} is not a file")
     return tokenizer.with_chat_template(read_text(Path(path)))

@@ -13,7 +13,7 @@ from thinker.data.shards import TokenShards
 from thinker.data.sources import open_source
 from thinker.data.tokenizer import Tokenizer
 from thinker.evaluation.perplexity import tokenize
-from thinker.interop.load import find_run_directory
+from thinker.interop.load import find_checkpoint, find_run_directory
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json
@@ -46,7 +46,7 @@ def load_validation_data(
     config = load_run_config(folder)
     if config is None:
         raise UserError(f"{folder} is not in a run directory with validation data; choose data with {option}")
-    data, sha256 = config.data, read_json(folder / "state.json").get("corpus")
+    data, sha256 = config.data, read_json(find_checkpoint(folder) / "state.json").get("corpus")
     corpus = find_corpus(str(sha256), tokenizer, data.cache_dir)
     if corpus is not None:
         return config, corpus.val

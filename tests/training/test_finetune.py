@@ -255,7 +255,7 @@ def test_load_adapters_made_by_peft(base, tmp_path, rslora):
         (["train.lora_alpha=4"], "train.lora_alpha is read with"),
         (["run.init_from=null", "train.lora_rank=2"], "train.lora_rank goes with"),
         (["run.init_from=nowhere"], "nowhere does not exist"),
-        (["data.chat_template=nowhere.jinja"], "nowhere.jinja cannot be read"),
+        (["data.chat_template=nowhere.jinja"], "nowhere.jinja is not a file"),
         (["run.init_from=null", "data.chat_template=x.jinja"], "goes with a tokenizer that exists"),
         (["run.init_from=null", "data.tokenizer=byte"], "need a chat template"),
         (["train.lora_rank=33"], r"train.lora_rank \(33\) exceeds model.d_model"),
