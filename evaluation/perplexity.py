@@ -102,12 +102,18 @@ def text_loss(
     return TextLoss(*sizes, per_token, per_byte, entropy_floor(windows), losses)
 
 
+def format_excess(loss: float, floor: float, digits: int) -> str:
+    """How a loss compares with the lowest possible: "12.3% above" or, from twice as much on, "3.1 times"."""
+    ratio = loss / floor
+    return f"{ratio:.{digits}f} times" if ratio >= 2 else f"{ratio - 1:.{digits}%} above"
+
+
 def format_table(losses: list[TextLoss]) -> str:
     """One line per context length: the estimates with their intervals and, if known, the distance to the floor."""
-    rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "over the floor"]]
+    rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "against the floor"]]
     for loss in losses:
         estimates = [loss.nats_per_token.format(4), loss.perplexity.format(2), loss.bits_per_byte.format(4)]
-        floor = f"{loss.nats_per_token.mean / loss.entropy_floor - 1:.2%}" if loss.entropy_floor else ""
+        floor = format_excess(loss.nats_per_token.mean, loss.entropy_floor, 2) if loss.entropy_floor else ""
         rows.append([str(loss.context_length), f"{loss.n_tokens:,}", *estimates, floor])
     columns = [column for column in zip(*rows) if any(column[1:])]  # without the floor if it is unknown
     aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]

@@ -131,7 +131,7 @@ def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
     assert [row.split()[0] for row in rows] == ["16", "32"]
     assert command(tiny_run, "--source", "tales", "--max-tokens", 3000, "--context", 600, "--device", "cpu") == 0
     output = capsys.readouterr().out
-    assert "over the floor" in output
+    assert "against the floor" in output
     assert "the minimum" in output
 
 
