@@ -117,28 +117,56 @@ def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]],
 
 
 def recommendation(plan: dict[str, Any]) -> Lines:
-    """What to change about a plan, or that nothing needs to be changed: one to three lines."""
-    lines = []
-    if plan["peak_bytes"] > plan["usable_bytes"]:
-        lines.append(
-            f"does not fit: it takes {plan['peak_bytes'] / 1e9:.3g} GB where {plan['usable_bytes'] / 1e9:.3g} can be "
-            "used; set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower model.d_model"
+    """Whether a plan fits, and what to change about it: one to three lines."""
+    peak, usable = (f"{plan[name] / 1e9:.3g} GB" for name in ("peak_bytes", "usable_bytes"))
+    changes, epochs = [], plan.get("epochs", 0)
+    if epochs > MANY_EPOCHS:
+        changes.append(too_many_epochs(epochs, plan["steps"] / epochs))
+    share = plan["tokens"] / plan["optimal_tokens"] if "tokens" in plan else 1.0
+    if share < SMALL_SHARE:
+        changes.append(
+            f"the model is large for {plan['tokens']:,} tokens: one of about {_round(plan['tokens'] / 20)} parameters "
+            "learns most from them (lower model.d_model or model.n_layers); or train longer"
         )
-    if (epochs := plan.get("epochs", 0)) > MANY_EPOCHS:
-        lines.append(too_many_epochs(epochs, plan["steps"] / epochs))
+    elif share > LARGE_SHARE and epochs <= MANY_EPOCHS:
+        changes.append(
+            f"a model of about {_round(plan['tokens'] / 20)} parameters would learn more from as many tokens "
+            "(raise model.d_model or model.n_layers), but takes longer"
+        )
+    if plan["peak_bytes"] > plan["usable_bytes"]:
+        remedy = "set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower model.d_model"
+        return [f"it does not fit: it takes {peak}, and {usable} can be used; {remedy}", *changes]
+    return [f"it fits{'' if changes else ', and nothing needs to be changed'}", *changes]
+
+
+def format_plan(plan: dict[str, Any]) -> str:
+    """A plan as a table for people."""
+    gb = {name.removesuffix("_bytes"): f"{n / 1e9:.3g} GB" for name, n in plan.items() if name.endswith("_bytes")}
+    blocks = plan["parameters"] - plan["embedding_parameters"]
+    peak = f"{gb['peak']} of tensors, {gb['free']} free"
+    if "measured_peak_bytes" in plan:
+        peak += f", {gb['measured_peak']} measured in four steps, with what the allocator reserves"
+    rows = [
+        ("parameters", f"{plan['parameters']:,}, {blocks:,} outside the embedding"),
+        ("device", f"{plan['device']}, {plan['precision']}, {'compiled' if plan['compile'] else 'not compiled'}"),
+        ("sequences at once", f"{plan['micro_batch_size']}"),
+        *((name, gb[name]) for name in ("weights", "gradients", "optimizer", "activations")),
+        ("peak memory", peak),
+        ("cache", f"{gb['cache']} for a sequence of full length, when sampling"),
+        ("compute", f"{plan['flops_per_token'] / 1e9:.3g} GFLOP per token"),
+    ]
+    if "step_s" in plan:
+        mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
+        rows.append(("speed", f"{plan['step_s']:.3g} s per step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
     if "tokens" in plan:
-        share = plan["tokens"] / plan["optimal_tokens"]
-        if share < SMALL_SHARE:
-            lines.append(
-                f"the model is large for {plan['tokens']:,} tokens: about {_round(plan['tokens'] / 20)} parameters "
-                "learn most in this time (lower model.d_model or model.n_layers), or train longer"
-            )
-        elif share > LARGE_SHARE and epochs <= MANY_EPOCHS:
-            lines.append(
-                f"a model of about {_round(plan['tokens'] / 20)} parameters would learn more from as many tokens "
-                "(raise model.d_model or model.n_layers), but takes longer"
-            )
-    return lines or ["fits, and nothing needs to be changed"]
+        share = f"{plan['tokens'] / plan['optimal_tokens']:.2g} of the compute-optimal {plan['optimal_tokens']:,}"
+        epochs = f", {format_epochs(plan['epochs'])}" if "epochs" in plan else ""
+        rows.append(("tokens", f"{plan['tokens']:,} in {plan['steps']:,} steps{epochs}: {share} (20 per parameter)"))
+    if "seconds" in plan:
+        minutes = plan["seconds"] / 60
+        rows.append(("time", f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"))
+    rows += [("recommendation", line) for line in plan["recommendation"]]
+    return "\n".join(f"{name:<18} {text}" for name, text in rows)
 
 
 def format_epochs(epochs: float) -> str:

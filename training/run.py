@@ -109,4 +109,4 @@ def build_batches(
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)
     byte_lengths = token_byte_lengths(corpus.tokenizer)
-    return batches, Evaluator(val_set, train.micro_batch_size, byte_lengths, train.eval_sequences, dist)
+    return batches, Evaluator(val_set, train.micro_batch_size, byte_lengths, train.eval_sequences, dist, progress=True)

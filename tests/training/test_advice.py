@@ -132,3 +132,28 @@ def test_losses_of_twice_the_floor_and_more_are_factors(ended):
         entropy_floor = 0.918 if loss < 1 else 1.0
         lines = advice.describe_result(val(20, loss, entropy_floor=entropy_floor), ended(20, 1))
         assert words in lines[-1]
+
+
+def plan(**values):
+    return {
+        "peak_bytes": 10**9,
+        "usable_bytes": 10**10,
+        "steps": 1000,
+        "tokens": 10**6,
+        "optimal_tokens": 10**7,
+    } | values
+
+
+def test_a_plan_ends_in_a_recommendation():
+    assert advice.recommendation(plan(epochs=2)) == ["it fits, and nothing needs to be changed"]
+    assert advice.recommendation({"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": 9})[0].startswith(
+        "it fits, and"
+    )
+    fits, line = advice.recommendation(plan(epochs=100.0))
+    assert fits == "it fits"
+    assert "the data is to be read 100 times" in line
+    assert "(to 40 for 4 epochs)" in line
+    (line,) = advice.recommendation(plan(peak_bytes=2 * 10**10))
+    assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; set train.micro_batch_size=auto")
+    assert "one of about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
+    assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]
