@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,22 @@ def test_every_key_has_a_description():
     for name, section in Config.model_fields.items():
         for key, field in section.annotation.model_fields.items():
             assert field.description, f"{name}.{key}"
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_the_documentation_names_keys_configs_and_pages_that_exist(path):
+    """Keys with a value, those in the tables for people who come from nanoGPT, configs, and pages that are linked."""
+    text = path.read_text(encoding="utf-8")
+    end = r"\b" if path.name == "coming-from-nanogpt.md" else "="
+    for section, key in re.findall(rf"(?<![\w./-])({'|'.join(Config.model_fields)})\.([a-z_]+){end}", text):
+        is_file = f"{section}.{key}" in ("train.py", "data.py")
+        assert is_file or key in Config.model_fields[section].annotation.model_fields, f"{section}.{key}"
+    for config in re.findall(r"(?<![\w/])configs/\w[\w-]*\.yaml", text):
+        assert (ROOT / config).is_file(), config
+    for link in re.findall(r"\]\(([\w./-]+\.\w+)", text):
+        assert (path.parent / link).is_file(), link
 
 
 @pytest.mark.parametrize("path", [*CONFIGS, *sorted((ROOT / "benchmarks" / "configs").glob("*.yaml"))], ids=str)
