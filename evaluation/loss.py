@@ -86,10 +86,7 @@ class Evaluator:
         losses = batch_losses(model, self.windows, self.batch_size, loss_sum, self.limit, self.dist)
         n_windows = len(self.windows) if self.limit is None else min(self.limit, len(self.windows))
         n_batches = -(-n_windows // (self.batch_size * self.dist.world_size))
-        bar = tqdm(
-            desc="evaluating", total=n_batches, leave=False, delay=PROGRESS_DELAY, disable=not self.progress,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| [{elapsed}<{remaining}]",
-        )  # fmt: skip
+        bar = tqdm(desc="evaluating", total=n_batches, leave=False, delay=PROGRESS_DELAY, disable=not self.progress)
         with contextlib.closing(losses), bar:  # restores the model's mode if stopped
             for targets, loss in losses:
                 bar.update()

@@ -119,6 +119,6 @@ def test_progress_is_shown_where_an_evaluation_takes_long(corpus, model, monkeyp
     assert "evaluating" not in capsys.readouterr().err
     monkeypatch.setattr(loss, "PROGRESS_DELAY", 0)
     assert Evaluator(windows, 3, lengths, progress=True)(model) == quick
-    assert "evaluating   0%|" in capsys.readouterr().err
+    assert "evaluating:   0%|" in capsys.readouterr().err
     Evaluator(windows, 3, lengths)(model)
     assert capsys.readouterr().err == ""
