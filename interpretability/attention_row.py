@@ -72,13 +72,14 @@ def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], d
 def _panels(head: HeadScores, scores: Tensor, query: int) -> list[Panel]:
     """The matrices from raw scores to what each value adds."""
     labels, hidden, panels = [f"{i} {text}" for i, text in enumerate(head.labels)], ~head.visible, []
+    added = head.weights * head.values.norm(dim=-1)
     for title, values, signed in (
         ("raw scores: QKᵀ", head.raw, True),
         (f"scores: QKᵀ ÷ √{head.head_dim}{' + …' if head.has_cap or head.has_bias else ''}", scores, True),
         ("scores after the mask", scores.masked_fill(hidden, torch.nan), True),
         ("softmax: the weights", head.weights.masked_fill(hidden, torch.nan), False),
         ("softmax without the mask", scores.softmax(dim=-1), False),
-        ("weight · |v|: what each value adds", head.weights * head.values.norm(dim=-1), False),
+        ("weight · |v|: what each value adds", added.masked_fill(hidden, torch.nan), False),
     ):
         queries = labels[len(labels) - len(values) :]
         panels.append(Panel(title, values, queries, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES))
