@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from thinker.data.corpus import Corpus
 from thinker.data.shards import TokenShards
 from thinker.evaluation.perplexity import format_excess
@@ -15,6 +17,7 @@ MANY_EPOCHS = 10  # up to 4 repetitions are worth nearly as much as new text (Mu
 GOOD_EPOCHS = 4
 MIN_VAL_TOKENS = 2000  # the standard error of the mean of so few tokens is several hundredths of a nat
 MIN_VAL_CONVERSATIONS = 10
+MANY_CUT = 0.01  # of the documents
 OVERFITTING = 0.02  # relative rise of the validation loss above its lowest value
 FAR_FROM_FLOOR = 0.06
 SMALL_SHARE, LARGE_SHARE = 0.01, 5.0  # of the compute-optimal number of tokens
@@ -37,6 +40,11 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lin
             f"beyond ASCII and the start of a text; an untrained model has a loss of ln {vocab_size} = "
             f"{math.log(vocab_size):.2f}, and those that do not occur soon cost nothing"
         )
+    seq_len, n = settings.data.seq_len, corpus.train.n_documents
+    n_cut = sum(int((np.diff(shard.offsets) > seq_len).sum()) for shard in corpus.train.shards)
+    if settings.data.packing == "documents" and n_cut > MANY_CUT * n:
+        cut = f"advice: {n_cut:,} of {n:,} {_kind(corpus.train)}s are longer than data.seq_len={seq_len} and are cut"
+        lines.append(f"{cut}; raise it, and model.max_seq_len where the model's context is shorter")
     if few := few_to_validate(corpus.val):
         lines.append(f"advice: {few}; its loss will be imprecise. Raise data.val_fraction or give it more text")
     if train.max_steps is not None and train.max_steps / steps_per_epoch > MANY_EPOCHS:
@@ -204,8 +212,12 @@ def sampling_hint(run: Path, state: RunState, is_chat: bool) -> str:
 
 def _amount(tokens: TokenShards) -> str:
     """For example "9 conversations with 512 tokens"."""
-    n, kind = tokens.n_documents, "conversation" if tokens.has_conversations else "document"
-    return f"{tokens.n_tokens:,} tokens in {n:,} {kind}{'s' if n != 1 else ''}"
+    n = tokens.n_documents
+    return f"{tokens.n_tokens:,} tokens in {n:,} {_kind(tokens)}{'s' if n != 1 else ''}"
+
+
+def _kind(tokens: TokenShards) -> str:
+    return "conversation" if tokens.has_conversations else "document"
 
 
 def _round(n: float) -> str:

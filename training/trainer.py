@@ -104,8 +104,10 @@ class Trainer:
                 if self.is_due(train.eval_every):
                     self.evaluate()
                 if self.is_due(train.save_every):
+                    self.bar.set_postfix_str(f"step {self.state.step}, saving")
                     self.save()
                 if train.sample_every and self.state.step % train.sample_every == 0:
+                    self.bar.set_postfix_str(f"step {self.state.step}, sampling")
                     self.bar.write(f"step {self.state.step}: {self.sample()}", file=sys.stderr)
             if not self.stopping:
                 self.evaluate()

@@ -80,6 +80,8 @@ def test_validation_on_one_conversation(make_trainer, tmp_path, capsys):
     started = capsys.readouterr().err
     assert f"tokens in {9 - n} conversations for training" in started
     assert f"advice: validation reads only {n} conversation" in started
+    n_long = sum(int((shard.offsets[1:] - shard.offsets[:-1] > 16).sum()) for shard in trainer.corpus.train.shards)
+    assert f"advice: {n_long} of {9 - n} conversations are longer than data.seq_len=16 and are cut" in started
     close(trainer)
 
 
