@@ -3,7 +3,7 @@
 # make prove  all tests in full: every kill, full disk, malicious file, compiled run and product of options
 # make lint   style and formatting
 PYTHON ?= python3
-PIP = .venv/bin/python -m pip install --disable-pip-version-check --quiet
+PIP = .venv/bin/python -m pip install --disable-pip-version-check
 
 demo: .venv/ready
 	.venv/bin/python train.py configs/quickstart.yaml
@@ -22,11 +22,12 @@ lint: .venv/ready-dev
 
 .venv/ready: requirements.txt pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	@echo "installing the packages of requirements.txt into .venv"
+	@echo "installing the packages of requirements.txt into .venv: a minute or more, most of it for torch"
 	$(PIP) -r requirements.txt
 	touch $@
 
 .venv/ready-dev: requirements-dev.txt requirements-more.txt .venv/ready
+	@echo "installing the packages of the tests into .venv: a minute or more"
 	$(PIP) -r requirements-dev.txt
 	touch $@
 

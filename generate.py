@@ -21,7 +21,7 @@ SAMPLING_FLAGS = (
     "greedy", "top_k", "top_p", "min_p", "seed", "stop",
 )  # fmt: skip
 UNUSED_FLAGS = {  # by mode, the flags that it does not read
-    "--interactive": ("num_samples", "json", "logprobs", "no_cache", "chat"),
+    "--interactive": ("num_samples", "json", "logprobs", "no_cache"),
     "--score": ("num_samples", "prompt", "prompt_file", "chat", "speculate", "compile", "no_cache", *SAMPLING_FLAGS),
 }
 
@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     prompt.add_argument("--prompt", default="", help="the beginning of the text (default: empty)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
     group.add_argument("--num-samples", type=int, default=1, help="number of texts, separated by --- (default 1)")
-    group.add_argument("--chat", action="store_true", help="send the prompt as a message, by the chat template")
+    group.add_argument("--chat", action="store_true", help="what you write is a message, by the chat template")
     group.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--interactive", action="store_true", help="write a text in turns with the model")
@@ -117,6 +117,8 @@ def main() -> int:
 
     from thinker.data import chat
     from thinker.generation import Completion, Generator, SamplingParams, terminal
+    from thinker.generation.chat_conversation import ChatConversation
+    from thinker.generation.conversation import Conversation
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
 
@@ -145,8 +147,8 @@ def main() -> int:
     if arguments.chat:
         if tokenizer.chat_template is None:
             raise UserError(f"{arguments.path} has no chat template: it was not trained on chats; leave out --chat")
-        if not prompt.strip():
-            raise UserError("--chat needs a message: --prompt TEXT")
+        if not prompt.strip() and not arguments.interactive:
+            raise UserError("--chat needs a message: --prompt TEXT, or --interactive to write in turns")
         system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         tokens = chat.encode_prompt(tokenizer, [*system, {"role": "user", "content": prompt}])
     else:
@@ -158,7 +160,8 @@ def main() -> int:
         )
     terminal.log(f"seed {params.seed}, {setup}" if params.temperature > 0 else setup)
     if arguments.interactive:
-        terminal.run_interactive(generator, prompt, params)
+        chat_or_text = ChatConversation(generator, arguments.system) if arguments.chat else Conversation(generator)
+        terminal.run_interactive(chat_or_text, prompt, params)
     elif arguments.json:
         n = arguments.num_samples
         for index, completion in enumerate(generator.generate([prompt] * n, params, [tokens] * n)):

@@ -14,7 +14,7 @@ def main() -> int:
     """Parse, build, run. Returns the exit status."""
     parser = argparse.ArgumentParser(
         description="Train a Thinker from a YAML config. The same command again resumes the run.",
-        epilog="Example: python train.py configs/quickstart.yaml data.source=text data.path=my.txt run.dir=runs/mine",
+        epilog="Example: python train.py configs/text.yaml data.path=my.txt run.dir=runs/mine",
     )
     parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the config, replaced")

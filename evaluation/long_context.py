@@ -132,7 +132,8 @@ def loss_by_position(
         return torch.cat(losses).view(targets.shape).double()
 
     batches = batch_losses(model, windows, batch_size, token_losses, limit or None)
-    batches = tqdm(batches, desc="evaluating", total=-(-len(windows) // batch_size), disable=not progress)
+    n_windows = min(limit or len(windows), len(windows))
+    batches = tqdm(batches, desc="evaluating", total=-(-n_windows // batch_size), disable=not progress)
     targets, losses = map(torch.cat, zip(*batches))  # (N, T) each
     nats = losses.masked_fill(targets == IGNORE_INDEX, math.nan)
     return PositionLosses(trained or model.config.max_seq_len, nats, targets)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.model import Thinker
@@ -19,6 +20,8 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+
+PROGRESS_DELAY = 1.0  # seconds
 
 
 @torch.no_grad()
@@ -61,6 +64,7 @@ class Evaluator:
     byte_lengths: np.ndarray
     limit: int | None = None
     dist: DistContext = field(default_factory=lambda: SINGLE_PROCESS)
+    progress: bool = False  # a bar on standard error if it takes longer than PROGRESS_DELAY
 
     def __post_init__(self) -> None:
         self.floor = entropy_floor(self.windows, self.limit)
@@ -80,8 +84,12 @@ class Evaluator:
             return model(inputs, targets=targets, document_ids=document_ids)[0]
 
         losses = batch_losses(model, self.windows, self.batch_size, loss_sum, self.limit, self.dist)
-        with contextlib.closing(losses):  # restores the model's mode if stopped
+        n_windows = len(self.windows) if self.limit is None else min(self.limit, len(self.windows))
+        n_batches = -(-n_windows // (self.batch_size * self.dist.world_size))
+        bar = tqdm(desc="evaluating", total=n_batches, leave=False, delay=PROGRESS_DELAY, disable=not self.progress)
+        with contextlib.closing(losses), bar:  # restores the model's mode if stopped
             for targets, loss in losses:
+                bar.update()
                 counted = targets[targets != IGNORE_INDEX]
                 n_tokens += counted.numel()
                 n_bytes += int(self.byte_lengths[counted.numpy()].sum())

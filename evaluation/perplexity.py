@@ -78,14 +78,16 @@ def estimate_ratio(sums: Tensor, sizes: Tensor, confidence: float) -> Estimate:
 
 
 def text_loss(
-    model: Thinker, windows: PackedDataset, byte_lengths: np.ndarray, confidence: float = 0.95, trained: int = 0
-) -> TextLoss:
-    """Loss, perplexity and bits per byte over all windows, with intervals of this confidence.
+    model: Thinker, windows: PackedDataset, byte_lengths: np.ndarray, confidence: float = 0.95, trained: int = 0,
+    limit: int = 0,
+) -> TextLoss:  # fmt: skip
+    """Loss, perplexity and bits per byte over the first `limit` windows (0: all), with intervals of this confidence.
 
     `byte_lengths`: the number of bytes of each token id (data.tokenizer.token_byte_lengths). `trained`: the length of
     the training windows, by default max_seq_len. Raises UserError if none of the counted tokens has text.
     """
-    losses = loss_by_position(model, windows, max(1, BATCH_TOKENS // windows.seq_len), trained=trained, progress=True)
+    batch_size = max(1, BATCH_TOKENS // windows.seq_len)
+    losses = loss_by_position(model, windows, batch_size, limit, trained, progress=True)
     is_counted = losses.targets != IGNORE_INDEX
     token_bytes = torch.from_numpy(byte_lengths)[losses.targets.clamp_min(0)]
     n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)  # (N,)
@@ -96,18 +98,24 @@ def text_loss(
     block_tokens = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
     block = torch.arange(len(counts)) // max(1, block_tokens // windows.stride)  # (N,)
     blocks = [torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double()) for x in (nats, counts, n_bytes)]
-    sizes = windows.seq_len, windows.stride, int(counts.sum()), int(n_bytes.sum()), len(windows)
+    sizes = windows.seq_len, windows.stride, int(counts.sum()), int(n_bytes.sum()), len(losses.nats)
     per_token = estimate_ratio(blocks[0], blocks[1], confidence)
     per_byte = estimate_ratio(blocks[0] / math.log(2), blocks[2], confidence)
-    return TextLoss(*sizes, per_token, per_byte, entropy_floor(windows), losses)
+    return TextLoss(*sizes, per_token, per_byte, entropy_floor(windows, limit or None), losses)
+
+
+def format_excess(loss: float, floor: float, digits: int) -> str:
+    """How a loss compares with the lowest possible: "12.3% above" or, from twice as much on, "3.1 times"."""
+    ratio = loss / floor
+    return f"{ratio:.{digits}f} times" if ratio >= 2 else f"{ratio - 1:.{digits}%} above"
 
 
 def format_table(losses: list[TextLoss]) -> str:
     """One line per context length: the estimates with their intervals and, if known, the distance to the floor."""
-    rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "over the floor"]]
+    rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "against the floor"]]
     for loss in losses:
         estimates = [loss.nats_per_token.format(4), loss.perplexity.format(2), loss.bits_per_byte.format(4)]
-        floor = f"{loss.nats_per_token.mean / loss.entropy_floor - 1:.2%}" if loss.entropy_floor else ""
+        floor = format_excess(loss.nats_per_token.mean, loss.entropy_floor, 2) if loss.entropy_floor else ""
         rows.append([str(loss.context_length), f"{loss.n_tokens:,}", *estimates, floor])
     columns = [column for column in zip(*rows) if any(column[1:])]  # without the floor if it is unknown
     aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]

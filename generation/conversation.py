@@ -17,6 +17,10 @@ class Conversation:
     An interrupted turn keeps the tokens sampled until then.
     """
 
+    greeting = "Type the beginning of a text; /help lists the commands."
+    description = "Whatever you type is appended to the text, and the model continues it; an empty line: just that."
+    continues_text = True  # what the user writes and what the model writes are one text
+
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self._cache = None
@@ -35,13 +39,18 @@ class Conversation:
 
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
         """Append `text`, then yield the model's continuation; UserError, with nothing changed, if it does not fit."""
+        tokenizer = self.generator.tokenizer
+        tokens = self.tokens + tokenizer.encode(text) or [tokenizer.bos_id]
+        yield from self._continue(tokens, text, params, len(self.tokens))
+
+    def _continue(self, tokens: list[int], text: str, params: SamplingParams, n_equal: int) -> Iterator[str]:
+        """Yield what follows `tokens`, whose first `n_equal` are those of the text so far."""
         generator = self.generator
-        tokens = self.tokens + generator.tokenizer.encode(text) or [generator.tokenizer.bos_id]
         sequence = generator.new_sequence(0, Completion(text), params, tokens)
         self.turn_starts.append(len(self.tokens))
         self.tokens = sequence.tokens  # grows with every sampled token, so an interruption keeps them
         try:
-            n_cached, self._n_cached = self._n_cached, 0
+            n_cached, self._n_cached = min(self._n_cached, n_equal), 0
             logits = self._prefill(tokens, n_cached)
             for _, piece in generator.decode([sequence], self._cache, logits):
                 yield piece

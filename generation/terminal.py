@@ -17,8 +17,7 @@ from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score
 from thinker.runtime.errors import UserError, did_you_mean
 
-HELP = r"""Whatever you type is appended to the text, and the model continues it; an empty line: it just continues.
-\n in what you type is a line break. Ctrl-C ends the model's turn and keeps what it wrote.
+HELP = r"""\n in what you type is a line break. Ctrl-C ends the model's turn and keeps what it wrote.
 /undo             remove the last turn
 /reset            start a new text
 /show             print the text so far
@@ -101,17 +100,16 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; int8 costs {100 * numbers['cost_of_int8']:+.3f} %")
 
 
-def run_interactive(generator: Generator, prompt: str, params: SamplingParams) -> None:
-    """Write a text in turns with the user until they leave."""
-    conversation = Conversation(generator)
+def run_interactive(conversation: Conversation, prompt: str, params: SamplingParams) -> None:
+    """Write a text, or a chat, in turns with the user until they leave."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):  # missing on some platforms; input() works without it
             import readline  # noqa: F401  (gives input() a history and line editing)
-        log("Type the beginning of a text; /help lists the commands.")
+        log(conversation.greeting)
     interrupt = _InterruptHandler()
     if prompt:
-        print_text(prompt)
+        print_text(prompt if conversation.continues_text else "")
         _print_reply(conversation, prompt, params, interrupt)
     while (line := _read_line(is_terminal, interrupt)) is not None:
         try:
@@ -172,7 +170,7 @@ def _run_command(conversation: Conversation, words: list[str], params: SamplingP
     """Run a /command; returns the sampling parameters to use from now on."""
     name, *rest = words
     if name == "/help":
-        log(HELP)
+        log(f"{conversation.description}\n{HELP}")
     elif name == "/undo":
         log("removed" if conversation.undo() else "there is no turn to remove")
     elif name == "/reset":

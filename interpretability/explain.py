@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from thinker.interpretability.reports import ATTENTION_AXES, Panel, Prompt, Report
+from thinker.interpretability.attention_row import HeadScores, report_attention_row
+from thinker.interpretability.reports import Prompt, Report
 from thinker.model import Thinker
 from thinker.model.attention import LinearAttention
 from thinker.model.patterns import TokenInfo
@@ -31,43 +30,14 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     cap = model.config.attn_logit_softcap
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
     bias, visible = _bias_and_mask(model, prompt.tokens, layer, head, capped)
-    scores = capped + bias
-    sink = None if attention.sinks is None else attention.sinks[head].item()
-    row, mask, norms = weights[head, query], visible[query], v[kv_head].norm(dim=-1)  # (T,) each
-    logits = scores[query, mask].tolist() + ([] if sink is None else [sink])
-    largest = max(logits, default=0.0)
-    exponentials = (scores[query] - largest).exp()  # (T,)
-    total = exponentials[mask].sum().item()
-    sink_share = 0.0 if sink is None else math.exp(sink - largest)
-    output, actual = row @ v[kv_head], z[head, query]  # (D,) each
-    footer = f"Σ exp = {total + sink_share:.4f}{'' if sink is None else f', including {sink_share:.4f} of the sink'}; "
-    footer += f"the weighted sum of the values has norm {output.norm():.4f}, the head's output {actual.norm():.4f}"
-    steps = {"q·k": raw[query], f"÷ √{q.shape[-1]}": scaled[query]}
-    if cap is not None:
-        steps["capped"] = capped[query]
-    if model.config.positions == "alibi":
-        steps["bias"] = bias[query]
-    rows = []
-    for key, text in enumerate(prompt.labels):
-        softmax = ["yes", f"{exponentials[key]:.4f}", f"{row[key]:.4f}"] if mask[key] else ["no", "", "0"]
-        products = [f"{norms[key]:.4f}", f"{row[key] * norms[key]:.4f}"]
-        rows.append([str(key), text, *(f"{values[key]:.4f}" for values in steps.values()), *softmax, *products])
-    columns = ["key", "token", *steps, "visible", f"exp(· − {largest:.2f})", "weight", "|v|", "weight·|v|"]
     shared = f", which shares KV head {kv_head}" if len(q) > len(k) else ""
-    header = {"layer": layer, "head": f"{head}{shared}", "query": f"{query} {prompt.labels[query]}"}
-    data = {"layer": layer, "head": head, "query": query, "tokens": prompt.labels, "q": q[head, query].tolist()}
-    data |= {"scores": raw[query].tolist(), "scaled": scaled[query].tolist(), "capped": capped[query].tolist()}
-    data |= {"bias": bias[query].tolist(), "sink": sink, "visible": mask.tolist(), "weights": row.tolist()}
-    data |= {"values": v[kv_head].tolist(), "output": output.tolist(), "head_output": actual.tolist()}
-    labels, panels = prompt.numbered(), []
-    for title, values, signed in (
-        ("scores, scaled", scores, True),
-        ("scores after the mask", scores.masked_fill(~visible, torch.nan), True),
-        ("softmax: the weights", weights[head].masked_fill(~visible, torch.nan), False),
-        ("softmax without the mask", scores.softmax(dim=-1), False),
-    ):
-        panels.append(Panel(title, values, labels, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES))
-    return Report(header, columns, rows, data, panels, footer, panels_per_row=2)
+    found = HeadScores(
+        prompt.labels, q.shape[-1], raw, scaled, capped, bias, visible, weights[head], v[kv_head], z[head],
+        sink=None if attention.sinks is None else attention.sinks[head].item(),
+        has_cap=cap is not None, has_bias=model.config.positions == "alibi",
+    )  # fmt: skip
+    data = {"layer": layer, "head": head, "q": q[head, query].tolist()}
+    return report_attention_row(found, query, {"layer": layer, "head": f"{head}{shared}"}, data)
 
 
 def _bias_and_mask(model: Thinker, tokens: Tensor, layer: int, head: int, scores: Tensor) -> tuple[Tensor, Tensor]:

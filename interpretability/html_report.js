@@ -179,7 +179,7 @@ const MEASURES = {
 
 function startGrid() {
   const grid = $("grid"), { layers, heads } = facts, size = Math.max(30, Math.min(56, Math.floor(360 / heads)));
-  grid.style.gridTemplateColumns = `max-content repeat(${heads}, ${size}px)`;
+  grid.style.gridTemplateColumns = `max-content repeat(${heads}, minmax(22px, ${size}px))`; // narrower where the card is
   const role = (name, tag, properties, ...inside) => {
     const element = make(tag, properties, ...inside);
     element.setAttribute("role", name);

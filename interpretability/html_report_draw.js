@@ -140,8 +140,9 @@ class Heatmap {
       context.fillText(text, left - 5, top + (at + 0.5) * this.ch, left - 6);
     }, this.ch);
     this.axis(context, columns, named.columns, (at, text) => {
+      const half = named.columns ? 0 : context.measureText(text).width / 2; // a number must not leave the canvas
       context.save();
-      context.translate(left + (at + 0.5) * this.cw, top - 5);
+      context.translate(Math.min(left + (at + 0.5) * this.cw, left + this.width - half), top - 5);
       if (named.columns) context.rotate(-Math.PI / 2);
       context.textAlign = named.columns ? "left" : "center";
       context.fillText(text, 0, named.columns ? 0 : -4, named.columns ? top - 8 : 60);

@@ -31,7 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--read-data", action="store_true", help=read_help)
     group.add_argument("--path", metavar="FILE", help="for text, jsonl and parquet: a file, a folder or a glob")
     group.add_argument("--column", metavar="NAME", help="for jsonl and parquet (default text)")
-    group.add_argument("--max-tokens", type=int, metavar="N", help=f"read N tokens of --source (default {MAX_TOKENS})")
+    group.add_argument("--max-tokens", type=int, metavar="N", help=f"read a part (default {MAX_TOKENS} of --source)")
     group = parser.add_argument_group("evaluation")
     context = {"type": context_lengths, "metavar": "N,..."}
     group.add_argument("--context", **context, help="context lengths, such as 128,256 (default: as trained)")
@@ -65,8 +65,8 @@ def parse_arguments() -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
     if not 0 < arguments.confidence <= 0.9999:
         raise UserError(f"--confidence is {arguments.confidence}; it must lie between 0 and 0.9999, such as 0.95")
-    if arguments.max_tokens is not None and arguments.source is None:
-        raise UserError("--max-tokens goes with --source; the run's own validation data is read in full")
+    if arguments.long and arguments.max_tokens is not None and arguments.source is None:
+        raise UserError("--long reads --windows of the run's own validation data; --max-tokens goes with --source")
     if arguments.include is not None and not arguments.include.is_dir():
         raise UserError(f"--include {arguments.include} is not a folder")
     if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
@@ -153,10 +153,14 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     overlap = {"stride": arguments.stride, "prefix_len": model.config.prefix}
     windows = [PackedDataset(tokens, length, packing, **overlap) for length in lengths]
     byte_lengths, confidence = token_byte_lengths(tokenizer), arguments.confidence
-    losses = [text_loss(model, each, byte_lengths, confidence, trained) for each in windows]
+    max_tokens = arguments.max_tokens or MAX_TOKENS
+    is_part = tokens.n_tokens >= max_tokens and (arguments.source or arguments.max_tokens)
+    limits = [-(-max_tokens // each.stride) if is_part and arguments.source is None else 0 for each in windows]
+    losses = [text_loss(model, each, byte_lengths, confidence, trained, n) for each, n in zip(windows, limits)]
     if arguments.png:
         plot(losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
+    header["part"] = f"the first {losses[0].n_tokens:,} tokens (--max-tokens)" if is_part else None
     header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
     values = header | {"losses": [loss.to_dict() for loss in losses]}
     header |= {"confidence": f"{confidence:.4g}, of the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}

@@ -22,7 +22,8 @@ VIEWS = {"attribute": "attribution", "lens": "lens"}  # the explorer opens anoth
 def parse_arguments() -> argparse.Namespace:
     """The command line: one sub-parser per command, each with the flags that it reads."""
     shared = ArgumentParser(add_help=False)
-    shared.add_argument("model", metavar="MODEL", help="a run directory, a checkpoint, or a Hugging Face folder")
+    model_help = "a run directory, a checkpoint, or a Hugging Face folder; explain: or q, k and v in a JSON file"
+    shared.add_argument("model", metavar="MODEL", help=model_help)
     shared.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     shared.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the table, or in a file")
@@ -49,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     def add_command(name: str, summary: str, *parents: ArgumentParser) -> ArgumentParser:
         return commands.add_parser(name, help=summary, description=summary, parents=[shared, *parents])
 
-    explain = add_command("explain", "one attention row, number by number", prompt)
+    explain = add_command("explain", "one attention row, number by number", optional_prompt)
     attention_map = add_command("map", "what each token attends to in one head", prompt)
     for command in (explain, attention_map):
         command.add_argument("--layer", type=int, default=0, metavar="N", help="from 0 (default 0)")
@@ -89,6 +90,14 @@ def parse_groups(text: str) -> list[tuple[int, int]]:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Refuse flags that contradict each other and files that cannot be written, before long work begins."""
     command = arguments.command
+    if command == "explain" and (arguments.prompt is None) != is_vector_file(arguments):
+        raise UserError("explain reads a MODEL with a --prompt, or a JSON file with q, k and v without one")
+    if (
+        command == "explain"
+        and arguments.prompt is None
+        and (arguments.layer, arguments.head, arguments.checkpoint) != (0, 0, "latest")
+    ):
+        raise UserError(f"{arguments.model} is one head without a model; leave out --layer, --head and --checkpoint")
     if command == "heads":
         if arguments.importance is None and (arguments.text is not None or arguments.texts is not None):
             raise UserError("--text and --texts are read with --importance; leave them out")
@@ -113,6 +122,11 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             raise UserError(f"cannot write {os.path.relpath(file)}: its folder does not exist or is not writable")
     if len(set(files)) < len(files):
         raise UserError(f"{files[0].name} is named twice; each result needs a file of its own")
+
+
+def is_vector_file(arguments: argparse.Namespace) -> bool:
+    """Whether MODEL is a JSON file instead of a model."""
+    return arguments.model.endswith(".json") and not Path(arguments.model).is_dir()
 
 
 def check_index(flag: str, index: int, size: int, from_end: bool = False) -> int:
@@ -203,11 +217,13 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
     return report
 
 
-def main() -> int:
-    """Load the model, make the report, print and write it. Returns the exit status."""
-    arguments = parse_arguments()
-    from thinker.interop import load
-    from thinker.interop.load import find_model
+def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any, Any, Any]:
+    """Load the model, if any. Returns the report, what the HTML explorer opens with, model, tokenizer and prompt."""
+    if arguments.command == "explain" and is_vector_file(arguments):
+        from thinker.interpretability.attention_row import explain_vectors
+
+        return explain_vectors(Path(arguments.model), arguments.position), {}, None, None, None
+    from thinker.interop.load import find_model, load
     from thinker.interpretability.reports import Prompt
     from thinker.runtime.device import choose_device, configure_backend
 
@@ -219,9 +235,14 @@ def main() -> int:
         raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a text")
     prompt = None if arguments.prompt is None else Prompt.from_text(model, tokenizer, arguments.prompt)
     if arguments.command in ("heads", "compare", "prune"):
-        report, start = report_on_heads(arguments, folder, model, tokenizer, prompt), {}
-    else:
-        report, start = report_on_prompt(arguments, model, tokenizer, prompt)
+        return report_on_heads(arguments, folder, model, tokenizer, prompt), {}, model, tokenizer, prompt
+    return *report_on_prompt(arguments, model, tokenizer, prompt), model, tokenizer, prompt
+
+
+def main() -> int:
+    """Load the model, make the report, print and write it. Returns the exit status."""
+    arguments = parse_arguments()
+    report, start, model, tokenizer, prompt = make_report(arguments)
     try:
         text = json.dumps(report.data, allow_nan=False)
     except ValueError as error:

@@ -16,8 +16,9 @@ def main() -> int:
     parser.add_argument("--no-steps", action="store_true", help="predict only: make no steps, measure no time")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
     arguments = parser.parse_args()
+    from thinker.training.advice import format_plan
     from thinker.training.config import load_config
-    from thinker.training.plan import format_plan, make_plan
+    from thinker.training.plan import make_plan
 
     plan = make_plan(load_config(arguments.config, arguments.overrides), measure=not arguments.no_steps)
     print(json.dumps(plan) if arguments.json else format_plan(plan))

@@ -24,7 +24,10 @@ NEW_ROOMS = {
     "data/jsonl.py",
     "data/llmc_tokens.py",
     "data/text_growth.py",
+    "generation/chat_conversation.py",
+    "interpretability/attention_row.py",
     "runtime/reading.py",
+    "training/advice.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).with_suffix("").parts[0] in LEVEL]

@@ -55,3 +55,10 @@ def test_an_unknown_name_is_an_import_error():
 def test_importing_the_package_imports_no_torch():
     code = "import sys, thinker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_installing_says_what_it_waits_for():
+    """pip shows its progress, after a line on how long it may take."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "--quiet" not in makefile
+    assert len(re.findall(r'@echo "installing .* a minute or more.*"\n\t\$\(PIP\)', makefile)) == 2

@@ -33,10 +33,13 @@ class Config(sections.ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _fill_dependent_defaults(cls, tree: Any) -> Any:
-        """The two defaults that depend on run.init_from."""
-        run, data, optimizer = (tree.get(name, {}) for name in ("run", "data", "optimizer"))
-        if not all(isinstance(section, dict) for section in (run, data, optimizer)):
+        """The defaults that depend on other keys."""
+        run, model, data, optimizer = (tree.get(name, {}) for name in ("run", "model", "data", "optimizer"))
+        if not all(isinstance(section, dict) for section in (run, model, data, optimizer)):
             return tree  # validation reports it
+        max_seq_len = model.get("max_seq_len")
+        if isinstance(max_seq_len, int) and 2 <= max_seq_len < sections.DEFAULT_SEQ_LEN:
+            data = {"seq_len": max_seq_len, **data}
         if run.get("init_from") is not None:
             optimizer = {"name": "adamw", **optimizer}
         elif data.get("tokenizer") is None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+DEFAULT_SEQ_LEN = 256
 Positive = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0, le=1e38)]  # what fp32 can hold
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -111,8 +112,8 @@ class DataConfig(ConfigSection):
     """Stream a hub dataset instead of downloading it first. null: true."""
     tokenizer: str | None = None
     """Tokenizer specification or path. null: bpe:4096, or the tokenizer of run.init_from."""
-    seq_len: Annotated[int, Field(ge=2)] = 256
-    """Tokens per sequence."""
+    seq_len: Annotated[int, Field(ge=2)] = DEFAULT_SEQ_LEN
+    """Tokens per sequence. Where it is left out, a shorter model.max_seq_len or context of run.init_from counts."""
     packing: Literal["contiguous", "documents"] = "contiguous"
     """contiguous: cut the token stream every seq_len tokens. documents: pack whole documents, pad the rest."""
     assistant_only_loss: bool = False

@@ -41,15 +41,19 @@ def load_initial_model(
     if source is None:
         return config, None, tokenizer
     model_config = _with_changes(config, previous.model if model is None else model.config)
-    if config.data.seq_len > model_config.max_seq_len:
+    seq_len = config.data.seq_len
+    if "seq_len" not in config.data.model_fields_set:
+        seq_len = min(seq_len, model_config.max_seq_len)
+    if seq_len > model_config.max_seq_len:
         raise UserError(
-            f"data.seq_len ({config.data.seq_len}) is longer than the context of the model in run.init_from "
+            f"data.seq_len ({seq_len}) is longer than the context of the model in run.init_from "
             f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len, perhaps with model.rope_scaling"
         )
     if (config.train.lora_rank or 0) > model_config.d_model:
         raise UserError(f"train.lora_rank ({config.train.lora_rank}) exceeds model.d_model ({model_config.d_model})")
     tree = config.model_dump()
     tree["model"] = model_config.to_dict()
+    tree["data"]["seq_len"] = seq_len
     tree["data"]["tokenizer"] = spec or (str(source) if previous is None else previous.data.tokenizer)
     if model is not None and model_config != model.config:
         weights = model.state_dict()

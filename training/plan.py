@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from thinker.data.batches import PackedDataset
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
+from thinker.training.advice import recommendation
 from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
-from thinker.training.memory_estimate import estimate_memory, free_memory
+from thinker.training.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.resolve_settings import resolve_precision, resolve_settings
 from thinker.training.step import TrainingStep, build_model
@@ -35,12 +37,15 @@ def time_steps(settings: Settings, device: torch.device, repeats: int = 3) -> tu
 
 
 def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
-    """The bytes, FLOPs, tokens and seconds of a config on this machine; the corpus is read only for its vocabulary."""
-    device = choose_device(config.train.device)
+    """The bytes, FLOPs, tokens, epochs and seconds of a config on this machine, and what to change about it.
+
+    With model.vocab_size the corpus, which may be large, is not read, and the epochs are unknown.
+    """
+    reads_corpus, device = config.model.vocab_size is None, choose_device(config.train.device)
     precision = resolve_precision(config, device)
     config, _, tokenizer = load_initial_model(config)
-    vocab_size = config.model.vocab_size or prepare_training_data(config, tokenizer).tokenizer.vocab_size
-    model_config = config.thinker_config(vocab_size)
+    corpus = prepare_training_data(config, tokenizer) if reads_corpus else None
+    model_config = config.thinker_config(config.model.vocab_size if corpus is None else corpus.tokenizer.vocab_size)
     configure_backend(device)
     settings = resolve_settings(config, model_config, device, precision)
     train = settings.train
@@ -60,6 +65,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         "embedding_parameters": model.embedding.weight.numel(),
         **{f"{name}_bytes": value for name, value in asdict(memory).items()},
         "free_bytes": free_memory(device),
+        "usable_bytes": int(usable_fraction(device) * free_memory(device)),
         "cache_bytes": cache.nbytes,
         "flops_per_token": flops,
         "tokens_per_step": step_tokens,
@@ -77,34 +83,9 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         limits.append(1 + max(0, int((60 * train.max_minutes - first) / seconds)))
     if limits:
         plan |= {"steps": min(limits), "tokens": min(limits) * step_tokens}
+        if corpus is not None:
+            sequences = PackedDataset(corpus.train, config.data.seq_len, config.data.packing)
+            plan["epochs"] = min(limits) * train.batch_size / len(sequences)
         if measure:
             plan["seconds"] = first + (min(limits) - 1) * seconds
-    return plan
-
-
-def format_plan(plan: dict[str, Any]) -> str:
-    """A plan as a table for people."""
-    gb = {name.removesuffix("_bytes"): f"{n / 1e9:.3g} GB" for name, n in plan.items() if name.endswith("_bytes")}
-    blocks = plan["parameters"] - plan["embedding_parameters"]
-    peak = f"{gb['peak']} of tensors, {gb['free']} free"
-    if "measured_peak_bytes" in plan:
-        peak += f", {gb['measured_peak']} measured in four steps, with what the allocator reserves"
-    rows = [
-        ("parameters", f"{plan['parameters']:,}, {blocks:,} outside the embedding"),
-        ("device", f"{plan['device']}, {plan['precision']}, {'compiled' if plan['compile'] else 'not compiled'}"),
-        ("sequences at once", f"{plan['micro_batch_size']}"),
-        *((name, gb[name]) for name in ("weights", "gradients", "optimizer", "activations")),
-        ("peak memory", peak),
-        ("cache", f"{gb['cache']} for a sequence of full length, when sampling"),
-        ("compute", f"{plan['flops_per_token'] / 1e9:.3g} GFLOP per token"),
-    ]
-    if "step_s" in plan:
-        mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
-        rows.append(("speed", f"{plan['step_s']:.3g} s per step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
-    if "tokens" in plan:
-        share = f"{plan['tokens'] / plan['optimal_tokens']:.2g} of the compute-optimal {plan['optimal_tokens']:,}"
-        rows.append(("tokens", f"{plan['tokens']:,} in {plan['steps']:,} steps: {share} (20 per parameter)"))
-    if "seconds" in plan:
-        minutes = plan["seconds"] / 60
-        rows.append(("time", f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"))
-    return "\n".join(f"{name:<18} {text}" for name, text in rows)
+    return plan | {"recommendation": recommendation(plan)}

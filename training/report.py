@@ -6,11 +6,12 @@ from typing import Any
 
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+from thinker.training.advice import after_training, describe_result, sampling_hint
 from thinker.training.resume import RunState
 
 
-def print_summary(run: RunDirectory, state: RunState, prefix_len: int = 0, is_chat: bool = False) -> None:
-    """Print the result and plot the loss curve. A prompt needs `prefix_len` tokens, or is a message if `is_chat`."""
+def print_summary(run: RunDirectory, state: RunState, epochs: float, is_chat: bool = False) -> None:
+    """Print the result, plot the loss curve, and advise. With `is_chat` a prompt is a message."""
     if not run.writes:
         return
     lines = list(run.read_metrics())
@@ -20,21 +21,8 @@ def print_summary(run: RunDirectory, state: RunState, prefix_len: int = 0, is_ch
         return
     plot = run.path / "loss.png"
     plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
-    print(f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of training")
-    print(f"validation loss {val['val_loss']:.4f} nats per token, {val['val_bits_per_byte']:.4f} bits per byte")
-    if state.skipped:
-        print(f"{state.skipped} steps were skipped: their loss or gradient was not finite (nonfinite-step-*.json)")
-    if floor := val.get("entropy_floor"):
-        above = val["val_loss"] / floor - 1
-        print(f"entropy of the corpus {floor:.4f} nats per token: the model is {above:.1%} above the best possible")
-    print(f"loss curve {plot}")
-    command = "thinker-generate"
-    if Path(sys.argv[0]).name == "train.py":  # in a checkout
-        python = Path(sys.executable)
-        command = f"{python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python} generate.py"
-    prompt = f' --prompt "at least {prefix_len} tokens of text"' if prefix_len else ""  # the BOS token is one
-    prompt = ' --chat --prompt "your message"' if is_chat else prompt
-    print(f"sample from it: {command} {run.path}{prompt}")
+    messages = [*describe_result(val, state), f"loss curve {plot}", sampling_hint(run.path, state, is_chat)]
+    print("\n".join(messages + after_training(lines, state, epochs)))
 
 
 def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:

@@ -1,5 +1,7 @@
 """From a config to a finished run: open the run, resolve settings, prepare data, build the model, restore, fit."""
 
+import sys
+
 import torch
 
 from thinker.checkpoint import CheckpointManager
@@ -13,6 +15,7 @@ from thinker.generation.sequence import check_prompt_length
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
+from thinker.training.advice import before_training
 from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
 from thinker.training.metrics import MemoryMeter
@@ -86,6 +89,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist, saved)
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))
+        print("\n".join(before_training(settings, corpus, len(batches.loader.dataset))), file=sys.stderr)
     if dist.is_main:
         corpus.tokenizer.save(run.path)
     return trainer
@@ -105,4 +109,4 @@ def build_batches(
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)
     byte_lengths = token_byte_lengths(corpus.tokenizer)
-    return batches, Evaluator(val_set, train.micro_batch_size, byte_lengths, train.eval_sequences, dist)
+    return batches, Evaluator(val_set, train.micro_batch_size, byte_lengths, train.eval_sequences, dist, progress=True)

@@ -90,7 +90,7 @@ class Trainer:
                 saved = f"saved step {self.state.step} in {self.run.path}"
                 print(f"{saved}; the same command resumes from there", file=sys.stderr)
                 return 128 + self.stopping  # as shells report a signal: 129, 130, 143
-            print_summary(self.run, self.state, self.settings.model.prefix, self.corpus.train.has_conversations)
+            print_summary(self.run, self.state, self.epochs, self.corpus.train.has_conversations)
         return 0
 
     def fit(self) -> None:
@@ -104,8 +104,10 @@ class Trainer:
                 if self.is_due(train.eval_every):
                     self.evaluate()
                 if self.is_due(train.save_every):
+                    self.bar.set_postfix_str(f"step {self.state.step}, saving")
                     self.save()
                 if train.sample_every and self.state.step % train.sample_every == 0:
+                    self.bar.set_postfix_str(f"step {self.state.step}, sampling")
                     self.bar.write(f"step {self.state.step}: {self.sample()}", file=sys.stderr)
             if not self.stopping:
                 self.evaluate()
@@ -212,8 +214,8 @@ class Trainer:
             line["skipped_steps"] = state.skipped
         self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds))
         val = f", validation {self.last_evaluation.loss:.3f}" if self.last_evaluation else ""
-        text = f"step {state.step}, loss {line['train_loss']:.3f}{val}, {tokens / seconds:,.0f} tokens/s"
-        self.bar.set_postfix_str(text, refresh=False)
+        text = f"step {state.step}, epoch {self.epochs:.2f}, loss {line['train_loss']:.3f}{val}"
+        self.bar.set_postfix_str(f"{text}, {tokens / seconds:,.0f} tokens/s", refresh=False)
 
     def is_due(self, every: int | None) -> bool:
         """Whether something that happens every `every` steps is due now. At the end of the run fit() does it anyway."""
@@ -225,6 +227,11 @@ class Trainer:
         steps = self.state.step / train.max_steps if train.max_steps else 0.0
         minutes = self.state.elapsed_s / 60 / train.max_minutes if train.max_minutes else 0.0
         return min(1.0, max(steps, minutes))
+
+    @property
+    def epochs(self) -> float:
+        """How often the training split has been read."""
+        return self.state.step * self.settings.train.batch_size / len(self.loader.dataset)
 
     def speed(self, tokens_per_second: float) -> dict[str, float]:
         """Metrics of speed and memory."""

@@ -115,6 +115,23 @@ def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys
         command(folder, "--device", "cpu")
 
 
+def test_a_part_of_the_validation_data(command, tiny_run, capsys):
+    """--max-tokens reads the first windows, and says so; the whole set and the whole text say nothing of a part."""
+    assert command(tiny_run, "--device", "cpu", "--json") == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert command(tiny_run, "--device", "cpu", "--json", "--max-tokens", 320) == 0
+    part = json.loads(capsys.readouterr().out)
+    assert whole["part"] is None
+    (loss,), (full,) = part["losses"], whole["losses"]
+    assert loss["n_windows"] == 10 < full["n_windows"]
+    assert loss["n_tokens"] <= 320
+    assert part["part"] == f"the first {loss['n_tokens']:,} tokens (--max-tokens)"
+    assert loss["nats_per_token"]["mean"] == pytest.approx(full["nats_per_token"]["mean"], rel=0.3)
+    assert command(tiny_run, "--device", "cpu", "--source", "text", "--path", ROOT / "README.md",
+                   "--max-tokens", 320) == 0  # fmt: skip
+    assert "part  the first 321 tokens (--max-tokens)" in capsys.readouterr().out
+
+
 def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
     """PackedDataset that overlap; a text that the model finds very odd; no floor where there is none."""
     odd = tmp_path / "odd.txt"
@@ -131,7 +148,7 @@ def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
     assert [row.split()[0] for row in rows] == ["16", "32"]
     assert command(tiny_run, "--source", "tales", "--max-tokens", 3000, "--context", 600, "--device", "cpu") == 0
     output = capsys.readouterr().out
-    assert "over the floor" in output
+    assert "against the floor" in output
     assert "the minimum" in output
 
 
@@ -166,7 +183,7 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--context", "64,x"], "--context 64,x is not a list"),
         (["--context", "1"], "not a list of lengths"),
         (["--confidence", "0.9999999999999999"], "0.9999"),
-        (["--max-tokens", "9"], "--max-tokens goes with --source"),
+        (["--long", "--max-tokens", "9"], "--max-tokens goes with --source"),
         (["--context", "16,32", "--stride", "17", "--device", "cpu"], "between 1 and the context length, 16"),
         (["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"], "needs contiguous windows"),
         (["--context", "9999999", "--device", "cpu"], "a --context of 9999999 is longer than the text"),

@@ -92,6 +92,11 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     answer = run_script(GENERATE, run, *options, "--prompt", "7?")
     assert answer.returncode == 0, answer.stderr
     assert "Assistant" not in answer.stdout
+    turns = run_script(GENERATE, run, *options, "--interactive", input="7?\n\n/show\n")
+    assert turns.returncode == 0, turns.stderr
+    assert turns.stderr.splitlines()[1:] == ["error: a message needs text"]
+    assert turns.stdout.startswith(answer.stdout)
+    assert turns.stdout.endswith(f"user: 7?\n\nassistant: {answer.stdout}")
     for path, prompt, message in [(run, " ", "--chat needs a message"), (tiny_run, "7?", "has no chat template")]:
         refused = run_script(GENERATE, path, *options, "--prompt", prompt)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

@@ -68,6 +68,20 @@ def test_a_row_number_by_number(command, tiny_run, loaded):
     assert "<|bos|>" in rows[1]
 
 
+def test_vectors_in_a_file(command, tmp_path):
+    path = tmp_path / "vectors.json"
+    path.write_text(json.dumps({"q": [[1, 0], [0, 1]], "k": [[1, 0], [0, 1]], "v": [[3, 4], [0, 1]]}))
+    shown = command("explain", path, "--png", tmp_path / "v.png", "--html", tmp_path / "v.html")
+    assert [row.split()[0] for row in shown.split("\n\n")[1].splitlines()] == ["key", "0", "1"]
+    assert (tmp_path / "v.png").read_bytes().startswith(b"\x89PNG")
+    assert "<table>" in (tmp_path / "v.html").read_text()
+    assert json.loads(command("explain", path, "--query", 0, "--json"))["output"] == [3, 4]
+    for given, message in ((["--prompt", "ab"], "explain reads a MODEL with a --prompt, or a JSON file"),
+                           (["--layer", 1], "is one head without a model; leave out --layer")):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            command("explain", path, *given)
+
+
 def test_maps_and_flows(command, tiny_run, loaded, tmp_path):
     model, tokenizer = loaded
     tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(PROMPT)]])
@@ -351,6 +365,7 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
         (["map", "--prompt", "ab", "--layer", "2"], "--layer is 2; there are 2"),
         (["map", "--prompt", "ab", "--head", "-1"], "--head is -1"),
         (["explain", "--prompt", "ab", "--query", "99"], "--query is 99"),
+        (["explain"], "explain reads a MODEL with a --prompt"),
         (["map", "--prompt", ""], "the prompt has 1 token.s. including BOS; there must be 2 to"),
         (["map", "--prompt", "x" * 999], "the prompt has"),
         (["attribute", "--prompt", "ab", "--target", "xyzw,xyzw"], "tokens of this model, .*; one is wanted"),

@@ -404,9 +404,12 @@ def test_bf16_follows_fp32(train_args, tmp_path):
 
 
 def test_samples_appear_while_training(train_args, tmp_path):
-    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", "train.sample_prompt=Line")
+    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}", "train.sample_every=3", "train.sample_prompt=Line",
+                      "train.save_every=3")  # fmt: skip
     assert "step 3: Line" in done.stderr
     assert "step 6: Line" in done.stderr
+    assert "step 3, saving" in done.stderr  # the bar says why it stands still
+    assert "step 3, sampling" in done.stderr
 
 
 # ------------------------------------------------------------------ mistakes: one line, status 2, nothing written
@@ -433,7 +436,7 @@ TEXT = ["data.source=text", "data.max_documents=null"]
         ("model.n_layer=3", "did you mean model.n_layers?"),
         ("train.max_steps=many", "train.max_steps is 'many'"),
         ("model.n_kv_heads=3", "possible: 1, 2, 4"),
-        ("model.max_seq_len=64", "is longer than model.max_seq_len (64)"),
+        ("model.max_seq_len=1", "is longer than model.max_seq_len (1)"),
         ("data.source=tails", "tales"),
         ("data.tokenizer=bep:4096", "bpe"),
         ("data.path=x.txt", "data.path"),

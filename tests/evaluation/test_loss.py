@@ -8,6 +8,7 @@ import torch
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.data.tokenizer import token_byte_lengths
+from thinker.evaluation import loss
 from thinker.evaluation.loss import Evaluator
 from thinker.model import Thinker, ThinkerConfig
 
@@ -109,3 +110,15 @@ def test_the_bidirectional_prefix_is_not_counted_and_has_no_floor(corpus, model)
     found = evaluator(model)
     plain = Evaluator(PackedDataset(corpus.val, 500, "documents"), 3, lengths, limit)(model)
     assert found.n_tokens == plain.n_tokens - limit * 19  # the last of 20 predicts the first that is not given
+
+
+def test_progress_is_shown_where_an_evaluation_takes_long(corpus, model, monkeypatch, capsys):
+    windows, lengths = PackedDataset(corpus.val, 500, "documents"), token_byte_lengths(corpus.tokenizer)
+    monkeypatch.setattr(loss, "PROGRESS_DELAY", 1e9)
+    quick = Evaluator(windows, 3, lengths, progress=True)(model)
+    assert "evaluating" not in capsys.readouterr().err
+    monkeypatch.setattr(loss, "PROGRESS_DELAY", 0)
+    assert Evaluator(windows, 3, lengths, progress=True)(model) == quick
+    assert "evaluating:   0%|" in capsys.readouterr().err
+    Evaluator(windows, 3, lengths)(model)
+    assert capsys.readouterr().err == ""

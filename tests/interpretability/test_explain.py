@@ -1,8 +1,11 @@
 """One row, number by number: from scores to weights by hand, whatever there is between them."""
 
+import json
+
 import pytest
 import torch
 
+from thinker.interpretability.attention_row import explain_vectors
 from thinker.interpretability.explain import explain
 from thinker.interpretability.reports import Prompt
 from thinker.runtime.errors import UserError
@@ -47,6 +50,73 @@ def test_what_is_seen_is_the_mask_and_not_what_is_left_of_a_weight(random_model)
     sizes = [float(row[-2]) for row in report.rows]
     shares = [float(row[-3]) for row in report.rows]
     assert [float(row[-1]) for row in report.rows] == pytest.approx([a * b for a, b in zip(sizes, shares)], abs=2e-3)
+
+
+def test_the_picture_begins_with_the_raw_scores_beside_the_scaled_ones(random_model):
+    model = random_model()
+    prompt = Prompt(torch.arange(9) * 5 % 61, [str(i) for i in range(9)])
+    report = explain(model, prompt, 1, 2, 4)
+    raw, scaled, masked, weights, _, added = report.panels
+    assert report.panels_per_row == 2
+    assert (raw.title, scaled.title) == ("raw scores: QKᵀ", f"scores: QKᵀ ÷ √{model.config.head_dim}")
+    with torch.no_grad(), model.record("blocks.1.attention.q", "blocks.1.attention.k") as cache:
+        model(prompt.tokens[None])
+    q, k = (cache[f"blocks.1.attention.{name}"][0, head].double() for name, head in (("q", 2), ("k", 1)))
+    torch.testing.assert_close(raw.values, q @ k.T)
+    torch.testing.assert_close(scaled.values, raw.values * model.config.head_dim**-0.5)
+    assert masked.values.isnan().equal(torch.ones(9, 9).triu(1).bool())
+    sizes = torch.tensor(report.data["values"]).norm(dim=-1)
+    torch.testing.assert_close(added.values, weights.values * sizes, equal_nan=True)
+
+
+VECTORS = {"q": [[1, 0], [0, 2], [1, 1]], "k": [[1, 0], [0, 1], [2, 0]], "v": [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}
+
+
+def test_vectors_in_a_file_need_no_model(tmp_path):
+    path = tmp_path / "vectors.json"
+    path.write_text(json.dumps(VECTORS | {"tokens": ["a", "b", "c"]}))
+    q, k = (torch.tensor(VECTORS[name]).double() for name in "qk")
+    for query in (-1, 1):
+        report = explain_vectors(path, query)
+        position = query % 3
+        scores = (q @ k.T)[position]
+        assert report.data["scores"] == scores.tolist()
+        weights = (scores[: position + 1] / 2**0.5).softmax(0).tolist()
+        assert report.data["weights"] == pytest.approx([*weights, *[0] * (2 - position)])
+        assert report.data["output"] == pytest.approx(report.data["weights"])  # the values are unit vectors
+        assert report.header["query"] == f"{position} {'abc'[position]}"
+    path.write_text(json.dumps(VECTORS | {"q": [[1, 1]], "causal": False}))  # the query of the last position
+    report = explain_vectors(path, 0)
+    assert report.data["weights"] == pytest.approx((torch.tensor([1, 1, 2]) / 2**0.5).softmax(0).tolist())
+    assert [panel.rows for panel in report.panels] == [["2 "]] * 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": None}, "q must be a list of vectors"),
+        ({"k": [[1, 0], [1]]}, "k must have at most 2048 vectors, all of the same length"),
+        ({"k": [[1, 0], [1, float("nan")], [1, 1]]}, "k must be a list of vectors of finite numbers"),
+        ({"v": [["a"]] * 3}, "v holds something other than numbers"),
+        ({"v": [[[1]]] * 3}, "v must be a list of vectors of finite numbers"),
+        ({"q": [[10**400, 0]]}, "q holds something other than numbers"),
+        ({"q": [[1e200, 0]], "k": [[1e200, 0]] * 3}, "too large to be computed"),
+        ({"q": [[1, 0]] * 4}, r"the shapes are q \(4, 2\), k \(3, 2\), v \(3, 3\)"),
+        ({"tokens": ["a"]}, "tokens must be a list of 3 texts"),
+        ({"causal": 1}, "causal is 1; it must be true or false"),
+        ({"mask": []}, "has the key 'mask'; it may have"),
+    ],
+)
+def test_mistakes_in_a_file_of_vectors(tmp_path, change, message):
+    (tmp_path / "v.json").write_text(json.dumps(VECTORS | change))
+    with pytest.raises(UserError, match=message):
+        explain_vectors(tmp_path / "v.json", -1)
+
+
+def test_queries_that_a_file_does_not_have(tmp_path):
+    (tmp_path / "v.json").write_text(json.dumps(VECTORS))
+    with pytest.raises(UserError, match="--query is 3; .*v.json has 3 queries"):
+        explain_vectors(tmp_path / "v.json", 3)
 
 
 def test_sums_have_no_scores(random_model):

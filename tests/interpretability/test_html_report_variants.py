@@ -239,6 +239,25 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
     assert tokens(both).count() == shown.T
 
 
+def test_no_head_and_no_number_is_cut_off(tmp_path, visit):
+    """On the width of a laptop and of a phone; the last number above a column lies inside its canvas."""
+    wide = Shown(tmp_path, "abcdefghij" * 6, n_layers=2, n_heads=6, d_model=48, max_seq_len=64)
+    for width, heads in ((1280, 6), (400, 6), (900, 6)):
+        tab = visit(wide.path, width=width)
+        box = tab.locator("#grid-box").bounding_box()
+        for head in range(heads):
+            place = tab.locator("[role=gridcell]").nth(head).bounding_box()
+            assert box["x"] <= place["x"], (width, head)
+            assert place["x"] + place["width"] <= box["x"] + box["width"], (width, head)
+        inks = """() => {
+            const canvas = document.querySelector("#map canvas"), height = Math.floor(17 * devicePixelRatio);
+            const strip = canvas.getContext("2d").getImageData(canvas.width - 40, 0, 40, height).data;
+            const inked = (x) => [...Array(height).keys()].some((y) => strip[4 * (40 * y + x) + 3]);
+            return [inked(39), [...Array(39).keys()].some(inked)];
+        }"""
+        assert tab.evaluate(inks) == [False, True], width
+
+
 def test_a_narrow_screen_does_not_scroll_sideways(tmp_path, shown, visit):
     report = prompt_reports.report_attention_map(shown.model, shown.prompt, 0, 0)
     html_report.write_html_report(tmp_path / "p.html", "a model with a long name " * 4, report, shown.explorer)

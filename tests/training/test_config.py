@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
         ("optimizer.lr=.nan", "optimizer.lr is nan"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
         ("model.n_kv_heads=3", "possible: 1, 2, 4"),
-        ("model.max_seq_len=8", r"data.seq_len \(256\) is longer than model.max_seq_len \(8\)"),
+        ("model.max_seq_len=1", r"data.seq_len \(256\) is longer than model.max_seq_len \(1\)"),
         ("data.val_fraction=1.5", "data.val_fraction is 1.5"),
         ("tracking.wandb=on", "YAML reads on, off.*must be disabled or offline or online"),
         ("tracking.wandb=maybe", "'disabled', 'offline' or 'online'"),
@@ -98,6 +99,14 @@ def test_wrong_values_and_keys(tmp_path, override, message):
     with pytest.raises(UserError, match=message) as error:
         load_config(path, [override])
     assert "\n" not in str(error.value)
+
+
+def test_the_default_sequence_length_follows_a_shorter_context():
+    for max_seq_len, given, seq_len in ((8, {}, 8), (512, {}, 256), (None, {}, 256), (512, {"seq_len": 300}, 300)):
+        tree = {"train": {"max_steps": 1}, "model": {"max_seq_len": max_seq_len}, "data": given}
+        assert validate_config(tree).data.seq_len == seq_len
+    with pytest.raises(UserError, match=r"data.seq_len \(64\) is longer than model.max_seq_len \(8\)"):
+        validate_config({"train": {"max_steps": 1}, "model": {"max_seq_len": 8}, "data": {"seq_len": 64}})
 
 
 def test_keys_that_another_key_disables_are_refused():
@@ -155,6 +164,22 @@ def test_every_key_has_a_description():
     for name, section in Config.model_fields.items():
         for key, field in section.annotation.model_fields.items():
             assert field.description, f"{name}.{key}"
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_the_documentation_names_keys_configs_and_pages_that_exist(path):
+    """Keys with a value, those in the tables for people who come from nanoGPT, configs, and pages that are linked."""
+    text = path.read_text(encoding="utf-8")
+    end = r"\b" if path.name == "coming-from-nanogpt.md" else "="
+    for section, key in re.findall(rf"(?<![\w./-])({'|'.join(Config.model_fields)})\.([a-z_]+){end}", text):
+        is_file = f"{section}.{key}" in ("train.py", "data.py")
+        assert is_file or key in Config.model_fields[section].annotation.model_fields, f"{section}.{key}"
+    for config in re.findall(r"(?<![\w/])configs/\w[\w-]*\.yaml", text):
+        assert (ROOT / config).is_file(), config
+    for link in re.findall(r"\]\(([\w./-]+\.\w+)", text):
+        assert (path.parent / link).is_file(), link
 
 
 @pytest.mark.parametrize("path", [*CONFIGS, *sorted((ROOT / "benchmarks" / "configs").glob("*.yaml"))], ids=str)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from thinker.interop.huggingface import save_pretrained
 from thinker.interop.peft_adapter import load_adapter, save_adapter
 from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config import load_config, validate_config
+from thinker.training.initial_model import load_initial_model
 from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep
 
 transformers = pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEMPLATE = (
@@ -266,6 +269,22 @@ def test_configs_that_contradict_the_initial_model_are_refused(make_trainer, tmp
     with pytest.raises(UserError, match=message):
         make_trainer(*overrides)
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_the_context_is_the_initial_models_where_it_is_not_set(make_trainer, tmp_path, conversations, base):
+    """configs/finetune.yaml, as its header says, on a model whose context is shorter than the default; and again."""
+    for steps in (1, 2):
+        config = load_config(ROOT / "configs" / "finetune.yaml", [
+            f"run.init_from={base}", f"data.path={conversations}", f"run.dir={tmp_path / 'run'}",
+            f"data.cache_dir={tmp_path}", f"train.max_steps={steps}", "train.precision=fp32", "train.device=cpu",
+        ])  # fmt: skip
+        trainer = build_trainer(config)
+        assert trainer.settings.data.seq_len == trainer.settings.model.max_seq_len == 64
+        assert trainer.train() == 0
+    assert trainer.state.step == 2
+    longer = load_initial_model(validate_config({"run": {"init_from": str(base)}, "model": {"max_seq_len": 512},
+                                                 "train": {"max_steps": 1}}))[0]  # fmt: skip
+    assert longer.data.seq_len == 256
 
 
 def test_context_length_and_dropout_may_change(make_trainer):

@@ -112,6 +112,7 @@ def test_plan_command(run_script, tmp_path):
     for word in ("parameters", "weights", "gradients", "optimizer", "activations", "GFLOP per token", "s per step",
                  "of the compute-optimal", "time  "):  # fmt: skip
         assert word in done.stdout, done.stdout
+    assert done.stdout.splitlines()[-1].startswith("recommendation     it fits")
     assert list(tmp_path.iterdir()) == []
     done = run_script(*arguments, "--no-steps", "--json", cwd=tmp_path)
     plan = json.loads(done.stdout)
@@ -134,4 +135,13 @@ def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     peak = max(line["peak_memory_bytes"] for line in lines if "train_loss" in line)
+    config = ["data.source=text", f"data.path={tmp_path / 'my.txt'}"]
+    (tmp_path / "my.txt").write_text("a few words of mine\n" * 200)
+    done = run_script(ROOT / "scripts" / "plan.py", ROOT / "configs" / "chars.yaml", *config,
+                      "model.d_model=48", "train.max_minutes=null", "train.batch_size=1", f"data.cache_dir={tmp_path}",
+                      "--no-steps", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    own = json.loads(done.stdout)
+    assert own["epochs"] == own["steps"] / 15  # 95 % of 4,000 characters in sequences of 256
+    assert "times, and what is read often is learnt by heart" in own["recommendation"][1]
     assert plan["measured_peak_bytes"] == pytest.approx(peak, rel=0.25)  # of a process, whose malloc is not exact

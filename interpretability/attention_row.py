@@ -1,0 +1,136 @@
+"""One attention row as a report, number by number: of a model's head, or of vectors in a file, without a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinker.interpretability.reports import ATTENTION_AXES, Panel, Report
+from thinker.runtime.errors import UserError
+from thinker.runtime.files import read_json
+
+MAX_KEYS = 2048  # in a file: the pictures are of all pairs
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """What one head computes for T queries, the last ones of S positions, and S keys; (T, S) each unless noted."""
+
+    labels: list[str]  # of the S positions
+    head_dim: int
+    raw: Tensor  # QKᵀ
+    scaled: Tensor  # ÷ √D
+    capped: Tensor  # the same without a cap
+    bias: Tensor  # 0 where masked
+    visible: Tensor  # bool
+    weights: Tensor
+    values: Tensor  # (S, D)
+    output: Tensor  # (T, D), what the head made of it
+    sink: float | None = None  # a score that takes weight from all keys
+    has_cap: bool = False
+    has_bias: bool = False
+
+
+def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], data: dict[str, Any]) -> Report:
+    """Every number of one row (Vaswani et al. 2017, eq. 1), and the matrices that it is a row of."""
+    position = len(head.labels) - len(head.raw) + query
+    scores = head.capped + head.bias
+    row, mask, norms = head.weights[query], head.visible[query], head.values.norm(dim=-1)  # (S,) each
+    logits = scores[query, mask].tolist() + ([] if head.sink is None else [head.sink])
+    largest = max(logits, default=0.0)
+    exponentials = (scores[query] - largest).exp()  # (S,)
+    total = exponentials[mask].sum().item()
+    sink_share = 0.0 if head.sink is None else math.exp(head.sink - largest)
+    output, actual = row @ head.values, head.output[query]  # (D,) each
+    footer = f"Σ exp = {total + sink_share:.4f}"
+    footer += "; " if head.sink is None else f", including {sink_share:.4f} of the sink; "
+    footer += f"the weighted sum of the values has norm {output.norm():.4f}, the head's output {actual.norm():.4f}"
+    steps = {"q·k": head.raw[query], f"÷ √{head.head_dim}": head.scaled[query]}
+    if head.has_cap:
+        steps["capped"] = head.capped[query]
+    if head.has_bias:
+        steps["bias"] = head.bias[query]
+    rows = []
+    for key, text in enumerate(head.labels):
+        softmax = ["yes", f"{exponentials[key]:.4f}", f"{row[key]:.4f}"] if mask[key] else ["no", "", "0"]
+        products = [f"{norms[key]:.4f}", f"{row[key] * norms[key]:.4f}"]
+        rows.append([str(key), text, *(f"{values[key]:.4f}" for values in steps.values()), *softmax, *products])
+    columns = ["key", "token", *steps, "visible", f"exp(· − {largest:.2f})", "weight", "|v|", "weight·|v|"]
+    data = data | {"query": position, "tokens": head.labels, "scores": head.raw[query].tolist()}
+    data |= {"scaled": head.scaled[query].tolist(), "capped": head.capped[query].tolist(), "sink": head.sink}
+    data |= {"bias": head.bias[query].tolist(), "visible": mask.tolist(), "weights": row.tolist()}
+    data |= {"values": head.values.tolist(), "output": output.tolist(), "head_output": actual.tolist()}
+    header = header | {"query": f"{position} {head.labels[position]}"}
+    return Report(header, columns, rows, data, _panels(head, scores, query), footer, panels_per_row=2)
+
+
+def _panels(head: HeadScores, scores: Tensor, query: int) -> list[Panel]:
+    """The matrices from raw scores to what each value adds."""
+    labels, hidden, panels = [f"{i} {text}" for i, text in enumerate(head.labels)], ~head.visible, []
+    added = head.weights * head.values.norm(dim=-1)
+    for title, values, signed in (
+        ("raw scores: QKᵀ", head.raw, True),
+        (f"scores: QKᵀ ÷ √{head.head_dim}{' + …' if head.has_cap or head.has_bias else ''}", scores, True),
+        ("scores after the mask", scores.masked_fill(hidden, torch.nan), True),
+        ("softmax: the weights", head.weights.masked_fill(hidden, torch.nan), False),
+        ("softmax without the mask", scores.softmax(dim=-1), False),
+        ("weight · |v|: what each value adds", added.masked_fill(hidden, torch.nan), False),
+    ):
+        queries = labels[len(labels) - len(values) :]
+        panels.append(Panel(title, values, queries, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES))
+    return panels
+
+
+def explain_vectors(path: Path, query: int) -> Report:
+    """Attention over the vectors in a JSON file, {"q": [[...], ...], "k": ..., "v": ...}, explained for one query.
+
+    The queries are those of the last positions, of all where there are as many as keys. Optional: "tokens", a label
+    per key, and "causal", false where a query attends to later keys too. Raises UserError for anything else.
+    """
+    content = read_json(path)
+    if unknown := content.keys() - {"q", "k", "v", "tokens", "causal"}:
+        raise UserError(f"{path} has the key {min(unknown)!r}; it may have q, k, v, tokens and causal")
+    q, k, v = (_matrix(path, name, content.get(name)) for name in ("q", "k", "v"))
+    T, S = len(q), len(k)
+    if q.shape[1] != k.shape[1] or len(v) != S or T > S:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items())
+        wanted = "q and k must be equally wide, v as long as k, and q no longer than k"
+        raise UserError(f"{path}: the shapes are {shapes}; {wanted}")
+    if not -T <= query < T:
+        raise UserError(f"--query is {query}; {path} has {T} queries, counted from 0")
+    labels, causal = content.get("tokens", [""] * S), content.get("causal", True)
+    if not (isinstance(labels, list) and len(labels) == S and all(isinstance(text, str) for text in labels)):
+        raise UserError(f"{path}: tokens must be a list of {S} texts, one per key")
+    if not isinstance(causal, bool):
+        raise UserError(f"{path}: causal is {causal!r}; it must be true or false")
+    raw = q @ k.T  # (T, S)
+    scaled = raw * q.shape[1] ** -0.5
+    visible = torch.ones(T, S, dtype=torch.bool)
+    visible = visible.tril(S - T) if causal else visible
+    weights = scaled.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    if not raw.isfinite().all():
+        raise UserError(f"{path}: the products of q and k are too large to be computed")
+    head = HeadScores(
+        labels, q.shape[1], raw, scaled, scaled, torch.zeros(T, S).double(), visible, weights, v, weights @ v
+    )
+    return report_attention_row(head, query % T, {"vectors": str(path)}, {"q": q[query].tolist()})
+
+
+def _matrix(path: Path, name: str, value: Any) -> Tensor:
+    """Rows of equally many finite numbers as a float64 tensor. Raises UserError."""
+    if not (isinstance(value, list) and value and all(isinstance(row, list) and row for row in value)):
+        raise UserError(f"{path}: {name} must be a list of vectors, such as [[1, 0.5], [0, -1]]")
+    if len(value) > MAX_KEYS or len({len(row) for row in value}) > 1:
+        raise UserError(f"{path}: {name} must have at most {MAX_KEYS} vectors, all of the same length")
+    try:
+        matrix = torch.tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise UserError(f"{path}: {name} holds something other than numbers: {error}") from error
+    if matrix.dim() != 2 or not matrix.isfinite().all():
+        raise UserError(f"{path}: {name} must be a list of vectors of finite numbers")
+    return matrix

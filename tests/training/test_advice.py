@@ -1,0 +1,161 @@
+"""What a run says of its data before it starts and of its result at its end, and what a plan recommends."""
+
+import json
+import math
+
+import pytest
+
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.training import advice
+from thinker.training.config import load_config
+from thinker.training.run import build_trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    """Builds the trainer of a tiny model on a text of this many lines, or on the rows of a jsonl file."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "data: {tokenizer: byte, seq_len: 16}\nmodel: {d_model: 32, n_layers: 1, n_heads: 2}\n"
+        "train: {batch_size: 8, precision: fp32, compile: false, device: cpu, log_every: 1}\n"
+    )
+
+    def make(text, *overrides, name="text.txt"):
+        path = tmp_path / name
+        path.write_text(text)
+        given = [f"data.path={path}", f"data.cache_dir={tmp_path}", f"run.dir={tmp_path / 'run'}"]
+        return build_trainer(load_config(config, [*given, *overrides]))
+
+    return make
+
+
+def close(trainer):
+    for part in (trainer.batches, trainer.checkpoints):
+        part.close()
+    trainer.run.unlock()
+
+
+def val(step, loss, **more):
+    return {"step": step, "val_loss": loss, "val_bits_per_byte": loss, **more}
+
+
+def losses(first, last, n=20):
+    return [{"step": i + 1, "train_loss": first + (last - first) * i / (n - 1)} for i in range(n)]
+
+
+def test_a_short_text_is_overfitted_and_the_run_says_so(make_trainer, capsys):
+    text = "".join(f"{math.sin(i):.15f}\n" for i in range(40))
+    trainer = make_trainer(text, "data.source=text", "train.max_steps=150", "train.eval_every=15", "optimizer.lr=0.1")
+    started = capsys.readouterr().err
+    n_train, n_val = trainer.corpus.train.n_tokens, trainer.corpus.val.n_tokens
+    sequences = len(trainer.batches.loader.dataset)
+    epochs = 150 * 8 / sequences
+    assert f"{n_train:,} tokens in 1 document for training, {n_val} tokens in 1 document for validation" in started
+    assert f"; {epochs:.0f} epochs in 150 steps" in started
+    assert f"advice: validation reads only {n_val} tokens" in started
+    assert f"advice: the data is to be read {epochs:.0f} times" in started
+    assert f"(to {math.ceil(4 * sequences / 8)} for 4 epochs)" in started
+    assert trainer.train() == 0
+    evaluated = [line for line in trainer.run.read_metrics() if "val_loss" in line]
+    best = min(evaluated, key=lambda line: line["val_loss"])
+    printed = capsys.readouterr()
+    assert f"advice: overfitting: since step {best['step']} the validation loss has risen from" in printed.out
+    assert f"the data was read {epochs:.1f} times" in printed.out
+    assert f"epoch {epochs:.2f}" in printed.err  # in the bar
+    assert len({line["step"] for line in evaluated}) == len(evaluated) == 10  # the last evaluation is made once
+
+
+def test_validation_on_one_conversation(make_trainer, tmp_path, capsys):
+    tokenizer = make_tokenizer("byte", [])
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.with_chat_template(template).save(tmp_path)
+    rows = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes " * i}] for i in range(9)]
+    text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    given = ["data.source=jsonl", f"data.tokenizer={tmp_path}", "data.packing=documents", "data.val_fraction=0.2"]
+    trainer = make_trainer(text, *given, "train.max_steps=2", name="talks.jsonl")
+    n = trainer.corpus.val.n_documents
+    assert 1 <= n < 5
+    started = capsys.readouterr().err
+    assert f"tokens in {9 - n} conversations for training" in started
+    assert f"advice: validation reads only {n} conversation" in started
+    n_long = sum(int((shard.offsets[1:] - shard.offsets[:-1] > 16).sum()) for shard in trainer.corpus.train.shards)
+    assert f"advice: {n_long} of {9 - n} conversations are longer than data.seq_len=16 and are cut" in started
+    close(trainer)
+
+
+def test_char_explains_its_number_of_tokens(make_trainer, capsys):
+    trainer = make_trainer("Schöne Grüße\n" * 200, "data.source=text", "data.tokenizer=char", "train.max_steps=1")
+    started = capsys.readouterr().err
+    assert "char: 260 tokens, namely all 256 bytes" in started
+    assert "3 characters beyond ASCII" in started
+    assert "ln 260 = 5.56" in started
+    close(trainer)
+
+
+@pytest.fixture
+def ended(make_trainer):
+    """The state of a run that has ended, by its time and its config."""
+    trainer = make_trainer("some words\n" * 300, "data.source=text", "train.max_steps=100", "train.max_minutes=3")
+    close(trainer)
+
+    def state(step, minutes):
+        return trainer.state.model_copy(update={"step": step, "elapsed_s": 60.0 * minutes})
+
+    return state
+
+
+def test_results_that_need_advice(ended):
+    uniform = math.log(257)
+    (line,) = advice.after_training([*losses(5, 4), val(20, uniform + 0.1)], ended(100, 1), 1.0)
+    assert "the validation loss 5.65 is above ln 257 = 5.55" in line
+    assert advice.after_training([*losses(5, 4), val(20, uniform - 0.1)], ended(100, 1), 1.0) == []
+    (line,) = advice.after_training([*losses(5, 1), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
+    assert "overfitting: since step 10 the validation loss has risen from 3.000 to 3.500 while" in line
+    (line,) = advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
+    assert "the validation loss was lowest at step 10, 3.000" in line
+    (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
+    assert "overfitting: the validation loss is 3.500, the training loss" in line
+    assert advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []
+
+
+def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(ended):
+    far, near = ([*losses(2, 1), val(20, loss, entropy_floor=1.0)] for loss in (1.13, 1.04))
+    (line,) = advice.after_training(far, ended(60, 3), 0.5)
+    assert "train.max_minutes=3 ended the run after 60 of 100 steps" in line
+    assert "train.max_minutes=6 resumes it" in line
+    assert advice.after_training(near, ended(60, 3), 0.5) == []
+    assert advice.after_training(far, ended(100, 1), 0.5) == []  # its steps ended it
+
+
+def test_losses_of_twice_the_floor_and_more_are_factors(ended):
+    for loss, words in ((0.956, "4.1% above the best"), (1.9, "90.0% above the best"), (3.1, "3.1 times the best")):
+        entropy_floor = 0.918 if loss < 1 else 1.0
+        lines = advice.describe_result(val(20, loss, entropy_floor=entropy_floor), ended(20, 1))
+        assert words in lines[-1]
+
+
+def plan(**values):
+    return {
+        "peak_bytes": 10**9,
+        "usable_bytes": 10**10,
+        "steps": 1000,
+        "tokens": 10**6,
+        "optimal_tokens": 10**7,
+    } | values
+
+
+def test_a_plan_ends_in_a_recommendation():
+    assert advice.recommendation(plan(epochs=2)) == ["it fits, and nothing needs to be changed"]
+    assert advice.recommendation({"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": 9})[0].startswith(
+        "it fits, and"
+    )
+    fits, line = advice.recommendation(plan(epochs=100.0))
+    assert fits == "it fits"
+    assert "the data is to be read 100 times" in line
+    assert "(to 40 for 4 epochs)" in line
+    (line,) = advice.recommendation(plan(peak_bytes=2 * 10**10))
+    assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; set train.micro_batch_size=auto")
+    assert "one of about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
+    assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]
