@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinker.interpretability.reports import ATTENTION_AXES, Panel, Report
 from thinker.runtime.errors import UserError
-from thinker.runtime.files import read_json
+from thinker.runtime.reading import read_json
 
 MAX_KEYS = 2048  # in a file: the pictures are of all pairs
 
