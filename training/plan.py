@@ -12,6 +12,7 @@ from thinker.model import KVCache, Thinker
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
 from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
+from thinker.training.memory_bound import check_run_fits
 from thinker.training.memory_estimate import estimate_memory, free_memory
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.resolve_settings import resolve_precision, resolve_settings
@@ -39,6 +40,8 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     device = choose_device(config.train.device)
     precision = resolve_precision(config, device)
     config, _, tokenizer = load_initial_model(config)
+    if measure:
+        check_run_fits(config, device)
     vocab_size = config.model.vocab_size or prepare_training_data(config, tokenizer).tokenizer.vocab_size
     model_config = config.thinker_config(vocab_size)
     configure_backend(device)
