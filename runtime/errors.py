@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 
@@ -24,6 +25,7 @@ def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
 
 
 MAX_MESSAGE_CHARS = 1000  # a message may quote a file's value of any length
+OUT_OF_MEMORY = "can't allocate memory|cannot allocate memory|out of memory|can't start new thread"  # torch's words
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,6 +39,7 @@ def run_command(main: Callable[[], int]) -> None:
     # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    _open_closed_streams()
     try:
         status = main()
         sys.stdout.flush()
@@ -56,8 +59,13 @@ def run_command(main: Callable[[], int]) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
         status = 1
-    except (OSError, MemoryError) as error:
-        name, message = getattr(error, "filename", None), str(error) or "there is not enough memory"
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search(OUT_OF_MEMORY, str(error), re.IGNORECASE):
+            raise
+        name, message = getattr(error, "filename", None), str(error)
+        if not isinstance(error, OSError):
+            details = f": {message.splitlines()[0]}" if message else ""
+            message = f"there is not enough memory{details}"
         if getattr(error, "errno", None) in FULL_DISK:
             where = f" (writing {name})" if name else ""
             message = f"the disk is full{where}; make space and run the same command again"
@@ -66,3 +74,10 @@ def run_command(main: Callable[[], int]) -> None:
         print(f"error: {message}", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that the process was started without (`>&-`): the next file would get their number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it stays open

@@ -1,11 +1,12 @@
 """What a run prints and plots at its end."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, plain_text, save_figure
 from thinker.training.resume import RunState
 
 
@@ -14,7 +15,7 @@ def print_summary(run: RunDirectory, state: RunState, prefix_len: int = 0, is_ch
     if not run.writes:
         return
     lines = list(run.read_metrics())
-    val = next((line for line in reversed(lines) if "val_loss" in line), None)
+    val = next((line for line in reversed(lines) if {"val_loss", "val_bits_per_byte"} <= line.keys()), None)
     if val is None:
         print(f"finished: {state.step} steps; {run.metrics} does not hold its result", file=sys.stderr)
         return
@@ -31,10 +32,11 @@ def print_summary(run: RunDirectory, state: RunState, prefix_len: int = 0, is_ch
     command = "thinker-generate"
     if Path(sys.argv[0]).name == "train.py":  # in a checkout
         python = Path(sys.executable)
-        command = f"{python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python} generate.py"
+        python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+        command = f"{shlex.quote(str(python))} generate.py"
     prompt = f' --prompt "at least {prefix_len} tokens of text"' if prefix_len else ""  # the BOS token is one
     prompt = ' --chat --prompt "your message"' if is_chat else prompt
-    print(f"sample from it: {command} {run.path}{prompt}")
+    print(f"sample from it: {command} {shlex.quote(str(run.path))}{prompt}")
 
 
 def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -61,7 +63,7 @@ def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
         ticks = [t for t in (0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 10, 12) if lowest * 0.93 <= t <= highest * 1.05]
         axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=plain_text(title))
     axes.legend(frameon=False)
     path.unlink(missing_ok=True)  # a link in its place is not followed
-    figure.savefig(path)
+    save_figure(figure, path)

@@ -82,7 +82,6 @@ class ResilientStream:
 def resilient_output() -> Iterator[None]:
     """Make standard output and standard error streams that cannot end a training."""
     with contextlib.ExitStack() as stack:
-        streams = [stream or stack.enter_context(open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr)]
-        stack.enter_context(contextlib.redirect_stdout(ResilientStream(streams[0])))
-        stack.enter_context(contextlib.redirect_stderr(ResilientStream(streams[1])))
+        stack.enter_context(contextlib.redirect_stdout(ResilientStream(sys.stdout)))
+        stack.enter_context(contextlib.redirect_stderr(ResilientStream(sys.stderr)))
         yield

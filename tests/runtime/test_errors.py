@@ -1,8 +1,13 @@
 """How a command ends: one line on standard error and a status, or a stack trace for a bug."""
 
 import errno
+import os
+import shlex
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from thinker.runtime.errors import RunError, UserError, run_command
 
@@ -18,6 +23,10 @@ from thinker.runtime.errors import RunError, UserError, run_command
         (OSError(errno.ENOSPC, "No space", "a"), 1,
          "the disk is full (writing a); make space and run the same command again"),
         (MemoryError(), 1, "there is not enough memory"),
+        (MemoryError("Unable to allocate 7 GiB"), 1, "there is not enough memory: Unable to allocate 7 GiB"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), 1,
+         "there is not enough memory: CUDA out of memory. Tried"),
+        (RuntimeError("can't start new thread"), 1, "there is not enough memory: can't start new thread"),
     ],
     ids=repr,
 )  # fmt: skip
@@ -31,9 +40,51 @@ def test_what_a_command_says_and_its_status(error, status, line, capsys):
     assert capsys.readouterr().err == f"error: {line}\n"
 
 
-def test_a_bug_keeps_its_stack_trace():
+@pytest.mark.parametrize("error", [KeyError("bug"), RuntimeError("shapes do not match")], ids=repr)
+def test_a_bug_keeps_its_stack_trace(error):
     def main():
-        raise KeyError("bug")
+        raise error
 
-    with pytest.raises(KeyError):
+    with pytest.raises(type(error)):
         run_command(main)
+
+
+def test_a_tensor_that_no_memory_holds_ends_as_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: torch.empty(2**50).numel())
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: there is not enough memory: ")
+
+
+CLOSED = ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
+PROBE = """
+import os, sys
+from thinker.runtime.errors import run_command
+
+
+def main():
+    print("text")
+    print("message", file=sys.stderr)
+    sys.stdout.reconfigure(errors="replace")
+    assert sys.stdin.buffer.read() == b""
+    file = os.open(sys.argv[0], os.O_RDONLY)
+    return 0 if file > 2 else 7  # not taken for a standard stream by whatever prints there
+
+
+run_command(main)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize("closed", CLOSED)
+def test_standard_streams_may_be_closed(tmp_path, closed):
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    opened = "" if "<&-" in closed else "</dev/null"
+    command = f"exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} {opened} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout + done.stderr) == (
+        0,
+        ("" if " >&-" in f" {closed}" else "text\n") + ("" if "2>&-" in closed else "message\n"),
+    )
