@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 
 
@@ -40,21 +41,22 @@ def run_command(main: Callable[[], int]) -> None:
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     _open_closed_streams()
+    sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     try:
         status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:
-        line = " ".join(str(error).split())
-        print(f"error: {line[:MAX_MESSAGE_CHARS]}{' ...' if len(line) > MAX_MESSAGE_CHARS else ''}", file=sys.stderr)
+        _print_error(str(error))
         status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":
             raise
         remedy = "run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt"
-        print(f"error: {sys.executable} does not have the package {error.name}; {remedy}", file=sys.stderr)
+        _print_error(f"{sys.executable} does not have the package {error.name}; {remedy}")
         status = 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"\ninterrupted by SIGINT (Ctrl-C), in {frame.name} ({frame.filename}:{frame.lineno})", file=sys.stderr)
         status = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
@@ -71,9 +73,15 @@ def run_command(main: Callable[[], int]) -> None:
             message = f"the disk is full{where}; make space and run the same command again"
         elif name:
             message = f"cannot read or write {name}: {error.strerror}"
-        print(f"error: {message}", file=sys.stderr)
+        _print_error(message)
         status = 1
     sys.exit(status)
+
+
+def _print_error(message: str) -> None:
+    """Print a message as one line, of bounded length and without what would control the terminal."""
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
+    print(f"error: {line[:MAX_MESSAGE_CHARS]}{' ...' if len(line) > MAX_MESSAGE_CHARS else ''}", file=sys.stderr)
 
 
 def _open_closed_streams() -> None:

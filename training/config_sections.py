@@ -3,6 +3,7 @@
 docs/config.md and configs/schema.json are generated from this file (training/config_docs.py).
 """
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -25,9 +26,11 @@ class ConfigSection(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_bool_for_number(cls, values: Any) -> Any:
+    def _refuse_bool_and_nul(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
+            if isinstance(value, str) and re.search("[\\0\ud800-\udfff]", value):
+                raise ValueError(f"{name} is {value!r}; it must be UTF-8 text without NUL")
             if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
                 choices = " or ".join(choice for choice in get_args(field.annotation) if isinstance(choice, str))
                 wanted = f"it must be {choices or 'a number or text'}"

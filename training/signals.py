@@ -46,7 +46,8 @@ class SignalHandler:
             signal.raise_signal(number)
         self.number, self._first_at = number, time.monotonic()
         with contextlib.suppress(OSError):  # not through Python's stream, which the signal may have interrupted
-            os.write(sys.stderr.fileno(), b"\nfinishing this step and saving; once more leaves at once\n")
+            message = f"\n{signal.Signals(number).name}: finishing this step and saving; once more leaves at once\n"
+            os.write(sys.stderr.fileno(), message.encode())
 
 
 class ResilientStream:

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -17,6 +19,10 @@ from thinker.runtime.errors import RunError, UserError, run_command
     [
         (UserError("two\n lines"), 2, "two lines"),
         (RunError("it broke"), 1, "it broke"),
+        (UserError("key \x1b[31m\x07\x9b \ud800é"), 2, "key ?[31m?? ?é"),
+        (UserError("x" * 5000), 2, "x" * 1000 + " ..."),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a\n" * 3000), 1,
+         ("cannot read or write" + " a" * 3000)[:1000] + " ..."),
         (OSError(errno.EIO, "Input/output error", "a/b"), 1, "cannot read or write a/b: Input/output error"),
         (PermissionError(errno.EACCES, "Permission denied", "a"), 1, "cannot read or write a: Permission denied"),
         (OSError("the hub cannot be reached"), 1, "the hub cannot be reached"),
@@ -55,6 +61,25 @@ def test_a_tensor_that_no_memory_holds_ends_as_one_line(capsys):
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: there is not enough memory: ")
+
+
+def test_an_interruption_says_which_signal_came_and_where(capsys):
+    def prepare_data():
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(prepare_data)
+    assert ended.value.code == 130
+    line = r"\ninterrupted by SIGINT \(Ctrl-C\), in prepare_data \(.*test_errors.py:\d+\)\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs another locale")
+def test_what_a_terminal_cannot_show_becomes_a_question_mark():
+    code = "from thinker.runtime.errors import run_command; run_command(lambda: print('caf\\u00e9 \\udce9') or 0)"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf? ?\n", "")
 
 
 CLOSED = ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
