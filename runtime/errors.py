@@ -10,6 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 
+from thinker.runtime.streams import open_closed_streams, print_error
+
 
 class UserError(Exception):
     """A mistake of the user: the message says in one line what is wrong and how to fix it. Exit status 2."""
@@ -25,7 +27,6 @@ def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
     return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
-MAX_MESSAGE_CHARS = 1000  # a message may quote a file's value of any length
 OUT_OF_MEMORY = "can't allocate memory|cannot allocate memory|out of memory|can't start new thread"  # torch's words
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
@@ -40,19 +41,19 @@ def run_command(main: Callable[[], int]) -> None:
     # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    _open_closed_streams()
+    open_closed_streams()
     sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     try:
         status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:
-        _print_error(str(error))
+        print_error(str(error))
         status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":
             raise
         remedy = "run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt"
-        _print_error(f"{sys.executable} does not have the package {error.name}; {remedy}")
+        print_error(f"{sys.executable} does not have the package {error.name}; {remedy}")
         status = 2
     except KeyboardInterrupt as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -73,19 +74,6 @@ def run_command(main: Callable[[], int]) -> None:
             message = f"the disk is full{where}; make space and run the same command again"
         elif name:
             message = f"cannot read or write {name}: {error.strerror}"
-        _print_error(message)
+        print_error(message)
         status = 1
     sys.exit(status)
-
-
-def _print_error(message: str) -> None:
-    """Print a message as one line, of bounded length and without what would control the terminal."""
-    line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
-    print(f"error: {line[:MAX_MESSAGE_CHARS]}{' ...' if len(line) > MAX_MESSAGE_CHARS else ''}", file=sys.stderr)
-
-
-def _open_closed_streams() -> None:
-    """Open the standard streams that the process was started without (`>&-`): the next file would get their number."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it stays open

@@ -22,6 +22,7 @@ NEW_ROOMS = {
     "data/llmc_tokens.py",
     "runtime/divisors.py",
     "runtime/memory.py",
+    "runtime/streams.py",
     "training/memory_bound.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
