@@ -113,7 +113,6 @@ def main() -> int:
     arguments = parse_arguments()
     prompt = arguments.prompt if arguments.prompt_file is None else read_text(arguments.prompt_file)
     text_to_score = None if arguments.score is None else read_text(arguments.score)
-    sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
 
     from thinker.data import chat
     from thinker.generation import Completion, Generator, SamplingParams, terminal

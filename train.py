@@ -1,10 +1,10 @@
 """Train a Thinker: python train.py CONFIG.yaml [section.key=value ...]."""
 
-import argparse
 import sys
 
 try:
     from thinker.runtime.errors import run_command
+    from thinker.training.command_line import ConfigArgumentParser
 except ModuleNotFoundError:
     print("error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
@@ -12,13 +12,11 @@ except ModuleNotFoundError:
 
 def main() -> int:
     """Parse, build, run. Returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = ConfigArgumentParser(
         description="Train a Thinker from a YAML config. The same command again resumes the run.",
         epilog="Example: python train.py configs/text.yaml data.path=my.txt run.dir=runs/mine",
     )
-    parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the config, replaced")
-    arguments = parser.parse_args()
+    arguments = parser.parse_command_line()
 
     # Imported after parsing: --help and a wrong flag need not wait for torch.
     from thinker.runtime.process_group import distributed_session

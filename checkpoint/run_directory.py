@@ -92,14 +92,15 @@ class RunDirectory:
             sync_to_disk(self.metrics)
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Read the lines of metrics.jsonl; a line that a crash cut off or damaged is left out."""
+        """Read the lines of metrics.jsonl, without those that are damaged, cut off, or not of finite numbers."""
         if not self.metrics.exists():
             return
         with self.metrics.open(encoding="utf-8", errors="replace") as file:
             for text in file:
                 with contextlib.suppress(ValueError, RecursionError):
                     line = json.loads(text) if text.endswith("\n") else None
-                    is_numeric = isinstance(line, dict) and all(isinstance(n, int | float) for n in line.values())
+                    values = line.values() if isinstance(line, dict) else [None]
+                    is_numeric = all(isinstance(n, int | float) and abs(n) < 1e300 for n in values)  # not NaN either
                     if is_numeric and isinstance(line.get("step"), int):
                         yield line
 

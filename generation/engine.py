@@ -23,6 +23,7 @@ from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_l
 from thinker.model import KVCache, Thinker
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
+from thinker.runtime.memory import check_memory
 
 Params = SamplingParams | list[SamplingParams] | None
 PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
@@ -246,6 +247,10 @@ class Generator:
         if not self.use_cache:
             return None, self._uncached_logits(sequences)
         max_len = max(len(sequence.tokens) + sequence.n_remaining for sequence in sequences) + slack
+        if len(sequences) > 1:  # the cache of a single one takes its memory as it grows
+            cached = min(max_len, math.inf if self.window is None else self.window + self.sinks)
+            cache_bytes = len(sequences) * KVCache(model.config, 1, cached, "meta", model.dtype).nbytes
+            check_memory({"cache": cache_bytes}, model.device, "ask for fewer samples, or fewer new tokens")
         prompts = sorted(dict.fromkeys(tuple(sequence.tokens) for sequence in sequences), key=len)
         cache, logits = None, []
         for _, group in itertools.groupby(prompts, key=len):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import textwrap
-import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from thinker.interpretability.reports import Panel
-from thinker.runtime.plot_style import GREY, new_figure
+from thinker.runtime.plot_style import GREY, new_figure, plain_text, save_figure
 
 ANNOTATED = 200  # at most this many cells show their value
 LABELLED = 64  # at most this many rows or columns have labels
@@ -29,17 +28,10 @@ def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, panels_p
     for number, panel in enumerate(panels):
         axes = figure.add_subplot(grid[divmod(number, panels_per_row)])
         plotters[panel.style](figure, axes, panel)
-        axes.set_title(_plain(panel.title), fontsize=9)
+        axes.set_title(plain_text(panel.title), fontsize=9)
     if title:
-        figure.suptitle(_plain(title), fontsize=10)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for a character that the font lacks
-        figure.savefig(file, format="png")
-
-
-def _plain(text: str) -> str:
-    """Escape what matplotlib would read as mathematics."""
-    return text.replace("$", r"\$")
+        figure.suptitle(plain_text(title), fontsize=10)
+    save_figure(figure, file)
 
 
 def _size(panel: Panel) -> tuple[float, float]:
@@ -80,12 +72,12 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
     ):
         step, every = size / len(labels), -(-len(labels) // LABELLED)  # step 1, unless each stands for several
         ticks = [(i + 0.5) * step - 0.5 for i in range(0, len(labels), every)]
-        short = [_plain(label if len(label) <= 28 else label[:27] + "…") for label in labels[::every]]
+        short = [plain_text(label if len(label) <= 28 else label[:27] + "…") for label in labels[::every]]
         set_ticks(ticks, short, rotation=rotation, fontsize=8)
     if panel.cells is not None or values.size <= ANNOTATED:
         for row, column in zip(*(~np.isnan(values)).nonzero()):
             value = values[row, column].item()
-            text = f"{round(value, 2) + 0.0:.2f}" if panel.cells is None else _plain(panel.cells[row][column])
+            text = f"{round(value, 2) + 0.0:.2f}" if panel.cells is None else plain_text(panel.cells[row][column])
             color = "white" if abs(value) > 0.6 * top else "black"
             axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
     if panel.highlighted_row is not None:
@@ -126,7 +118,7 @@ def _text(figure: Any, axes: Any, panel: Panel) -> None:
             box = {"facecolor": scale.to_rgba(value), "edgecolor": "white", "linewidth": 0.8}
             axes.add_patch(Rectangle((x, row + 0.05), len(text), 0.9, **box))
             color = "white" if abs(value) > 0.6 * top else "black"
-            axes.text(x + len(text) / 2, row + 0.5, _plain(text), ha="center", va="center", fontsize=9,
+            axes.text(x + len(text) / 2, row + 0.5, plain_text(text), ha="center", va="center", fontsize=9,
                       family="monospace", color=color)  # fmt: skip
             x += len(text)
     figure.colorbar(scale, ax=axes, fraction=0.03, pad=0.01).ax.tick_params(labelsize=8)

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 from thinker.model.pattern_parser import layer_patterns
 from thinker.model.patterns import Pattern
 from thinker.model.positions import RopeScaling
+from thinker.runtime.divisors import divisors
 from thinker.runtime.errors import UserError
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
@@ -67,8 +68,8 @@ class ThinkerConfig:
             self.n_kv_heads = self.n_heads
         heads = f"model.n_heads ({self.n_heads})"
         if self.n_heads % self.n_kv_heads:
-            divisors = ", ".join(str(d) for d in range(1, self.n_heads + 1) if self.n_heads % d == 0)
-            raise UserError(f"{heads} must be a multiple of model.n_kv_heads ({self.n_kv_heads}); possible: {divisors}")
+            possible = ", ".join(map(str, divisors(self.n_heads)))
+            raise UserError(f"{heads} must be a multiple of model.n_kv_heads ({self.n_kv_heads}); possible: {possible}")
         if self.head_dim is None:
             if self.d_model % self.n_heads:
                 raise UserError(f"model.d_model ({self.d_model}) must be a multiple of {heads}, or set model.head_dim")

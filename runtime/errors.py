@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable
+
+from thinker.runtime.streams import open_closed_streams, print_error
 
 
 class UserError(Exception):
@@ -23,7 +27,7 @@ def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
     return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
-MAX_MESSAGE_CHARS = 1000  # a message may quote a file's value of any length
+OUT_OF_MEMORY = "can't allocate memory|cannot allocate memory|out of memory|can't start new thread"  # torch's words
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -37,32 +41,39 @@ def run_command(main: Callable[[], int]) -> None:
     # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    open_closed_streams()
+    sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     try:
         status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:
-        line = " ".join(str(error).split())
-        print(f"error: {line[:MAX_MESSAGE_CHARS]}{' ...' if len(line) > MAX_MESSAGE_CHARS else ''}", file=sys.stderr)
+        print_error(str(error))
         status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":
             raise
         remedy = "run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt"
-        print(f"error: {sys.executable} does not have the package {error.name}; {remedy}", file=sys.stderr)
+        print_error(f"{sys.executable} does not have the package {error.name}; {remedy}")
         status = 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"\ninterrupted by SIGINT (Ctrl-C), in {frame.name} ({frame.filename}:{frame.lineno})", file=sys.stderr)
         status = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
         status = 1
-    except (OSError, MemoryError) as error:
-        name, message = getattr(error, "filename", None), str(error) or "there is not enough memory"
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search(OUT_OF_MEMORY, str(error), re.IGNORECASE):
+            raise
+        name, message = getattr(error, "filename", None), str(error)
+        if not isinstance(error, OSError):
+            details = f": {message.splitlines()[0]}" if message else ""
+            message = f"there is not enough memory{details}"
         if getattr(error, "errno", None) in FULL_DISK:
             where = f" (writing {name})" if name else ""
             message = f"the disk is full{where}; make space and run the same command again"
         elif name:
             message = f"cannot read or write {name}: {error.strerror}"
-        print(f"error: {message}", file=sys.stderr)
+        print_error(message)
         status = 1
     sys.exit(status)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from pathlib import Path
+from typing import IO, Any
 
 BLUE, ORANGE, GREY = "#2f6db3", "#d9662b", "#777777"
 
@@ -22,3 +24,15 @@ def new_figure(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, panels
+
+
+def plain_text(text: str) -> str:
+    """A text from outside for a plot: its dollars are no mathematics, and what is no character becomes a ?."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")
+
+
+def save_figure(figure: Any, file: Path | IO[bytes], **options: Any) -> None:
+    """Write a figure as PNG; a box stands for a character that the font lacks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        figure.savefig(file, format="png", **options)

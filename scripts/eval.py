@@ -107,7 +107,7 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
 
 def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
     """Plot the loss by position, one point per eighth of the trained length, and the needles' accuracy by distance."""
-    from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+    from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, plain_text, save_figure
 
     figure, panels = new_figure(11 if needles else 6, 4.2, 2 if needles else 1, share=False)
     length, T = loss.trained_length, loss.nats.shape[1]
@@ -129,8 +129,8 @@ def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> No
     for axes in panels:
         axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")
         axes.legend(frameon=False)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, format="png")
+    figure.suptitle(plain_text(title), fontsize=10)
+    save_figure(figure, path)
 
 
 def format_header(header: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import tempfile
 import textwrap
@@ -213,7 +214,7 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
         return report
     checkpoint.save(arguments.out, pruned, {"step": 0})
     tokenizer.save(arguments.out)
-    print(f"wrote {arguments.out}: python generate.py {arguments.out}", file=sys.stderr)
+    print(f"wrote {arguments.out}: python generate.py {shlex.quote(str(arguments.out))}", file=sys.stderr)
     return report
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 from thinker.runtime.errors import run_command
+from thinker.training.command_line import ConfigArgumentParser
 
 
 def main() -> int:
     """Print the plan. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="What a training will take: memory, FLOPs, tokens and time.")
-    parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as model.d_model=512")
+    parser = ConfigArgumentParser(description="What a training will take: memory, FLOPs, tokens and time.")
     parser.add_argument("--no-steps", action="store_true", help="predict only: make no steps, measure no time")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
-    arguments = parser.parse_args()
+    arguments = parser.parse_command_line()
     from thinker.training.advice import format_plan
     from thinker.training.config import load_config
     from thinker.training.plan import make_plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from thinker.runtime.cli import ArgumentParser
@@ -27,7 +26,6 @@ def main() -> int:
     texts = arguments.patterns or pattern_plots.GALLERY
     plots = [pattern_plots.make_pattern_plot(text, arguments.length, arguments.heads) for text in texts]
     if arguments.png is None:
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a block shows a question mark
         print("\n".join([*map(pattern_plots.to_text, plots), pattern_plots.text_legend(plots)]), end="")
         return 0
     figure, _ = pattern_plots.plot_patterns(plots)

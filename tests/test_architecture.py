@@ -26,8 +26,13 @@ NEW_ROOMS = {
     "data/text_growth.py",
     "generation/chat_conversation.py",
     "interpretability/attention_row.py",
+    "runtime/divisors.py",
+    "runtime/memory.py",
     "runtime/reading.py",
+    "runtime/streams.py",
     "training/advice.py",
+    "training/command_line.py",
+    "training/memory_bound.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).with_suffix("").parts[0] in LEVEL]

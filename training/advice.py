@@ -1,6 +1,7 @@
 """Plain lines about a training: what to expect of its data before it starts, what its result means, what to change."""
 
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -203,11 +204,12 @@ def sampling_hint(run: Path, state: RunState, is_chat: bool) -> str:
     command, prompt = "thinker-generate", ""
     if Path(sys.argv[0]).name == "train.py":  # in a checkout
         python = Path(sys.executable)
-        command = f"{python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python} generate.py"
+        python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+        command = f"{shlex.quote(str(python))} generate.py"
     if prefix_len := state.settings.model.prefix:  # the BOS token is one of them
         prompt = f' --prompt "at least {prefix_len} tokens of text"'
     prompt = ' --chat --prompt "your message"' if is_chat else prompt
-    return f"sample from it: {command} {run}{prompt}"
+    return f"sample from it: {command} {shlex.quote(str(run))}{prompt}"
 
 
 def _amount(tokens: TokenShards) -> str:

@@ -161,8 +161,3 @@ def validate_config(tree: dict[str, Any]) -> Config:
         elif name:
             message = f"{name}: {message}"
         raise UserError(message) from error
-
-
-def list_divisors(n: int) -> str:
-    """The divisors of n, for messages."""
-    return ", ".join(str(divisor) for divisor in range(1, n + 1) if n % divisor == 0)

@@ -43,7 +43,7 @@ def _type_name(schema: dict[str, Any]) -> str:
         return " | ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     name = schema.get("type", "any")
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {schema[key]:g}" for key, sign in bounds.items() if abs(schema.get(key, 1e38)) < 1e18]
+    limits = [f"{sign} {schema[key]:.10g}" for key, sign in bounds.items() if abs(schema.get(key, 1e38)) < 1e15]
     return " ".join([name, ", ".join(limits)]).strip()
 
 

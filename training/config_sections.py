@@ -3,12 +3,18 @@
 docs/config.md and configs/schema.json are generated from this file (training/config_docs.py).
 """
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from thinker.model.config import MAX_SIZE
+
 DEFAULT_SEQ_LEN = 256
-Positive = Annotated[int, Field(ge=1)]
+MAX_COUNT = 2**53  # what every format holds exactly
+Positive = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
+Natural = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Rate = Annotated[float, Field(gt=0, le=1e38)]  # what fp32 can hold
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -21,9 +27,11 @@ class ConfigSection(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_bool_for_number(cls, values: Any) -> Any:
+    def _refuse_bool_and_nul(cls, values: Any) -> Any:
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
+            if isinstance(value, str) and re.search("[\\0\ud800-\udfff]", value):
+                raise ValueError(f"{name} is {value!r}; it must be UTF-8 text without NUL")
             if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
                 choices = " or ".join(choice for choice in get_args(field.annotation) if isinstance(choice, str))
                 wanted = f"it must be {choices or 'a number or text'}"
@@ -45,21 +53,21 @@ class RunConfig(ConfigSection):
 class ModelConfig(ConfigSection):
     """The architecture, in ThinkerConfig's names. Keys left at null follow from the others."""
 
-    vocab_size: Positive | None = None
+    vocab_size: Size | None = None
     """Number of token ids. null: the tokenizer's size."""
-    d_model: Positive = 256
+    d_model: Size = 256
     """Width of the residual stream."""
-    n_layers: Positive = 4
+    n_layers: Annotated[int, Field(ge=1, le=10_000)] = 4
     """Number of transformer blocks."""
-    n_heads: Positive = 4
+    n_heads: Size = 4
     """Number of query heads per layer."""
-    n_kv_heads: Positive | None = None
+    n_kv_heads: Size | None = None
     """Number of KV heads per layer; 1 is multi-query attention. null: n_heads."""
-    head_dim: Positive | None = None
+    head_dim: Size | None = None
     """Width of a head. null: d_model / n_heads."""
-    d_ff: Positive | None = None
+    d_ff: Size | None = None
     """Hidden width of the MLP. null: 8/3 of d_model, rounded up to a multiple of 64."""
-    max_seq_len: Positive | None = None
+    max_seq_len: Size | None = None
     """Longest sequence in tokens, when sampling too. null: data.seq_len."""
     rope_theta: float = 10000.0
     """Base of RoPE's frequencies."""
@@ -77,7 +85,7 @@ class ModelConfig(ConfigSection):
     """Standard deviation of the head's initial weights. Above 0 a model learns to copy sooner, and the rest later."""
     attention: str | list[str] = "full"
     """The attention pattern of all layers, a list with one pattern per layer, or letters such as LLLG."""
-    window: Positive | None = None
+    window: Size | None = None
     """Number of keys that layers with the letter L attend to."""
     positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
     """How positions are encoded."""
@@ -112,7 +120,7 @@ class DataConfig(ConfigSection):
     """Stream a hub dataset instead of downloading it first. null: true."""
     tokenizer: str | None = None
     """Tokenizer specification or path. null: bpe:4096, or the tokenizer of run.init_from."""
-    seq_len: Annotated[int, Field(ge=2)] = DEFAULT_SEQ_LEN
+    seq_len: Annotated[int, Field(ge=2, le=MAX_SIZE)] = DEFAULT_SEQ_LEN
     """Tokens per sequence. Where it is left out, a shorter model.max_seq_len or context of run.init_from counts."""
     packing: Literal["contiguous", "documents"] = "contiguous"
     """contiguous: cut the token stream every seq_len tokens. documents: pack whole documents, pad the rest."""
@@ -155,7 +163,7 @@ class OptimizerConfig(ConfigSection):
     """AdamW's decay rates of the first and second moments."""
     eps: Rate = 1e-10
     """AdamW's epsilon."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1e38)] = 0.0
     """Decoupled weight decay, on matrices only."""
     momentum: Beta | None = None
     """Muon's momentum. null: 0.95 with muon; adamw has none."""
@@ -166,17 +174,17 @@ class TrainConfig(ConfigSection):
 
     max_steps: Positive | None = None
     """Stop after this many optimizer steps. null: no limit."""
-    max_minutes: Annotated[float, Field(gt=0)] | None = None
+    max_minutes: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Stop after this many minutes of training, evaluation not counted. null: no limit."""
-    batch_size: Positive = 16
+    batch_size: Size = 16
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: Positive | Literal["auto"] | None = None
+    micro_batch_size: Size | Literal["auto"] | None = None
     """Sequences per forward pass. null: all of a rank's sequences. auto: as many as fit into memory."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several ranks share the work. auto: ddp, or fsdp where the whole model does not fit on one."""
-    dist_timeout_s: Rate = 600.0
+    dist_timeout_s: Annotated[float, Field(gt=0, le=1e8)] = 600.0
     """Seconds that one rank waits for another."""
-    lora_rank: Positive | None = None
+    lora_rank: Size | None = None
     """Train LoRA adapters of this rank and nothing else; needs run.init_from. null: train all weights."""
     lora_alpha: Rate | None = None
     """The adapters' output is scaled by alpha / rank. null: twice the rank."""
@@ -184,7 +192,7 @@ class TrainConfig(ConfigSection):
     """Activation checkpointing: recompute the activations of every n-th block in the backward pass. null: none."""
     offload_activations: bool = False
     """Keep activations in host memory until the backward pass; on a CUDA GPU only."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    warmup_steps: Natural = 10
     """Steps of linear learning-rate warmup."""
     schedule: Literal["wsd", "cosine"] = "wsd"
     """Learning-rate schedule after the warmup: warmup-stable-decay, or cosine."""
@@ -192,7 +200,7 @@ class TrainConfig(ConfigSection):
     """Last fraction of a wsd run, in which the learning rate falls linearly. null: 0.6."""
     min_lr_ratio: Fraction = 0.0
     """Learning rate at the end, as a fraction of its peak."""
-    grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
+    grad_clip: Rate | None = 1.0
     """Clip the gradients to this global norm. null: do not clip."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: the GPU if there is one."""
@@ -216,7 +224,7 @@ class TrainConfig(ConfigSection):
     """Write checkpoints in the background, from a copy of the state."""
     save_sharded: bool | Literal["auto"] = "auto"
     """Write one file per rank. auto: where several ranks share weights of more than 8 GB."""
-    max_nonfinite_steps: Annotated[int, Field(ge=0)] = 0
+    max_nonfinite_steps: Natural = 0
     """Skip up to this many steps whose loss or gradient is not finite; one more ends the run."""
     deterministic: bool = False
     """The same config gives the same bits every time on the same machine."""

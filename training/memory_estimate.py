@@ -1,12 +1,10 @@
 """How much memory a training step takes, known without making one."""
 
-import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,8 @@ from thinker.model import KVCache, Thinker
 from thinker.model.attention_dispatch import AttentionMask, attend
 from thinker.model.kernels.blockwise_attention import blockwise_attention
 from thinker.model.masks import ForwardContext
+from thinker.runtime import memory
+from thinker.runtime.divisors import divisors
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config import Settings
@@ -131,24 +131,7 @@ def usable_fraction(device: torch.device) -> float:
 def free_memory(device: torch.device, dist: DistContext = SINGLE_PROCESS) -> int:
     """Bytes that each rank can allocate now; all ranks must call this. Ranks on one host share its memory equally."""
     sharing = 1 if device.type == "cuda" else dist.local_world_size
-    return int(min(free for (free,) in dist.all_gather_scalars(_free_here(device) // sharing)))
-
-
-def _free_here(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    free = 4 * 2**30  # Windows: the standard library does not say how much there is
-    if hasattr(os, "sysconf"):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if meminfo.exists():
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
-        free = min(free, int(limit) - int((group / "memory.current").read_text()))
-    return free
+    return int(min(free for (free,) in dist.all_gather_scalars(memory.free_memory(device) // sharing)))
 
 
 def largest_micro_batch(settings: Settings, device: torch.device, free: int, dist: DistContext = SINGLE_PROCESS) -> int:
@@ -158,13 +141,13 @@ def largest_micro_batch(settings: Settings, device: torch.device, free: int, dis
 
     @cache
     def peak(size: int) -> float:
-        memory = estimate_memory(settings, size, device)
-        return memory.peak - elsewhere * (memory.weights + memory.optimizer)
+        estimate = estimate_memory(settings, size, device)
+        return estimate.peak - elsewhere * (estimate.weights + estimate.optimizer)
 
     limit = usable_fraction(device) * free
     if peak(rows) <= limit:  # may be less than the peak of half of it: it alone adds no gradients up
         return rows
-    parts = [size for size in range(1, rows) if rows % size == 0]
+    parts = divisors(rows)[:-1]
     n_fitting = bisect_right(parts, limit, key=peak)
     if n_fitting:
         return parts[n_fitting - 1]

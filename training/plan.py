@@ -14,6 +14,7 @@ from thinker.runtime.device import DTYPES, choose_device, configure_backend
 from thinker.training.advice import recommendation
 from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
+from thinker.training.memory_bound import check_run_fits
 from thinker.training.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.resolve_settings import resolve_precision, resolve_settings
@@ -44,6 +45,8 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     reads_corpus, device = config.model.vocab_size is None, choose_device(config.train.device)
     precision = resolve_precision(config, device)
     config, _, tokenizer = load_initial_model(config)
+    if measure:
+        check_run_fits(config, device)
     corpus = prepare_training_data(config, tokenizer) if reads_corpus else None
     model_config = config.thinker_config(config.model.vocab_size if corpus is None else corpus.tokenizer.vocab_size)
     configure_backend(device)

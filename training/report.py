@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure
+from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, plain_text, save_figure
 from thinker.training.advice import after_training, describe_result, sampling_hint
 from thinker.training.resume import RunState
 
@@ -15,7 +15,7 @@ def print_summary(run: RunDirectory, state: RunState, epochs: float, is_chat: bo
     if not run.writes:
         return
     lines = list(run.read_metrics())
-    val = next((line for line in reversed(lines) if "val_loss" in line), None)
+    val = next((line for line in reversed(lines) if {"val_loss", "val_bits_per_byte"} <= line.keys()), None)
     if val is None:
         print(f"finished: {state.step} steps; {run.metrics} does not hold its result", file=sys.stderr)
         return
@@ -49,7 +49,7 @@ def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
         ticks = [t for t in (0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 10, 12) if lowest * 0.93 <= t <= highest * 1.05]
         axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=plain_text(title))
     axes.legend(frameon=False)
     path.unlink(missing_ok=True)  # a link in its place is not followed
-    figure.savefig(path)
+    save_figure(figure, path)

@@ -8,9 +8,10 @@ import torch
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import choose_precision, matmul_flops
+from thinker.runtime.divisors import divisors
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.config import Config, Settings, TrainSettings, list_divisors
+from thinker.training.config import Config, Settings, TrainSettings
 from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch, usable_fraction
 from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.optimizers import resolve_learning_rates
@@ -65,12 +66,12 @@ def check_batch_split(config: Config, dist: DistContext) -> None:
     if batch_size % dist.world_size:
         raise UserError(
             f"train.batch_size ({batch_size}) must be a multiple of the number of ranks ({dist.world_size}); "
-            f"it can be split over these numbers of ranks: {list_divisors(batch_size)}"
+            f"it can be split over these numbers of ranks: {', '.join(map(str, divisors(batch_size)))}"
         )
     if isinstance(micro_batch_size, int) and rows % micro_batch_size:
         raise UserError(
             f"train.micro_batch_size ({micro_batch_size}) must divide each rank's share of train.batch_size, "
-            f"{rows} sequences; possible: {list_divisors(rows)}"
+            f"{rows} sequences; possible: {', '.join(map(str, divisors(rows)))}"
         )
 
 

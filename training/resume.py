@@ -21,8 +21,10 @@ from thinker.runtime.process_group import DistContext
 from thinker.training.config import Settings
 from thinker.training.step import TrainingStep
 
-# Keys that may not change; of the other sections (model, data) every key but data.cache_dir.
+# Keys that may not change; of the other sections (model, data) every key but those of DATA_KEYS_OF_THE_MACHINE.
 FIXED_KEYS = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}
+DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")  # they decide neither text nor batches
+ROUNDING_KEYS = ("micro_batch_size", "precision", "compile", "deterministic")  # of train: they decide the last bits
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -68,8 +70,8 @@ def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, d
     begun_with = previous.model_dump(mode="json")
     for section, values in sections.items():
         for key, value in values.items():
-            was, is_fixed = begun_with[section][key], key in FIXED_KEYS.get(section, (key,)) and key != "cache_dir"
-            if is_fixed and value != was:
+            was, is_fixed = begun_with[section][key], key in FIXED_KEYS.get(section, (key,))
+            if is_fixed and key not in DATA_KEYS_OF_THE_MACHINE and value != was:
                 reason = f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {was!r}"
                 raise UserError(f"{reason}; put it back, choose another run.dir, or remove that folder to begin anew")
 
@@ -93,9 +95,10 @@ def warn_about_changes(state: RunState, machine: dict[str, str], settings: Setti
     ]
     if changes:
         print(f"changed since it was saved: {', '.join(changes)}", file=sys.stderr)
-    for key in state.machine | machine:
-        default = "1" if key == "ranks" else None
-        before, after = state.machine.get(key, default), machine.get(key, default)
+    bits = [{f"train.{key}": tree["train"][key] for key in ROUNDING_KEYS} for tree in (previous, now)]
+    old, new = ({"ranks": "1"} | where | keys for where, keys in zip((state.machine, machine), bits))
+    for key in old | new:
+        before, after = old.get(key), new.get(key)
         if before != after:
             message = f"{key} was {before} and is {after} now: what follows differs slightly from an uninterrupted run"
             print(message, file=sys.stderr)

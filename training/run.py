@@ -18,6 +18,7 @@ from thinker.training import resume
 from thinker.training.advice import before_training
 from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
+from thinker.training.memory_bound import check_run_fits
 from thinker.training.metrics import MemoryMeter
 from thinker.training.resolve_settings import check_batch_split, resolve_precision, resolve_settings
 from thinker.training.step import TrainingStep, build_model
@@ -50,6 +51,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     if previous is not None:
         resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
     check_batch_split(config, dist)
+    check_run_fits(config, device, dist)
     precision = resolve_precision(config, device, previous, dist)
     with dist.main_process_first():
         corpus = prepare_training_data(config, tokenizer)

@@ -46,7 +46,8 @@ class SignalHandler:
             signal.raise_signal(number)
         self.number, self._first_at = number, time.monotonic()
         with contextlib.suppress(OSError):  # not through Python's stream, which the signal may have interrupted
-            os.write(sys.stderr.fileno(), b"\nfinishing this step and saving; once more leaves at once\n")
+            message = f"\n{signal.Signals(number).name}: finishing this step and saving; once more leaves at once\n"
+            os.write(sys.stderr.fileno(), message.encode())
 
 
 class ResilientStream:
@@ -82,7 +83,6 @@ class ResilientStream:
 def resilient_output() -> Iterator[None]:
     """Make standard output and standard error streams that cannot end a training."""
     with contextlib.ExitStack() as stack:
-        streams = [stream or stack.enter_context(open(os.devnull, "w")) for stream in (sys.stdout, sys.stderr)]
-        stack.enter_context(contextlib.redirect_stdout(ResilientStream(streams[0])))
-        stack.enter_context(contextlib.redirect_stderr(ResilientStream(streams[1])))
+        stack.enter_context(contextlib.redirect_stdout(ResilientStream(sys.stdout)))
+        stack.enter_context(contextlib.redirect_stderr(ResilientStream(sys.stderr)))
         yield

@@ -2,6 +2,8 @@
 
 import json
 import secrets
+import shlex
+import sys
 from typing import Any
 
 from thinker.checkpoint.run_directory import RunDirectory
@@ -63,6 +65,9 @@ class Tracker:
             if is_complete:
                 self._send()
             self.run.finish()
+            if self.run.offline:
+                logs = f"{shlex.quote(str(self.path.parent / 'wandb'))}/offline-run-*-{self.run_id}"
+                print(f"send the log to Weights & Biases with: wandb sync {logs}", file=sys.stderr)
 
     def _send(self) -> None:
         if self.pending:

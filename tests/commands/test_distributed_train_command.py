@@ -182,6 +182,17 @@ def test_a_mistake_is_shown_once_and_ends_all(start_ranks, config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_torchrun_repeats_our_line_at_the_end_of_its_own(torchrun, config, tmp_path):
+    process = torchrun("train.py", config, f"run.dir={tmp_path / 'run'}", "train.batch_size=7")
+    assert process.wait() != 0
+    lines = process.output()[1].splitlines()
+    ours = [line for line in lines if "error: train.batch_size (7) must be a multiple of the number of ranks" in line]
+    assert len(ours) == 2, lines
+    assert ours[0].startswith("error: ")
+    assert lines.index(ours[1]) >= len(lines) - 2  # a line of === ends torchrun's report
+    assert "Root Cause" in "".join(lines[-9:])
+
+
 def test_a_rank_that_cannot_start_ends_the_others(torchrun, config, tmp_path):
     """Its python ends before our first line."""
     script = tmp_path / "start.sh"

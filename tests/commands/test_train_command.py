@@ -111,6 +111,7 @@ def test_a_signal_saves_and_the_same_command_resumes(train_args, tmp_path, numbe
     process.send_signal(number)
     _, stderr = process.communicate()
     assert process.returncode == status
+    assert f"\n{number.name}: finishing this step and saving" in stderr
     assert "the same command resumes from there" in stderr
     assert "Traceback" not in stderr
     saved = checkpoint.list_checkpoints(run / "checkpoints")[-1]

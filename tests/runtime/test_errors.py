@@ -1,8 +1,15 @@
 """How a command ends: one line on standard error and a status, or a stack trace for a bug."""
 
 import errno
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from thinker.runtime.errors import RunError, UserError, run_command
 
@@ -12,12 +19,20 @@ from thinker.runtime.errors import RunError, UserError, run_command
     [
         (UserError("two\n lines"), 2, "two lines"),
         (RunError("it broke"), 1, "it broke"),
+        (UserError("key \x1b[31m\x07\x9b \ud800é"), 2, "key ?[31m?? ?é"),
+        (UserError("x" * 5000), 2, "x" * 1000 + " ..."),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a\n" * 3000), 1,
+         ("cannot read or write" + " a" * 3000)[:1000] + " ..."),
         (OSError(errno.EIO, "Input/output error", "a/b"), 1, "cannot read or write a/b: Input/output error"),
         (PermissionError(errno.EACCES, "Permission denied", "a"), 1, "cannot read or write a: Permission denied"),
         (OSError("the hub cannot be reached"), 1, "the hub cannot be reached"),
         (OSError(errno.ENOSPC, "No space", "a"), 1,
          "the disk is full (writing a); make space and run the same command again"),
         (MemoryError(), 1, "there is not enough memory"),
+        (MemoryError("Unable to allocate 7 GiB"), 1, "there is not enough memory: Unable to allocate 7 GiB"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), 1,
+         "there is not enough memory: CUDA out of memory. Tried"),
+        (RuntimeError("can't start new thread"), 1, "there is not enough memory: can't start new thread"),
     ],
     ids=repr,
 )  # fmt: skip
@@ -31,9 +46,70 @@ def test_what_a_command_says_and_its_status(error, status, line, capsys):
     assert capsys.readouterr().err == f"error: {line}\n"
 
 
-def test_a_bug_keeps_its_stack_trace():
+@pytest.mark.parametrize("error", [KeyError("bug"), RuntimeError("shapes do not match")], ids=repr)
+def test_a_bug_keeps_its_stack_trace(error):
     def main():
-        raise KeyError("bug")
+        raise error
 
-    with pytest.raises(KeyError):
+    with pytest.raises(type(error)):
         run_command(main)
+
+
+def test_a_tensor_that_no_memory_holds_ends_as_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: torch.empty(2**50).numel())
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: there is not enough memory: ")
+
+
+def test_an_interruption_says_which_signal_came_and_where(capsys):
+    def prepare_data():
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(prepare_data)
+    assert ended.value.code == 130
+    line = r"\ninterrupted by SIGINT \(Ctrl-C\), in prepare_data \(.*test_errors.py:\d+\)\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs another locale")
+def test_what_a_terminal_cannot_show_becomes_a_question_mark():
+    code = "from thinker.runtime.errors import run_command; run_command(lambda: print('caf\\u00e9 \\udce9') or 0)"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf? ?\n", "")
+
+
+CLOSED = ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"]
+PROBE = """
+import os, sys
+from thinker.runtime.errors import run_command
+
+
+def main():
+    print("text")
+    print("message", file=sys.stderr)
+    sys.stdout.reconfigure(errors="replace")
+    assert sys.stdin.buffer.read() == b""
+    file = os.open(sys.argv[0], os.O_RDONLY)
+    return 0 if file > 2 else 7  # not taken for a standard stream by whatever prints there
+
+
+run_command(main)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
+@pytest.mark.parametrize("closed", CLOSED)
+def test_standard_streams_may_be_closed(tmp_path, closed):
+    script = tmp_path / "probe.py"
+    script.write_text(PROBE)
+    opened = "" if "<&-" in closed else "</dev/null"
+    command = f"exec {shlex.quote(sys.executable)} {shlex.quote(str(script))} {opened} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout + done.stderr) == (
+        0,
+        ("" if " >&-" in f" {closed}" else "text\n") + ("" if "2>&-" in closed else "message\n"),
+    )

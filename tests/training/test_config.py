@@ -91,6 +91,11 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
         ("max_steps=5", "write section.key=value"),
         ("train.max_steps", "write section.key=value"),
         ("data.path=7", "data.path is 7"),
+        ('run.dir="a\\0b"', r"dir is 'a\\x00b'; it must be UTF-8 text without NUL"),
+        ("data.cache_dir=caf\udce9", r"cache_dir is 'caf\\udce9'; it must be UTF-8"),
+        ("train.max_steps=1" + "0" * 30, "max_steps is 10+; it must be less than"),
+        ("model.n_layers=20000", "less than or equal to 10000"),
+        ("train.max_minutes=1.0e+200", "less than or equal to"),
     ],
 )
 def test_wrong_values_and_keys(tmp_path, override, message):

@@ -1,6 +1,9 @@
 """A real wandb, offline: what a training sends is what metrics.jsonl holds."""
 
+import glob
 import json
+import re
+import shlex
 import signal
 
 import pytest
@@ -70,7 +73,10 @@ def test_offline_losses_equal_metrics(train_args, tmp_path):
     for n_steps, mode in ((2, "disabled"), (4, "offline"), (6, "offline")):
         done = run_script(*train_args, f"run.dir={run}", f"tracking.wandb={mode}", f"train.max_steps={n_steps}")
         assert done.returncode == 0, done.stderr
+        sync = re.findall(r"send the log to Weights & Biases with: wandb sync (.*)", done.stderr)
+        assert len(sync) == (mode == "offline")
     (first_id, first), (second_id, second) = read_runs(run)
+    assert len(glob.glob(shlex.split(sync[0])[0])) == 2  # one run in two logs, which the command sends in order
     assert first_id == second_id  # a resumed run keeps its id
     assert set(first) == {1, 2, 3, 4}
     assert set(second) == {5, 6}

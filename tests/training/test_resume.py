@@ -1,0 +1,91 @@
+"""What may change when a run is resumed, and what is said about it."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import run_script
+from training_runs import assert_same_tensors
+
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.runtime.errors import UserError
+from thinker.training import resume
+from thinker.training.config import validate_config
+from thinker.training.resolve_settings import resolve_settings
+
+CPU = torch.device("cpu")
+TREE = {"data": {"seq_len": 32, "source": "text", "path": "a.txt"},
+        "train": {"max_steps": 9, "batch_size": 8, "precision": "fp32", "compile": False}}  # fmt: skip
+# Of every section, keys with another value than in TREE. What is not refused may change, whatever it says.
+FREE = {
+    "data": {"cache_dir": "elsewhere", "num_workers": 5, "streaming": False},
+    "optimizer": {"lr": 0.5, "betas": [0.5, 0.6], "weight_decay": 0.1},
+    "train": {"max_steps": 10, "micro_batch_size": 2, "precision": "bf16", "checkpoint_every_n_blocks": 1,
+              "eval_every": 3, "save_every": 3, "keep_last": 7, "log_every": 2, "dist_timeout_s": 7.0},
+    "tracking": {"wandb": "offline", "project": "mine", "name": "other"},
+}  # fmt: skip
+FIXED = {
+    "run": {"seed": 2},
+    "model": {"d_model": 128, "dropout": 0.1, "max_seq_len": 64},
+    "data": {"path": "b.txt", "seq_len": 16, "packing": "documents", "val_fraction": 0.2, "tokenizer": "byte",
+             "document_masking": True, "max_documents": 3},
+    "optimizer": {"name": "adamw"},
+    "train": {"batch_size": 16},
+}  # fmt: skip
+SAID = {"micro_batch_size": (8, 2), "precision": ("fp32", "bf16")}
+
+
+def settings_with(section=None, key=None, value=None):
+    tree = {name: dict(keys) for name, keys in TREE.items()}
+    if section:
+        tree.setdefault(section, {})[key] = value
+    config = validate_config(tree)
+    return config, resolve_settings(config, config.thinker_config(300), CPU)
+
+
+def all_keys(sections):
+    return [(section, key, value) for section, keys in sections.items() for key, value in keys.items()]
+
+
+def check(section, key, value):
+    _, before = settings_with()
+    config, after = settings_with(section, key, value)
+    sections = config.model_dump(mode="json", exclude={"model", "tracking"}) | {"model": after.model.to_dict()}
+    resume.check_unchanged(RunDirectory("runs/x"), before, sections)
+    return before, after
+
+
+@pytest.mark.parametrize(("section", "key", "value"), all_keys(FIXED))
+def test_what_decides_weights_or_batches_is_refused(section, key, value):
+    with pytest.raises(UserError, match=rf"^{section}.{key} is .*; put it back"):
+        check(section, key, value)
+
+
+@pytest.mark.parametrize(("section", "key", "value"), all_keys(FREE))
+def test_the_rest_may_change_and_says_so_where_the_last_bits_will(section, key, value, capsys):
+    before, after = check(section, key, value)
+    capsys.readouterr()
+    resume.warn_about_changes(resume.RunState(settings=before, machine={"threads": "1"}), {"threads": "1"}, after)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("changed since it was saved: ")
+    assert f"{section}.{key} " in lines[0]
+    said = [line for line in lines if "differs slightly from an uninterrupted run" in line]
+    expected = [f"train.{key} was %s and is %s now" % SAID[key]] if key in SAID else []
+    assert [line.split(":")[0] for line in said] == expected
+
+
+def test_nothing_is_said_where_nothing_changed(capsys):
+    _, settings = settings_with()
+    capsys.readouterr()
+    resume.warn_about_changes(resume.RunState(settings=settings, machine={"ranks": "1"}), {}, settings)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_number_of_workers_decides_no_bit(train_args, tiny_run, tmp_path):
+    for workers in (0, 3):
+        run = tmp_path / str(workers)
+        shutil.copytree(tiny_run, run)
+        done = run_script(*train_args, f"run.dir={run}", "train.max_steps=43", f"data.num_workers={workers}")
+        assert done.returncode == 0, done.stderr
+        assert "data.num_workers 1 -> " in done.stderr
+    assert_same_tensors(tmp_path / "0", tmp_path / "3", 43)

@@ -1,0 +1,108 @@
+"""Options of training with each other: each pair once, every case right or refused in one line.
+
+Right is: every loss is finite; 2 steps and 2 resumed ones are 4 to the last bit; recomputation changes no bit; in fp32,
+without dropout, micro-batches and ranks change the losses by no more than rounding.
+"""
+
+import math
+
+import fork_server
+import pytest
+from conftest import ROOT
+from pairwise import pairwise
+from training_runs import assert_same_tensors, train_losses
+from training_workers import train_each
+
+from thinker.runtime.errors import UserError
+from thinker.training.config import load_config
+
+BASE = ROOT / "tests" / "fixtures" / "base.yaml"
+DOCUMENTS = {
+    "cut": [],
+    "packed": ["data.packing=documents"],
+    "masked": ["data.packing=documents", "data.document_masking=true"],
+}
+EAGER = {
+    "train.precision": ["fp32", "bf16"],
+    "train.micro_batch_size": ["null", "1"],
+    "model.dropout": ["0.0", "0.2"],
+    "documents": list(DOCUMENTS),
+    "train.lora_rank": ["null", "4"],
+    "train.checkpoint_every_n_blocks": ["null", "1", "2"],
+    "optimizer.name": ["muon", "adamw"],
+}
+ALL = {"train.compile": ["false", "true"], "train.parallel": ["alone", "ddp", "fsdp"], **EAGER}
+PLAIN = {"train.compile": "false", "train.parallel": "alone"}
+CASES = [pytest.param(PLAIN | case, id="-".join(case.values())) for case in pairwise(EAGER)]
+STRESS = [pytest.param(case, id="-".join(case.values()), marks=pytest.mark.stress) for case in pairwise(ALL)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def overrides(case, run, cache, tiny_run, n_steps=4):
+    """What is to be overridden in BASE for this case."""
+    keys = {name: value for name, value in case.items() if name != "documents"}
+    if keys["train.parallel"] == "alone":
+        del keys["train.parallel"]
+    is_lora = keys["train.lora_rank"] != "null"
+    start = [f"run.init_from={tiny_run}", "data.tokenizer=null"] if is_lora else ["data.tokenizer=bpe:300"]
+    shape = ["model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=1", "data.seq_len=32"]
+    lengths = [
+        f"train.max_steps={n_steps}",
+        "train.decay_fraction=0",
+        "train.eval_every=null",
+        "train.eval_sequences=2",
+    ]
+    fixed = ["train.batch_size=4", "train.device=cpu", "data.max_documents=60", f"data.cache_dir={cache}"]
+    written = [f"{name}={value}" for name, value in keys.items()]
+    return [*start, *shape, *lengths, *fixed, *written, *DOCUMENTS[case["documents"]], f"run.dir={run}"]
+
+
+def train(case, runs):
+    """Train in the order given, in one process, or by two ranks each."""
+    if case["train.parallel"] == "alone":
+        (statuses,) = fork_server.run_ranks(1, train_each, str(BASE), runs)
+        assert statuses == [0] * len(runs)
+    else:
+        for run in runs:
+            assert fork_server.run_ranks(2, train_each, str(BASE), [run]) == [[0], [0]]
+
+
+@pytest.mark.parametrize("case", CASES + STRESS)
+def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
+    whole, parts, plain, reference = (tmp_path / name for name in ("whole", "parts", "plain", "reference"))
+    if case["train.lora_rank"] != "null" and case["optimizer.name"] == "muon":
+        with pytest.raises(UserError, match="train.lora_rank goes with run.init_from and optimizer.name=adamw"):
+            load_config(BASE, overrides(case, whole, cache, tiny_run))
+        case |= {"optimizer.name": "adamw"}  # the other pairs of this case
+    runs = [overrides(case, whole, cache, tiny_run), *(overrides(case, parts, cache, tiny_run, n) for n in (2, 4))]
+    is_exact = case["train.compile"] == "false"
+    if is_exact and case["train.checkpoint_every_n_blocks"] != "null":
+        runs.append(overrides(case | {"train.checkpoint_every_n_blocks": "null"}, plain, cache, tiny_run))
+    train(case, runs)
+    losses = train_losses(whole)
+    assert list(losses) == [1, 2, 3, 4]
+    assert all(math.isfinite(loss) for loss in losses.values())
+    assert train_losses(parts) == losses
+    assert_same_tensors(whole, parts, 4)
+    if plain.exists():
+        assert train_losses(plain) == losses
+        assert_same_tensors(whole, plain, 4)
+    if case["train.precision"] == "fp32" and case["model.dropout"] == "0.0":
+        simple = case | PLAIN | {"train.micro_batch_size": "null"}
+        train(simple, [overrides(simple, reference, cache, tiny_run)])
+        assert train_losses(reference) == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_cases_hold_every_pair():
+    for options in (EAGER, ALL):
+        cases = pairwise(options)
+        for a in options:
+            for b in options:
+                found = {(case[a], case[b]) for case in cases}
+                assert a == b or len(found) == len(options[a]) * len(options[b])
+        assert len(cases) < 25
+    assert pairwise({"a": [[1], [2]], "b": [None]}) == [{"a": [1], "b": None}, {"a": [2], "b": None}]

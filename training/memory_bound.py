@@ -1,0 +1,50 @@
+"""The least memory that a run can need, known at once, so that sizes nobody has are refused before anything is made."""
+
+import torch
+
+from thinker.model import ThinkerConfig
+from thinker.runtime.memory import check_memory
+from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
+from thinker.training.config import Config
+
+REMEDY = "lower model.d_model, model.n_layers, data.seq_len or train.batch_size, or set train.micro_batch_size"
+
+
+def check_run_fits(config: Config, device: torch.device, dist: DistContext = SINGLE_PROCESS) -> None:
+    """Raise UserError, with the numbers, where a run takes more memory than there is, however it is arranged."""
+    on_device, on_host = least_memory(config, dist)
+    if device.type == "cuda":
+        check_memory(on_device, device, REMEDY)
+        check_memory(on_host, torch.device("cpu"), REMEDY, dist.local_world_size)
+    else:
+        check_memory(on_device | on_host, device, REMEDY, dist.local_world_size)
+
+
+def least_memory(config: Config, dist: DistContext = SINGLE_PROCESS) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that one rank needs at least, by what for: on the device, and on the host.
+
+    Of the activations only the residual stream before each block counts, which even recomputation keeps.
+    """
+    train, T = config.train, config.data.seq_len
+    shape = config.thinker_config(config.model.vocab_size or 1)  # until the tokenizer is known
+    n_weights = least_parameters(shape) // (dist.world_size if train.parallel != "ddp" else 1)
+    is_trained = train.lora_rank is None
+    rows = train.batch_size // dist.world_size
+    at_once = {"auto": 1, None: rows}.get(train.micro_batch_size, train.micro_batch_size)
+    kept = 0 if train.offload_activations else shape.n_layers * at_once * T * shape.d_model
+    on_device = {
+        "weights": 4 * n_weights,
+        "gradients": 4 * n_weights * is_trained,
+        "optimizer": (8 if config.optimizer.name == "adamw" else 4) * n_weights * is_trained,
+        "activations": kept * (4 if train.precision == "fp32" else 2),
+    }
+    return on_device, {"batch": 8 * rows * T}
+
+
+def least_parameters(shape: ThinkerConfig) -> int:
+    """The number of weights in a model's matrices, without norms and biases."""
+    C, D = shape.d_model, shape.head_dim
+    heads = sum(sum(shape.head_counts(layer)) for layer in range(shape.n_layers))
+    tables = shape.vocab_size * (1 if shape.tie_embeddings else 2)
+    tables += shape.max_seq_len if shape.positions == "learned" else 0
+    return C * (tables + 2 * D * heads + 3 * shape.d_ff * shape.n_layers)
