@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import RunError, UserError
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1
@@ -32,7 +32,7 @@ HEADER = struct.Struct("<8sIIQQQQQ32s")
 HEADER_BYTES = HEADER.size + 8  # with its CRC-32, as 8 bytes
 
 
-class DamagedShard(Exception):
+class DamagedShard(RunError):
     """A shard file that is incomplete or was written with another tokenizer. It can be made again from the text."""
 
 
