@@ -36,7 +36,7 @@ def faults(tmp_path_factory):
 
 
 class Case:
-    """A training in a folder of its own, always the same, because a checkpoint names it; and how it ends undisturbed."""
+    """A training in a folder of its own, always the same one, because checkpoints name it; and how it should end."""
 
     def __init__(self, faults, base, text_file, options, min_bytes=0):
         self.faults, self.place, self.min_bytes = faults, base / "place", min_bytes
