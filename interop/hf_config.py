@@ -87,7 +87,7 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
 
 def _check_values(values: dict[str, Any], model_type: Any) -> None:
     """Raise UserError for a model type, key, type or value that is not supported, and for a missing size."""
-    if model_type not in ARCHITECTURES:
+    if model_type not in [*ARCHITECTURES]:  # it may be of any type
         known = f"known are {', '.join(ARCHITECTURES)}{did_you_mean(str(model_type), ARCHITECTURES)}"
         raise UserError(f"config.json: model_type is {model_type!r}; {known}")
     for name, kind in TYPES.items():
