@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from thinker.generation.engine import Generator
+from thinker.generation.prompts import check_text
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion
 
@@ -36,7 +37,7 @@ class Conversation:
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
         """Append `text`, then yield the model's continuation; UserError, with nothing changed, if it does not fit."""
         generator = self.generator
-        tokens = self.tokens + generator.tokenizer.encode(text) or [generator.tokenizer.bos_id]
+        tokens = self.tokens + generator.tokenizer.encode(check_text(text, "the text")) or [generator.tokenizer.bos_id]
         sequence = generator.new_sequence(0, Completion(text), params, tokens)
         self.turn_starts.append(len(self.tokens))
         self.tokens = sequence.tokens  # grows with every sampled token, so an interruption keeps them

@@ -12,8 +12,6 @@ from torch import Tensor
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.streaming import TextStreamer
-from thinker.model import ThinkerConfig
-from thinker.runtime.errors import UserError
 
 SampledToken = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the likeliest tokens
 
@@ -112,12 +110,3 @@ class Sequence:
         generated = tokens[len(self.tokens) - len(self.completion.token_ids) :]
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         return in_text, counts.scatter_add_(0, generated, torch.ones_like(generated))
-
-
-def check_prompt_length(tokens: list[int], config: ThinkerConfig, max_len: float, hint: str = "") -> None:
-    """Raise UserError if a prompt is longer than `max_len` or shorter than the model's bidirectional prefix."""
-    start, prefix = f"the prompt has {len(tokens)} tokens", config.prefix
-    if len(tokens) < prefix:
-        raise UserError(f"{start}; the model's bidirectional prefix needs at least {prefix}")
-    if len(tokens) > max_len:
-        raise UserError(f"{start} and the model's context is {max_len}; shorten it to at most {max_len} tokens{hint}")

@@ -44,7 +44,8 @@ def print_samples(
         first = first or f", first text after {time.perf_counter() - start:.2f} s"
         if index == 0:
             print_text(piece)
-    seconds = time.perf_counter() - start
+    compile_seconds = getattr(generator.decode_model, "compile_seconds", 0.0)
+    seconds = time.perf_counter() - start - compile_seconds
     for completion in completions[1:]:
         print_text(f"\n\n---\n\n{prompt}{completion.text}")
     print_text("\n")
@@ -53,6 +54,8 @@ def print_samples(
             log(line)
     n_tokens = sum(len(completion.token_ids) for completion in completions)
     text = f"{n_tokens} tokens, {n_tokens / seconds:.0f} tokens/s{first}"
+    if compile_seconds:
+        text += f", after compiling for {compile_seconds:.1f} s"
     if generator.speculate:
         accepted = sum(completion.accepted for completion in completions)
         text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
