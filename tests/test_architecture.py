@@ -21,6 +21,7 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
 NEW_ROOMS = {
     "data/llmc_tokens.py",
     "generation/prompts.py",
+    "model/input_checks.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).with_suffix("").parts[0] in LEVEL]
