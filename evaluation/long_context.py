@@ -20,6 +20,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.finite import check_computed
 
 LOGIT_ROWS = 256  # positions whose logits are in memory at once
 
@@ -134,5 +135,6 @@ def loss_by_position(
     batches = batch_losses(model, windows, batch_size, token_losses, limit or None)
     batches = tqdm(batches, desc="evaluating", total=-(-len(windows) // batch_size), disable=not progress)
     targets, losses = map(torch.cat, zip(*batches))  # (N, T) each
+    check_computed([losses.sum().item()])
     nats = losses.masked_fill(targets == IGNORE_INDEX, math.nan)
     return PositionLosses(trained or model.config.max_seq_len, nats, targets)

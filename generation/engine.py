@@ -23,6 +23,7 @@ from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_l
 from thinker.model import KVCache, Thinker
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
+from thinker.runtime.finite import check_computed
 
 Params = SamplingParams | list[SamplingParams] | None
 PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
@@ -240,6 +241,7 @@ class Generator:
                     logprobs += new.gather(1, targets[:, None])[:, 0].tolist()
                     likeliest += [top_logprobs(row, n_top) for row in new] if n_top else []
             start = max(0, end - max((end - start) // 2, n_skipped))
+        check_computed(logprobs)
         return Score(ids[n_skipped:], logprobs, likeliest, len(self.tokenizer.decode_bytes(ids[n_skipped:])))
 
     def _prefill_unique(self, model: Thinker, sequences: list[Sequence], slack: int) -> tuple[KVCache | None, Tensor]:

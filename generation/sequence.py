@@ -12,6 +12,7 @@ from torch import Tensor
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.streaming import TextStreamer
+from thinker.runtime.finite import check_computed
 
 SampledToken = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the likeliest tokens
 
@@ -88,6 +89,7 @@ class Sequence:
             if streamer.stopped:
                 break
         _, logprobs, top_logprobs = zip(*sampled[:n_used])
+        check_computed(logprobs)
         self.tokens += tokens[:n_used]
         completion.token_ids += tokens[:n_used]
         completion.logprobs += logprobs

@@ -16,6 +16,7 @@ from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score
 from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.finite import finite_json
 
 HELP = r"""Whatever you type is appended to the text, and the model continues it; an empty line: it just continues.
 \n in what you type is a line break. Ctrl-C ends the model's turn and keeps what it wrote.
@@ -92,7 +93,7 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         numbers["cost_of_int8"] = bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
     if as_json:
         tokens = {"token_ids": score.token_ids, "logprobs": score.logprobs, "top_logprobs": score.top_logprobs}
-        print(json.dumps({**numbers, **tokens}, ensure_ascii=False))
+        print(finite_json({**numbers, **tokens}, ensure_ascii=False))
         return
     for line in logprob_lines(generator, score) if show_logprobs else ():
         print(line)

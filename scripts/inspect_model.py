@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -210,6 +209,7 @@ def main() -> int:
     from thinker.interop.load import find_model
     from thinker.interpretability.reports import Prompt
     from thinker.runtime.device import choose_device, configure_backend
+    from thinker.runtime.finite import finite_json
 
     device = choose_device(arguments.device)
     configure_backend(device)
@@ -222,10 +222,7 @@ def main() -> int:
         report, start = report_on_heads(arguments, folder, model, tokenizer, prompt), {}
     else:
         report, start = report_on_prompt(arguments, model, tokenizer, prompt)
-    try:
-        text = json.dumps(report.data, allow_nan=False)
-    except ValueError as error:
-        raise UserError(f"what {arguments.model} computes is not finite: {error}") from error
+    text = finite_json(report.data)
     shown = "" if arguments.prompt is None else f" · {textwrap.shorten(arguments.prompt, 70, placeholder=' …')}"
     title = f"{arguments.model}: {arguments.command}{shown}"
     print(text if arguments.json == "-" else report.table())

@@ -22,6 +22,7 @@ NEW_ROOMS = {
     "data/llmc_tokens.py",
     "generation/prompts.py",
     "model/input_checks.py",
+    "runtime/finite.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).with_suffix("").parts[0] in LEVEL]
