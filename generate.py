@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import sys
 from dataclasses import asdict, fields
@@ -120,6 +119,7 @@ def main() -> int:
     from thinker.generation.conversation import Conversation
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
+    from thinker.runtime.finite import finite_json
 
     show_logprobs, n_top = arguments.logprobs is not None, arguments.logprobs or 0
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
@@ -164,7 +164,7 @@ def main() -> int:
     elif arguments.json:
         n = arguments.num_samples
         for index, completion in enumerate(generator.generate([prompt] * n, params, [tokens] * n)):
-            print(json.dumps(asdict(completion) | {"seed": params.seed + index}, ensure_ascii=False))
+            print(finite_json(asdict(completion) | {"seed": params.seed + index}, ensure_ascii=False))
     else:
         shown_prompt = "" if arguments.chat else prompt
         terminal.print_samples(generator, shown_prompt, tokens, params, arguments.num_samples, show_logprobs)

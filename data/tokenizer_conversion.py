@@ -183,7 +183,7 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
 def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template into a folder, as AutoTokenizer reads them.
 
-    `AutoTokenizer(text)` gives tokenizer.encode(text, allow_special=True), without a BOS token in front. Possessive
+    `AutoTokenizer(text)` gives tokenizer.encode(text, allow_special=True) after tokenizer.bos_prefix. Possessive
     counts, `{1,3}+`, are written without the +: the library `tokenizers` would read them as repeated groups.
     """
     if isinstance(tokenizer, HFTokenizer):
@@ -202,13 +202,18 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     content["normalizer"] = tokenizer.normalizer and {"type": tokenizer.normalizer}
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split_step, byte_level]}
-    content |= {"post_processor": None, "decoder": byte_level | {"use_regex": True}}
+    bos = [{"SpecialToken": {"id": tokenizer.bos_token, "type_id": 0}}] if tokenizer.bos_prefix else []
+    first, second = ([*bos, {"Sequence": {"id": name, "type_id": 0}}] for name in "AB")
+    bos_ids = {"id": tokenizer.bos_token, "ids": [tokenizer.bos_id], "tokens": [tokenizer.bos_token]}
+    template = {"type": "TemplateProcessing", "single": first, "pair": first + second}
+    template["special_tokens"] = {tokenizer.bos_token: bos_ids}
+    content |= {"post_processor": template if bos else None, "decoder": byte_level | {"use_regex": True}}
     content["model"] = model | {"vocab": vocab | dict(special), "merges": merges_of(tokenizer)}
     names = tokenizer.special_tokens_map
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names.get("bos_token")}
     config |= {"eos_token": names.get("eos_token"), "pad_token": names.get("pad_token", names.get("eos_token"))}
     config |= {hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix), "clean_up_tokenization_spaces": False}
-    config["model_max_length"] = max_length
+    config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
     hf.write_files(Path(folder), content, config, tokenizer.chat_template)
 
 

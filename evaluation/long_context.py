@@ -20,6 +20,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.finite import check_computed
 
 LOGIT_ROWS = 256  # positions whose logits are in memory at once
 
@@ -135,5 +136,6 @@ def loss_by_position(
     n_windows = min(limit or len(windows), len(windows))
     batches = tqdm(batches, desc="evaluating", total=-(-n_windows // batch_size), disable=not progress)
     targets, losses = map(torch.cat, zip(*batches))  # (N, T) each
+    check_computed([losses.sum().item()])
     nats = losses.masked_fill(targets == IGNORE_INDEX, math.nan)
     return PositionLosses(trained or model.config.max_seq_len, nats, targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +43,8 @@ class CompiledThinker:
         step, dynamic = (_bucket_step, None) if self.uses_buckets else (_step, True)
         self._compiled = torch.compile(_with_own_code(step), dynamic=dynamic, fullgraph=True, options=options)
         self._bucket: _Bucket | None = None
+        self._is_compiled = False
+        self.compile_seconds = 0.0  # of the steps before which a program was compiled, or a CUDA graph captured
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """tokens (B, 1) -> logits (B, 1, V)."""
@@ -52,14 +55,20 @@ class CompiledThinker:
             shape = 1 << (len(tokens) - 1).bit_length(), -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
             if self._bucket is None or self._bucket.shape != shape:
                 self._bucket = None  # frees its memory first
+                start = time.perf_counter()
                 self._bucket = _Bucket(self.model, self._compiled, *shape)
+                self.compile_seconds += time.perf_counter() - start
             self._bucket.adopt(cache)
             return self._bucket.run(tokens, positions)
         if len(tokens) > 1:
             return self.model(tokens, cache=cache)
         context = cache.append(*tokens.shape)
         context.rope = self.model.rope(context.positions, context.end, self.model.dtype)
-        return self._compiled(self.model, tokens, context, cache)
+        start = time.perf_counter()
+        logits = self._compiled(self.model, tokens, context, cache)
+        if not self._is_compiled:
+            self._is_compiled, self.compile_seconds = True, time.perf_counter() - start
+        return logits
 
 
 def _step(model: Thinker, tokens: Tensor, context: ForwardContext, cache: KVCache) -> Tensor:

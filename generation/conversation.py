@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from thinker.generation.engine import Generator
+from thinker.generation.prompts import check_text
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion
 
@@ -40,7 +41,7 @@ class Conversation:
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
         """Append `text`, then yield the model's continuation; UserError, with nothing changed, if it does not fit."""
         tokenizer = self.generator.tokenizer
-        tokens = self.tokens + tokenizer.encode(text) or [tokenizer.bos_id]
+        tokens = self.tokens + tokenizer.encode(check_text(text, "the text")) or [tokenizer.bos_id]
         yield from self._continue(tokens, text, params, len(self.tokens))
 
     def _continue(self, tokens: list[int], text: str, params: SamplingParams, n_equal: int) -> Iterator[str]:

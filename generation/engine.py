@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import operator
@@ -16,13 +15,15 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.generation.batch_sampling import sample_next, sample_steps, top_logprobs
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.inference_model import prepare_for_inference
+from thinker.generation.prompts import check_prompt, check_text, check_token_lists, params_list, prompt_list
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion, Score, Sequence, check_prompt_length
+from thinker.generation.sequence import Completion, Score, Sequence
 from thinker.generation.sink_cache import SinkCache
 from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_len
 from thinker.model import KVCache, Thinker
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
+from thinker.runtime.finite import check_computed
 from thinker.runtime.memory import check_memory
 
 Params = SamplingParams | list[SamplingParams] | None
@@ -69,6 +70,8 @@ class Generator:
 
     def _check_options(self, compile: bool, draft: Thinker | None) -> None:
         config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
+        if self.tokenizer is None:
+            raise UserError("a Generator needs the model's tokenizer; load() gives None where a folder has none")
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
         if window is not None and not 1 <= window <= config.max_seq_len - sinks:
@@ -101,22 +104,22 @@ class Generator:
             raise UserError(f"the draft model's context is {length} tokens, shorter than the model's {longer}")
 
     def generate(
-        self, prompts: list[str], params: Params = None, prompt_tokens: list[list[int]] | None = None
+        self, prompts: str | list[str], params: Params = None, prompt_tokens: list[list[int]] | None = None
     ) -> list[Completion]:
-        """Continue all prompts in one batch; equal prompts are read once.
+        """Continue all prompts in one batch; equal prompts are read once. A string is one prompt: a list of one.
 
         `params`: one for all prompts, where prompt i is sampled with seed + i; or one per prompt. `prompt_tokens`: by
         default those of encode(). Raises UserError if a prompt does not fit into the context, or the parameters do not
         fit the prompts.
         """
-        completions = [Completion(prompt) for prompt in prompts]
+        completions = [Completion(prompt) for prompt in prompt_list(prompts)]
         for _ in self.stream_batch(completions, params, prompt_tokens):
             pass
         return completions
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
         """Continue one prompt, yielding text as it is generated; joined, the pieces are generate()'s text."""
-        return (piece for _, piece in self.stream_batch([Completion(prompt)], params))
+        return (piece for _, piece in self.stream_batch([Completion(check_text(prompt, "the prompt"))], params))
 
     def stream_batch(
         self, completions: list[Completion], params: Params = None, prompt_tokens: list[list[int]] | None = None
@@ -125,19 +128,18 @@ class Generator:
 
         Yields (index of the completion, the text that became certain).
         """
-        if params is None or isinstance(params, SamplingParams):
-            base = params or SamplingParams()
-            params = [dataclasses.replace(base, seed=base.seed + index) for index in range(len(completions))]
-        if len(params) != len(completions):
-            raise UserError(f"{len(completions)} prompts and {len(params)} sampling parameters: give one each, or one")
-        prompt_tokens = prompt_tokens or [self.encode(completion.prompt) for completion in completions]
+        params = params_list(params, len(completions))
+        if prompt_tokens is None:
+            prompt_tokens = [self.encode(completion.prompt) for completion in completions]
+        prompt_tokens = check_token_lists(prompt_tokens, len(completions))
         sequences = [self.new_sequence(*each) for each in zip(itertools.count(), completions, params, prompt_tokens)]
         if sequences:
             yield from self.decode(sequences, *self._prefill_unique(self.model, sequences, self.speculate))
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt, after the BOS token if the model was trained with one."""
-        return [*self.tokenizer.bos_prefix, *self.tokenizer.encode(prompt)] or [self.tokenizer.bos_id]
+        text = check_text(prompt, "the prompt")
+        return [*self.tokenizer.bos_prefix, *self.tokenizer.encode(text)] or [self.tokenizer.bos_id]
 
     def new_sequence(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Sequence:
         """A sequence that starts with `tokens` and may grow by max_new_tokens, or as far as the context allows.
@@ -145,7 +147,7 @@ class Generator:
         Raises UserError if the tokens do not fit into the context, or the logit bias not to the vocabulary.
         """
         hint = ", or set with --window how many of the newest tokens to remember" if self.supports_window else ""
-        check_prompt_length(tokens, self.config, self.context_len, hint)
+        check_prompt(tokens, self.tokenizer, self.config, self.context_len, hint)
         last = self.tokenizer.vocab_size - 1
         for token, _ in params.logit_bias:
             if token > last:
@@ -217,7 +219,7 @@ class Generator:
         `n_top`: also return the log-probabilities of this many likeliest tokens per position. Raises UserError if the
         whole text lies inside the model's bidirectional prefix.
         """
-        ids = self.tokenizer.encode(text)
+        ids = self.tokenizer.encode(check_text(text, "the text"))
         tokens = [self.tokenizer.bos_id, *ids]
         n_skipped = max(0, self.config.prefix - 1)  # ids inside the prefix
         if n_skipped and len(ids) <= n_skipped:
@@ -240,6 +242,7 @@ class Generator:
                     logprobs += new.gather(1, targets[:, None])[:, 0].tolist()
                     likeliest += [top_logprobs(row, n_top) for row in new] if n_top else []
             start = max(0, end - max((end - start) // 2, n_skipped))
+        check_computed(logprobs)
         return Score(ids[n_skipped:], logprobs, likeliest, len(self.tokenizer.decode_bytes(ids[n_skipped:])))
 
     def _prefill_unique(self, model: Thinker, sequences: list[Sequence], slack: int) -> tuple[KVCache | None, Tensor]:

@@ -12,8 +12,7 @@ from torch import Tensor
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.streaming import TextStreamer
-from thinker.model import ThinkerConfig
-from thinker.runtime.errors import UserError
+from thinker.runtime.finite import check_computed
 
 SampledToken = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the likeliest tokens
 
@@ -90,6 +89,7 @@ class Sequence:
             if streamer.stopped:
                 break
         _, logprobs, top_logprobs = zip(*sampled[:n_used])
+        check_computed(logprobs)
         self.tokens += tokens[:n_used]
         completion.token_ids += tokens[:n_used]
         completion.logprobs += logprobs
@@ -112,12 +112,3 @@ class Sequence:
         generated = tokens[len(self.tokens) - len(self.completion.token_ids) :]
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         return in_text, counts.scatter_add_(0, generated, torch.ones_like(generated))
-
-
-def check_prompt_length(tokens: list[int], config: ThinkerConfig, max_len: float, hint: str = "") -> None:
-    """Raise UserError if a prompt is longer than `max_len` or shorter than the model's bidirectional prefix."""
-    start, prefix = f"the prompt has {len(tokens)} tokens", config.prefix
-    if len(tokens) < prefix:
-        raise UserError(f"{start}; the model's bidirectional prefix needs at least {prefix}")
-    if len(tokens) > max_len:
-        raise UserError(f"{start} and the model's context is {max_len}; shorten it to at most {max_len} tokens{hint}")

@@ -16,6 +16,7 @@ from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score
 from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.finite import finite_json
 
 HELP = r"""\n in what you type is a line break. Ctrl-C ends the model's turn and keeps what it wrote.
 /undo             remove the last turn
@@ -43,7 +44,8 @@ def print_samples(
         first = first or f", first text after {time.perf_counter() - start:.2f} s"
         if index == 0:
             print_text(piece)
-    seconds = time.perf_counter() - start
+    compile_seconds = getattr(generator.decode_model, "compile_seconds", 0.0)
+    seconds = time.perf_counter() - start - compile_seconds
     for completion in completions[1:]:
         print_text(f"\n\n---\n\n{prompt}{completion.text}")
     print_text("\n")
@@ -52,6 +54,8 @@ def print_samples(
             log(line)
     n_tokens = sum(len(completion.token_ids) for completion in completions)
     text = f"{n_tokens} tokens, {n_tokens / seconds:.0f} tokens/s{first}"
+    if compile_seconds:
+        text += f", after compiling for {compile_seconds:.1f} s"
     if generator.speculate:
         accepted = sum(completion.accepted for completion in completions)
         text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
@@ -88,7 +92,7 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         numbers["cost_of_int8"] = bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
     if as_json:
         tokens = {"token_ids": score.token_ids, "logprobs": score.logprobs, "top_logprobs": score.top_logprobs}
-        print(json.dumps({**numbers, **tokens}, ensure_ascii=False))
+        print(finite_json({**numbers, **tokens}, ensure_ascii=False))
         return
     for line in logprob_lines(generator, score) if show_logprobs else ():
         print(line)

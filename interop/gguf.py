@@ -18,6 +18,7 @@ from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker
 from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.finite import check_weights
 
 # Split patterns and their names in llama.cpp; LLAMA3 and WORDS split alike.
 LLAMA3 = (
@@ -116,7 +117,9 @@ def _arrays(model: Thinker, architecture: str, dtype: torch.dtype) -> dict[str, 
         if architecture == "llama" and found:  # llama.cpp rotates neighbours, (0, 1), (2, 3), ..., not halves
             halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])  # (H, 2, D/2, ...)
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        arrays[key] = tensor.detach().cpu().to(dtype if tensor.dim() == 2 else torch.float32).numpy()
+        tensor = tensor.detach().cpu().to(dtype if tensor.dim() == 2 else torch.float32)
+        check_weights([(f"{ours} as {tensor.dtype}", tensor)], "GGUF")  # f16 ends at 65,504
+        arrays[key] = tensor.numpy()
     if (config.rope_scaling or {}).get("type") == "llama3":
         plain = Rope(config.head_dim, config.rope_theta).frequencies()
         scaled = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(config.rope_scaling)).frequencies()

@@ -14,6 +14,7 @@ from thinker.data.tokenizer_factory import has_tokenizer, load_tokenizer
 from thinker.interop import huggingface, peft_adapter
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
+from thinker.runtime.finite import check_weights
 
 
 def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
@@ -64,7 +65,7 @@ def load(
 
     `path`: a run directory, a checkpoint in it, a Hugging Face folder, or one of a LoRA adapter (peft). `checkpoint`:
     of a run directory, "latest", "best", or a name such as "step-00000500". Raises UserError where `path` is neither,
-    or nothing in it is whole.
+    or nothing in it is whole, RunError where a weight is not finite.
     """
     while True:
         folder = find_model(path, checkpoint)
@@ -84,6 +85,7 @@ def load(
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         sizes = f"{tokenizer.vocab_size} ids, the model {model.config.vocab_size}"
         raise UserError(f"the tokenizer of {folder} has {sizes}: they do not belong together")
+    check_weights(model.named_parameters(), folder)
     return model.to(device), tokenizer
 
 

@@ -57,18 +57,16 @@ Against transformers, when this folder was written: {verification}.
 
 def _example(tokenizer: Tokenizer | None) -> str:
     """How to sample from it, in Python that runs as it stands."""
-    start = "" if tokenizer is None or not tokenizer.bos_prefix else tokenizer.bos_token
     if tokenizer is not None and tokenizer.chat_template is not None:
-        begun = f'"{start}" + text' if start else "text"
+        begun = f'"{tokenizer.bos_token}" + text' if tokenizer.bos_prefix else "text"
         code = f"""messages = [{{"role": "user", "content": "Who are you?"}}]
 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 inputs = tokenizer({begun}, add_special_tokens=False, return_tensors="pt")
 new = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]
 print(tokenizer.decode(new, skip_special_tokens=True))"""
     else:
-        code = f"""inputs = tokenizer("{start}Once upon a time", return_tensors="pt")
+        code = """inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64, do_sample=True)[0]))"""
-    note = f"\nEvery text it read began with `{start}`, which the tokenizer does not add by itself.\n" if start else ""
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,7 +75,7 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 {code}
 ```
-{note}"""
+"""
 
 
 def _training(run: Path | None) -> str:

@@ -26,6 +26,7 @@ from thinker.interpretability.plots import plot_panels
 from thinker.interpretability.reports import Prompt, Report, token_label
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
+from thinker.runtime.finite import check_computed
 
 MAX_WEIGHTS = 144 * 512 * 513 // 2  # in one file: 12 layers of 12 heads at 512 tokens, which open in a few seconds
 THUMBNAIL_SIDE = 48  # at most
@@ -63,7 +64,7 @@ def make_explorer(
     target, contrast_token, position: the prediction to attribute; by default the likeliest token after `position`.
     layer, head, view: shown first; the view is attention, attribution or lens.
 
-    Raises UserError if not even one head of the prompt fits into a file, or the logits are not finite.
+    Raises UserError if not even one head of the prompt fits into a file, RunError if the logits are not finite.
     """
     config, T = model.config, len(prompt.tokens)
     bidirectional, layers, H = config.prefix > 0, config.n_layers, config.n_heads
@@ -137,8 +138,7 @@ def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
     for depth, x in enumerate(cache.values()):  # (1, T, C)
         for start in range(0, len(tokens), rows):
             probabilities = model.lm_head(model.norm(x[0, start : start + rows])).float().softmax(dim=-1)  # (rows, V)
-            if not probabilities.isfinite().all():
-                raise UserError("the model's logits are not finite, so there is nothing to show")
+            check_computed([probabilities.sum().item()])
             lens.append(probabilities.topk(min(N_LENS, probabilities.shape[1])))
             next_tokens = tokens[start + 1 : start + 1 + rows, None]
             next_probability.append(probabilities[: len(next_tokens)].gather(1, next_tokens))  # (rows, 1)

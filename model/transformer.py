@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from thinker.model.activation_hooks import ActivationCache, HookManager, Patch, 
 from thinker.model.attention import AnyCache, Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
+from thinker.model.input_checks import check_inputs, tokens_to_inspect
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache
 from thinker.model.layers import Linear, RMSNorm, project_together
@@ -146,13 +148,9 @@ class Thinker(nn.Module):
                 positions count from its beginning: its logits are those it has alone.
 
         Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
-            if shapes do not fit or the cache is full.
+            if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns beyond the context.
         """
-        if (tokens is None) == (embeddings is None):
-            raise UserError("a Thinker needs either tokens or embeddings")
-        inputs = tokens if embeddings is None else embeddings
-        if inputs.dim() != (2 if embeddings is None else 3) or 0 in inputs.shape:
-            raise UserError(f"tokens must be (B, T) and embeddings (B, T, C), not empty; got {tuple(inputs.shape)}")
+        inputs = check_inputs(self.config, tokens, embeddings, targets, has_cache=cache is not None)
         if targets is not None and self.hooks is not None and "logits" in self.hooks:
             raise UserError("logits cannot be recorded or patched in a pass with targets")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
@@ -231,9 +229,12 @@ class Thinker(nn.Module):
         return list(hook_points(self))
 
     @torch.no_grad()
-    def attention_weights(self, tokens: Tensor) -> Tensor:
-        """The attention matrices of a pass, (layers, B, H, T, T): rows are queries; nan for heads a layer lacks."""
+    def attention_weights(self, tokens: Tensor | str, tokenizer: Any = None) -> Tensor:
+        """The attention matrices of a pass, (layers, B, H, T, T): rows are queries; nan for heads a layer lacks.
+
+        tokens: (B, T), or a text, which is read as a prompt and needs the `tokenizer` that load() returned, too.
+        """
         with self.record("blocks.*.attention.weights") as cache:
-            self(tokens)
+            self(tokens_to_inspect(tokens, tokenizer, self.config, self.device))
         by_head = [weights.transpose(0, 1) for weights in cache.values()]  # (H, B, T, T) each
         return nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=torch.nan).transpose(1, 2)

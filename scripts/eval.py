@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -221,6 +220,7 @@ def main() -> int:
     from thinker.interop import load
     from thinker.interop.load import find_model
     from thinker.runtime.device import choose_device, configure_backend
+    from thinker.runtime.finite import finite_json
 
     device = choose_device(arguments.device)
     configure_backend(device)
@@ -236,7 +236,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as scratch:
             evaluate = evaluate_long if arguments.long else evaluate_text
             values, text = evaluate(arguments, folder, model, tokenizer, Path(scratch))
-    print(json.dumps(values) if arguments.json else text)
+    print(finite_json(values) if arguments.json else text)
     return 0
 
 

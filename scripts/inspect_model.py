@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -243,11 +242,10 @@ def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any
 def main() -> int:
     """Load the model, make the report, print and write it. Returns the exit status."""
     arguments = parse_arguments()
+    from thinker.runtime.finite import finite_json
+
     report, start, model, tokenizer, prompt = make_report(arguments)
-    try:
-        text = json.dumps(report.data, allow_nan=False)
-    except ValueError as error:
-        raise UserError(f"what {arguments.model} computes is not finite: {error}") from error
+    text = finite_json(report.data)
     shown = "" if arguments.prompt is None else f" · {textwrap.shorten(arguments.prompt, 70, placeholder=' …')}"
     title = f"{arguments.model}: {arguments.command}{shown}"
     print(text if arguments.json == "-" else report.table())

@@ -11,7 +11,7 @@ from thinker.data.corpus import Corpus
 from thinker.data.prefetch import Prefetcher
 from thinker.data.tokenizer import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
-from thinker.generation.sequence import check_prompt_length
+from thinker.generation.prompts import check_prompt
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
@@ -73,7 +73,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     step = TrainingStep(build_model(model_config, settings.run.seed, model_device, initial_model), settings, dist=dist)
     if train.sample_every:
         prompt = [0, *corpus.tokenizer.encode(train.sample_prompt)]
-        check_prompt_length(prompt, model_config, model_config.max_cached_len)
+        check_prompt(prompt, corpus.tokenizer, model_config, model_config.max_cached_len)
 
     # Everything has been checked: from here on files are written.
     resume.create_run(run, is_new=folder is None, dist=dist)

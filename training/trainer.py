@@ -287,5 +287,8 @@ class Trainer:
             return ""
         generator = Generator(model, self.corpus.tokenizer)
         prompt, seed = self.settings.train.sample_prompt, self.state.step
-        completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
+        try:
+            completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
+        except RunError as error:  # logits that are not finite; the next step's loss decides what becomes of the run
+            return str(error)
         return " ".join((prompt + completion[0].text).split())

@@ -17,7 +17,7 @@ from conftest import ROOT, run_script
 from thinker import checkpoint, interop
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import attribution, head_reports, heads, reports
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import RunError, UserError
 from thinker.training.training_data import sample_sequences, used_token_ids
 
 INSPECT = ROOT / "scripts" / "inspect_model.py"
@@ -272,7 +272,7 @@ def test_numbers_that_are_none_end_in_one_line(command, loaded, tmp_path):
     checkpoint.save(tmp_path / "nan", model, {"step": 0})
     tokenizer.save(tmp_path / "nan")
     for name in ("lens", "attribute"):
-        with pytest.raises(UserError, match="not finite"):
+        with pytest.raises(RunError, match="blocks.0.mlp.up_proj.weight has weights that are not finite"):
             command(name, tmp_path / "nan", "--prompt", "ab")
 
 

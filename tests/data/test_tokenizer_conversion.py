@@ -85,7 +85,8 @@ def test_what_is_written_gives_the_same_ids_there_and_read_again_here(tmp_path, 
     texts = fuzzed(5000, name)
     assert differing(ours, theirs, texts) == []
     assert [text for text in texts if again.encode(text) != ours.encode(text)] == []
-    assert theirs(texts[0])["input_ids"] == ours.encode(texts[0], allow_special=True)  # nothing put in front
+    assert theirs(texts[0])["input_ids"] == [ours.bos_id, *ours.encode(texts[0], allow_special=True)]
+    assert theirs("a", "b")["input_ids"] == [ours.bos_id, *ours.encode("a"), ours.bos_id, *ours.encode("b")]
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, _known(ours))
     assert (again.bos_id, again.eos_ids, again.bos_prefix) == (ours.bos_id, ours.eos_ids, [ours.bos_id])
     assert again.special_tokens == ours.special_tokens

@@ -1,13 +1,16 @@
 """The compiled step, and the buckets of a GPU, on the CPU: the same tokens, one compilation whatever the lengths."""
 
 import itertools
+import math
+import re
 import shutil
+import time
 
 import pytest
 import torch
 
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.generation import Generator, SamplingParams, compiled_decode
+from thinker.generation import Generator, SamplingParams, compiled_decode, terminal
 from thinker.generation.compiled_decode import CompiledThinker, _Bucket
 from thinker.generation.conversation import Conversation
 from thinker.generation.inference_model import prepare_for_inference
@@ -49,6 +52,29 @@ def test_a_compiled_generator_gives_the_same_text_also_in_batches_and_int8(rando
         for prompts in (["The cat"], ["The cat", "a", "The cat"]):
             known = [completion.token_ids for completion in plain.generate(prompts, params)]
             assert [completion.token_ids for completion in compiled.generate(prompts, params)] == known
+
+
+@pytest.mark.usefixtures("quickly_compiled")
+@pytest.mark.parametrize("int8", [False, True])
+def test_sixteen_bits_compile_with_grouped_heads_and_the_rate_leaves_compiling_out(random_model, int8, capfd):
+    model = random_model(vocab_size=264, n_layers=1)
+    options = {"dtype": torch.bfloat16, "int8": int8}
+    params = SamplingParams(10, temperature=0, logit_bias={TOKENIZER.bos_id: -math.inf})
+    plain, compiled = Generator(model, TOKENIZER, **options), Generator(model, TOKENIZER, compile=True, **options)
+    start = time.perf_counter()
+    terminal.print_samples(compiled, "hello", compiled.encode("hello"), params, 1, False)
+    seconds, text = time.perf_counter() - start, capfd.readouterr().err
+    found = re.search(r"10 tokens, ([\d,]+) tokens/s.*, after compiling for ([\d.]+) s", text)
+    assert 0.5 * seconds < float(found[2]) < seconds
+    assert float(found[1].replace(",", "")) > 3 * 10 / seconds
+    for prompt in ("hello", "a"):  # no program is compiled again
+        (one,) = compiled.generate(prompt, params)
+        cache = plain.new_cache(plain.model, 1, 40)
+        with torch.no_grad():
+            logits = plain.model(torch.tensor([plain.encode(prompt) + one.token_ids[:-1]]), cache=cache)
+        known = logits[0, -10:, : TOKENIZER.vocab_size].float().log_softmax(-1)
+        assert one.logprobs == pytest.approx(known[range(10), one.token_ids].tolist(), abs=0.3)
+    assert compiled.decode_model.compile_seconds < seconds
 
 
 @pytest.fixture

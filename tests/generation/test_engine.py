@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Completion, Generator, SamplingParams, engine
+from thinker.generation.conversation import Conversation
 from thinker.generation.sampler import distribution, sample_from_probs
 from thinker.generation.sink_cache import SinkCache
 from thinker.model import Thinker
@@ -250,6 +251,45 @@ def test_invalid_params_raise(model):
     with pytest.raises(UserError, match="logit_bias names the token 257; the vocabulary ends at 256"):
         generator.generate(["a", "b"], [SamplingParams(), SamplingParams(logit_bias={257: 1.0})])  # the model has 264
     assert generator.generate(["a"], SamplingParams(max_new_tokens=3, logit_bias={256: 99.0}))[0].token_ids == [256]
+
+
+def test_a_string_is_one_prompt(model):
+    generator, params = Generator(model, TOKENIZER), SamplingParams(max_new_tokens=5, seed=3)
+    (alone,) = generator.generate("hello", params)
+    assert alone == generator.generate(["hello"], params)[0]
+    assert alone.prompt == "hello"
+    assert generator.generate(("hello",), params) == [alone]
+    assert "".join(generator.stream("hello", params)) == alone.text
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda generator: generator.generate(b"hello"), "the prompts are a bytes; give a text"),
+        (lambda generator: generator.generate(["a", 5]), "prompt 1 is a int"),
+        (lambda generator: generator.generate(None), "the prompts are a NoneType"),
+        (lambda generator: list(generator.stream(["a", "b"])), "the prompt is a list; it must be one text"),
+        (lambda generator: generator.score(["a"]), "the text is a list"),
+        (lambda generator: generator.encode(7), "the prompt is a int"),
+        (lambda generator: list(Conversation(generator).reply(["a"], SamplingParams())), "the text is a list"),
+        (lambda generator: generator.generate("a", {"seed": 1}), "the sampling parameters are a dict"),
+        (lambda generator: generator.generate("a", prompt_tokens=[1, 2]), "a list of token ids .* for each prompt"),
+        (lambda generator: generator.generate("a", prompt_tokens=["ab"]), "a list of token ids"),
+        (lambda generator: generator.generate("a", prompt_tokens=[[1.0]]), "a list of token ids"),
+        (lambda generator: generator.generate(["a", "b"], prompt_tokens=[[1]]), "2 prompts and 1 lists"),
+        (lambda generator: generator.generate("a", prompt_tokens=[]), "1 prompts and 0 lists"),
+        (lambda generator: generator.generate("a", prompt_tokens=[[]]), "0 tokens; there must be at least one"),
+        (lambda generator: generator.generate("a", prompt_tokens=[[5, 99_999]]), "99999; the vocabulary is 0 to 256"),
+        (lambda generator: generator.generate("a", prompt_tokens=[[-1]]), "id -1"),
+        (lambda generator: generator.generate("a", prompt_tokens=[[1] * 500]), "500 tokens .* context is 48"),
+        (lambda generator: generator.generate("a", SamplingParams(stop="ab")), "stop is 'ab'; it must be a list"),
+        (lambda generator: Generator(generator.model, None), "needs the model's tokenizer"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_one_line(model, misuse, message):
+    with pytest.raises(UserError, match=message) as caught:
+        misuse(Generator(model, TOKENIZER))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def test_there_and_back(tmp_path, shape, kind, monkeypatch, stress):
     model = random_model(**SHAPES[shape], head_dim=10, vocab_size=tokenizer.vocab_size + 3)
     save_pretrained(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
-    assert verify_hf_export(model, tokenizer, tmp_path, n_texts=100).endswith("equal, 100 texts tokenized equally")
+    compared = verify_hf_export(model, tokenizer, tmp_path, n_texts=100)
+    assert compared.endswith("equal, 100 texts tokenized equally, the text after 'The' equal")
     again, its_tokenizer = load(tmp_path)
     assert again.config == model.config
     ours, back = model.state_dict(), again.state_dict()
@@ -282,6 +283,36 @@ def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
         verify_hf_export(model, tokenizer, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["byte", "bpe:400", "gpt2-like"])
+def test_the_obvious_three_lines_give_the_generators_text(tmp_path, kind):
+    tokenizer = gpt2_like() if kind == "gpt2-like" else TOKENIZERS[kind]
+    assert tokenizer.bos_prefix == [tokenizer.bos_id]
+    model = random_model(vocab_size=tokenizer.vocab_size)
+    save_pretrained(model, tokenizer, tmp_path)
+    tokenizer_conversion.write(tokenizer, tmp_path, 64)
+    assert verify_hf_export(model, tokenizer, tmp_path, n_texts=20).endswith("the text after 'The' equal")
+    known = Generator(model, tokenizer).generate("A boy", SamplingParams(max_new_tokens=30, temperature=0))[0]
+    its_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    its_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    output = its_model.generate(**its_tokenizer("A boy", return_tensors="pt"), max_new_tokens=30, do_sample=False)
+    assert its_tokenizer.decode(output[0], skip_special_tokens=True) == "A boy" + known.text
+    _, again = load(tmp_path)  # which does not add BOS twice
+    assert again.bos_prefix == tokenizer.bos_prefix
+    assert Generator(model, again).encode("A boy") == Generator(model, tokenizer).encode("A boy")
+    assert verify_hf_export(model, again, tmp_path, n_texts=20)
+
+
+def test_the_proof_sees_a_tokenizer_that_does_not_add_bos(tmp_path):
+    tokenizer = TOKENIZERS["bpe:400"]
+    model = random_model(vocab_size=tokenizer.vocab_size)
+    save_pretrained(model, tokenizer, tmp_path)
+    tokenizer_conversion.write(tokenizer, tmp_path, 64)
+    content = json.loads((tmp_path / "tokenizer.json").read_text()) | {"post_processor": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(RunError, match="transformers continues 'The' as"):
+        verify_hf_export(model, tokenizer, tmp_path, n_texts=20)
+
+
 # What is refused, by name
 
 
@@ -401,6 +432,7 @@ def test_the_numbers_of_special_tokens_are_always_written():
 def test_a_model_without_a_boundary_in_front_is_sampled_as_there(tmp_path):
     """Qwen's prompts begin with nothing; several tokens may end a text."""
     tokenizer = gpt2_like()
+    tokenizer.bos_prefix = []
     model = their_model("qwen3", vocab_size=tokenizer.vocab_size)
     model.save_pretrained(tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)

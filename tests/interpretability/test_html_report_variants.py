@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import attribution, head_reports, html_report, prompt_reports, pruning, reports
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import RunError, UserError
 
 browser, free_tabs = html_report_fixtures.browser, html_report_fixtures.free_tabs  # fixtures
 shown, visit = html_report_fixtures.shown, html_report_fixtures.visit
@@ -277,7 +277,7 @@ def test_it_cannot_be_written(shown, tmp_path):
 def test_logits_that_are_not_finite(shown, tmp_path):
     model = random_model(vocab_size=257)
     model.lm_head.weight.data.fill_(float("nan"))
-    with pytest.raises(UserError, match="not finite"):
+    with pytest.raises(RunError, match="not finite"):
         html_report.make_explorer(model, shown.tokenizer, shown.prompt)
 
 

@@ -3,12 +3,14 @@
 import math
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.positions import Rope, apply_rotary_emb
@@ -116,6 +118,51 @@ def test_wrong_inputs_are_refused(random_model):
                       {"tokens": tokens[:, :0]}, {"embeddings": torch.zeros(3, 32)}):  # fmt: skip
         with pytest.raises(UserError):
             model(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": [[1, 2]]}, "tokens are a list; they must be a tensor$"),
+        ({"tokens": "hello"}, r"tokens are a str; .* encode a text first: torch.tensor\(\[tokenizer"),
+        ({"tokens": torch.tensor([[5, 99_999]])}, "token id 99999 is out of range: the vocabulary is 0 to 60"),
+        ({"tokens": torch.tensor([[-1]])}, "token id -1 is out of range"),
+        ({"tokens": torch.zeros(1, 3)}, "tokens are torch.float32; they must be int64"),
+        ({"embeddings": torch.zeros(1, 3, 31)}, r"embeddings \(B, T, C\), not empty; got \(1, 3, 31\)"),
+        ({"embeddings": [0.0]}, "embeddings are a list"),
+        ({"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.zeros(1, 2, dtype=int)}, r"\(1, 3\).*got \(1, 2\)"),
+        ({"tokens": torch.zeros(1, 3, dtype=int), "targets": [1]}, "got a list"),
+    ],
+)
+def test_what_is_no_input_is_refused_in_one_line(random_model, arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        random_model()(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_tokens_than_the_context_are_told(random_model):
+    model, tokens = random_model(max_seq_len=8), torch.zeros(1, 9, dtype=int)
+    with pytest.warns(UserWarning, match="9 tokens are more than the model's context of 8") as told:
+        model(tokens)
+    assert told[0].filename == __file__
+    with pytest.raises(UserError, match="9 tokens are more than the model's context of 8"):
+        model.attention_weights(tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(tokens[:, :8])
+        random_model(max_seq_len=8, attention="window(4)")(tokens)  # has no end
+
+
+def test_attention_weights_of_a_text(random_model):
+    model, tokenizer = random_model(vocab_size=264), make_tokenizer("byte", [])
+    tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("A text")]])
+    assert torch.equal(model.attention_weights("A text", tokenizer), model.attention_weights(tokens))
+    assert model.attention_weights("", tokenizer).shape == (2, 1, 4, 1, 1)
+    for wrong, message in (("A text", r"attention_weights\(text, tokenizer\)"), ([1, 2], "tokens are a list")):
+        with pytest.raises(UserError, match=message):
+            model.attention_weights(wrong)
+    with pytest.raises(UserError, match="101 tokens are more than the model's context of 64"):
+        model.attention_weights("x" * 100, tokenizer)
 
 
 def test_the_head_can_be_drawn_with_a_deviation():
@@ -237,6 +284,7 @@ def test_building_on_the_meta_device_does_not_import_torchs_compiler(positions):
     code = f"""
 import sys, torch
 from thinker.generation.inference_model import prepare_for_inference
+from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.model import Thinker, ThinkerConfig
 with torch.device("meta"):
     Thinker(ThinkerConfig({config}))

@@ -1,0 +1,68 @@
+"""What a Generator reads: prompts as text or as token ids, and one SamplingParams for each; mistakes are UserErrors."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+from thinker.data.tokenizer import Tokenizer
+from thinker.generation.sampler import SamplingParams
+from thinker.model import ThinkerConfig
+from thinker.runtime.errors import UserError
+
+
+def check_text(text: Any, name: str) -> str:
+    """Return a text as it is. Raises UserError if it is anything but a string."""
+    if not isinstance(text, str):
+        raise UserError(f"{name} is a {type(text).__name__}; it must be one text, a str")
+    return text
+
+
+def prompt_list(prompts: str | list[str]) -> list[str]:
+    """The prompts as a list: a string is one prompt, never one per character. Raises UserError for anything else."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise UserError(f"the prompts are a {type(prompts).__name__}; give a text (a str) or a list of texts")
+    return [check_text(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+
+
+def params_list(params: SamplingParams | list[SamplingParams] | None, n_prompts: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt; of one for all, prompt i gets seed + i. Raises UserError if they do not fit."""
+    if params is None or isinstance(params, SamplingParams):
+        base = params or SamplingParams()
+        return [dataclasses.replace(base, seed=base.seed + index) for index in range(n_prompts)]
+    if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
+        raise UserError(
+            f"the sampling parameters are a {type(params).__name__}; give a SamplingParams, or a list of them"
+        )
+    if len(params) != n_prompts:
+        raise UserError(f"{n_prompts} prompts and {len(params)} sampling parameters: give one each, or one")
+    return list(params)
+
+
+def check_token_lists(prompt_tokens: Any, n_prompts: int) -> list[list[int]]:
+    """Return the token ids of each prompt as lists. Raises UserError unless there is a list of integers per prompt."""
+    try:
+        lists = [[operator.index(token) for token in tokens] for tokens in prompt_tokens]
+    except TypeError:
+        raise UserError("prompt_tokens must be a list of token ids (whole numbers) for each prompt") from None
+    if len(lists) != n_prompts:
+        raise UserError(f"{n_prompts} prompts and {len(lists)} lists of prompt_tokens: give one each")
+    return lists
+
+
+def check_prompt(
+    tokens: list[int], tokenizer: Tokenizer, config: ThinkerConfig, max_len: float, hint: str = ""
+) -> None:
+    """Raise UserError if a prompt is empty, too long, too short for a bidirectional prefix, or has unknown ids."""
+    start, prefix = f"the prompt has {len(tokens)} tokens", config.prefix
+    if len(tokens) < max(1, prefix):
+        need = f"the model's bidirectional prefix needs at least {prefix}" if prefix else "there must be at least one"
+        raise UserError(f"{start}; {need}")
+    if len(tokens) > max_len:
+        raise UserError(f"{start} and the model's context is {max_len}; shorten it to at most {max_len} tokens{hint}")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < tokenizer.vocab_size:
+            raise UserError(f"the prompt has the token id {token}; the vocabulary is 0 to {tokenizer.vocab_size - 1}")
