@@ -105,6 +105,19 @@ def test_wrong_values_and_keys(tmp_path, override, message):
     assert "\n" not in str(error.value)
 
 
+def test_every_number_has_an_upper_bound():
+    """In the section `model`, numbers that are no sizes are bounded by ThinkerConfig."""
+    for name, section in Config.model_fields.items():
+        for key, schema in section.annotation.model_json_schema()["properties"].items():
+            for kind in schema.get("anyOf", [schema]):
+                is_checked_elsewhere = name == "model" and kind.get("type") == "number"
+                if kind.get("type") in ("integer", "number") and not is_checked_elsewhere:
+                    assert {"maximum", "exclusiveMaximum"} & kind.keys(), f"{name}.{key}"
+    for key in ("rope_theta", "norm_eps", "dropout", "head_init_std", "attn_logit_softcap"):
+        with pytest.raises(UserError, match=key):
+            validate_config({"train": {"max_steps": 1}, "model": {key: 1e30}})
+
+
 def test_keys_that_another_key_disables_are_refused():
     for tree, message in (
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "optimizer.name=muon only"),
