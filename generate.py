@@ -152,7 +152,8 @@ def main() -> int:
         tokens = chat.encode_prompt(tokenizer, [*system, {"role": "user", "content": prompt}])
     else:
         tokens = generator.encode(prompt)
-    generator.new_sequence(0, Completion(prompt), params, tokens)  # checks both before anything is printed
+    first = generator.new_sequence(0, Completion(prompt), params, tokens)  # checks both before anything is printed
+    generator.check_cache_fits(generator.model, arguments.num_samples, len(tokens) + first.n_remaining)
     if arguments.int8 and device.type == "cuda" and not (arguments.compile and arguments.num_samples == 1):
         terminal.log(
             "int8 saves memory on a GPU; only with --compile and one sample is its conversion free of extra passes"

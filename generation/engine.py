@@ -157,6 +157,13 @@ class Generator:
         n_new = min(params.max_new_tokens, self.context_len + 1 - len(tokens))
         return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer)
 
+    def check_cache_fits(self, model: Thinker, batch_size: int, max_len: int) -> None:
+        """Raise UserError where a cache is more than the memory; that of one sequence takes it only as it grows."""
+        cached = min(max_len, math.inf if self.window is None else self.window + self.sinks)
+        if batch_size > 1 and self.use_cache:
+            needed = batch_size * KVCache(model.config, 1, cached, "meta", model.dtype).nbytes
+            check_memory({"cache": needed}, model.device, "ask for fewer samples, or fewer new tokens")
+
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
         """An empty cache; a sink cache if there is a window."""
         if self.window is not None:
@@ -250,10 +257,7 @@ class Generator:
         if not self.use_cache:
             return None, self._uncached_logits(sequences)
         max_len = max(len(sequence.tokens) + sequence.n_remaining for sequence in sequences) + slack
-        if len(sequences) > 1:  # the cache of a single one takes its memory as it grows
-            cached = min(max_len, math.inf if self.window is None else self.window + self.sinks)
-            cache_bytes = len(sequences) * KVCache(model.config, 1, cached, "meta", model.dtype).nbytes
-            check_memory({"cache": cache_bytes}, model.device, "ask for fewer samples, or fewer new tokens")
+        self.check_cache_fits(model, len(sequences), max_len)
         prompts = sorted(dict.fromkeys(tuple(sequence.tokens) for sequence in sequences), key=len)
         cache, logits = None, []
         for _, group in itertools.groupby(prompts, key=len):

@@ -65,7 +65,7 @@ def run_command(main: Callable[[], int]) -> None:
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search(OUT_OF_MEMORY, str(error), re.IGNORECASE):
             raise
-        name, message = getattr(error, "filename", None), str(error)
+        name, message = getattr(error, "filename", None), getattr(error, "strerror", None) or str(error)
         if not isinstance(error, OSError):
             details = f": {message.splitlines()[0]}" if message else ""
             message = f"there is not enough memory{details}"

@@ -26,6 +26,7 @@ from thinker.runtime.errors import RunError, UserError, run_command
         (OSError(errno.EIO, "Input/output error", "a/b"), 1, "cannot read or write a/b: Input/output error"),
         (PermissionError(errno.EACCES, "Permission denied", "a"), 1, "cannot read or write a: Permission denied"),
         (OSError("the hub cannot be reached"), 1, "the hub cannot be reached"),
+        (OSError(errno.EFBIG, "File too large"), 1, "File too large"),
         (OSError(errno.ENOSPC, "No space", "a"), 1,
          "the disk is full (writing a); make space and run the same command again"),
         (MemoryError(), 1, "there is not enough memory"),

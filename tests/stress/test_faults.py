@@ -82,9 +82,11 @@ class Case:
         self.check()
 
 
-@pytest.fixture(scope="module")
-def case(faults, tmp_path_factory, text_file):
-    return Case(faults, tmp_path_factory.mktemp("case"), text_file, SMALL)
+@pytest.fixture(scope="module", params=["false", pytest.param("true", marks=pytest.mark.stress)])
+def case(faults, tmp_path_factory, text_file, request):
+    """With saves in the foreground, and in the background."""
+    options = [*SMALL, f"train.async_save={request.param}"]
+    return Case(faults, tmp_path_factory.mktemp("case"), text_file, options)
 
 
 def sample(values, number, stress):

@@ -114,6 +114,19 @@ def test_the_default_sequence_length_follows_a_shorter_context():
         validate_config({"train": {"max_steps": 1}, "model": {"max_seq_len": 8}, "data": {"seq_len": 64}})
 
 
+def test_every_number_has_an_upper_bound():
+    """In the section `model`, numbers that are no sizes are bounded by ThinkerConfig."""
+    for name, section in Config.model_fields.items():
+        for key, schema in section.annotation.model_json_schema()["properties"].items():
+            for kind in schema.get("anyOf", [schema]):
+                is_checked_elsewhere = name == "model" and kind.get("type") == "number"
+                if kind.get("type") in ("integer", "number") and not is_checked_elsewhere:
+                    assert {"maximum", "exclusiveMaximum"} & kind.keys(), f"{name}.{key}"
+    for key in ("rope_theta", "norm_eps", "dropout", "head_init_std", "attn_logit_softcap"):
+        with pytest.raises(UserError, match=key):
+            validate_config({"train": {"max_steps": 1}, "model": {key: 1e30}})
+
+
 def test_keys_that_another_key_disables_are_refused():
     for tree, message in (
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "optimizer.name=muon only"),

@@ -1,8 +1,10 @@
 """Sizes nobody has are refused before anything is made of them; what fits never is."""
 
+import re
+
 import pytest
 import torch
-from conftest import run_script
+from conftest import ROOT, run_script
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime import memory
@@ -80,7 +82,14 @@ def test_train_refuses_a_size_nobody_has_in_one_line(train_args, tmp_path, overr
     assert not (tmp_path / "run").exists()
 
 
-def test_generate_refuses_more_samples_than_memory_holds(tiny_run, monkeypatch):
+def test_generate_refuses_a_million_samples_before_it_makes_any(tiny_run):
+    done = run_script(ROOT / "generate.py", tiny_run, "--prompt", "Line", "--num-samples", 10**9)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.match(r"error: this takes at least .* of memory \(cache .*ask for fewer samples", line)
+
+
+def test_a_generator_refuses_more_samples_than_memory_holds(tiny_run, monkeypatch):
     from thinker import Generator, SamplingParams, load
 
     generator = Generator(*load(tiny_run))
