@@ -117,6 +117,7 @@ def main() -> int:
     from thinker.generation import Completion, Generator, SamplingParams, terminal
     from thinker.generation.chat_conversation import ChatConversation
     from thinker.generation.conversation import Conversation
+    from thinker.generation.prompts import check_cache_fits
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
     from thinker.runtime.finite import finite_json
@@ -153,7 +154,7 @@ def main() -> int:
     else:
         tokens = generator.encode(prompt)
     first = generator.new_sequence(0, Completion(prompt), params, tokens)  # checks both before anything is printed
-    generator.check_cache_fits(generator.model, arguments.num_samples, len(tokens) + first.n_remaining)
+    check_cache_fits(generator, generator.model, arguments.num_samples, len(tokens) + first.n_remaining)
     if arguments.int8 and device.type == "cuda" and not (arguments.compile and arguments.num_samples == 1):
         terminal.log(
             "int8 saves memory on a GPU; only with --compile and one sample is its conversion free of extra passes"

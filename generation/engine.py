@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
+from thinker.generation import prompts as checks
 from thinker.generation.batch_sampling import sample_next, sample_steps, top_logprobs
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.inference_model import prepare_for_inference
-from thinker.generation.prompts import check_prompt, check_text, check_token_lists, params_list, prompt_list
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score, Sequence
 from thinker.generation.sink_cache import SinkCache
@@ -24,7 +24,6 @@ from thinker.model import KVCache, Thinker
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_computed
-from thinker.runtime.memory import check_memory
 
 Params = SamplingParams | list[SamplingParams] | None
 PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
@@ -112,14 +111,14 @@ class Generator:
         default those of encode(). Raises UserError if a prompt does not fit into the context, or the parameters do not
         fit the prompts.
         """
-        completions = [Completion(prompt) for prompt in prompt_list(prompts)]
+        completions = [Completion(prompt) for prompt in checks.prompt_list(prompts)]
         for _ in self.stream_batch(completions, params, prompt_tokens):
             pass
         return completions
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
         """Continue one prompt, yielding text as it is generated; joined, the pieces are generate()'s text."""
-        return (piece for _, piece in self.stream_batch([Completion(check_text(prompt, "the prompt"))], params))
+        return (piece for _, piece in self.stream_batch([Completion(checks.check_text(prompt, "the prompt"))], params))
 
     def stream_batch(
         self, completions: list[Completion], params: Params = None, prompt_tokens: list[list[int]] | None = None
@@ -128,17 +127,17 @@ class Generator:
 
         Yields (index of the completion, the text that became certain).
         """
-        params = params_list(params, len(completions))
+        params = checks.params_list(params, len(completions))
         if prompt_tokens is None:
             prompt_tokens = [self.encode(completion.prompt) for completion in completions]
-        prompt_tokens = check_token_lists(prompt_tokens, len(completions))
+        prompt_tokens = checks.check_token_lists(prompt_tokens, len(completions))
         sequences = [self.new_sequence(*each) for each in zip(itertools.count(), completions, params, prompt_tokens)]
         if sequences:
             yield from self.decode(sequences, *self._prefill_unique(self.model, sequences, self.speculate))
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt, after the BOS token if the model was trained with one."""
-        text = check_text(prompt, "the prompt")
+        text = checks.check_text(prompt, "the prompt")
         return [*self.tokenizer.bos_prefix, *self.tokenizer.encode(text)] or [self.tokenizer.bos_id]
 
     def new_sequence(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Sequence:
@@ -147,7 +146,7 @@ class Generator:
         Raises UserError if the tokens do not fit into the context, or the logit bias not to the vocabulary.
         """
         hint = ", or set with --window how many of the newest tokens to remember" if self.supports_window else ""
-        check_prompt(tokens, self.tokenizer, self.config, self.context_len, hint)
+        checks.check_prompt(tokens, self.tokenizer, self.config, self.context_len, hint)
         last = self.tokenizer.vocab_size - 1
         for token, _ in params.logit_bias:
             if token > last:
@@ -156,13 +155,6 @@ class Generator:
         # The model never reads the last token, so n positions allow n + 1 tokens.
         n_new = min(params.max_new_tokens, self.context_len + 1 - len(tokens))
         return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer)
-
-    def check_cache_fits(self, model: Thinker, batch_size: int, max_len: int) -> None:
-        """Raise UserError where a cache is more than the memory; that of one sequence takes it only as it grows."""
-        cached = min(max_len, math.inf if self.window is None else self.window + self.sinks)
-        if batch_size > 1 and self.use_cache:
-            needed = batch_size * KVCache(model.config, 1, cached, "meta", model.dtype).nbytes
-            check_memory({"cache": needed}, model.device, "ask for fewer samples, or fewer new tokens")
 
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
         """An empty cache; a sink cache if there is a window."""
@@ -226,7 +218,7 @@ class Generator:
         `n_top`: also return the log-probabilities of this many likeliest tokens per position. Raises UserError if the
         whole text lies inside the model's bidirectional prefix.
         """
-        ids = self.tokenizer.encode(check_text(text, "the text"))
+        ids = self.tokenizer.encode(checks.check_text(text, "the text"))
         tokens = [self.tokenizer.bos_id, *ids]
         n_skipped = max(0, self.config.prefix - 1)  # ids inside the prefix
         if n_skipped and len(ids) <= n_skipped:
@@ -257,7 +249,7 @@ class Generator:
         if not self.use_cache:
             return None, self._uncached_logits(sequences)
         max_len = max(len(sequence.tokens) + sequence.n_remaining for sequence in sequences) + slack
-        self.check_cache_fits(model, len(sequences), max_len)
+        checks.check_cache_fits(self, model, len(sequences), max_len)
         prompts = sorted(dict.fromkeys(tuple(sequence.tokens) for sequence in sequences), key=len)
         cache, logits = None, []
         for _, group in itertools.groupby(prompts, key=len):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.sampler import SamplingParams
-from thinker.model import ThinkerConfig
+from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
+from thinker.runtime.memory import check_memory
 
 
 def check_text(text: Any, name: str) -> str:
@@ -66,3 +68,11 @@ def check_prompt(
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < tokenizer.vocab_size:
             raise UserError(f"the prompt has the token id {token}; the vocabulary is 0 to {tokenizer.vocab_size - 1}")
+
+
+def check_cache_fits(generator: Any, model: Thinker, n_sequences: int, max_len: int) -> None:
+    """Raise UserError where a Generator's cache is more than the memory; that of one sequence takes it as it grows."""
+    cached = min(max_len, math.inf if generator.window is None else generator.window + generator.sinks)
+    if n_sequences > 1 and generator.use_cache:
+        needed = n_sequences * KVCache(model.config, 1, cached, "meta", model.dtype).nbytes
+        check_memory({"cache": needed}, model.device, "ask for fewer samples, or fewer new tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,15 @@ def _panels(head: HeadScores, scores: Tensor, query: int) -> list[Panel]:
         queries = labels[len(labels) - len(values) :]
         panels.append(Panel(title, values, queries, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES))
     return panels
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise UserError unless explain is given a model with a prompt, or a JSON file of vectors without one."""
+    is_vector_file = arguments.model.endswith(".json") and not Path(arguments.model).is_dir()
+    if (arguments.prompt is None) != is_vector_file:
+        raise UserError("explain reads a MODEL with a --prompt, or a JSON file with q, k and v without one")
+    if is_vector_file and (arguments.layer, arguments.head, arguments.checkpoint) != (0, 0, "latest"):
+        raise UserError(f"{arguments.model} is one head without a model; leave out --layer, --head and --checkpoint")
 
 
 def explain_vectors(path: Path, query: int) -> Report:

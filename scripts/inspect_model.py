@@ -90,14 +90,10 @@ def parse_groups(text: str) -> list[tuple[int, int]]:
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Refuse flags that contradict each other and files that cannot be written, before long work begins."""
     command = arguments.command
-    if command == "explain" and (arguments.prompt is None) != is_vector_file(arguments):
-        raise UserError("explain reads a MODEL with a --prompt, or a JSON file with q, k and v without one")
-    if (
-        command == "explain"
-        and arguments.prompt is None
-        and (arguments.layer, arguments.head, arguments.checkpoint) != (0, 0, "latest")
-    ):
-        raise UserError(f"{arguments.model} is one head without a model; leave out --layer, --head and --checkpoint")
+    if command == "explain":
+        from thinker.interpretability.attention_row import check_arguments as check_vectors
+
+        check_vectors(arguments)
     if command == "heads":
         if arguments.importance is None and (arguments.text is not None or arguments.texts is not None):
             raise UserError("--text and --texts are read with --importance; leave them out")
@@ -122,11 +118,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
             raise UserError(f"cannot write {os.path.relpath(file)}: its folder does not exist or is not writable")
     if len(set(files)) < len(files):
         raise UserError(f"{files[0].name} is named twice; each result needs a file of its own")
-
-
-def is_vector_file(arguments: argparse.Namespace) -> bool:
-    """Whether MODEL is a JSON file instead of a model."""
-    return arguments.model.endswith(".json") and not Path(arguments.model).is_dir()
 
 
 def check_index(flag: str, index: int, size: int, from_end: bool = False) -> int:
@@ -219,7 +210,7 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
 
 def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any, Any, Any]:
     """Load the model, if any. Returns the report, what the HTML explorer opens with, model, tokenizer and prompt."""
-    if arguments.command == "explain" and is_vector_file(arguments):
+    if arguments.command == "explain" and arguments.prompt is None:
         from thinker.interpretability.attention_row import explain_vectors
 
         return explain_vectors(Path(arguments.model), arguments.position), {}, None, None, None
