@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line. Raises UserError for flags that contradict each other or that the mode does not read."""
     parser = ArgumentParser(description="Sample from a trained Thinker; text goes to standard output.")
     parser.add_argument("path", help="a run directory, a checkpoint in it, or a Hugging Face folder")
-    parser.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best or a name")
+    parser.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best, a step or a name")
     group = parser.add_argument_group("task")
     prompt = group.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="the beginning of the text (default: empty)")

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Corpus:
     tokenizer: Tokenizer
     train: TokenShards
     val: TokenShards
-    sha256: str
+    sha256: str = field(repr=False)
     folder: Path
 
 

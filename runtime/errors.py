@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
+from thinker.runtime.terminal_text import for_stream, protect_terminal
+
 
 class UserError(Exception):
     """A mistake of the user: the message says in one line what is wrong and how to fix it. Exit status 2."""
@@ -37,11 +39,12 @@ def run_command(main: Callable[[], int]) -> None:
     # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    protect_terminal()
     try:
         status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:
-        line = " ".join(str(error).split())
+        line = for_stream(" ".join(str(error).split()), sys.stderr)
         print(f"error: {line[:MAX_MESSAGE_CHARS]}{' ...' if len(line) > MAX_MESSAGE_CHARS else ''}", file=sys.stderr)
         status = 2 if isinstance(error, UserError) else 1
     except ModuleNotFoundError as error:
@@ -63,6 +66,6 @@ def run_command(main: Callable[[], int]) -> None:
             message = f"the disk is full{where}; make space and run the same command again"
         elif name:
             message = f"cannot read or write {name}: {error.strerror}"
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {for_stream(message, sys.stderr)}", file=sys.stderr)
         status = 1
     sys.exit(status)

@@ -22,7 +22,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line: one sub-parser per command, each with the flags that it reads."""
     shared = ArgumentParser(add_help=False)
     shared.add_argument("model", metavar="MODEL", help="a run directory, a checkpoint, or a Hugging Face folder")
-    shared.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    shared.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     shared.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the table, or in a file")
     shared.add_argument("--png", type=Path, metavar="FILE", help="plot the report")

@@ -21,8 +21,10 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
 NEW_ROOMS = {
     "data/llmc_tokens.py",
     "generation/prompts.py",
+    "interop/verify_text.py",
     "model/input_checks.py",
     "runtime/finite.py",
+    "runtime/terminal_text.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).with_suffix("").parts[0] in LEVEL]
