@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line. Raises UserError for flags that contradict each other or that the mode does not read."""
     parser = ArgumentParser(description="Sample from a trained Thinker; text goes to standard output.")
     parser.add_argument("path", help="a run directory, a checkpoint in it, or a Hugging Face folder")
-    parser.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best or a name")
+    parser.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best, a step or a name")
     group = parser.add_argument_group("task")
     prompt = group.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="the beginning of the text (default: empty)")
@@ -156,9 +156,7 @@ def main() -> int:
     first = generator.new_sequence(0, Completion(prompt), params, tokens)  # checks both before anything is printed
     check_cache_fits(generator, generator.model, arguments.num_samples, len(tokens) + first.n_remaining)
     if arguments.int8 and device.type == "cuda" and not (arguments.compile and arguments.num_samples == 1):
-        terminal.log(
-            "int8 saves memory on a GPU; only with --compile and one sample is its conversion free of extra passes"
-        )
+        terminal.log("int8 saves memory on a GPU, but costs time there without --compile or with several samples")
     terminal.log(f"seed {params.seed}, {setup}" if params.temperature > 0 else setup)
     if arguments.interactive:
         chat_or_text = ChatConversation(generator, arguments.system) if arguments.chat else Conversation(generator)

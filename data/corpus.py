@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class Corpus:
     tokenizer: Tokenizer
     train: TokenShards
     val: TokenShards
-    sha256: str
+    sha256: str = field(repr=False)
     folder: Path
 
 

@@ -204,6 +204,9 @@ class TokenShards:
         self.n_bytes = sum(shard.n_bytes for shard in shards)
         self.has_conversations = any(shard.loss_mask is not None for shard in shards)
 
+    def __repr__(self) -> str:
+        return f"TokenShards({self.n_tokens:,} tokens of {self.n_documents:,} documents)"
+
     @classmethod
     def open(cls, folder: Path, files: list[str], tokenizer: Tokenizer) -> TokenShards:
         """Open shards by name; raises DamagedShard."""

@@ -89,6 +89,9 @@ class Tokenizer:
         options = {"mergeable_ranks": ranks, "special_tokens": self.special_tokens}
         self._encoding = tiktoken.Encoding(kind, pat_str=pattern, **options)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.kind}, {self.vocab_size:,} ids, BOS {self.bos_token!r})"
+
     def with_chat_template(self, template: str) -> Tokenizer:
         """A copy with another chat template."""
         other = copy.copy(self)

@@ -102,6 +102,12 @@ class Generator:
             longer = "texts, which have no end" if config.is_unbounded else config.max_cached_len
             raise UserError(f"the draft model's context is {length} tokens, shorter than the model's {longer}")
 
+    def __repr__(self) -> str:
+        used = {name: getattr(self, name) for name in ("window", "sinks", "speculate") if getattr(self, name)}
+        options = "".join(f", {name}={value}" for name, value in used.items())
+        where = f"{self.model.dtype} on {self.model.device}"
+        return f"Generator({self.tokenizer}, context of {self.context_len} tokens, {where}{options})"
+
     def generate(
         self, prompts: str | list[str], params: Params = None, prompt_tokens: list[list[int]] | None = None
     ) -> list[Completion]:
@@ -146,11 +152,7 @@ class Generator:
         Raises UserError if the tokens do not fit into the context, or the logit bias not to the vocabulary.
         """
         hint = ", or set with --window how many of the newest tokens to remember" if self.supports_window else ""
-        checks.check_prompt(tokens, self.tokenizer, self.config, self.context_len, hint)
-        last = self.tokenizer.vocab_size - 1
-        for token, _ in params.logit_bias:
-            if token > last:
-                raise UserError(f"logit_bias names the token {token}; the vocabulary ends at {last}")
+        checks.check_prompt(tokens, self.tokenizer, self.config, self.context_len, hint, params.logit_bias)
         completion.prompt_tokens = len(tokens)
         # The model never reads the last token, so n positions allow n + 1 tokens.
         n_new = min(params.max_new_tokens, self.context_len + 1 - len(tokens))

@@ -56,18 +56,23 @@ def check_token_lists(prompt_tokens: Any, n_prompts: int) -> list[list[int]]:
 
 
 def check_prompt(
-    tokens: list[int], tokenizer: Tokenizer, config: ThinkerConfig, max_len: float, hint: str = ""
-) -> None:
-    """Raise UserError if a prompt is empty, too long, too short for a bidirectional prefix, or has unknown ids."""
+    tokens: list[int], tokenizer: Tokenizer, config: ThinkerConfig, max_len: float, hint: str = "",
+    logit_bias: tuple[tuple[int, float], ...] = (),
+) -> None:  # fmt: skip
+    """Raise UserError if a prompt is empty, too long, or too short for a bidirectional prefix, or an id is unknown."""
     start, prefix = f"the prompt has {len(tokens)} tokens", config.prefix
     if len(tokens) < max(1, prefix):
         need = f"the model's bidirectional prefix needs at least {prefix}" if prefix else "there must be at least one"
         raise UserError(f"{start}; {need}")
     if len(tokens) > max_len:
         raise UserError(f"{start} and the model's context is {max_len}; shorten it to at most {max_len} tokens{hint}")
+    last = tokenizer.vocab_size - 1
+    for token, _ in logit_bias:
+        if token > last:
+            raise UserError(f"logit_bias names the token {token}; the vocabulary ends at {last}")
     for token in (min(tokens), max(tokens)):
-        if not 0 <= token < tokenizer.vocab_size:
-            raise UserError(f"the prompt has the token id {token}; the vocabulary is 0 to {tokenizer.vocab_size - 1}")
+        if not 0 <= token <= last:
+            raise UserError(f"the prompt has the token id {token}; the vocabulary is 0 to {last}")
 
 
 def check_cache_fits(generator: Any, model: Thinker, n_sequences: int, max_len: int) -> None:

@@ -23,9 +23,9 @@ class Completion:
 
     prompt: str
     text: str = ""  # without the prompt and without the stop string
-    token_ids: list[int] = field(default_factory=list)  # all that were sampled, including an end-of-text token
-    logprobs: list[float] = field(default_factory=list)  # of each token under the unmodified model, in nats
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)  # per token, of the likeliest (params.logprobs)
+    token_ids: list[int] = field(default_factory=list, repr=False)  # all that were sampled, also an end-of-text token
+    logprobs: list[float] = field(default_factory=list, repr=False)  # of each under the unmodified model, in nats
+    top_logprobs: list[dict[int, float]] = field(default_factory=list, repr=False)  # of the likeliest, per token
     finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
     prompt_tokens: int = 0  # including the BOS token
     n_evicted: int = 0  # positions that a sink cache no longer held at the end
@@ -37,9 +37,9 @@ class Completion:
 class Score:
     """How likely a text is under the model, after the BOS token."""
 
-    token_ids: list[int]
-    logprobs: list[float]  # of each token given all before it, in nats
-    top_logprobs: list[dict[int, float]]  # per position, of the likeliest tokens
+    token_ids: list[int] = field(repr=False)
+    logprobs: list[float] = field(repr=False)  # of each token given all before it, in nats
+    top_logprobs: list[dict[int, float]] = field(repr=False)  # per position, of the likeliest tokens
     n_bytes: int
 
     @property

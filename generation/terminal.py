@@ -17,6 +17,7 @@ from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.finite import finite_json
+from thinker.runtime.terminal_text import for_stream
 
 HELP = r"""\n in what you type is a line break. Ctrl-C ends the model's turn and keeps what it wrote.
 /undo             remove the last turn
@@ -30,7 +31,7 @@ COMMANDS = ("/undo", "/reset", "/show", "/set", "/help", "/quit")
 
 def log(text: str) -> None:
     """Print a line to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def print_samples(
@@ -85,6 +86,8 @@ def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[
 def print_score(generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool) -> None:
     """Print how likely a text is. `exact`: the score of the fp32 model, to compare an int8 model with."""
     n_tokens, bits = len(score.token_ids), score.bits_per_byte
+    if n_tokens > generator.context_len:
+        log(f"longer than the context of {generator.context_len} tokens: read in windows that overlap by half")
     numbers = {"tokens": n_tokens, "bytes": score.n_bytes, "nats": score.nats}
     numbers |= {"nats_per_token": score.nats / max(n_tokens, 1), "bits_per_byte": bits}
     if exact is not None:
@@ -106,6 +109,7 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
 
 def run_interactive(conversation: Conversation, prompt: str, params: SamplingParams) -> None:
     """Write a text, or a chat, in turns with the user until they leave."""
+    sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):  # missing on some platforms; input() works without it
@@ -198,10 +202,11 @@ def _set_param(params: SamplingParams, name: str, value: str) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(params)]
     if name not in names:
         raise UserError(f"there is no setting {name}{did_you_mean(name, names)}; /set alone lists all")
+    if value.lower() == "none":
+        return dataclasses.replace(params, **{name: getattr(SamplingParams, name)})
     if name == "stop":
         return dataclasses.replace(params, stop=(value.replace("\\n", "\n"),))
     try:
-        number = getattr(SamplingParams, name) if value.lower() == "none" else json.loads(value)
-    except ValueError:
-        raise UserError(f"{name} is {value!r}; it must be a number, or none") from None
-    return dataclasses.replace(params, **{name: number})
+        return dataclasses.replace(params, **{name: json.loads(value)})
+    except (ValueError, RecursionError):
+        raise UserError(f"{name} is {value[:40]!r}; it must be a number, or none") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
         inside = RunDirectory(path.parent).checkpoints == path
         wanted = path.parent if inside else "a run directory, or a Hugging Face folder"
         raise UserError(f"{path} is no run directory (it has no checkpoints/) and no checkpoint; give {wanted}")
+    checkpoint = f"step-{int(checkpoint):08d}" if re.fullmatch("[0-9]{1,8}", checkpoint) else checkpoint
     if checkpoint == "latest":
         found = run.latest()
     elif checkpoint == "best":
@@ -64,7 +66,7 @@ def load(
     """A model and its tokenizer (None where the folder has none), ready to sample from, in fp32.
 
     `path`: a run directory, a checkpoint in it, a Hugging Face folder, or one of a LoRA adapter (peft). `checkpoint`:
-    of a run directory, "latest", "best", or a name such as "step-00000500". Raises UserError where `path` is neither,
+    of a run directory, "latest", "best", a step such as "500", or a name. Raises UserError where `path` is neither,
     or nothing in it is whole, RunError where a weight is not finite.
     """
     while True:

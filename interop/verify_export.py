@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.generation import Generator, SamplingParams
+from thinker.interop.verify_text import verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 
@@ -25,7 +24,6 @@ TOLERANCE = 1e-5  # relative to the largest logit, or to 1
 MAX_POSITIONS = 256  # whose logits are compared
 MAX_GREEDY_TOKENS = 64
 TEXTS_PER_BATCH = 500
-PROMPT = "The"  # few tokens, so that it fits the shortest context
 KINDS = "0123456789", " \t\n\r\u00a0\u3000\x0b\u0085", "\0\x01\x1b\x7f\ufeff\u200b\u200d\u0301", "aeiou'.,-_/\\(){}<|>"
 
 
@@ -104,21 +102,7 @@ def verify_hf_export(
                     raise RunError(f"transformers tokenizes {text!r} otherwise{reason}; nothing was written")
             bar.update(len(batch))
     compared += f", {n_texts:,} texts tokenized equally"
-    if base is None:
-        compared += f", {_check_text(model, tokenizer, hf_model, hf_tokenizer, steps)}"
-    return compared
-
-
-def _check_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenizer: Any, steps: int) -> str:
-    """Compare what our Generator and the obvious three lines of transformers make of a prompt, BOS token included."""
-    ours = Generator(model, tokenizer).generate(PROMPT, SamplingParams(max_new_tokens=max(1, steps - 4), temperature=0))
-    n_tokens, padding = len(ours[0].token_ids), [*range(tokenizer.vocab_size, model.config.vocab_size)] or None
-    tokens = hf_tokenizer(PROMPT, return_tensors="pt")
-    output = hf_model.generate(**tokens, max_new_tokens=n_tokens, do_sample=False, suppress_tokens=padding)[0]
-    text = hf_tokenizer.decode(output, skip_special_tokens=True)
-    if text != (known := tokenizer.decode([*tokenizer.encode(PROMPT), *ours[0].token_ids])):
-        raise RunError(f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; nothing was written")
-    return f"the text after {PROMPT!r} equal"
+    return compared if base is not None else f"{compared}, {verify_text(model, tokenizer, hf_model, hf_tokenizer)}"
 
 
 @torch.no_grad()

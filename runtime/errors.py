@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable
 
 from thinker.runtime.streams import open_closed_streams, print_error
+from thinker.runtime.terminal_text import protect_terminal
 
 
 class UserError(Exception):
@@ -43,6 +44,7 @@ def run_command(main: Callable[[], int]) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     open_closed_streams()
     sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
+    protect_terminal()
     try:
         status = main()
         sys.stdout.flush()

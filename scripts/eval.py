@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--confidence", type=float, default=0.95, help="level of the intervals (default 0.95)")
     group.add_argument("--rope-scaling", metavar="YAML", help='override it, such as "{type: linear, factor: 4}"')
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    group.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best or a name")
+    group.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best, a step or a name")
     group = parser.add_argument_group("long texts")
     long_help = "loss by position beyond the trained length; on tales also a needle test"
     group.add_argument("--long", action="store_true", help=long_help)

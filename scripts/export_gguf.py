@@ -14,7 +14,7 @@ def main() -> int:
     parser = ArgumentParser(description="Write a GGUF file, read it back, and compare with llama.cpp if installed.")
     parser.add_argument("path", metavar="RUN", help="a run directory, a checkpoint in it, or a Hugging Face folder")
     parser.add_argument("out", metavar="OUT", type=Path, help="the file to write, such as model.gguf")
-    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
     parser.add_argument("--dtype", choices=["f16", "f32"], default="f16", help="of the matrices (default f16)")
     arguments = parser.parse_args()
     from thinker.interop import load

@@ -15,7 +15,7 @@ def main() -> int:
     parser = ArgumentParser(description="Write a folder that transformers loads, and check that it computes the same.")
     parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/quickstart, or a checkpoint in it")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
-    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
     parser.add_argument("--adapter", action="store_true", help="write only a run's LoRA adapter, as a peft folder")
     parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="largest file of weights (default 5)")
     arguments = parser.parse_args()

@@ -24,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     shared = ArgumentParser(add_help=False)
     model_help = "a run directory, a checkpoint, or a Hugging Face folder; explain: or q, k and v in a JSON file"
     shared.add_argument("model", metavar="MODEL", help=model_help)
-    shared.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best or a name")
+    shared.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     shared.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the table, or in a file")
     shared.add_argument("--png", type=Path, metavar="FILE", help="plot the report")

@@ -48,17 +48,15 @@ def load_validation_data(
         raise UserError(f"{folder} is not in a run directory with validation data; choose data with {option}")
     data, sha256 = config.data, read_json(find_checkpoint(folder) / "state.json").get("corpus")
     corpus = find_corpus(str(sha256), tokenizer, data.cache_dir)
-    if corpus is not None:
-        return config, corpus.val
-    if (data.path or data.val_tokens) and not read_data:
-        files = f"data.source={data.source} data.path={shlex.quote(str(data.path))}"
-        remedy = f"add --read-data to read what its config names ({files}), or choose data with {option}"
-        raise UserError(f"the run's validation data is not in the token cache; {remedy}")
-    corpus = prepare_training_data(config, tokenizer)
-    if corpus.sha256 != sha256:
-        raise UserError(
-            f"the text of data.source={data.source} has changed since the training; choose data with {option}"
-        )
+    if corpus is None:
+        source = f"data.source={data.source}"
+        if (data.path or data.val_tokens) and not read_data:
+            files = f"{source} data.path={shlex.quote(str(data.path))}"
+            remedy = f"add --read-data to read what its config names ({files}), or choose data with {option}"
+            raise UserError(f"the run's validation data is not in the token cache; {remedy}")
+        corpus = prepare_training_data(config, tokenizer)
+        if corpus.sha256 != sha256:
+            raise UserError(f"the text of {source} has changed since the training; choose data with {option}")
     return config, corpus.val
 
 

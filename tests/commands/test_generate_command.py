@@ -15,6 +15,7 @@ from conftest import ROOT, run_script
 
 import generate
 from thinker.interop import load
+from thinker.interop.load import find_checkpoint
 from thinker.runtime.errors import UserError
 
 GENERATE = ROOT / "generate.py"
@@ -68,8 +69,11 @@ def test_greedy_equals_temperature_zero(tiny_run):
     assert run_script(*common, "--greedy").stdout == run_script(*common, "--temperature", "0", "--seed", "9").stdout
 
 
-def test_the_best_checkpoint_and_a_checkpoint_by_path(tiny_run):
+def test_the_best_checkpoint_and_a_checkpoint_by_path_or_step(tiny_run):
     best = next((tiny_run / "checkpoints").glob("best-*"))
+    assert find_checkpoint(tiny_run, "40") == find_checkpoint(tiny_run, "step-00000040")
+    with pytest.raises(UserError, match="has no checkpoint step-00000041; there are: step-00000038, step-00000040"):
+        find_checkpoint(tiny_run, "41")
     common = ["--prompt", "Line", "--greedy", "--max-new-tokens", "15"]
     by_name = run_script(GENERATE, tiny_run, "--checkpoint", "best", *common)
     by_path = run_script(GENERATE, best, *common)
@@ -211,6 +215,10 @@ def test_score_and_logprobs(tiny_run, tmp_path):
     assert score["nats"] == pytest.approx(-sum(score["logprobs"]))
     assert score["bits_per_byte"] == pytest.approx(score["nats"] / math.log(2) / score["bytes"])
     output = run_script(GENERATE, tiny_run, "--score", tmp_path / "text.txt", "--logprobs", "2", "--int8")
+    assert "longer than the context" not in output.stderr
+    (tmp_path / "long.txt").write_text("Line 1: the cat number 1 sat. " * 9)
+    long = run_script(GENERATE, tiny_run, "--score", tmp_path / "long.txt")
+    assert "longer than the context of 32 tokens: read in windows that overlap by half" in long.stderr
     *tokens, summary, cost = output.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
@@ -227,6 +235,12 @@ def test_interactive_by_pipe(tiny_run):
         "/undo",
         "/show",
         "/set top-p 3",
+        "/set temperature [[[[",
+        "/set temperature " + "[" * 100_000,
+        "/set seed []",
+        "/set logit-bias [[1]]",
+        "/set stop",
+        "/",
         "/undu",
         "//x",
         "/quit",
@@ -240,6 +254,12 @@ def test_interactive_by_pipe(tiny_run):
         "temperature is 0",
         "removed",
         "error: top_p is 3; it must be a number in (0, 1]",
+        "error: temperature is '[[[['; it must be a number, or none",
+        f"error: temperature is '{'[' * 40}'; it must be a number, or none",
+        "error: seed is []; it must be a whole number of at least 0",
+        "error: logit_bias is [[1]]; it must have token ids and for each a number up to ±1e100, or -inf",
+        "error: /set stop is not a command; /help lists them; did you mean /set?",
+        "error: / is not a command; /help lists them",
         "error: /undu is not a command; /help lists them; did you mean /undo?",
     ]
     assert "\nLine 1: the" in completed.stdout  # what /show shows

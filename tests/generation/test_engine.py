@@ -253,6 +253,17 @@ def test_invalid_params_raise(model):
     assert generator.generate(["a"], SamplingParams(max_new_tokens=3, logit_bias={256: 99.0}))[0].token_ids == [256]
 
 
+def test_what_is_printed_of_it_is_short_and_says_what_it_is(model):
+    generator = Generator(model, TOKENIZER, window=8, sinks=2)
+    tokenizer = "Tokenizer(byte, 257 ids, BOS '<|bos|>')"
+    assert repr(TOKENIZER) == tokenizer
+    assert repr(generator).startswith(f"Generator({tokenizer}, context of inf tokens, torch.float32 on cpu, window=8,")
+    (completion,) = generator.generate("hello", SamplingParams(max_new_tokens=40, seed=3))
+    assert repr(completion).startswith(f"Completion(prompt='hello', text={completion.text!r}, finish_reason=")
+    assert "logprobs" not in repr(completion)
+    assert repr(generator.score("x" * 100)) == "Score(n_bytes=100)"
+
+
 def test_a_string_is_one_prompt(model):
     generator, params = Generator(model, TOKENIZER), SamplingParams(max_new_tokens=5, seed=3)
     (alone,) = generator.generate("hello", params)

@@ -72,7 +72,7 @@ def command(monkeypatch, text_file, tmp_path, capfd):
         places = {"RUN": str(folder), "TEXT": str(tmp_path / "text"), "OUT": str(tmp_path / "out" / "file")}
         (tmp_path / "out").mkdir()
         monkeypatch.setattr("sys.argv", [name, *(places.get(word, word) for word in arguments)])
-        monkeypatch.setattr("sys.stdin", io.StringIO())
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
         with pytest.raises(RunError) as caught:
             module.main()
         assert list((tmp_path / "out").iterdir()) == []
