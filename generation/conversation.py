@@ -40,8 +40,8 @@ class Conversation:
 
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
         """Append `text`, then yield the model's continuation; UserError, with nothing changed, if it does not fit."""
-        ids = self.generator.tokenizer.encode(check_text(text, "the text"))
-        yield from self._continue(self.tokens + ids or [self.generator.tokenizer.bos_id], text, params, len(self.tokens))
+        tokens = self.tokens + self.generator.tokenizer.encode(check_text(text, "the text"))
+        yield from self._continue(tokens or [self.generator.tokenizer.bos_id], text, params, len(self.tokens))
 
     def _continue(self, tokens: list[int], text: str, params: SamplingParams, n_equal: int) -> Iterator[str]:
         """Yield what follows `tokens`, whose first `n_equal` are those of the text so far."""
