@@ -39,6 +39,7 @@ class Conversation:
         generator = self.generator
         tokens = self.tokens + generator.tokenizer.encode(check_text(text, "the text")) or [generator.tokenizer.bos_id]
         sequence = generator.new_sequence(0, Completion(text), params, tokens)
+        sequence.n_after_sliding = 0  # /undo and /show need the whole text
         self.turn_starts.append(len(self.tokens))
         self.tokens = sequence.tokens  # grows with every sampled token, so an interruption keeps them
         try:

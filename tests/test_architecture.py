@@ -21,6 +21,7 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
 NEW_ROOMS = {
     "data/llmc_tokens.py",
     "generation/prompts.py",
+    "generation/sliding.py",
     "interop/verify_text.py",
     "model/input_checks.py",
     "runtime/finite.py",
