@@ -157,9 +157,7 @@ def main() -> int:
         tokens = generator.encode(prompt)
     generator.new_sequence(0, Completion(prompt), params, tokens)  # checks both before anything is printed
     if arguments.int8 and device.type == "cuda" and not (arguments.compile and arguments.num_samples == 1):
-        terminal.log(
-            "int8 saves memory on a GPU; only with --compile and one sample its conversion costs no extra pass"
-        )
+        terminal.log("int8 saves memory on a GPU; it costs extra passes, unless with --compile and one sample")
     terminal.log(f"seed {params.seed}, {setup}" if params.temperature > 0 else setup)
     if arguments.interactive:
         terminal.run_interactive(generator, prompt, params)
