@@ -19,9 +19,10 @@ SAMPLING_FLAGS = (
     "max_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "temperature",
     "greedy", "top_k", "top_p", "min_p", "seed", "stop",
 )  # fmt: skip
+DECODING_FLAGS = ("speculate", "compile", "no_cache", "no_slide")
 UNUSED_FLAGS = {  # by mode, the flags that it does not read
-    "--interactive": ("num_samples", "json", "logprobs", "no_cache"),
-    "--score": ("num_samples", "prompt", "prompt_file", "chat", "speculate", "compile", "no_cache", *SAMPLING_FLAGS),
+    "--interactive": ("num_samples", "json", "logprobs", "no_cache", "no_slide"),
+    "--score": ("num_samples", "prompt", "prompt_file", "chat", *DECODING_FLAGS, *SAMPLING_FLAGS),
 }
 
 
@@ -66,8 +67,10 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--compile", action="store_true", help="compile the decode step: slow to start, then faster")
     group.add_argument("--speculate", type=int, default=0, metavar="N", help="draft N tokens per step from the text")
     group.add_argument("--draft", metavar="PATH", help="with --speculate: draft with this smaller model instead")
-    group.add_argument("--window", type=int, metavar="W", help="remember the newest W tokens, for texts of any length")
+    border = group.add_mutually_exclusive_group()
+    border.add_argument("--window", type=int, metavar="W", help="remember the newest W tokens, for texts of any length")
     group.add_argument("--sinks", type=int, default=0, metavar="S", help="with --window: remember the first S, too")
+    border.add_argument("--no-slide", action="store_true", help="stop at the end of the context (default: go on)")
     group.add_argument("--no-cache", action="store_true", help="recompute all positions at every step, to compare")
     arguments = parser.parse_args()
     if arguments.interactive or arguments.score is not None:
@@ -135,6 +138,7 @@ def main() -> int:
     if draft_tokenizer is None or draft_tokenizer.content_hash != tokenizer.content_hash:
         raise UserError(f"the draft model in {arguments.draft} must have the same tokenizer as the model")
     options = {name: options[name] for name in ("int8", "compile", "window", "sinks", "speculate")}
+    options["slide"] = not arguments.no_slide
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
     setup = f"{'int8 weights, ' if arguments.int8 else ''}{precision} on {device.type}"
     if text_to_score is not None:

@@ -47,6 +47,7 @@ class Conversation:
         """Yield what follows `tokens`, whose first `n_equal` are those of the text so far."""
         generator = self.generator
         sequence = generator.new_sequence(0, Completion(text), params, tokens)
+        sequence.n_after_sliding = 0  # /undo and /show need the whole text
         self.turn_starts.append(len(self.tokens))
         self.tokens = sequence.tokens  # grows with every sampled token, so an interruption keeps them
         try:

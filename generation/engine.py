@@ -19,6 +19,7 @@ from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score, Sequence
 from thinker.generation.sink_cache import SinkCache
+from thinker.generation.sliding import decode_sliding
 from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_len
 from thinker.model import KVCache, Thinker
 from thinker.runtime.device import to_device
@@ -49,6 +50,7 @@ class Generator:
         compile: bool = False,  # run the one-token step through torch.compile, on a GPU as a CUDA graph
         window: int | None = None,  # remember only the newest `window` positions, for texts of any length
         sinks: int = 0,  # with `window`, also remember the first `sinks` positions
+        slide: bool = False,  # at the end of the context go on from its newest half, read again (generation.sliding)
         speculate: int = 0,  # draft this many tokens per step, by prompt lookup or by `draft`; the text stays the same
         draft: Thinker | None = None,  # a smaller model with the same tokenizer, for `speculate`
     ) -> None:
@@ -57,6 +59,7 @@ class Generator:
         self.window, self.sinks, self.speculate = window, sinks, speculate
         self._check_options(compile, draft)
         self.supports_window = use_cache and config.is_plain
+        self.slide = slide and config.prefix == 0
         self.context_len = config.max_cached_len if use_cache else config.max_seq_len
         if window is not None or (config.is_unbounded and use_cache):
             self.context_len = math.inf
@@ -103,10 +106,8 @@ class Generator:
             raise UserError(f"the draft model's context is {length} tokens, shorter than the model's {longer}")
 
     def __repr__(self) -> str:
-        used = {name: getattr(self, name) for name in ("window", "sinks", "speculate") if getattr(self, name)}
-        options = "".join(f", {name}={value}" for name, value in used.items())
         where = f"{self.model.dtype} on {self.model.device}"
-        return f"Generator({self.tokenizer}, context of {self.context_len} tokens, {where}{options})"
+        return f"Generator({self.tokenizer}, context of {self.context_len} tokens, {where})"
 
     def generate(
         self, prompts: str | list[str], params: Params = None, prompt_tokens: list[list[int]] | None = None
@@ -134,17 +135,15 @@ class Generator:
         Yields (index of the completion, the text that became certain).
         """
         params = checks.params_list(params, len(completions))
-        if prompt_tokens is None:
-            prompt_tokens = [self.encode(completion.prompt) for completion in completions]
-        prompt_tokens = checks.check_token_lists(prompt_tokens, len(completions))
-        sequences = [self.new_sequence(*each) for each in zip(itertools.count(), completions, params, prompt_tokens)]
-        if sequences:
-            yield from self.decode(sequences, *self._prefill_unique(self.model, sequences, self.speculate))
+        tokens = checks.token_lists(prompt_tokens, completions, self.encode)
+        sequences = [self.new_sequence(*each) for each in zip(itertools.count(), completions, params, tokens)]
+        start = partial(self._prefill_unique, self.model, slack=self.speculate)
+        yield from decode_sliding(sequences, lambda rows: self.decode(rows, *start(rows)), self.context_len)
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt, after the BOS token if the model was trained with one."""
-        text = checks.check_text(prompt, "the prompt")
-        return [*self.tokenizer.bos_prefix, *self.tokenizer.encode(text)] or [self.tokenizer.bos_id]
+        ids = self.tokenizer.encode(checks.check_text(prompt, "the prompt"))
+        return [*self.tokenizer.bos_prefix, *ids] or [self.tokenizer.bos_id]
 
     def new_sequence(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Sequence:
         """A sequence that starts with `tokens` and may grow by max_new_tokens, or as far as the context allows.
@@ -156,7 +155,8 @@ class Generator:
         completion.prompt_tokens = len(tokens)
         # The model never reads the last token, so n positions allow n + 1 tokens.
         n_new = min(params.max_new_tokens, self.context_len + 1 - len(tokens))
-        return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer)
+        n_later = params.max_new_tokens - n_new if self.slide else 0
+        return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer, n_later)
 
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
         """An empty cache; a sink cache if there is a window."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation.sampler import SamplingParams
+from thinker.generation.sequence import Completion
 from thinker.model import KVCache, Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.memory import check_memory
@@ -44,14 +46,18 @@ def params_list(params: SamplingParams | list[SamplingParams] | None, n_prompts:
     return list(params)
 
 
-def check_token_lists(prompt_tokens: Any, n_prompts: int) -> list[list[int]]:
-    """Return the token ids of each prompt as lists. Raises UserError unless there is a list of integers per prompt."""
+def token_lists(
+    prompt_tokens: Any, completions: list[Completion], encode: Callable[[str], list[int]]
+) -> list[list[int]]:
+    """The token ids of each prompt: by default encoded. Raises UserError unless each is a list of integers."""
+    if prompt_tokens is None:
+        return [encode(completion.prompt) for completion in completions]
     try:
         lists = [[operator.index(token) for token in tokens] for tokens in prompt_tokens]
     except TypeError:
         raise UserError("prompt_tokens must be a list of token ids (whole numbers) for each prompt") from None
-    if len(lists) != n_prompts:
-        raise UserError(f"{n_prompts} prompts and {len(lists)} lists of prompt_tokens: give one each")
+    if len(lists) != len(completions):
+        raise UserError(f"{len(completions)} prompts and {len(lists)} lists of prompt_tokens: give one each")
     return lists
 
 

@@ -29,6 +29,7 @@ class Completion:
     finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
     prompt_tokens: int = 0  # including the BOS token
     n_evicted: int = 0  # positions that a sink cache no longer held at the end
+    n_slides: int = 0  # times that the text went on from its newest half (generation/sliding.py)
     drafted: int = 0  # tokens that speculation proposed
     accepted: int = 0  # of these, tokens that were sampled
 
@@ -63,6 +64,8 @@ class Sequence:
     tokens: list[int]
     n_remaining: int  # tokens that may still be sampled
     tokenizer: Tokenizer
+    n_after_sliding: int = 0  # tokens that may be sampled beyond the context
+    forgotten: list[int] = field(default_factory=list)  # tokens before `tokens`, from before sliding
 
     def __post_init__(self) -> None:
         self.streamer = TextStreamer(self.tokenizer, self.params.stop)
@@ -97,7 +100,7 @@ class Sequence:
             completion.top_logprobs += top_logprobs
         self.n_remaining -= n_used
         is_eos = n_used == n_to_eos
-        if is_eos or self.n_remaining == 0:
+        if is_eos or self.n_remaining + self.n_after_sliding == 0:
             text += streamer.finish()
         completion.text += text
         if is_eos or streamer.stopped:
@@ -106,9 +109,9 @@ class Sequence:
 
     def penalty_inputs(self, drafts: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
         """If `drafts` come next: which tokens are in the text, and how often each was generated, (V,) both."""
-        tokens = torch.tensor(self.tokens + drafts)
+        tokens = torch.tensor(self.forgotten + self.tokens + drafts)
         in_text = torch.zeros(vocab_size, dtype=torch.bool)
         in_text[tokens] = True
-        generated = tokens[len(self.tokens) - len(self.completion.token_ids) :]
+        generated = tokens[len(tokens) - len(drafts) - len(self.completion.token_ids) :]
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         return in_text, counts.scatter_add_(0, generated, torch.ones_like(generated))

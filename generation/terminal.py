@@ -15,6 +15,7 @@ from thinker.generation.conversation import Conversation
 from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score
+from thinker.generation.sliding import describe_context_end
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.finite import finite_json
 from thinker.runtime.terminal_text import for_stream
@@ -61,14 +62,8 @@ def print_samples(
         accepted = sum(completion.accepted for completion in completions)
         text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
     log(text)
-    if any(one.finish_reason == "length" and len(one.token_ids) < params.max_new_tokens for one in completions):
-        hint = "; with --window W it continues, remembering the newest W tokens" if generator.supports_window else ""
-        log(f"the text ends where the model's context does, at {generator.context_len} tokens{hint}")
-    sinks, window = generator.sinks, generator.window
-    end = sinks + max(completion.n_evicted for completion in completions)
-    if end > sinks:
-        evicted = f"evicted at the end: tokens {sinks + 1} to {end} of {end + window + 1}"
-        log(f"{evicted}; remembered: the first {sinks} and the newest {window}")
+    for line in describe_context_end(generator, completions, params.max_new_tokens):
+        log(line)
 
 
 def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[str]:

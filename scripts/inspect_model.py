@@ -22,8 +22,7 @@ VIEWS = {"attribute": "attribution", "lens": "lens"}  # the explorer opens anoth
 def parse_arguments() -> argparse.Namespace:
     """The command line: one sub-parser per command, each with the flags that it reads."""
     shared = ArgumentParser(add_help=False)
-    model_help = "a run directory, a checkpoint, or a Hugging Face folder; explain: or q, k and v in a JSON file"
-    shared.add_argument("model", metavar="MODEL", help=model_help)
+    shared.add_argument("model", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder; explain: or JSON")
     shared.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     shared.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the table, or in a file")

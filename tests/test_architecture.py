@@ -26,6 +26,7 @@ NEW_ROOMS = {
     "data/text_growth.py",
     "generation/chat_conversation.py",
     "generation/prompts.py",
+    "generation/sliding.py",
     "interop/verify_text.py",
     "interpretability/attention_row.py",
     "model/input_checks.py",

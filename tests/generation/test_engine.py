@@ -257,7 +257,7 @@ def test_what_is_printed_of_it_is_short_and_says_what_it_is(model):
     generator = Generator(model, TOKENIZER, window=8, sinks=2)
     tokenizer = "Tokenizer(byte, 257 ids, BOS '<|bos|>')"
     assert repr(TOKENIZER) == tokenizer
-    assert repr(generator).startswith(f"Generator({tokenizer}, context of inf tokens, torch.float32 on cpu, window=8,")
+    assert repr(generator).startswith(f"Generator({tokenizer}, context of inf tokens, torch.float32 on cpu)")
     (completion,) = generator.generate("hello", SamplingParams(max_new_tokens=40, seed=3))
     assert repr(completion).startswith(f"Completion(prompt='hello', text={completion.text!r}, finish_reason=")
     assert "logprobs" not in repr(completion)
