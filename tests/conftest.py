@@ -96,10 +96,15 @@ def stress(request):
 
 @pytest.fixture
 def quickly_compiled(monkeypatch, stress):
-    """Without --stress, Inductor writes kernels without vector instructions, which compile in half the time."""
+    """Without --stress, Inductor writes kernels without vector instructions, which compile in half the time.
+
+    It must not find those of a run with --stress in its cache, whose keys do not tell them apart.
+    """
     if not stress:
         import torch._inductor.cpu_vec_isa
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{default_cache_dir()}_quick")
         monkeypatch.setattr(torch._inductor.cpu_vec_isa, "valid_vec_isa_list", list)
 
 

@@ -55,7 +55,7 @@ def test_a_compiled_generator_gives_the_same_text_also_in_batches_and_int8(rando
 
 
 @pytest.mark.usefixtures("quickly_compiled")
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("int8", [pytest.param(False, marks=pytest.mark.stress), True])
 def test_sixteen_bits_compile_with_grouped_heads_and_the_rate_leaves_compiling_out(random_model, int8, capfd):
     model = random_model(vocab_size=264, n_layers=1)
     options = {"dtype": torch.bfloat16, "int8": int8}
