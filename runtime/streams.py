@@ -23,7 +23,8 @@ def print_error(message: str) -> None:
 
     torchrun prints thirty lines when a rank has failed; the last of them repeats what is in the rank's error file.
     """
-    text = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
+    characters = " ".join(message.split())
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in characters)
     line = f"error: {text[:MAX_MESSAGE_CHARS]}{' ...' if len(text) > MAX_MESSAGE_CHARS else ''}"
     print(line, file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -77,7 +77,7 @@ def plain_logprobs(plain, case, completion):
 
 
 @pytest.mark.usefixtures("quickly_compiled")
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_each_case_is_right_or_refused(case):
     model = random_model(vocab_size=264, n_heads=4, n_layers=1, max_seq_len=CONTEXT, norm_mean=0.3, **case["heads"])
     how = {"dtype": case["dtype"], "int8": case["int8"]}

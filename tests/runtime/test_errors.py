@@ -19,7 +19,7 @@ from thinker.runtime.errors import RunError, UserError, run_command
     [
         (UserError("two\n lines"), 2, "two lines"),
         (RunError("it broke"), 1, "it broke"),
-        (UserError("key \x1b[31m\x07\x9b \ud800é"), 2, "key ?[31m?? ?é"),
+        (UserError("key \x1b[31m\x07\x9b \ud800é"), 2, r"key \x1b[31m\x07\x9b \ud800é"),
         (UserError("x" * 5000), 2, "x" * 1000 + " ..."),
         (OSError(errno.ENAMETOOLONG, "File name too long", "a\n" * 3000), 1,
          ("cannot read or write" + " a" * 3000)[:1000] + " ..."),
