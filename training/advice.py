@@ -38,8 +38,8 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lin
         vocab_size, used = corpus.tokenizer.vocab_size, corpus.tokenizer.vocab_size - 257
         lines.append(
             f"char: {vocab_size:,} tokens, namely all 256 bytes, so that any text can be encoded, {used:,} characters "
-            f"beyond ASCII and the start of a text; an untrained model has a loss of ln {vocab_size} = "
-            f"{math.log(vocab_size):.2f}, and those that do not occur soon cost nothing"
+            f"beyond ASCII, and the start of a text; an untrained model has a loss of ln {vocab_size} = "
+            f"{math.log(vocab_size):.2f}, and soon learns which tokens never occur"
         )
     seq_len, n = settings.data.seq_len, corpus.train.n_documents
     n_cut = sum(int((np.diff(shard.offsets) > seq_len).sum()) for shard in corpus.train.shards)
@@ -64,7 +64,7 @@ def too_many_epochs(epochs: float, steps_per_epoch: float) -> str:
     """That the data is read too often, and what to do."""
     steps = max(1, math.ceil(GOOD_EPOCHS * steps_per_epoch))
     return (
-        f"the data is to be read {epochs:,.0f} times, and what is read often is learnt by heart: give it more text, "
+        f"the data will be read {epochs:,.0f} times, so the model will memorize it: give it more text, "
         f"or lower train.max_steps (to {steps:,} for {GOOD_EPOCHS} epochs); model.dropout=0.1 helps a little"
     )
 
@@ -78,8 +78,8 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
     uniform = math.log(settings.model.vocab_size)
     if loss > uniform:
         advice.append(
-            f"the validation loss {loss:.2f} is above ln {settings.model.vocab_size} = {uniform:.2f}, that of a model "
-            "which holds every token for equally likely: the model has learnt nothing that helps on other text"
+            f"the validation loss {loss:.2f} is above ln {settings.model.vocab_size} = {uniform:.2f}, the loss of "
+            "guessing every token with the same probability: the model has learned nothing that helps on new text"
         )
     advice += _overfitting(lines, validations, epochs)
     floor, by_time = (
