@@ -55,7 +55,7 @@ def test_a_short_text_is_overfitted_and_the_run_says_so(make_trainer, capsys):
     assert f"{n_train:,} tokens in 1 document for training, {n_val} tokens in 1 document for validation" in started
     assert f"; {epochs:.0f} epochs in 150 steps" in started
     assert f"advice: validation reads only {n_val} tokens" in started
-    assert f"advice: the data is to be read {epochs:.0f} times" in started
+    assert f"advice: the data will be read {epochs:.0f} times" in started
     assert f"(to {math.ceil(4 * sequences / 8)} for 4 epochs)" in started
     assert trainer.train() == 0
     evaluated = [line for line in trainer.run.read_metrics() if "val_loss" in line]
@@ -153,7 +153,7 @@ def test_a_plan_ends_in_a_recommendation():
     )
     fits, line = advice.recommendation(plan(epochs=100.0))
     assert fits == "it fits"
-    assert "the data is to be read 100 times" in line
+    assert "the data will be read 100 times" in line
     assert "(to 40 for 4 epochs)" in line
     (line,) = advice.recommendation(plan(peak_bytes=2 * 10**10))
     assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; set train.micro_batch_size=auto")
