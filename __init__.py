@@ -22,10 +22,11 @@ _MODULES = {
     "SamplingParams": "thinker.generation",
     "Thinker": "thinker.model",
     "ThinkerConfig": "thinker.model",
+    "UserError": "thinker.runtime.errors",
     "load": "thinker.interop",
 }
 
-__all__ = ["Completion", "Generator", "KVCache", "SamplingParams", "Thinker", "ThinkerConfig", "load"]
+__all__ = ["Completion", "Generator", "KVCache", "SamplingParams", "Thinker", "ThinkerConfig", "UserError", "load"]
 __version__ = "0.1.0"
 
 

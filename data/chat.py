@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 
 from thinker.data import chat_template
+from thinker.data.messages import Message
 from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
-
-JSON = (str, int, float, bool, list, dict, type(None))
-Message = dict[str, Any]  # {"role": "user", "content": "..."}; the template defines the roles
-
-
-def check_messages(value: list, where: str) -> list[Message]:
-    """The messages of one row of a table, without null values. Raises UserError, which names the row, if invalid."""
-    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
-        raise UserError(f'{where} is not a conversation: it must be a list of {{"role": ..., "content": ...}}')
-    for part in (part for message in value for part in message.values()):
-        if not isinstance(part, JSON):  # the datasets library turns some strings into dates
-            raise UserError(f"{where}: {part!r} was read as a {type(part).__name__}; write all messages as text")
-    if not any(message["role"] == "assistant" for message in value):
-        raise UserError(f"{where} has no message whose role is assistant, and so no answer")
-    return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
 def render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from thinker.data import jsonl
-from thinker.data.chat import Message, check_messages
+from thinker.data.messages import Message, check_messages
 from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
 OPTIONS = {  # what each source reads besides max_documents and seed

@@ -214,7 +214,10 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     config |= {"eos_token": names.get("eos_token"), "pad_token": names.get("pad_token", names.get("eos_token"))}
     config |= {hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix), "clean_up_tokenization_spaces": False}
     config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
-    hf.write_files(Path(folder), content, config, tokenizer.chat_template)
+    template = tokenizer.chat_template
+    if template is not None and tokenizer.bos_prefix and "bos_token" not in template:
+        template = "{{ bos_token }}" + template  # apply_chat_template() adds none by itself
+    hf.write_files(Path(folder), content, config, template)
 
 
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from thinker.data import chat
+from thinker.data.messages import Message
 from thinker.generation.conversation import Conversation
 from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams
@@ -29,7 +30,7 @@ class ChatConversation(Conversation):
     def reset(self) -> None:
         """Start a new chat, with the same system message."""
         super().reset()
-        self.messages: list[chat.Message] = list(self.system)
+        self.messages: list[Message] = list(self.system)
 
     @property
     def text(self) -> str:

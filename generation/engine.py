@@ -74,6 +74,8 @@ class Generator:
         config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
         if self.tokenizer is None:
             raise UserError("a Generator needs the model's tokenizer; load() gives None where a folder has none")
+        if self.tokenizer.vocab_size > config.vocab_size:
+            raise UserError(f"the tokenizer has {self.tokenizer.vocab_size} ids, the model {config.vocab_size}")
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
         if window is not None and not 1 <= window <= config.max_seq_len - sinks:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from thinker.checkpoint import CorruptCheckpoint, model_tensors, open_safetensor
 from thinker.data.tokenizer import Tokenizer
 from thinker.interop.hf_config import from_hf_config, special_token_ids, to_hf_config
 from thinker.model import Thinker
-from thinker.runtime.errors import UserError
+from thinker.runtime.errors import RunError, UserError
 
 INDEX, SINGLE_FILE, LM_HEAD = "model.safetensors.index.json", "model.safetensors", "lm_head.weight"
 HF_NAMES = {
@@ -111,8 +112,16 @@ def save_pretrained(model: Thinker, tokenizer: Tokenizer | None, folder: Path, m
         weight_map = {name: file for file, tensors in zip(files, shards) for name in tensors}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for file, tensors in zip(files, shards):
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        write_tensors(tensors, folder / file)
         shutil.copymode(folder / "config.json", folder / file)  # safetensors lets only the owner read it
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Raises RunError where that fails, as on a full disk."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise RunError(f"{path} cannot be written: {error}") from error
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from thinker.checkpoint import MODEL, CorruptCheckpoint, load_tensors, open_safetensors, read_header, read_json
 from thinker.interop.hf_config import from_hf_config
-from thinker.interop.huggingface import is_hf_folder, load_pretrained, to_hf_name, write_json
+from thinker.interop.huggingface import is_hf_folder, load_pretrained, to_hf_name, write_json, write_tensors
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF
 from thinker.runtime.errors import UserError
@@ -48,7 +47,7 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
     values = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "r": rank}
     values |= {"lora_alpha": scale * rank, "lora_dropout": 0.0, "target_modules": list(MATRICES)}
     write_json(folder / CONFIG, values | {"bias": "none", "fan_in_fan_out": False, "inference_mode": True})
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_tensors(tensors, folder / WEIGHTS)
     return f"rank {rank}, {sum(tensor.numel() for tensor in tensors.values()):,} parameters"
 
 

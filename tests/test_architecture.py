@@ -23,6 +23,7 @@ NEW_ROOMS = {
     "data/corpus_cache.py",
     "data/jsonl.py",
     "data/llmc_tokens.py",
+    "data/messages.py",
     "data/text_growth.py",
     "generation/chat_conversation.py",
     "generation/prompts.py",

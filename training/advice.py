@@ -65,7 +65,7 @@ def too_many_epochs(epochs: float, steps_per_epoch: float) -> str:
     steps = max(1, math.ceil(GOOD_EPOCHS * steps_per_epoch))
     return (
         f"the data will be read {epochs:,.0f} times, so the model will memorize it: give it more text, "
-        f"or lower train.max_steps (to {steps:,} for {GOOD_EPOCHS} epochs); model.dropout=0.1 helps a little"
+        f"or lower train.max_steps (to {steps:,} for {GOOD_EPOCHS} epochs); a higher model.dropout helps a little"
     )
 
 
@@ -105,7 +105,7 @@ def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]],
     recent = [loss for _, loss in train[-10:]]
     now = sum(recent) / len(recent)
     times = f"; the data was read {epochs:,.1f} times" if epochs > 1 else ""
-    remedy = "more text, fewer steps, a smaller model or model.dropout=0.1 help"
+    remedy = "more text, fewer steps, a smaller model or a higher model.dropout help"
     if last["val_loss"] > best["val_loss"] * (1 + OVERFITTING):
         until = [loss for step, loss in train if step <= best["step"]][-10:]
         if until and now < sum(until) / len(until):

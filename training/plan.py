@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thinker.data.batches import PackedDataset
+from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
@@ -48,6 +48,8 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if measure:
         check_run_fits(config, device)
     corpus = prepare_training_data(config, tokenizer) if reads_corpus else None
+    if corpus is not None:  # refuse a text that is shorter than a window
+        BatchLoader(PackedDataset(corpus.train, config.data.seq_len, config.data.packing), 1, config.run.seed)
     model_config = config.thinker_config(config.model.vocab_size if corpus is None else corpus.tokenizer.vocab_size)
     configure_backend(device)
     settings = resolve_settings(config, model_config, device, precision)

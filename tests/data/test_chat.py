@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from thinker.data import chat, chat_template, tokenizer_conversion
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
+from thinker.data.messages import check_messages
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.runtime.constants import IGNORE_INDEX
@@ -265,7 +266,18 @@ def test_an_answer_left_open_is_ended_by_the_token_that_ends_texts(tmp_path, row
 def test_a_message_that_a_library_turned_into_a_date_is_named():
     message = {"role": "assistant", "content": datetime.date(2024, 1, 1)}
     with pytest.raises(UserError, match="row 3: .* was read as a date; write all messages as text"):
-        chat.check_messages([message], "row 3")
+        check_messages([message], "row 3")
+
+
+def test_a_message_without_content_is_named():
+    rows = [{"role": "user", "contnt": "Who?"}, {"role": "assistant", "content": "Noah."}]
+    message = "row 3: a message has no content, only role, contnt; did you mean content instead of contnt"
+    with pytest.raises(UserError, match=message):
+        check_messages(rows, "row 3")
+    with pytest.raises(UserError, match="a message has no content, only role$"):
+        check_messages([{"role": "user", "content": None}, rows[1]], "row 3")
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    assert check_messages([call], "row 3") == [{"role": "assistant", "tool_calls": []}]
 
 
 @pytest.mark.parametrize(
@@ -289,3 +301,15 @@ def test_rows_that_are_no_conversations_are_named(tmp_path, tokenizer, lines, me
             progress=False,
             assistant_only_loss=True,
         )
+
+
+def test_transformers_renders_an_exported_chat_with_the_token_that_begins_texts(tmp_path):
+    """Our templates leave it to the tokenizer, whose apply_chat_template() adds none."""
+    ours = make_tokenizer("byte", []).with_chat_template(OPEN)
+    tokenizer_conversion.write(ours, tmp_path, 64)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    options = {"add_generation_prompt": True, "return_dict": False}
+    expected = chat.encode_prompt(ours, TALK)
+    assert theirs.apply_chat_template(TALK, **options) == expected
+    assert expected[0] == ours.bos_id != expected[1]
+    assert chat.encode_prompt(load_tokenizer(tmp_path), TALK) == expected  # and not twice

@@ -295,6 +295,10 @@ def test_a_string_is_one_prompt(model):
         (lambda generator: generator.generate("a", prompt_tokens=[[1] * 500]), "500 tokens .* context is 48"),
         (lambda generator: generator.generate("a", SamplingParams(stop="ab")), "stop is 'ab'; it must be a list"),
         (lambda generator: Generator(generator.model, None), "needs the model's tokenizer"),
+        (
+            lambda g: Generator(g.model, make_tokenizer("char", ["".join(map(chr, range(200, 600)))])),
+            "has 657 ids, the m",
+        ),
     ],
 )
 def test_what_is_no_prompt_is_refused_in_one_line(model, misuse, message):

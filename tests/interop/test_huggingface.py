@@ -19,7 +19,7 @@ from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load, verify_export
 from thinker.interop.hf_config import from_hf_config, hf_model_type, to_hf_config
-from thinker.interop.huggingface import INDEX, save_pretrained
+from thinker.interop.huggingface import INDEX, save_pretrained, write_tensors
 from thinker.interop.verify_export import adversarial_texts, verify_hf_export
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import RunError, UserError
@@ -450,3 +450,8 @@ def test_a_model_without_a_boundary_in_front_is_sampled_as_there(tmp_path):
     assert found[0].prompt_tokens == prompt.shape[1]
     assert found[1].prompt_tokens == 1  # an empty prompt is the BOS token alone
     assert isinstance(ours, Thinker)
+
+
+def test_weights_that_cannot_be_written_are_one_line(tmp_path):
+    with pytest.raises(RunError, match="cannot be written: .*No such file"):
+        write_tensors({"a": torch.zeros(3)}, tmp_path / "nowhere" / "a.safetensors")

@@ -12,8 +12,9 @@ from memory_workers import peak_of_two_steps
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training import memory_estimate
-from thinker.training.config import validate_config
+from thinker.training.config import load_config, validate_config
 from thinker.training.memory_estimate import MemoryEstimate, estimate_memory, free_memory, largest_micro_batch
+from thinker.training.plan import make_plan
 from thinker.training.resolve_settings import resolve_settings
 
 ROOT = Path(__file__).parents[2]
@@ -143,5 +144,14 @@ def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     assert done.returncode == 0, done.stderr
     own = json.loads(done.stdout)
     assert own["epochs"] == own["steps"] / 15  # 95 % of 4,000 characters in sequences of 256
-    assert "times, and what is read often is learnt by heart" in own["recommendation"][1]
+    assert "times, so the model will memorize it" in own["recommendation"][1]
     assert plan["measured_peak_bytes"] == pytest.approx(peak, rel=0.25)  # of a process, whose malloc is not exact
+
+
+def test_a_text_shorter_than_a_window_is_refused_as_the_training_does(tmp_path):
+    (tmp_path / "tiny.txt").write_text("A text of a few words, no more.")
+    overrides = [f"data.path={tmp_path / 'tiny.txt'}", f"data.cache_dir={tmp_path}"]
+    with pytest.raises(
+        UserError, match="the training split has .* tokens, but one window of data.seq_len=256"
+    ):
+        make_plan(load_config(ROOT / "configs" / "chars.yaml", overrides), measure=False)

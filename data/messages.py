@@ -1,0 +1,27 @@
+"""The messages of a conversation in a row of data, and what they must look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thinker.runtime.errors import UserError, did_you_mean
+
+JSON = (str, int, float, bool, list, dict, type(None))
+Message = dict[str, Any]  # {"role": "user", "content": "..."}; the template defines the roles
+
+
+def check_messages(value: list, where: str) -> list[Message]:
+    """The messages of one row of a table, without null values. Raises UserError, which names the row, if invalid."""
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
+        raise UserError(f'{where} is not a conversation: it must be a list of {{"role": ..., "content": ...}}')
+    for part in (part for message in value for part in message.values()):
+        if not isinstance(part, JSON):  # the datasets library turns some strings into dates
+            raise UserError(f"{where}: {part!r} was read as a {type(part).__name__}; write all messages as text")
+    messages = [{key: part for key, part in message.items() if part is not None} for message in value]
+    for message in messages:
+        if not message.keys() & {"content", "tool_calls"}:  # a template would take it for empty
+            hint = did_you_mean("content", message.keys() - {"role"}, "content instead of {}")
+            raise UserError(f"{where}: a message has no content, only {', '.join(message)}{hint}")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError(f"{where} has no message whose role is assistant, and so no answer")
+    return messages
