@@ -68,8 +68,12 @@ def test_an_interruption_says_which_signal_came_and_where(capsys):
     def prepare_data():
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(SystemExit) as ended:
-        run_command(prepare_data)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_command(prepare_data)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert ended.value.code == 130
     line = r"\ninterrupted by SIGINT \(Ctrl-C\), in prepare_data \(.*test_errors.py:\d+\)\n"
     assert re.fullmatch(line, capsys.readouterr().err)
