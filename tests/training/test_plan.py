@@ -151,7 +151,5 @@ def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
 def test_a_text_shorter_than_a_window_is_refused_as_the_training_does(tmp_path):
     (tmp_path / "tiny.txt").write_text("A text of a few words, no more.")
     overrides = [f"data.path={tmp_path / 'tiny.txt'}", f"data.cache_dir={tmp_path}"]
-    with pytest.raises(
-        UserError, match="the training split has .* tokens, but one window of data.seq_len=256"
-    ):
+    with pytest.raises(UserError, match="the training split has .* tokens, but one window of data.seq_len=256"):
         make_plan(load_config(ROOT / "configs" / "chars.yaml", overrides), measure=False)
