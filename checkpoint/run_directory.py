@@ -93,7 +93,7 @@ class RunDirectory:
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Read the lines of metrics.jsonl, without those that are damaged, cut off, or not of finite numbers."""
-        if not self.metrics.exists():
+        if not self.metrics.is_file():
             return
         with self.metrics.open(encoding="utf-8", errors="replace") as file:
             for text in file:
@@ -108,8 +108,8 @@ class RunDirectory:
         """Keep what was logged up to `step`, and evaluations up to `evaluated_at`: the run resumes from there."""
         if not self.writes:
             return
-        if self.metrics.is_symlink():
-            self.metrics.unlink()  # it could lead anywhere
+        if self.metrics.is_symlink() or self.metrics.is_fifo():
+            self.metrics.unlink()  # it could lead anywhere, or wait for ever
         last = {"train_loss": step, "val_loss": -1 if evaluated_at is None else evaluated_at}
         kept = [line for line in self.read_metrics() if all(line["step"] <= last[key] for key in last if key in line)]
         if self.metrics.exists():

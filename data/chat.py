@@ -76,5 +76,4 @@ def _render(
     if tokenizer.chat_template is None:
         need = "conversations need a chat template, and the tokenizer has none"
         raise UserError(f"{need}; to train with a plain one, give data.chat_template=configs/chat.jinja")
-    template, names = tokenizer.chat_template, tokenizer.special_tokens_map
-    return chat_template.render(template, messages, add_generation_prompt, mark_answers, names)
+    return chat_template.render(tokenizer, messages, add_generation_prompt, mark_answers)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
 CPU_SECONDS = 10  # for one conversation; real templates take less than a millisecond
@@ -69,16 +70,15 @@ def _renderer() -> Renderer:
 
 
 def render(
-    template: str, messages: list[dict[str, Any]], add_generation_prompt: bool, mark_answers: bool,
-    names: dict[str, str],
-) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
-    """A conversation as text by a Jinja template and, with mark_answers, where the answers are that it marks.
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool, mark_answers: bool
+) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation as text by the tokenizer's template and, with mark_answers, where the answers are that it marks.
 
-    names: of special tokens, which templates use. Raises UserError where the template refuses the conversation, is no
+    Raises UserError where the template refuses the conversation, is no
     template, or exceeds the limits; and where transformers is not installed.
     """
-    request = {"template": template, "messages": messages, "add_generation_prompt": add_generation_prompt}
-    return _renderer().render(**request, mark_answers=mark_answers, names=names)
+    request = {"template": tokenizer.chat_template, "names": tokenizer.special_tokens_map, "messages": messages}
+    return _renderer().render(**request, add_generation_prompt=add_generation_prompt, mark_answers=mark_answers)
 
 
 def serve(cpu_seconds: int) -> None:

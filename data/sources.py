@@ -176,8 +176,8 @@ def _find_files(source: str, path: str) -> list[str]:
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
-        names = glob.glob("**", root_dir=path, recursive=True)
-        paths = [os.path.join(path, name) for name in names if name.lower().endswith(EXTENSIONS[source])]
+        found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)  # through no links
+        paths = [x for x in found if x.lower().endswith(EXTENSIONS[source]) and f"{os.sep}." not in x[len(path) - 1 :]]
     else:
         paths = glob.glob(os.path.expanduser(path), recursive=True)
     files = sorted(file for file in paths if os.path.isfile(file))

@@ -117,7 +117,7 @@ def run_interactive(conversation: Conversation, prompt: str, params: SamplingPar
     while (line := _read_line(is_terminal, interrupt)) is not None:
         try:
             if not line.startswith("/") or line.startswith("//"):
-                _print_reply(conversation, line.replace("//", "/", 1).replace("\\n", "\n"), params, interrupt)
+                _print_reply(conversation, line[line.startswith("//") :].replace("\\n", "\n"), params, interrupt)
             elif line.split()[0] == "/quit":
                 return
             else:

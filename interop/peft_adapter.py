@@ -15,6 +15,7 @@ from thinker.interop.huggingface import is_hf_folder, load_pretrained, to_hf_nam
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.lora import RANK_OF
 from thinker.runtime.errors import UserError
+from thinker.runtime.reading import checked_pattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -93,7 +94,7 @@ def _is_target(module: str, targets: Any) -> bool:
     """Whether peft adapts a matrix: by the end of its name, or by a regular expression for all of it."""
     if isinstance(targets, str):
         try:
-            return targets == "all-linear" or bool(re.fullmatch(targets, module))
+            return targets == "all-linear" or bool(re.fullmatch(checked_pattern(targets), module))
         except re.error as error:
             raise UserError(f"{CONFIG}: target_modules is {targets!r}, no regular expression: {error}") from error
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thinker.model.config import ThinkerConfig
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 
 
@@ -37,6 +38,8 @@ def check_inputs(
         raise UserError(f"targets must be a tensor {tuple(inputs.shape[:2])}, as the tokens are; got {found}")
     if embeddings is None:
         _check_ids(tokens, config.vocab_size)
+    if targets is not None:
+        _check_ids(targets, config.vocab_size, IGNORE_INDEX)
     too_long = inputs.shape[1] > config.max_seq_len and config.positions != "learned"  # these end, as an error
     if too_long and targets is None and not (has_cache or config.is_unbounded or torch.compiler.is_compiling()):
         warnings.warn(beyond_context(inputs.shape[1], config), stacklevel=5)  # the caller of model(...)
@@ -48,14 +51,16 @@ def beyond_context(n_tokens: int, config: ThinkerConfig) -> str:
     return f"{n_tokens} tokens are more than the model's context of {config.max_seq_len}, which it was trained on"
 
 
-def _check_ids(tokens: Tensor, vocab_size: int) -> None:
+def _check_ids(tokens: Tensor, vocab_size: int, lowest: int = 0) -> None:
     if tokens.dtype not in (torch.int64, torch.int32):
         raise UserError(f"tokens are {tokens.dtype}; they must be int64, the ids of tokens")
     if type(tokens) is not Tensor or tokens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     for token in torch.aminmax(tokens):
-        if not 0 <= token.item() < vocab_size:
-            raise UserError(f"the token id {token.item()} is out of range: the vocabulary is 0 to {vocab_size - 1}")
+        if not lowest <= token.item() < vocab_size:
+            ignored = f", or {lowest} where there is no target" if lowest else ""
+            known = f"the vocabulary is 0 to {vocab_size - 1}{ignored}"
+            raise UserError(f"the token id {token.item()} is out of range: {known}")
 
 
 def tokens_to_inspect(tokens: Tensor | str, tokenizer: Any, config: ThinkerConfig, device: torch.device) -> Tensor:

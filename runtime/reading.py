@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from thinker.runtime.errors import UserError
 
 MAX_FILE_BYTES = 1 << 26  # the largest, o200k_base's tokens, take 4 MB; a stranger's file must not fill the memory
+MAX_REPETITIONS = 4  # in a regular expression: each multiplies the time by the length of a name
 
 
 class Loader(yaml.SafeLoader):
@@ -81,3 +83,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds {type(content).__name__}, not keys with values")
     return content
+
+
+def checked_pattern(pattern: str) -> str:
+    """Return a stranger's regular expression. Raises re.error for one that may take forever, such as "(a+)+b"."""
+    is_nested = re.search(r"[*+}?][^()]*\)[*+{]", pattern)
+    if is_nested or len(re.findall(r"[*+{]", pattern)) > MAX_REPETITIONS:
+        raise re.error(f"it repeats what repeats, or has more than {MAX_REPETITIONS} repetitions")
+    return pattern

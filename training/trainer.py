@@ -265,7 +265,8 @@ class Trainer:
         self.log(line)
         if state.best_val_loss is None or evaluation.loss < state.best_val_loss:
             state.best_val_loss = evaluation.loss
-            best = checkpoint.checkpoint_files(self.model, {"step": state.step, "val_loss": evaluation.loss})
+            values = {"step": state.step, "val_loss": evaluation.loss, "corpus": self.corpus.sha256}
+            best = checkpoint.checkpoint_files(self.model, values)
             self.checkpoints.save("best", state.step, best)
 
     def save(self) -> None:

@@ -39,9 +39,8 @@ def load_validation_data(
 ) -> tuple[Config, TokenShards]:
     """The config of the run that a checkpoint is in, and the run's validation tokens.
 
-    They come from the token cache. Where they are not in it, generated text is made again; files and datasets that the
-    config names are only read with `read_data`, because the config may be a stranger's. Raises UserError, naming
-    `option`, which chooses other data, for a folder outside a run directory or changed data.
+    They come from the token cache, or are made again: from files that the config, perhaps a stranger's, names only with
+    `read_data`. Raises UserError, naming `option`, which chooses other data, for other folders, or changed data.
     """
     config = load_run_config(folder)
     if config is None:

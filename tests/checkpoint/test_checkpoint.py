@@ -273,6 +273,11 @@ def test_metrics_are_cut_where_the_run_goes_on(run):
     run.truncate_metrics(3, None)
     run.log({"step": 4, "train_loss": 2.0})
     assert [line["step"] for line in run.read_metrics()] == [1, 2, 3, 4]
+    run.metrics.unlink()
+    os.mkfifo(run.metrics)  # reading it would wait for ever
+    assert list(run.read_metrics()) == []
+    run.truncate_metrics(4, None)
+    assert not run.metrics.exists()
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,8 @@ def test_checkpoint_outside_its_run(command, tiny_run, tmp_path):
 def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run, tmp_path, capsys, monkeypatch):
     """The tokens of a run trained here are in the cache; without it `path` is not even looked for."""
     run, arguments = shutil.copytree(tiny_run, tmp_path / "run"), ["--context", "16", "--json", "--device", "cpu"]
+    assert command(run, *arguments, "--checkpoint", "best") == 0
+    capsys.readouterr()
     assert command(run, *arguments) == 0
     expected = capsys.readouterr().out.replace(str(tiny_run), str(run))
     tree = yaml.safe_load((run / "config.yaml").read_text())

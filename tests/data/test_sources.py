@@ -252,3 +252,13 @@ def test_the_key_changes_with_a_file(tmp_path, source):
     write_jsonl(tmp_path / "b.jsonl", [{"text": "1"}])
     assert len({first, second, third, key(source, path=path)}) == 4
     assert key(source, path=path, max_documents=1) != key(source, path=path)
+
+
+def test_links_of_a_folder_to_itself_multiply_nothing(tmp_path):
+    (tmp_path / "data" / "inner").mkdir(parents=True)
+    for name in ("a.txt", "inner/b.txt", ".hidden.txt", "inner/.hidden.txt"):
+        (tmp_path / "data" / name).write_text(name)
+    for name in ("one", "two", "inner/three"):
+        (tmp_path / "data" / name).symlink_to(tmp_path / "data", target_is_directory=True)
+    assert texts("text", path=str(tmp_path / "data")) == ["a.txt", "inner/b.txt"]
+    assert texts("text", path=f"{tmp_path / 'data'}/") == ["a.txt", "inner/b.txt"]

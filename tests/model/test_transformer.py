@@ -132,6 +132,11 @@ def test_wrong_inputs_are_refused(random_model):
         ({"embeddings": [0.0]}, "embeddings are a list"),
         ({"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.zeros(1, 2, dtype=int)}, r"\(1, 3\).*got \(1, 2\)"),
         ({"tokens": torch.zeros(1, 3, dtype=int), "targets": [1]}, "got a list"),
+        (
+            {"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.full((1, 3), -100)},
+            "-100 is out of .*, or -1 where",
+        ),
+        ({"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.full((1, 3), 10**6)}, "id 1000000 is out of range"),
     ],
 )
 def test_what_is_no_input_is_refused_in_one_line(random_model, arguments, message):

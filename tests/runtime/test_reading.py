@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import time
 
 import pytest
@@ -68,3 +69,18 @@ def test_random_yaml_is_read_or_refused(tmp_path):
         path.write_text("".join(rng.choices("ab:-[]{}&*!|>#'\"%@ \n\t01.~<", k=rng.randrange(30))))
         with contextlib.suppress(UserError):
             assert isinstance(reading.read_yaml(path), dict)
+
+
+@pytest.mark.parametrize("pattern", ["((([a-z_.0-9])+)+)+Z", "(a*b?)*c", "(a{2,}){2,}", ".*.*.*.*.*Z", "(x+x+)+y"])
+def test_a_pattern_that_may_take_forever_is_refused(pattern):
+    with pytest.raises(re.error, match="it repeats what repeats, or has more than 4 repetitions"):
+        reading.checked_pattern(pattern)
+
+
+def test_patterns_that_people_use_are_accepted():
+    for pattern in (
+        r".*\.(q_proj|v_proj)",
+        r"model\.layers\.(\d+)\.self_attn\.(q|k|v)_proj",
+        r".*(gate|up|down)_proj$",
+    ):
+        assert reading.checked_pattern(pattern) == pattern

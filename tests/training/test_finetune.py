@@ -93,7 +93,7 @@ def test_finetuning_lowers_the_loss_and_the_run_exports(make_trainer, base, tmp_
     assert after < 0.7 * before
     assert losses(trainer, "train_loss")[-1] < losses(trainer, "train_loss")[0]
     model, tokenizer = load(tmp_path / "run")
-    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.chat_template == "{{ bos_token }}" + TEMPLATE
     assert tokenizer.content_hash == load_tokenizer(base).content_hash
     assert not any(isinstance(module, LoraLinear) for module in model.modules())
     tokens = torch.randint(tokenizer.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -208,7 +208,7 @@ def test_peft_loads_exported_adapters(make_trainer, base, tmp_path):
         torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
         torch.testing.assert_close(theirs.merge_and_unload()(tokens).logits, ours, rtol=0, atol=1e-5)
     again, tokenizer = load(tmp_path / "adapter")
-    assert tokenizer.chat_template == TEMPLATE  # the base's
+    assert tokenizer.chat_template == "{{ bos_token }}" + TEMPLATE  # the base's
     torch.testing.assert_close(again(tokens), ours, rtol=0, atol=1e-5)
     make_trainer("train.max_steps=1", folder="plain").train()
     plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
