@@ -74,8 +74,8 @@ def render(
 ) -> tuple[str, list[tuple[int, int]]]:
     """A conversation as text by the tokenizer's template and, with mark_answers, where the answers are that it marks.
 
-    Raises UserError where the template refuses the conversation, is no
-    template, or exceeds the limits; and where transformers is not installed.
+    Raises UserError where the template refuses the conversation, is no template, or exceeds the limits; and where
+    transformers is not installed.
     """
     request = {"template": tokenizer.chat_template, "names": tokenizer.special_tokens_map, "messages": messages}
     return _renderer().render(**request, add_generation_prompt=add_generation_prompt, mark_answers=mark_answers)

@@ -1,8 +1,8 @@
 """Folders of the token cache: built under a lock, verified whenever they are opened.
 
-KEY/                  a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each of them
-KEY.building-XXXXXXXX/      under construction, by the process that holds the lock on ...
-KEY.building-XXXXXXXX.lock  ... this file; the operating system releases the lock when the process ends
+KEY/                        a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each of them
+KEY.building-XXXXXXXX/      a corpus under construction
+KEY.building-XXXXXXXX.lock  locked by the process that builds it, until that process ends
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _read_modules(files: list[str]) -> Iterator[Document]:
 
 
 def _find_files(source: str, path: str) -> list[str]:
-    """The files that match a path, folder or glob, sorted; hidden files in folders are skipped."""
+    """The files that match a path, folder or glob, sorted; hidden files and links to folders are skipped."""
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
