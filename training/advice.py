@@ -11,6 +11,7 @@ import numpy as np
 from thinker.data.corpus import Corpus
 from thinker.data.shards import TokenShards
 from thinker.evaluation.perplexity import format_excess
+from thinker.runtime.memory import format_bytes
 from thinker.training.config import Settings
 from thinker.training.resume import RunState
 
@@ -127,7 +128,7 @@ def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]],
 
 def recommendation(plan: dict[str, Any]) -> Lines:
     """Whether a plan fits, and what to change about it: one to three lines."""
-    peak, usable = (f"{plan[name] / 1e9:.3g} GB" for name in ("peak_bytes", "usable_bytes"))
+    peak, usable = (format_bytes(plan[name]) for name in ("peak_bytes", "usable_bytes"))
     changes, epochs = [], plan.get("epochs", 0)
     if epochs > MANY_EPOCHS:
         changes.append(too_many_epochs(epochs, plan["steps"] / epochs))
@@ -150,18 +151,18 @@ def recommendation(plan: dict[str, Any]) -> Lines:
 
 def format_plan(plan: dict[str, Any]) -> str:
     """A plan as a table for people."""
-    gb = {name.removesuffix("_bytes"): f"{n / 1e9:.3g} GB" for name, n in plan.items() if name.endswith("_bytes")}
+    sizes = {name.removesuffix("_bytes"): format_bytes(n) for name, n in plan.items() if name.endswith("_bytes")}
     blocks = plan["parameters"] - plan["embedding_parameters"]
-    peak = f"{gb['peak']} of tensors, {gb['free']} free"
+    peak = f"{sizes['peak']} of tensors, {sizes['free']} free"
     if "measured_peak_bytes" in plan:
-        peak += f", {gb['measured_peak']} measured in four steps, with what the allocator reserves"
+        peak += f", {sizes['measured_peak']} measured in four steps, with what the allocator reserves"
     rows = [
         ("parameters", f"{plan['parameters']:,}, {blocks:,} outside the embedding"),
         ("device", f"{plan['device']}, {plan['precision']}, {'compiled' if plan['compile'] else 'not compiled'}"),
         ("sequences at once", f"{plan['micro_batch_size']}"),
-        *((name, gb[name]) for name in ("weights", "gradients", "optimizer", "activations")),
+        *((name, sizes[name]) for name in ("weights", "gradients", "optimizer", "activations")),
         ("peak memory", peak),
-        ("cache", f"{gb['cache']} for a sequence of full length, when sampling"),
+        ("cache", f"{sizes['cache']} for a sequence of full length, when sampling"),
         ("compute", f"{plan['flops_per_token'] / 1e9:.3g} GFLOP per token"),
     ]
     if "step_s" in plan:
@@ -179,8 +180,9 @@ def format_plan(plan: dict[str, Any]) -> str:
 
 
 def format_epochs(epochs: float) -> str:
-    """For example "0.37 epochs", "1.4 epochs", "120 epochs"."""
-    return f"{epochs:,.0f} epochs" if epochs >= 10 else f"{epochs:.2g} epochs"
+    """For example "0.37 epochs", "1 epoch", "1.4 epochs", "120 epochs"."""
+    number = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
+    return f"{number} epoch{'' if number == '1' else 's'}"
 
 
 def describe_result(val: dict[str, Any], state: RunState) -> Lines:
@@ -202,10 +204,10 @@ def describe_result(val: dict[str, Any], state: RunState) -> Lines:
 def sampling_hint(run: Path, state: RunState, is_chat: bool) -> str:
     """The command that samples from a run; with `is_chat` a prompt is a message."""
     command, prompt = "thinker-generate", ""
-    if Path(sys.argv[0]).name == "train.py":  # in a checkout
+    if (script := Path(sys.argv[0])).name == "train.py":  # in a checkout
         python = Path(sys.executable)
         python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-        command = f"{shlex.quote(str(python))} generate.py"
+        command = shlex.join([str(python), str(script.with_name("generate.py"))])
     if prefix_len := state.settings.model.prefix:  # the BOS token is one of them
         prompt = f' --prompt "at least {prefix_len} tokens of text"'
     prompt = ' --chat --prompt "your message"' if is_chat else prompt

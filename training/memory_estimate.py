@@ -151,7 +151,8 @@ def largest_micro_batch(settings: Settings, device: torch.device, free: int, dis
     n_fitting = bisect_right(parts, limit, key=peak)
     if n_fitting:
         return parts[n_fitting - 1]
+    needed, available = memory.format_bytes(peak(1)), memory.format_bytes(free)
     raise UserError(
-        f"one sequence of {settings.data.seq_len} tokens takes {peak(1) / 1e9:.2f} GB and {free / 1e9:.2f} GB are "
-        "free; train.checkpoint_every_n_blocks=1, a shorter data.seq_len or a smaller model take less"
+        f"one sequence of {settings.data.seq_len} tokens takes {needed} and {available} are free; "
+        "train.checkpoint_every_n_blocks=1, a shorter data.seq_len or a smaller model take less"
     )

@@ -10,6 +10,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import choose_precision, matmul_flops
 from thinker.runtime.divisors import divisors
 from thinker.runtime.errors import UserError
+from thinker.runtime.memory import format_bytes
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config import Config, Settings, TrainSettings
 from thinker.training.memory_estimate import estimate_memory, free_memory, largest_micro_batch, usable_fraction
@@ -117,7 +118,7 @@ def resolve_micro_batch_size(
         return math.gcd(previous.train.micro_batch_size, rows)  # there may be more ranks now
     free = free_memory(device, dist)
     size = largest_micro_batch(settings, device, free, dist)
-    print(f"{size} sequences at once fit into {free / 1e9:.1f} GB", file=sys.stderr)
+    print(f"{size} sequences at once fit into {format_bytes(free)}", file=sys.stderr)
     return size
 
 

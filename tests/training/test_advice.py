@@ -159,3 +159,11 @@ def test_a_plan_ends_in_a_recommendation():
     assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; set train.micro_batch_size=auto")
     assert "one of about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
     assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "text"),
+    [(0.372, "0.37 epochs"), (1.0, "1 epoch"), (0.999, "1 epoch"), (1.43, "1.4 epochs"), (120.4, "120 epochs")],
+)
+def test_epochs_in_words(epochs, text):
+    assert advice.format_epochs(epochs) == text

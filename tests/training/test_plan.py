@@ -76,7 +76,7 @@ def test_largest_micro_batch(monkeypatch):
         free = (peaks[size] + peaks[2 * size]) / 2 / 0.6
         assert largest_micro_batch(settings(1), CPU, int(free)) == size
     assert largest_micro_batch(settings(1), CPU, 2**40) == 8
-    with pytest.raises(UserError, match=r"one sequence of 128 tokens takes .* GB .*checkpoint_every_n_blocks=1"):
+    with pytest.raises(UserError, match=r"one sequence of 128 tokens takes .* MB .*checkpoint_every_n_blocks=1"):
         largest_micro_batch(settings(1), CPU, peaks[1])
     assert 2**20 < free_memory(CPU) < 2**50
 

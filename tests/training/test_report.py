@@ -36,14 +36,14 @@ def test_any_name_of_a_run_is_plotted_and_quoted(tmp_path, settings, monkeypatch
     path = tmp_path / name
     path.mkdir()
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "argv", ["/my checkout/train.py"])
     monkeypatch.setattr(sys, "executable", "/my env/bin/python")
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
         warnings.simplefilter("error")
         print_summary(RunDirectory(path), RunState(step=3, tokens=7, settings=settings), epochs=1.0)
     assert (path / "loss.png").read_bytes().startswith(b"\x89PNG")
     command = printed.getvalue().split("sample from it: ")[1]
-    assert shlex.split(command) == ["/my env/bin/python", "generate.py", str(path)]
+    assert shlex.split(command) == ["/my env/bin/python", "/my checkout/generate.py", str(path)]
 
 
 BAD = ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, '"text"', "null"]
