@@ -6,9 +6,10 @@ import difflib
 import errno
 import os
 import re
+import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterable
+from types import FrameType
 
 from thinker.runtime.streams import open_closed_streams, print_error
 from thinker.runtime.terminal_text import protect_terminal
@@ -42,6 +43,8 @@ def run_command(main: Callable[[], int]) -> None:
     # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     open_closed_streams()
     sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     protect_terminal()
@@ -58,8 +61,7 @@ def run_command(main: Callable[[], int]) -> None:
         print_error(f"{sys.executable} does not have the package {error.name}; {remedy}")
         status = 2
     except KeyboardInterrupt as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        print(f"\ninterrupted by SIGINT (Ctrl-C), in {frame.name} ({frame.filename}:{frame.lineno})", file=sys.stderr)
+        print(f"\ninterrupted by SIGINT (Ctrl-C) {error}", file=sys.stderr)
         status = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
@@ -78,4 +80,22 @@ def run_command(main: Callable[[], int]) -> None:
             message = f"cannot read or write {name}: {error.strerror}"
         print_error(message)
         status = 1
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _leave)  # an exception while the interpreter ends would print a stack trace
     sys.exit(status)
+
+
+def _interrupt(number: int, frame: FrameType) -> None:
+    """On Ctrl-C raise KeyboardInterrupt; inside an import, which may catch it and go on, end the process instead."""
+    signal.signal(number, _leave)
+    code, caller = frame.f_code, frame
+    while caller := caller.f_back:
+        if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os.write(sys.stderr.fileno(), b"\ninterrupted by SIGINT (Ctrl-C) during an import\n")
+            _leave(number, frame)
+    raise KeyboardInterrupt(f"in {code.co_name} ({code.co_filename}:{frame.f_lineno})")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End the process at once."""
+    os._exit(128 + number)

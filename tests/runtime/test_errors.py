@@ -14,6 +14,14 @@ import torch
 from thinker.runtime.errors import RunError, UserError, run_command
 
 
+@pytest.fixture(autouse=True)
+def restore_handler():
+    """run_command() handles Ctrl-C until the process ends, and here it does not end."""
+    previous = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
@@ -64,19 +72,45 @@ def test_a_tensor_that_no_memory_holds_ends_as_one_line(capsys):
     assert line.startswith("error: there is not enough memory: ")
 
 
-def test_an_interruption_says_which_signal_came_and_where(capsys):
-    def prepare_data():
-        signal.raise_signal(signal.SIGINT)
+INTERRUPTED = """
+import atexit, signal, sys
+from thinker.runtime.errors import run_command
 
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores the signal
-    try:
-        with pytest.raises(SystemExit) as ended:
-            run_command(prepare_data)
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    assert ended.value.code == 130
-    line = r"\ninterrupted by SIGINT \(Ctrl-C\), in prepare_data \(.*test_errors.py:\d+\)\n"
-    assert re.fullmatch(line, capsys.readouterr().err)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may ignore it
+
+
+def prepare_data():
+{body}
+    print("went on")
+    return 0
+
+
+run_command(prepare_data)
+"""
+BODIES = {
+    "once": "    signal.raise_signal(signal.SIGINT)",
+    # As some of torch's modules do.
+    "in_an_import_that_catches_it": "    import catching",
+    # While the interpreter ends.
+    "twice": "    atexit.register(signal.raise_signal, signal.SIGINT)\n    signal.raise_signal(signal.SIGINT)",
+    "after_a_caught_one": (
+        "    try:\n        signal.raise_signal(signal.SIGINT)\n    except KeyboardInterrupt:\n"
+        "        print('caught', file=sys.stderr, flush=True)\n        signal.raise_signal(signal.SIGINT)"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_ctrl_c_ends_a_command_whenever_it_comes(case, tmp_path):
+    (tmp_path / "catching.py").write_text("try:\n    import interrupted\nexcept BaseException:\n    pass\n")
+    (tmp_path / "interrupted.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    script = tmp_path / "command.py"
+    script.write_text(INTERRUPTED.format(body=BODIES[case]))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    where = "during an import" if "import" in case else r"in prepare_data \(.*command.py:\d+\)"
+    line = "caught\n" if "after" in case else rf"\ninterrupted by SIGINT \(Ctrl-C\) {where}\n"
+    assert re.fullmatch(line, done.stderr)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs another locale")
