@@ -47,18 +47,19 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     previous = state.settings
 
     # Resolve what is needed to read the data, and read it.
-    config, initial_model, tokenizer = load_initial_model(config, previous, run.path)
+    own_tokenizer = None if previous is None else resume.own_tokenizer(run, previous, config)
+    config, initial_model, tokenizer = load_initial_model(config, previous, own_tokenizer)
     if previous is not None:
         resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
     check_batch_split(config, dist)
     check_run_fits(config, device, dist)
     precision = resolve_precision(config, device, previous, dist)
     with dist.main_process_first():
-        corpus = prepare_training_data(config, tokenizer)
+        is_new = previous is None
+        corpus = prepare_training_data(config, tokenizer) if is_new else resume.reopen(run, state, config, tokenizer)
     model_config = config.thinker_config(corpus.tokenizer.vocab_size)
     if previous is not None:
         resume.check_unchanged(run, previous, {"model": model_config.to_dict()})
-        resume.check_corpus(run, state, corpus, config.data.path or config.data.source)
 
     # Resolve the rest.
     configure_backend(device)
