@@ -38,8 +38,7 @@ SplitDocument = tuple[str, Document]  # "train" or "val", and the document
 class Corpus:
     """A tokenized corpus: the tokenizer, both splits, the sha256 of all their tokens, and the folder in the cache.
 
-    That sha256 (which tokens are targets counts too) and the tokenizer's content_hash are its identity, in the cache as
-    in a run: the same documents in the same order have the same identity wherever their files lie.
+    That sha256 (of tokens and which are targets) and the tokenizer's content_hash identify it, in the cache as in runs.
     """
 
     tokenizer: Tokenizer

@@ -20,9 +20,9 @@ SAMPLE_BYTES = 32 << 20  # a tokenizer is trained on at most this many bytes of 
 WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
-def is_path(spec: str) -> bool:
+def is_path(spec: str | None) -> bool:
     """Whether spec names a saved tokenizer, which may be missing."""
-    return spec not in ("byte", "char") and spec.partition(":")[0] not in ("bpe", "tiktoken")
+    return spec not in (None, "byte", "char") and spec.partition(":")[0] not in ("bpe", "tiktoken")
 
 
 def check_spec(spec: str) -> str:

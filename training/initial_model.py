@@ -18,9 +18,7 @@ MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")
 def load_initial_model(
     config: Config, previous: Settings | None = None, own_tokenizer: Tokenizer | None = None
 ) -> tuple[Config, Thinker | None, Tokenizer | None]:
-    """Open the model that run.init_from names. A run that is resumed (`previous`) no longer needs it.
-
-    `own_tokenizer`: of a run that is resumed, from resume.own_tokenizer().
+    """Open the model that run.init_from names. A run that is resumed (`previous`) has its weights and `own_tokenizer`.
 
     Returns: the config, completed with the model's architecture and tokenizer; the model, None for random weights or a
         resumed run; the tokenizer, None where the config's own one is still to be made.

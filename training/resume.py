@@ -77,55 +77,49 @@ def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, d
     for section, values in sections.items():
         for key, value in values.items():
             was, is_fixed = begun_with[section][key], key in FIXED_KEYS.get(section, (key,))
-            if section == "data" and key in PATHS and None not in (value, was):
-                is_fixed = key == "tokenizer" and not is_path(value)
-            if is_fixed and key not in DATA_KEYS_OF_THE_MACHINE and value != was:
+            may_move = key in PATHS and None not in (value, was) and (key != "tokenizer" or is_path(value))
+            if is_fixed and value != was and key not in DATA_KEYS_OF_THE_MACHINE and not may_move:
                 reason = f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {was!r}"
                 raise UserError(f"{reason}; {REMEDY}")
 
 
-def own_tokenizer(run: RunDirectory, previous: Settings, config: Config) -> Tokenizer | None:
-    """The run's copy of a tokenizer that files or run.init_from gave it; None for one that is made from the text.
+def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) -> Tokenizer | None:
+    """The run's copy of a tokenizer that files or run.init_from gave it; None in a new run, or if the text makes it.
 
     Raises UserError where such a file holds something else now; a line says that one is gone.
     """
-    data, was = config.data, previous.data
-    files = {"chat_template": data.chat_template, "tokenizer": data.tokenizer}
-    if data.tokenizer is None or not is_path(data.tokenizer):
-        del files["tokenizer"]
-    if config.run.init_from is None and not any(files.values()):
+    spec, template = config.data.tokenizer, config.data.chat_template
+    if previous is None or not (config.run.init_from or template or is_path(spec)):
         return None
-    own = load_tokenizer(run.path)
-    for key, path in files.items():
-        if path is None:
-            continue
-        if path == getattr(was, key) and not Path(path).exists():
+    own, was = load_tokenizer(run.path), previous.data
+    for key, path in (("tokenizer", spec if is_path(spec) else None), ("chat_template", template)):
+        if path is not None and path == getattr(was, key) and not Path(path).exists():
             print(f"data.{key}={path} is gone; the run's copy of it is used", file=sys.stderr)
-            continue
-        named = own if key == "chat_template" else load_tokenizer(path)
-        if was.chat_template is not None:
-            named = named.with_chat_template(read_text(Path(path)) if key == "chat_template" else own.chat_template)
-        if named.content_hash != own.content_hash:
-            raise UserError(f"data.{key}={path} is not what the run in {run.path} was begun with; {REMEDY}")
+        elif path is not None:
+            named = load_tokenizer(path) if key == "tokenizer" else own
+            if was.chat_template is not None:
+                named = named.with_chat_template(read_text(Path(path)) if named is own else own.chat_template)
+            if named.content_hash != own.content_hash:
+                raise UserError(f"data.{key}={path} is not what the run in {run.path} was begun with; {REMEDY}")
     return own
 
 
-def reopen(run: RunDirectory, state: RunState, config: Config, tokenizer: Tokenizer | None) -> Corpus:
-    """The data that the run was begun with: from its files, wherever they lie now, or if gone from the token cache.
+def read_corpus(run: RunDirectory, state: RunState, config: Config, tokenizer: Tokenizer | None) -> Corpus:
+    """The data of a run. If it is resumed, its files may lie elsewhere now, or be gone where the token cache has it.
 
-    Raises UserError where the files hold something else.
+    Raises UserError where they hold something else than when the run was begun.
     """
-    data, was = config.data, state.settings.data
+    data, was = config.data, state.settings and state.settings.data
     files = {"source": data.source, "path": data.path, "val_tokens": data.val_tokens}
     text = "the text of " + " ".join(f"data.{key}={value}" for key, value in files.items() if value is not None)
     try:
         corpus = prepare_training_data(config, tokenizer)
     except MissingData:
-        corpus = find_corpus(state.corpus, state.tokenizer, data.cache_dir)
+        corpus = was and find_corpus(state.corpus, state.tokenizer, data.cache_dir)
         if corpus is None or (data.path, data.val_tokens) != (was.path, was.val_tokens):
             raise
         print(f"{text} is gone; the run's tokens in the token cache are used", file=sys.stderr)
-    if (corpus.tokenizer.content_hash, corpus.sha256) != (state.tokenizer, state.corpus):
+    if was is not None and (corpus.tokenizer.content_hash, corpus.sha256) != (state.tokenizer, state.corpus):
         raise UserError(f"{text} is not what the run in {run.path} was begun with; {REMEDY}")
     return corpus
 
