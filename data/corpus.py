@@ -21,7 +21,7 @@ from thinker.data import chat
 from thinker.data.corpus_cache import building_folder, read_index, write_index
 from thinker.data.llmc_tokens import read_documents
 from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
-from thinker.data.sources import Document, Source, open_source, stamps
+from thinker.data.sources import Document, MissingData, Source, open_source, stamps
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
@@ -36,7 +36,10 @@ SplitDocument = tuple[str, Document]  # "train" or "val", and the document
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus: the tokenizer, both splits, the sha256 of all their tokens, and the folder in the cache."""
+    """A tokenized corpus: the tokenizer, both splits, the sha256 of all their tokens, and the folder in the cache.
+
+    That sha256 (of tokens and which are targets) and the tokenizer's content_hash identify it, in the cache as in runs.
+    """
 
     tokenizer: Tokenizer
     train: TokenShards
@@ -74,7 +77,7 @@ def prepare_corpus(
     if val_tokens is not None and (kind in ("bpe", "char", "byte") or opened.whole_text):
         raise UserError("data.val_tokens needs a source of documents, and data.tokenizer=tiktoken:gpt2 or a path")
     if val_tokens is not None and not os.path.isfile(val_tokens):
-        raise UserError(f"data.val_tokens={val_tokens} is not a file")
+        raise MissingData(f"data.val_tokens={val_tokens} is not a file")
     spec, tokenizer_key = (load_tokenizer(tokenizer) if kind == "path" else tokenizer), tokenizer
     if isinstance(spec, Tokenizer):
         kind, tokenizer_key = spec.kind, spec.content_hash
@@ -97,13 +100,13 @@ def prepare_corpus(
     return _open(folder)
 
 
-def find_corpus(sha256: str, tokenizer: Tokenizer, cache_dir: str | Path) -> Corpus | None:
-    """The corpus in the cache whose tokens have this sha256 and were made by this tokenizer, None if there is none."""
+def find_corpus(sha256: str, tokenizer_hash: str, cache_dir: str | Path) -> Corpus | None:
+    """The corpus in the cache whose identity this is, undamaged; None if there is none."""
     for index in sorted((Path(cache_dir) / "tokens").glob("*/corpus.json")):
         with contextlib.suppress(DamagedShard):
             if read_json(index, DamagedShard).get("sha256") == sha256:
                 corpus = _open(index.parent)
-                if corpus.tokenizer.content_hash == tokenizer.content_hash:
+                if corpus.tokenizer.content_hash == tokenizer_hash:
                     return corpus
     return None
 

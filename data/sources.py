@@ -38,6 +38,10 @@ EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2t
 EXTENSIONS = {"text": "", "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"), "parquet": ".parquet"}
 
 
+class MissingData(UserError):
+    """The text, or a file that belongs to it, is not where the config says."""
+
+
 @dataclass(frozen=True)
 class Document:
     """One text, or one conversation: `messages`, whose JSON is `text`."""
@@ -186,7 +190,7 @@ def _find_files(source: str, path: str) -> list[str]:
         if os.path.isdir(path) or glob.has_magic(path):
             wanted = "file" if source == "text" else f"{source} file"
             reason = f"{'holds' if os.path.isdir(path) else 'matches'} no {wanted}"
-        raise UserError(f"data.path={path} {reason}; give a file, a folder or a glob such as 'folder/*.txt'")
+        raise MissingData(f"data.path={path} {reason}; give a file, a folder or a glob such as 'folder/*.txt'")
     return files
 
 
@@ -246,4 +250,5 @@ def _read_rows(where: str, column: str, rows: Callable[[], Iterable[dict[str, An
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{where} cannot be read: {reason[:300]}") from error
+        kind = MissingData if isinstance(error, FileNotFoundError | ConnectionError) else UserError
+        raise kind(f"{where} cannot be read: {reason[:300]}") from error

@@ -20,6 +20,11 @@ SAMPLE_BYTES = 32 << 20  # a tokenizer is trained on at most this many bytes of 
 WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
+def is_path(spec: str | None) -> bool:
+    """Whether spec names a saved tokenizer, which may be missing."""
+    return spec not in (None, "byte", "char") and spec.partition(":")[0] not in ("bpe", "tiktoken")
+
+
 def check_spec(spec: str) -> str:
     """The kind of tokenizer that spec names: byte, char, bpe (:VOCAB), tiktoken (:NAME) or path. Raises UserError."""
     kind, _, option = spec.partition(":")
@@ -29,7 +34,7 @@ def check_spec(spec: str) -> str:
         raise UserError(f"data.tokenizer={spec}: bpe:VOCAB needs {wanted}")
     if kind == "tiktoken" and option not in names:
         raise UserError(f"data.tokenizer={spec}: tiktoken has {', '.join(names)}{did_you_mean(option, names)}")
-    if spec in ("byte", "char") or kind in ("bpe", "tiktoken"):
+    if not is_path(spec):
         return kind
     if not os.path.exists(spec):
         hint = did_you_mean(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])

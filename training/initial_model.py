@@ -16,9 +16,9 @@ MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")
 
 
 def load_initial_model(
-    config: Config, previous: Settings | None = None, run_dir: Path | None = None
+    config: Config, previous: Settings | None = None, own_tokenizer: Tokenizer | None = None
 ) -> tuple[Config, Thinker | None, Tokenizer | None]:
-    """Open the model that run.init_from names. Where a run is resumed (`previous`), `run_dir` holds all that is needed.
+    """Open the model that run.init_from names. A run that is resumed (`previous`) has its weights and `own_tokenizer`.
 
     Returns: the config, completed with the model's architecture and tokenizer; the model, None for random weights or a
         resumed run; the tokenizer, None where the config's own one is still to be made.
@@ -26,8 +26,8 @@ def load_initial_model(
     Raises UserError where the config contradicts the model.
     """
     source, spec, model = config.run.init_from, config.data.tokenizer, None
-    if previous is not None and (source is not None or config.data.chat_template is not None):
-        tokenizer = load_tokenizer(run_dir)
+    if previous is not None:
+        tokenizer = own_tokenizer
     elif source is None:
         tokenizer = _with_chat_template(config, None)
     else:

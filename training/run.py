@@ -23,7 +23,6 @@ from thinker.training.metrics import MemoryMeter
 from thinker.training.resolve_settings import check_batch_split, resolve_precision, resolve_settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
-from thinker.training.training_data import prepare_training_data
 from thinker.training.wandb_tracking import Tracker
 
 BACKGROUND_CPU_SHARE = 0.005  # of a core, for background saves where training needs every core (docs/resuming.md)
@@ -47,18 +46,17 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     previous = state.settings
 
     # Resolve what is needed to read the data, and read it.
-    config, initial_model, tokenizer = load_initial_model(config, previous, run.path)
+    config, initial_model, tokenizer = load_initial_model(config, previous, resume.own_tokenizer(run, previous, config))
     if previous is not None:
         resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
     check_batch_split(config, dist)
     check_run_fits(config, device, dist)
     precision = resolve_precision(config, device, previous, dist)
     with dist.main_process_first():
-        corpus = prepare_training_data(config, tokenizer)
+        corpus = resume.read_corpus(run, state, config, tokenizer)
     model_config = config.thinker_config(corpus.tokenizer.vocab_size)
     if previous is not None:
         resume.check_unchanged(run, previous, {"model": model_config.to_dict()})
-        resume.check_corpus(run, state, corpus, config.data.path or config.data.source)
 
     # Resolve the rest.
     configure_backend(device)

@@ -46,7 +46,7 @@ def load_validation_data(
     if config is None:
         raise UserError(f"{folder} is not in a run directory with validation data; choose data with {option}")
     data, sha256 = config.data, read_json(find_checkpoint(folder) / "state.json").get("corpus")
-    corpus = find_corpus(str(sha256), tokenizer, data.cache_dir)
+    corpus = find_corpus(str(sha256), tokenizer.content_hash, data.cache_dir)
     if corpus is None:
         source = f"data.source={data.source}"
         if (data.path or data.val_tokens) and not read_data:

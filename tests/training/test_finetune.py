@@ -248,6 +248,32 @@ def test_load_adapters_made_by_peft(base, tmp_path, rslora):
             load(tmp_path)
 
 
+@pytest.mark.parametrize("change", ["edited", "added", "left out", "moved", "gone"])
+def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys, change):
+    file, moved = tmp_path / "chat.jinja", tmp_path / "moved.jinja"
+    file.write_text("A talk.\n" + TEMPLATE)
+    given = [f"data.chat_template={file}"]
+    make_trainer(*([] if change == "added" else given), "train.max_steps=1").train()
+    refusal = r"^data.chat_template is .* was begun with .*; put it back, choose another run.dir, or"
+    if change == "edited":
+        file.write_text(file.read_text().replace("A talk", "Talk"))
+        refusal = rf"^data.chat_template={file} is not what the run in {tmp_path / 'run'} was begun with; put it back"
+    elif change == "left out":
+        given = []
+    elif change == "moved":
+        given = [f"data.chat_template={file.rename(moved)}"]
+    elif change == "gone":
+        file.unlink()
+    capsys.readouterr()
+    if change in ("moved", "gone"):
+        assert make_trainer(*given, "train.max_steps=2").train() == 0
+        said = f"data.chat_template={file} is gone; the run's copy of it is used"
+        assert capsys.readouterr().err.splitlines().count(said) == (change == "gone")
+        return
+    with pytest.raises(UserError, match=refusal):
+        make_trainer(*given, "train.max_steps=2")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
