@@ -40,6 +40,7 @@ NEW_ROOMS = {
     "training/advice.py",
     "training/command_line.py",
     "training/memory_bound.py",
+    "training/resumed_data.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).with_suffix("").parts[0] in LEVEL]

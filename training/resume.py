@@ -13,17 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from thinker import checkpoint
 from thinker.checkpoint import CorruptCheckpoint
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.corpus import Corpus, find_corpus
-from thinker.data.sources import MissingData
-from thinker.data.tokenizer import FILE_NAME, Tokenizer
-from thinker.data.tokenizer_factory import is_path, load_tokenizer
+from thinker.data.tokenizer import FILE_NAME
+from thinker.data.tokenizer_factory import is_path
 from thinker.runtime.device import device_name
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
-from thinker.runtime.reading import read_text
-from thinker.training.config import Config, Settings
+from thinker.training.config import Settings
 from thinker.training.step import TrainingStep
-from thinker.training.training_data import prepare_training_data
 
 # Keys that may not change; of the other sections (model, data) every key but those of DATA_KEYS_OF_THE_MACHINE.
 FIXED_KEYS = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}
@@ -81,47 +77,6 @@ def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, d
             if is_fixed and value != was and key not in DATA_KEYS_OF_THE_MACHINE and not may_move:
                 reason = f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {was!r}"
                 raise UserError(f"{reason}; {REMEDY}")
-
-
-def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) -> Tokenizer | None:
-    """The run's copy of a tokenizer that files or run.init_from gave it; None in a new run, or if the text makes it.
-
-    Raises UserError where such a file holds something else now; a line says that one is gone.
-    """
-    spec, template = config.data.tokenizer, config.data.chat_template
-    if previous is None or not (config.run.init_from or template or is_path(spec)):
-        return None
-    own, was = load_tokenizer(run.path), previous.data
-    for key, path in (("tokenizer", spec if is_path(spec) else None), ("chat_template", template)):
-        if path is not None and path == getattr(was, key) and not Path(path).exists():
-            print(f"data.{key}={path} is gone; the run's copy of it is used", file=sys.stderr)
-        elif path is not None:
-            named = load_tokenizer(path) if key == "tokenizer" else own
-            if was.chat_template is not None:
-                named = named.with_chat_template(read_text(Path(path)) if named is own else own.chat_template)
-            if named.content_hash != own.content_hash:
-                raise UserError(f"data.{key}={path} is not what the run in {run.path} was begun with; {REMEDY}")
-    return own
-
-
-def read_corpus(run: RunDirectory, state: RunState, config: Config, tokenizer: Tokenizer | None) -> Corpus:
-    """The data of a run. If it is resumed, its files may lie elsewhere now, or be gone where the token cache has it.
-
-    Raises UserError where they hold something else than when the run was begun.
-    """
-    data, was = config.data, state.settings and state.settings.data
-    files = {"source": data.source, "path": data.path, "val_tokens": data.val_tokens}
-    text = "the text of " + " ".join(f"data.{key}={value}" for key, value in files.items() if value is not None)
-    try:
-        corpus = prepare_training_data(config, tokenizer)
-    except MissingData:
-        corpus = was and find_corpus(state.corpus, state.tokenizer, data.cache_dir)
-        if corpus is None or (data.path, data.val_tokens) != (was.path, was.val_tokens):
-            raise
-        print(f"{text} is gone; the run's tokens in the token cache are used", file=sys.stderr)
-    if was is not None and (corpus.tokenizer.content_hash, corpus.sha256) != (state.tokenizer, state.corpus):
-        raise UserError(f"{text} is not what the run in {run.path} was begun with; {REMEDY}")
-    return corpus
 
 
 def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:

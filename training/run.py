@@ -21,6 +21,7 @@ from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_bound import check_run_fits
 from thinker.training.metrics import MemoryMeter
 from thinker.training.resolve_settings import check_batch_split, resolve_precision, resolve_settings
+from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 from thinker.training.wandb_tracking import Tracker
@@ -46,14 +47,14 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     previous = state.settings
 
     # Resolve what is needed to read the data, and read it.
-    config, initial_model, tokenizer = load_initial_model(config, previous, resume.own_tokenizer(run, previous, config))
+    config, initial_model, tokenizer = load_initial_model(config, previous, own_tokenizer(run, previous, config))
     if previous is not None:
         resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
     check_batch_split(config, dist)
     check_run_fits(config, device, dist)
     precision = resolve_precision(config, device, previous, dist)
     with dist.main_process_first():
-        corpus = resume.read_corpus(run, state, config, tokenizer)
+        corpus = read_corpus(run, state, config, tokenizer)
     model_config = config.thinker_config(corpus.tokenizer.vocab_size)
     if previous is not None:
         resume.check_unchanged(run, previous, {"model": model_config.to_dict()})

@@ -1,0 +1,69 @@
+"""What a resumed run reads: its tokenizer and its text, which may lie elsewhere now, or be gone."""
+
+import sys
+from pathlib import Path
+
+from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.corpus import Corpus, find_corpus
+from thinker.data.sources import MissingData
+from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer_factory import is_path, load_tokenizer
+from thinker.runtime.errors import UserError
+from thinker.runtime.reading import read_text
+from thinker.training.config import Config, Settings
+from thinker.training.resume import REMEDY, RunState
+from thinker.training.training_data import prepare_training_data
+
+
+def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) -> Tokenizer | None:
+    """The run's copy of a tokenizer that files or run.init_from gave it; None in a new run, or if the text makes it.
+
+    Raises UserError where such a file holds something else now; a line says that one is gone.
+    """
+    spec, template = config.data.tokenizer, config.data.chat_template
+    if previous is None or not (config.run.init_from or template or is_path(spec)):
+        return None
+    own, was = load_tokenizer(run.path), previous.data
+    if is_path(spec) and not _is_gone("tokenizer", spec, was.tokenizer):
+        named = load_tokenizer(spec)
+        if was.chat_template is not None:  # which replaced the tokenizer's own one
+            named = named.with_chat_template(own.chat_template)
+        _check_equal(own, named, f"data.tokenizer={spec}", run)
+    if None not in (template, was.chat_template) and not _is_gone("chat_template", template, was.chat_template):
+        _check_equal(own, own.with_chat_template(read_text(Path(template))), f"data.chat_template={template}", run)
+    return own
+
+
+def read_corpus(run: RunDirectory, state: RunState, config: Config, tokenizer: Tokenizer | None) -> Corpus:
+    """The data of a run. If it is resumed, its files may lie elsewhere now, or be gone where the token cache has it.
+
+    Raises UserError where they hold something else than when the run was begun.
+    """
+    data, was = config.data, state.settings and state.settings.data
+    files = {"source": data.source, "path": data.path, "val_tokens": data.val_tokens}
+    text = "the text of " + " ".join(f"data.{key}={value}" for key, value in files.items() if value is not None)
+    try:
+        corpus = prepare_training_data(config, tokenizer)
+    except MissingData as error:
+        if was is None or (data.path, data.val_tokens) != (was.path, was.val_tokens):
+            raise
+        corpus = find_corpus(state.corpus, state.tokenizer, data.cache_dir)
+        if corpus is None:
+            cache = f"and the token cache in data.cache_dir={data.cache_dir} does not have the run's tokens"
+            raise UserError(f"{error}, {cache}") from error
+        print(f"{text} is gone; the run's tokens in the token cache are used", file=sys.stderr)
+    if was is not None and (corpus.tokenizer.content_hash, corpus.sha256) != (state.tokenizer, state.corpus):
+        raise UserError(f"{text} is not what the run in {run.path} was begun with; {REMEDY}")
+    return corpus
+
+
+def _is_gone(key: str, path: str, path_before: str | None) -> bool:
+    if path != path_before or Path(path).exists():
+        return False
+    print(f"data.{key}={path} is gone; the run's copy of it is used", file=sys.stderr)
+    return True
+
+
+def _check_equal(own: Tokenizer, named: Tokenizer, key: str, run: RunDirectory) -> None:
+    if named.content_hash != own.content_hash:
+        raise UserError(f"{key} is not what the run in {run.path} was begun with; {REMEDY}")
