@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -18,6 +19,7 @@ from thinker.runtime.reading import OpenFile
 
 Packing = Literal["contiguous", "documents"]
 ROUNDS = 8
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
@@ -86,7 +88,7 @@ class PackedDataset:
             reason = "the chat template writes the BOS token within conversations too"
             effect = "conversations cannot be told apart"
             raise UserError(f"data.document_masking: {reason}, so that {effect}; set it to false")
-        self.starts: list[FileArray] = []  # "documents" only: see _packed_starts
+        self.starts: list[FileArray | np.ndarray] = []  # "documents" only: see _packed_starts
         if packing == "documents":
             self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
             counts = [len(starts) - 1 for starts in self.starts]
@@ -200,11 +202,11 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
     return nats / targets
 
 
-def _packed_starts(shard: Shard, seq_len: int) -> FileArray:
+def _packed_starts(shard: Shard, seq_len: int) -> FileArray | np.ndarray:
     """(n_windows + 1,) int64: where each window of "documents" packing starts, and where the last one ends.
 
-    Kept beside the shard in a file that is written at first use, so that memory does not grow with the corpus. Its
-    last 32 bytes are the sha256 of those before.
+    Kept beside the shard in a file that is written at first use, so that memory does not grow with the corpus; only
+    where nothing can be written, in memory. Its last 32 bytes are the sha256 of those before.
     """
     path = shard.path.with_suffix(f".windows-{seq_len}")
     if path.is_file():
@@ -224,5 +226,10 @@ def _packed_starts(shard: Shard, seq_len: int) -> FileArray:
     n_pieces = -(-(end - begin) // seq_len)  # more than 1 only for a document longer than a window
     piece = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # index within its document
     starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1]).astype("<i8")
-    atomic_write(path, starts.tobytes() + hashlib.sha256(starts).digest())
+    try:
+        atomic_write(path, starts.tobytes() + hashlib.sha256(starts).digest())
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        return starts
     return FileArray(OpenFile(path, DamagedShard), starts.dtype, len(starts))

@@ -1,7 +1,9 @@
 """PackedDataset and their order: nothing lost, nothing twice, and a pure function of (seed, step)."""
 
 import math
+import os
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,6 +133,27 @@ def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_toke
             assert table.stat().st_mtime_ns == age
     assert [file.name for file in tokens.shards[0].path.parent.glob("*.windows-*")] == [table.name]
     assert len(PackedDataset(tokens, 5, "documents")) > len(first)  # another length has a table of its own
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_the_packing_table_is_kept_in_memory_where_nothing_can_be_written(make_tokens, monkeypatch):
+    folder = make_tokens([3, 4, 5, 30, 1]).shards[0].path.parent
+    monkeypatch.chdir(folder)  # another user may read nothing above it
+    tokens = TokenShards.open(Path(), ["train-00000.tokens"], TOKENIZER)
+    is_root = os.geteuid() == 0  # who could write all the same
+    folder.chmod(0o555)
+    try:
+        if is_root:
+            os.seteuid(65534)
+        windows = PackedDataset(tokens, 10, "documents")
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+    assert [file.name for file in folder.iterdir()] == ["train-00000.tokens"]
+    expected = PackedDataset(tokens, 10, "documents")
+    assert len(list(folder.iterdir())) == 2
+    assert [windows.span(i) for i in range(len(windows))] == [expected.span(i) for i in range(len(expected))]
 
 
 @PACKINGS
