@@ -211,11 +211,19 @@ def _read_pieces(file: str) -> Iterator[Document]:
 
 
 def _read_tables(source: str, files: list[str], column: str | None) -> Iterator[Document]:
+    read = jsonl.read_rows if source == "jsonl" else _read_parquet
     for file in files:  # one at a time: their other columns may differ
-        table = {"data_files": [os.path.abspath(file)], "split": "train", "streaming": True}
-        rows = partial(jsonl.read_rows, file) if source == "jsonl" else partial(_load_dataset, source, **table)
-        if os.path.getsize(file):  # datasets cannot read empty files
-            yield from _read_rows(f"data.path={file}", column, rows)
+        yield from _read_rows(f"data.path={file}", column, partial(read, file))
+
+
+def _read_parquet(file: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file; an empty file has none. Raises errors of pyarrow."""
+    from pyarrow.parquet import ParquetFile
+
+    if os.path.getsize(file):
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
 
 
 def _load_dataset(*names: str | None, **options: Any) -> Iterable[dict[str, Any]]:
@@ -246,7 +254,7 @@ def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[
                 yield Document(text or "")
             else:
                 raise UserError(f"data.column={column}: row {number} of {where} holds {type(text).__name__}, not text")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__

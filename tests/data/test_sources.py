@@ -151,12 +151,25 @@ def test_jsonl_from_a_file_a_folder_and_a_glob(tmp_path):
 def test_parquet_and_its_columns(tmp_path):
     write_parquet(tmp_path / "a.parquet", text=["1", "2"], story=["x", "y"])
     write_parquet(tmp_path / "b.parquet", text=["3"], story=["z"])
+    write_parquet(tmp_path / "0-no-rows.parquet", text=pyarrow.array([], pyarrow.string()))
+    write_parquet(tmp_path / "0-no-columns.parquet")
+    (tmp_path / "0-no-bytes.parquet").touch()
     assert texts("parquet", path=str(tmp_path)) == ["1", "2", "3"]
     assert texts("parquet", path=str(tmp_path / "a.parquet"), column="story") == ["x", "y"]
     with pytest.raises(
         UserError, match="data.column=stori: .*a.parquet has the columns text, story; did you mean story"
     ):
         texts("parquet", path=str(tmp_path / "a.parquet"), column="stori")
+
+
+def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
+    expected = [f"story {i}" for i in range(3000)]
+    assert texts("parquet", path=write_parquet(tmp_path / "a.parquet", text=expected)) == expected
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (document,) = open_source("parquet", path=write_parquet(tmp_path / "b.parquet", messages=[talk])).documents()
+    assert document.messages == talk
+    with pytest.raises(UserError, match="data.column=text: .*b.parquet has the columns messages"):  # as it says
+        texts("parquet", path=str(tmp_path / "b.parquet"), column="text")
 
 
 @pytest.mark.parametrize("streaming", [True, False])
