@@ -57,7 +57,8 @@ class FileArray:
         positions = range(self.length)[index]
         if not isinstance(index, slice):
             return self[positions : positions + 1][0]
-        return self.file.read(self.start + positions.start * self.dtype.itemsize, len(positions), self.dtype)
+        start = self.start + positions.start * self.dtype.itemsize
+        return self.file.read(start, np.empty(len(positions), self.dtype))
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Shard:
     def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
         """Open a shard that was written with this tokenizer. Raises DamagedShard, which names the file."""
         file = OpenFile(path, DamagedShard)
-        head = file.read(0, min(file.size, HEADER_BYTES), np.uint8).tobytes()
+        head = file.read(0, np.empty(min(file.size, HEADER_BYTES), np.uint8)).tobytes()
         if len(head) < HEADER_BYTES or head[:8] != MAGIC or zlib.crc32(head[:-8]).to_bytes(8, "little") != head[-8:]:
             raise DamagedShard(f"{path} has no whole header")
         _, version, item, vocab, n_tokens, n_documents, n_bytes, flags, digest = HEADER.unpack_from(head)

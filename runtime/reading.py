@@ -44,7 +44,7 @@ class Loader(yaml.SafeLoader):
 
 
 class OpenFile:
-    """A file of numbers that any thread reads by position. It remains readable where it is removed or replaced.
+    """A file that any thread reads by position. It remains readable where it is removed or replaced.
 
     A memory map of a file that is cut would end the process by SIGBUS; this raises `error_type`.
     """
@@ -58,9 +58,8 @@ class OpenFile:
             raise error_type(f"{path} cannot be read: {error.strerror}") from error
         weakref.finalize(self, self._file.close)
 
-    def read(self, start: int, count: int, dtype: np.dtype | type) -> np.ndarray:
-        """`count` numbers from byte `start` on."""
-        numbers = np.empty(count, dtype)
+    def read(self, start: int, numbers: np.ndarray) -> np.ndarray:
+        """Fill `numbers` with the bytes from `start` on, and return it."""
         rest = numbers.view(np.uint8)
         try:
             with self._lock:
