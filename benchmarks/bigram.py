@@ -49,7 +49,7 @@ def bigram_loss(train: TokenShards, windows: PackedDataset, vocab_size: int, lim
     """Nats per token of a bigram model of `train`, on the targets of the first `limit` windows."""
     pair_counts = np.zeros((vocab_size, vocab_size), dtype=np.int32)
     for shard in train.shards:
-        tokens = np.asarray(shard.tokens, dtype=np.int64)
+        tokens = shard.tokens[:].astype(np.int64)
         np.add.at(pair_counts, (tokens[:-1], tokens[1:]), 1)
     n_followed = pair_counts.sum(1)  # (V,) how often each token was followed by another
     n_distinct = (pair_counts > 0).sum(1)  # (V,) by how many distinct ones

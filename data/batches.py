@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import io
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinker.data.shards import Shard, TokenShards
+from thinker.data.shards import DamagedShard, FileArray, Shard, TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
+from thinker.runtime.reading import OpenFile
 
 Packing = Literal["contiguous", "documents"]
 ROUNDS = 8
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
@@ -82,11 +84,11 @@ class PackedDataset:
             needs = "contiguous windows and a model without a prefix"
             raise UserError(f"a stride of {self.stride} tokens: {bounds}, and needs {needs}")
         masked = [shard for shard in tokens.shards if document_masking and shard.loss_mask is not None]
-        if any((shard.tokens == shard.tokens[0]).sum() > len(shard.offsets) for shard in masked):
+        if any((shard.tokens[:] == shard.bos_id).sum() > len(shard.offsets) for shard in masked):
             reason = "the chat template writes the BOS token within conversations too"
             effect = "conversations cannot be told apart"
             raise UserError(f"data.document_masking: {reason}, so that {effect}; set it to false")
-        self.starts: list[np.ndarray] = []  # "documents" only: see _packed_starts
+        self.starts: list[FileArray | np.ndarray] = []  # "documents" only: see _packed_starts
         if packing == "documents":
             self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
             counts = [len(starts) - 1 for starts in self.starts]
@@ -113,15 +115,15 @@ class PackedDataset:
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), each (T,) int64."""
         shard, start, end = self.span(index)
-        inputs = np.full(self.seq_len, shard.tokens[0], np.int64)
+        tokens = shard.tokens[start : end + 1]
+        inputs = np.full(self.seq_len, shard.bos_id, np.int64)
         targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
-        inputs[: end - start] = shard.tokens[start:end]
-        targets[: end - start] = shard.tokens[start + 1 : end + 1]
+        inputs[: end - start], targets[: end - start] = tokens[:-1], tokens[1:]
         targets[: max(0, self.prefix_len - 1)] = IGNORE_INDEX
         if shard.loss_mask is not None:
             targets[: end - start][shard.loss_mask[start + 1 : end + 1] == 0] = IGNORE_INDEX
         elif shard.has_eos:
-            targets[targets == int(shard.tokens[0])] = IGNORE_INDEX
+            targets[targets == shard.bos_id] = IGNORE_INDEX
         if start > 0:
             targets[: self.seq_len - self.stride] = IGNORE_INDEX
         return inputs, targets
@@ -133,8 +135,7 @@ class PackedDataset:
 
     def document_ids(self, inputs: Tensor) -> Tensor | None:
         """(B, T) int64: each token's document in its window, each padding token one; None without document_masking."""
-        bos_id = int(self.tokens.shards[0].tokens[0])
-        return (inputs == bos_id).cumsum(dim=1) if self.document_masking else None
+        return (inputs == self.tokens.shards[0].bos_id).cumsum(dim=1) if self.document_masking else None
 
 
 class BatchLoader:
@@ -191,8 +192,9 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
     count = len(dataset) if limit is None else min(limit, len(dataset))
     for shard, starts in zip(dataset.tokens.shards, dataset.starts):
         end = starts[min(count, len(starts) - 1)]
-        n_documents = int(np.searchsorted(shard.offsets, end))
-        if (np.diff(shard.offsets[: n_documents + 1]) > dataset.seq_len).any():
+        offsets = shard.offsets[:]
+        n_documents = int(np.searchsorted(offsets, end))
+        if (np.diff(offsets[: n_documents + 1]) > dataset.seq_len).any():
             return None
         nats -= float(shard.log_probs[:n_documents].sum())
         targets += int(end) - shard.has_eos * n_documents  # the BOS token after an EOS token is no target
@@ -200,18 +202,19 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
     return nats / targets
 
 
-def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
+def _packed_starts(shard: Shard, seq_len: int) -> FileArray | np.ndarray:
     """(n_windows + 1,) int64: where each window of "documents" packing starts, and where the last one ends.
 
-    Kept beside the shard in a memory-mapped file, written at first use, so that memory does not grow with the corpus.
-    Its last 32 bytes are the sha256 of those before.
+    Kept beside the shard in a file that is written at first use, so that memory does not grow with the corpus; only
+    where nothing can be written, in memory. Its last 32 bytes are the sha256 of those before.
     """
-    path = shard.path.with_suffix(f".windows-{seq_len}.npy")
+    path = shard.path.with_suffix(f".windows-{seq_len}")
     if path.is_file():
-        kept = path.read_bytes()
-        if hashlib.sha256(kept[:-32]).digest() == kept[-32:]:  # otherwise it is damaged, and written again
-            return np.load(path, mmap_mode="r", allow_pickle=False)
-    offsets = shard.offsets
+        file = OpenFile(path, DamagedShard)
+        kept = file.read(0, np.empty(file.size, np.uint8))
+        if hashlib.sha256(kept[:-32]).digest() == kept[-32:].tobytes():  # otherwise it is damaged, and written again
+            return FileArray(file, np.dtype("<i8"), len(kept) // 8 - 4)
+    offsets = shard.offsets[:]
     # If a window starts at document i, the next one starts at next_document[i]: after all that fit, but at least one.
     fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
     next_document = np.maximum(fitting, np.arange(1, len(offsets)))
@@ -222,8 +225,11 @@ def _packed_starts(shard: Shard, seq_len: int) -> np.ndarray:
     begin, end = offsets[firsts], offsets[next_document[firsts]]
     n_pieces = -(-(end - begin) // seq_len)  # more than 1 only for a document longer than a window
     piece = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # index within its document
-    starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1])
-    content = io.BytesIO()
-    np.save(content, starts, allow_pickle=False)
-    atomic_write(path, content.getvalue() + hashlib.sha256(content.getvalue()).digest())
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1]).astype("<i8")
+    try:
+        atomic_write(path, starts.tobytes() + hashlib.sha256(starts).digest())
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        return starts
+    return FileArray(OpenFile(path, DamagedShard), starts.dtype, len(starts))

@@ -53,7 +53,7 @@ def prepare_corpus(
     val_fraction: float = 0.05, cache_dir: str | Path = ".cache", progress: bool = True,
     shard_tokens: int = SHARD_TOKENS, val_tokens: str | None = None, **source_options: Any,
 ) -> Corpus:  # fmt: skip
-    """Tokenize a source into memory-mapped shards, or open the shards that an earlier call with these options made.
+    """Tokenize a source into shards on disk, or open the shards that an earlier call with these options made.
 
     Validation is the last val_fraction of a single text. Documents go there if their content hash is below
     val_fraction, so equal documents are always in the same split. The tokenizer is trained on the training split only.

@@ -22,9 +22,9 @@ def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]
     Raises UserError for a file of another kind, or of another tokenizer.
     """
     try:
-        data = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.val_tokens={path} cannot be read: {getattr(error, 'strerror', error)}") from error
+        data = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise UserError(f"data.val_tokens={path} cannot be read: {error.strerror}") from error
     header = data[:12].tobytes()
     if header[:8] != HEADER.tobytes() or len(data) != HEADER_BYTES + 2 * int.from_bytes(header[8:], "little"):
         raise UserError(f"data.val_tokens={path} is not a whole file of tokens such as fineweb_val_000000.bin")

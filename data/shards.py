@@ -1,4 +1,4 @@
-"""Token shards: memory-mapped files with a header that is checked when a file is opened.
+"""Token shards: files with a header that is checked when they are opened; their numbers are read when needed.
 
 The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the BOS token, and the
 last one is also followed by one. If the tokenizer has an EOS token of its own, that ends each document, and the BOS
@@ -15,13 +15,13 @@ import struct
 import zlib
 from array import array
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.reading import OpenFile
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1
@@ -42,29 +42,46 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 @dataclass(frozen=True)
+class FileArray:
+    """`length` numbers in an open file from byte `start` on; an index, or a slice without a step, reads them."""
+
+    file: OpenFile
+    dtype: np.dtype
+    length: int
+    start: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int | slice) -> np.ndarray:
+        positions = range(self.length)[index]
+        if not isinstance(index, slice):
+            return self[positions : positions + 1][0]
+        start = self.start + positions.start * self.dtype.itemsize
+        return self.file.read(start, np.empty(len(positions), self.dtype))
+
+
+@dataclass(frozen=True)
 class Shard:
-    """One open shard. The arrays are memory-mapped."""
+    """One open shard."""
 
     path: Path
     n_tokens: int
     n_documents: int
     n_bytes: int
-    tokens: np.ndarray  # (n_tokens,) uint16 or uint32, BOS tokens included
-    offsets: np.ndarray  # (n_documents + 1,) int64, the positions of the documents' BOS tokens, and of the closing one
-    document_bytes: np.ndarray  # (n_documents,) int64, bytes of UTF-8 text
-    log_probs: np.ndarray | None = None  # (n_documents,) float64, ln P of each document
-    loss_mask: np.ndarray | None = None  # (n_tokens,) uint8, 1 for tokens that are targets; None: all are
+    bos_id: int
+    tokens: FileArray  # (n_tokens,) uint16 or uint32, BOS tokens included
+    offsets: FileArray  # (n_documents + 1,) int64, the positions of the documents' BOS tokens, and of the closing one
+    document_bytes: FileArray  # (n_documents,) int64, bytes of UTF-8 text
+    log_probs: FileArray | None = None  # (n_documents,) float64, ln P of each document
+    loss_mask: FileArray | None = None  # (n_tokens,) uint8, 1 for tokens that are targets; None: all are
     has_eos: bool = False  # documents end with an EOS token, so the BOS token after it is no target
 
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
-        """Map a shard that was written with this tokenizer. Raises DamagedShard, which names the file."""
-        try:
-            with open(path, "rb") as file:
-                head = file.read(HEADER_BYTES)
-                size = file.seek(0, os.SEEK_END)
-        except OSError as error:
-            raise DamagedShard(f"{path} cannot be read: {error.strerror}") from error
+        """Open a shard that was written with this tokenizer. Raises DamagedShard, which names the file."""
+        file = OpenFile(path, DamagedShard)
+        head = file.read(0, np.empty(min(file.size, HEADER_BYTES), np.uint8)).tobytes()
         if len(head) < HEADER_BYTES or head[:8] != MAGIC or zlib.crc32(head[:-8]).to_bytes(8, "little") != head[-8:]:
             raise DamagedShard(f"{path} has no whole header")
         _, version, item, vocab, n_tokens, n_documents, n_bytes, flags, digest = HEADER.unpack_from(head)
@@ -73,22 +90,20 @@ class Shard:
             raise DamagedShard(f"{path} has format {version}, not {FORMAT}")
         if (item, vocab, digest.hex()) != (dtype.itemsize, tokenizer.vocab_size, tokenizer.content_hash):
             raise DamagedShard(f"{path} was written with another tokenizer")
-        sections = {"tokens": (dtype, n_tokens), "offsets": ("<i8", n_documents + 1)}
-        sections["document_bytes"] = ("<i8", n_documents)
-        if flags & HAS_LOG_PROBS:
-            sections["log_probs"] = ("<f8", n_documents)
-        if flags & HAS_LOSS_MASK:
-            sections["loss_mask"] = ("u1", n_tokens)
-        sizes = [_aligned(count * np.dtype(kind).itemsize) for kind, count in sections.values()]
-        starts = list(accumulate(sizes, initial=HEADER_BYTES))
-        if starts[-1] != size:
-            raise DamagedShard(f"{path} has {size} bytes, its header says {starts[-1]}")
-        mapped = np.memmap(path, np.uint8, "r")
-        arrays = {name: np.frombuffer(mapped, *sections[name], start) for name, start in zip(sections, starts)}
-        tokens, offsets = arrays["tokens"], arrays["offsets"]
-        if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != tokenizer.bos_id or tokens[-1] != tokens[0]:
+        sections = [("tokens", dtype, n_tokens), ("offsets", "<i8", n_documents + 1)]
+        sections += [("document_bytes", "<i8", n_documents)]
+        sections += [("log_probs", "<f8", n_documents)] if flags & HAS_LOG_PROBS else []
+        sections += [("loss_mask", "u1", n_tokens)] if flags & HAS_LOSS_MASK else []
+        arrays, end = {}, HEADER_BYTES
+        for name, kind, length in sections:
+            arrays[name] = FileArray(file, np.dtype(kind), length, end)
+            end += _aligned(length * arrays[name].dtype.itemsize)
+        if end != file.size:
+            raise DamagedShard(f"{path} has {file.size} bytes, its header says {end}")
+        tokens, offsets, bos_id = arrays["tokens"], arrays["offsets"], tokenizer.bos_id
+        if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != bos_id or tokens[-1] != bos_id:
             raise DamagedShard(f"{path} does not begin and end with a document")
-        return cls(path, n_tokens, n_documents, n_bytes, has_eos=tokenizer.bos_id not in tokenizer.eos_ids, **arrays)
+        return cls(path, n_tokens, n_documents, n_bytes, bos_id, has_eos=bos_id not in tokenizer.eos_ids, **arrays)
 
 
 class ShardWriter:

@@ -64,16 +64,17 @@ class Source:
 
 
 def open_source(
-    source: str, *, path: str | None = None, config: str | None = None, split: str = "train", column: str = "text",
-    streaming: bool = True, max_documents: int | None = None, seed: int = 0,
+    source: str, *, path: str | None = None, config: str | None = None, split: str | None = None,
+    column: str | None = None, streaming: bool | None = None, max_documents: int | None = None, seed: int = 0,
 ) -> Source:  # fmt: skip
     """Check the options of a source and open it; nothing is read, generated or downloaded yet.
 
     Args:
         source: a key of OPTIONS.
         path: a file, folder or glob (text, jsonl, parquet), or the name or folder of a dataset (hub).
-        config, split, streaming: what to load from the hub, and whether to stream it instead of downloading it first.
-        column: the column that holds the text (jsonl, parquet, hub).
+        config, split, streaming: what to load from the hub, by default the split train, and whether to stream it, as
+            by default, instead of downloading it first.
+        column: the one that holds the text (jsonl, parquet, hub), by default text or, in rows without one, messages.
         max_documents: an upper bound; for tales and repeated_random None means GENERATED_DOCUMENTS.
         seed: of the generated sources, tales and repeated_random.
 
@@ -83,10 +84,9 @@ def open_source(
         raise UserError(f"data.source={source}: there are {', '.join(OPTIONS)}{did_you_mean(source, OPTIONS)}")
     if max_documents is not None and max_documents < 1:
         raise UserError(f"data.max_documents={max_documents}: it must be at least 1, or null for no bound")
-    is_set = {"path": path is not None, "config": config is not None, "split": split != "train"}
-    is_set |= {"streaming": not streaming, "column": column != "text"}
-    for option in is_set:
-        if is_set[option] and option not in OPTIONS[source]:
+    values = {"path": path, "config": config, "split": split, "column": column, "streaming": streaming}
+    for option, value in values.items():
+        if value is not None and option not in OPTIONS[source]:
             raise UserError(f"data.{option} is set, but data.source={source} does not read it; leave it out")
     if "path" in OPTIONS[source] and not path:
         wanted = "a dataset's name or folder" if source == "hub" else "a file, folder or glob"
@@ -109,19 +109,23 @@ def open_source(
         documents = partial(_read_modules, files)
     elif source == "hub":
         files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none for a dataset's name
-        content = path, config, split, column, max_documents, stamps(files)  # `streaming` changes no text
-        arguments = {"path": path, "name": config, "split": split, "streaming": streaming}
-        documents = partial(_read_rows, f"data.path={path}", column, lambda: _load_dataset(**arguments))
+        options = config, split or "train", column or "text"  # `streaming` changes no text
+        content = path, *options, max_documents, stamps(files)
+        rows = partial(_load_dataset, path, config, split=split or "train", streaming=streaming is not False)
+        documents = partial(_read_rows, f"data.path={path}", column, rows)
     elif source == "text":
         files = _find_files(source, path)
         if len(files) == 1:
+            if max_documents is not None:
+                reason = f"data.path={path} is a single text, which is read whole and split by position"
+                raise UserError(f"data.max_documents is set, but {reason}; set it to null")
             key, n_bytes = _key(source, stamps(files)), os.path.getsize(files[0])
             return Source(source, key, partial(_read_pieces, files[0]), whole_text=True, n_bytes=n_bytes)
         content, n_documents = (stamps(files), max_documents), len(files[:max_documents])
         documents = partial(_read_texts, files)
     else:
         files = _find_files(source, path)
-        content = stamps(files), column, max_documents
+        content = stamps(files), column or "text", max_documents
         documents = partial(_read_tables, source, files, column)
     return Source(source, _key(source, *content), lambda: _bounded(documents(), max_documents), n_documents=n_documents)
 
@@ -210,31 +214,39 @@ def _read_pieces(file: str) -> Iterator[Document]:
         raise UserError(f"data.path: {found}; convert it, for example with iconv, or choose other files") from error
 
 
-def _read_tables(source: str, files: list[str], column: str) -> Iterator[Document]:
+def _read_tables(source: str, files: list[str], column: str | None) -> Iterator[Document]:
+    read = jsonl.read_rows if source == "jsonl" else _read_parquet
     for file in files:  # one at a time: their other columns may differ
-        table = {"path": source, "data_files": [os.path.abspath(file)], "split": "train", "streaming": True}
-        rows = partial(jsonl.read_rows, file) if source == "jsonl" else partial(_load_dataset, **table)
-        if os.path.getsize(file):  # datasets cannot read empty files
-            yield from _read_rows(f"data.path={file}", column, rows)
+        yield from _read_rows(f"data.path={file}", column, partial(read, file))
 
 
-def _load_dataset(**arguments: Any) -> Iterable[dict[str, Any]]:
+def _read_parquet(file: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file; an empty file has none. Raises errors of pyarrow."""
+    from pyarrow.parquet import ParquetFile
+
+    if os.path.getsize(file):
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+
+
+def _load_dataset(*names: str | None, **options: Any) -> Iterable[dict[str, Any]]:
     """The rows of a dataset. Raises ValueError for what the library datasets cannot read."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become ours
     try:
-        yield from datasets.load_dataset(**arguments)
+        yield from datasets.load_dataset(*names, **options)
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def _read_rows(where: str, column: str, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[Document]:
+def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[Document]:
     """A document from each row's column: text, or a conversation. A null becomes an empty document."""
     try:
         for number, row in enumerate(rows()):
-            if column == "text" and column not in row and "messages" in row:
-                column = "messages"
+            if column is None:
+                column = "messages" if "messages" in row and "text" not in row else "text"
             if column not in row:
                 hint = did_you_mean(column, row)
                 raise UserError(f"data.column={column}: {where} has the columns {', '.join(row)}{hint}")
@@ -246,7 +258,7 @@ def _read_rows(where: str, column: str, rows: Callable[[], Iterable[dict[str, An
                 yield Document(text or "")
             else:
                 raise UserError(f"data.column={column}: row {number} of {where} holds {type(text).__name__}, not text")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__

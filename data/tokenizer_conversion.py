@@ -96,8 +96,7 @@ def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
     content = tokenizer.content
     model, normalizer = content["model"], (content.get("normalizer") or {}).get("type")
     pattern = _pattern(content.get("pre_tokenizer"))
-    unsupported = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    is_plain_bpe = model.get("type") == "BPE" and not any(model.get(name) for name in unsupported)
+    is_plain_bpe = model.get("type") == "BPE" and not model.get("byte_fallback")  # HFTokenizer refuses other options
     is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
     if not (is_plain_bpe and is_byte_level) or pattern is None or normalizer not in (None, "NFC"):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import tempfile
 from pathlib import Path
 
 from thinker.runtime.errors import FULL_DISK, UserError
@@ -37,6 +38,16 @@ def make_folder(path: Path, setting: str) -> None:
         if error.errno in FULL_DISK:
             raise
         raise UserError(f"{setting}: {path} cannot be made a folder: {error.strerror}") from error
+
+
+def can_write(folder: Path) -> bool:
+    """Whether files can be written into a folder, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def sha256_of_file(path: Path) -> str:

@@ -99,7 +99,7 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
         source = open_source(arguments.source, path=arguments.path, **options)
         packing, config = "documents" if source.name == "tales" else "contiguous", load_run_config(folder)
         return source.name, config and config.data.seq_len, packing, tokenize(source, tokenizer, max_tokens, scratch)
-    config, tokens = load_validation_data(folder, tokenizer, "--source", arguments.read_data)
+    config, tokens = load_validation_data(folder, tokenizer, "--source", scratch, arguments.read_data)
     packing = "documents" if config.data.source == "tales" else config.data.packing
     return config.data.source, config.data.seq_len, packing, tokens
 

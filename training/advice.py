@@ -43,7 +43,7 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lin
             f"{math.log(vocab_size):.2f}, and soon learns which tokens never occur"
         )
     seq_len, n = settings.data.seq_len, corpus.train.n_documents
-    n_cut = sum(int((np.diff(shard.offsets) > seq_len).sum()) for shard in corpus.train.shards)
+    n_cut = sum(int((np.diff(shard.offsets[:]) > seq_len).sum()) for shard in corpus.train.shards)
     if settings.data.packing == "documents" and n_cut > MANY_CUT * n:
         cut = f"advice: {n_cut:,} of {n:,} {_kind(corpus.train)}s are longer than data.seq_len={seq_len} and are cut"
         lines.append(f"{cut}; raise it, and model.max_seq_len where the model's context is shorter")

@@ -115,7 +115,7 @@ class DataConfig(ConfigSection):
     split: str | None = None
     """Split of a hub dataset. null: train."""
     column: str | None = None
-    """Text column of a jsonl, parquet or hub source. null: text."""
+    """Text column of a jsonl, parquet or hub source. null: text or, in rows without one, messages."""
     streaming: bool | None = None
     """Stream a hub dataset instead of downloading it first. null: true."""
     tokenizer: str | None = None
@@ -131,11 +131,11 @@ class DataConfig(ConfigSection):
     document_masking: bool = False
     """Tokens attend only within their own document, and positions restart at each document."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Fraction of the documents that are held out for validation."""
+    """Fraction of the documents that are held out for validation, where val_tokens is null."""
     val_tokens: str | None = None
     """Validate on the documents of this file of GPT-2 tokens (docs/gpu.md) instead, and do not train on them."""
     max_documents: Positive | None = None
-    """Read at most this many documents. null: all."""
+    """Read at most this many documents, which a single text file does not have. null: all."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Threads that prepare batches ahead of time. 0: each batch is made when it is needed."""
     cache_dir: str = ".cache"

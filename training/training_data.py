@@ -1,6 +1,7 @@
 """The data of a config, and of a run that is found from its folder: its validation set, and the tokens in use."""
 
 import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from thinker.evaluation.perplexity import tokenize
 from thinker.interop.load import find_checkpoint, find_run_directory
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
+from thinker.runtime.files import can_write
 from thinker.runtime.reading import read_json
 from thinker.training.config import Config, load_config
 
@@ -35,12 +37,13 @@ def load_run_config(folder: Path) -> Config | None:
 
 
 def load_validation_data(
-    folder: Path, tokenizer: Tokenizer, option: str, read_data: bool = False
+    folder: Path, tokenizer: Tokenizer, option: str, scratch: Path, read_data: bool = False
 ) -> tuple[Config, TokenShards]:
     """The config of the run that a checkpoint is in, and the run's validation tokens.
 
-    They come from the token cache, or are made again: from files that the config, perhaps a stranger's, names only with
-    `read_data`. Raises UserError, naming `option`, which chooses other data, for other folders, or changed data.
+    They come from the token cache, or are made again, in `scratch` where nothing can be written there: from files that
+    the config, perhaps a stranger's, names only with `read_data`. Raises UserError, naming `option`, which chooses
+    other data, for other folders, or changed data.
     """
     config = load_run_config(folder)
     if config is None:
@@ -53,6 +56,9 @@ def load_validation_data(
             files = f"{source} data.path={shlex.quote(str(data.path))}"
             remedy = f"add --read-data to read what its config names ({files}), or choose data with {option}"
             raise UserError(f"the run's validation data is not in the token cache; {remedy}")
+        if not can_write(Path(data.cache_dir)):
+            print(f"data.cache_dir={data.cache_dir} cannot be written; tokenizing for this time only", file=sys.stderr)
+            config = config.model_copy(update={"data": data.model_copy(update={"cache_dir": str(scratch)})})
         corpus = prepare_training_data(config, tokenizer)
         if corpus.sha256 != sha256:
             raise UserError(f"the text of {source} has changed since the training; choose data with {option}")
@@ -69,7 +75,7 @@ def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens
             source = open_source(config.data.source, seed=config.run.seed)
             tokens = tokenize(source, tokenizer, max_tokens, scratch)
         else:
-            tokens = load_validation_data(folder, tokenizer, "--text")[1]
+            tokens = load_validation_data(folder, tokenizer, "--text", scratch)[1]
     except UserError:
         return None
     token_ids = np.unique(np.concatenate([shard.tokens[:max_tokens] for shard in tokens.shards]))
@@ -87,7 +93,7 @@ def sample_sequences(
     """
     T, packing = min(max_len, model.config.max_seq_len), "contiguous"
     if path is None:
-        config, tokens = load_validation_data(folder, tokenizer, "--text")
+        config, tokens = load_validation_data(folder, tokenizer, "--text", scratch)
         T, packing = min(T, config.data.seq_len), config.data.packing
         packing = "documents" if config.data.source == "tales" else packing
     else:

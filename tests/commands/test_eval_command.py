@@ -241,6 +241,14 @@ def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run
         command(run, *arguments)
     assert not (tmp_path / "cache").exists()
     tree["data"]["path"] = path
+    (tmp_path / "file").touch()
+    tree["data"]["cache_dir"] = str(tmp_path / "file" / "cache")  # where nothing can be written
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert command(run, *arguments, "--read-data") == 0
+    output = capsys.readouterr()
+    assert output.out == expected
+    assert output.err.count("file/cache cannot be written") == 1
+    tree["data"]["cache_dir"] = str(tmp_path / "cache")
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     monkeypatch.setattr("thinker.data.corpus.make_tokenizer", None)  # the run's own tokenizer is taken
     assert command(run, *arguments, "--read-data") == 0

@@ -1,7 +1,9 @@
 """PackedDataset and their order: nothing lost, nothing twice, and a pure function of (seed, step)."""
 
 import math
+import os
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinker.data.batches import BatchLoader, PackedDataset, entropy_floor, permute, sequential_batches
-from thinker.data.shards import ShardWriter, TokenShards
+from thinker.data.shards import FileArray, ShardWriter, TokenShards
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 
@@ -100,7 +102,7 @@ def test_documents_are_packed_greedily_and_whole(lengths, seq_len, shard_tokens,
     expected = []
     for shard in tokens.shards:  # the same, one document at a time
         start, starts = None, []
-        for begin, end in zip(shard.offsets.tolist(), shard.offsets[1:].tolist()):
+        for begin, end in zip(shard.offsets[:-1].tolist(), shard.offsets[1:].tolist()):
             if start is None or end - start > seq_len:
                 starts.append(begin)
                 start = begin
@@ -117,11 +119,11 @@ def test_documents_are_packed_greedily_and_whole(lengths, seq_len, shard_tokens,
 def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_tokens):
     tokens = make_tokens([3, 4, 5, 30, 1])
     first = PackedDataset(tokens, 10, "documents")
-    (table,) = tokens.shards[0].path.parent.glob("*.npy")
-    assert isinstance(first.starts[0], np.memmap)
+    (table,) = tokens.shards[0].path.parent.glob("*.windows-*")
+    assert isinstance(first.starts[0], FileArray)
     expected, age = [first.span(i) for i in range(len(first))], table.stat().st_mtime_ns
     swapped = bytearray(table.read_bytes())
-    swapped[136:152] = swapped[144:152] + swapped[136:144]  # two of its numbers, behind the header
+    swapped[8:24] = swapped[16:24] + swapped[8:16]  # two of its numbers
     for damage in (None, b"", b"nonsense", table.read_bytes()[:-1], swapped):
         if damage is not None:
             table.write_bytes(damage)
@@ -129,8 +131,29 @@ def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_toke
         assert [again.span(i) for i in range(len(again))] == expected
         if damage is None:
             assert table.stat().st_mtime_ns == age
-    assert [file.name for file in tokens.shards[0].path.parent.glob("*.npy")] == [table.name]
+    assert [file.name for file in tokens.shards[0].path.parent.glob("*.windows-*")] == [table.name]
     assert len(PackedDataset(tokens, 5, "documents")) > len(first)  # another length has a table of its own
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_the_packing_table_is_kept_in_memory_where_nothing_can_be_written(make_tokens, monkeypatch):
+    folder = make_tokens([3, 4, 5, 30, 1]).shards[0].path.parent
+    monkeypatch.chdir(folder)  # another user may read nothing above it
+    tokens = TokenShards.open(Path(), ["train-00000.tokens"], TOKENIZER)
+    is_root = os.geteuid() == 0  # who could write all the same
+    folder.chmod(0o555)
+    try:
+        if is_root:
+            os.seteuid(65534)
+        windows = PackedDataset(tokens, 10, "documents")
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+    assert [file.name for file in folder.iterdir()] == ["train-00000.tokens"]
+    expected = PackedDataset(tokens, 10, "documents")
+    assert len(list(folder.iterdir())) == 2
+    assert [windows.span(i) for i in range(len(windows))] == [expected.span(i) for i in range(len(expected))]
 
 
 @PACKINGS

@@ -1,6 +1,8 @@
 """Shards: what is written comes back, and a file that is not whole is refused."""
 
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -62,8 +64,8 @@ def test_a_document_may_come_in_pieces_and_is_never_cut(tmp_path):
     writer.close()
     tokens = TokenShards.open(tmp_path, writer.files, TOKENIZER)
     assert [shard.n_documents for shard in tokens.shards] == [1, 1]
-    assert tokens.shards[0].tokens.tolist() == [BOS, *np.repeat(range(5), 3), BOS]
-    assert tokens.shards[0].document_bytes.tolist() == [15]
+    assert tokens.shards[0].tokens[:].tolist() == [BOS, *np.repeat(range(5), 3), BOS]
+    assert tokens.shards[0].document_bytes[:].tolist() == [15]
 
 
 def test_tokens_take_two_bytes_where_that_is_enough(tmp_path):
@@ -81,8 +83,8 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
     writer.close()
     shard = TokenShards.open(tmp_path, writer.files, tokenizer).shards[0]
     assert shard.tokens.dtype == np.uint32
-    assert shard.tokens.tolist() == [tokenizer.bos_id, *ids, tokenizer.bos_id]
-    assert shard.log_probs.tolist() == [-1.5]
+    assert shard.tokens[:].tolist() == [tokenizer.bos_id, *ids, tokenizer.bos_id]
+    assert shard.log_probs[:].tolist() == [-1.5]
 
 
 @pytest.fixture
@@ -129,6 +131,38 @@ def test_another_tokenizer_is_refused(file):
         reopen(file, make_tokenizer("char", ["é"]))
     with pytest.raises(DamagedShard, match="another tokenizer"):  # of the same size
         reopen(file, make_tokenizer("char", [""]))
+
+
+def test_a_file_that_is_cut_while_it_is_open_is_an_error_and_one_that_is_removed_is_none(file):
+    (shard,) = reopen(file).shards
+    numbers = [shard.tokens[:], shard.offsets[:], shard.log_probs[:]]
+    assert [*shard.tokens] == numbers[0].tolist() == [BOS, 1, 2, 3, BOS, 4, BOS]
+    assert shard.tokens[-3:-1].tolist() == [BOS, 4]
+    assert shard.tokens[9:].tolist() == []
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(bytes(8))
+    for array, expected in zip((shard.tokens, shard.offsets, shard.log_probs), numbers):
+        assert array[:].tolist() == expected.tolist()
+    file.write_bytes(content)
+    (shard,) = reopen(file).shards
+    os.truncate(file, HEADER_BYTES + 6)
+    assert shard.tokens[:3].tolist() == [BOS, 1, 2]
+    for array in (shard.tokens, shard.offsets, shard.log_probs):
+        with pytest.raises(DamagedShard, match=f"{file.name} was cut while it was in use"):
+            array[:]
+
+
+def test_many_threads_read_one_file(tmp_path):
+    (shard,) = write(tmp_path, [([i % 256], None) for i in range(5000)]).shards
+    whole = shard.tokens[:]
+
+    def read(seed):
+        starts = np.random.default_rng(seed).integers(0, len(whole), 300)
+        return all((shard.tokens[i : i + 50] == whole[i : i + 50]).all() for i in starts)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(8)))
 
 
 def test_an_absent_file_is_refused(file):

@@ -137,7 +137,8 @@ def test_text_that_has_gone_meanwhile(tmp_path):
 def test_jsonl_from_a_file_a_folder_and_a_glob(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", [{"text": "3", "n": 1}, {"text": None, "n": 2}])
     write_jsonl(tmp_path / "a.jsonl", [{"text": "1"}, {"text": "2"}])
-    (tmp_path / "0-empty.jsonl").write_text("")
+    for name, content in {"0-empty.jsonl": "", "0-lines.jsonl": "\n\n", "0-array.jsonl": "[]\n"}.items():
+        (tmp_path / name).write_text(content)
     (tmp_path / "c.json.gz").write_bytes(gzip.compress(b'{"text": "4 \xe2\x82\xac"}\n'))
     (tmp_path / "notes.txt").write_text("no table")
     assert texts("jsonl", path=str(tmp_path)) == ["1", "2", "3", "", "4 €"]  # no text is empty text
@@ -150,12 +151,25 @@ def test_jsonl_from_a_file_a_folder_and_a_glob(tmp_path):
 def test_parquet_and_its_columns(tmp_path):
     write_parquet(tmp_path / "a.parquet", text=["1", "2"], story=["x", "y"])
     write_parquet(tmp_path / "b.parquet", text=["3"], story=["z"])
+    write_parquet(tmp_path / "0-no-rows.parquet", text=pyarrow.array([], pyarrow.string()))
+    write_parquet(tmp_path / "0-no-columns.parquet")
+    (tmp_path / "0-no-bytes.parquet").touch()
     assert texts("parquet", path=str(tmp_path)) == ["1", "2", "3"]
     assert texts("parquet", path=str(tmp_path / "a.parquet"), column="story") == ["x", "y"]
     with pytest.raises(
         UserError, match="data.column=stori: .*a.parquet has the columns text, story; did you mean story"
     ):
         texts("parquet", path=str(tmp_path / "a.parquet"), column="stori")
+
+
+def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
+    expected = [f"story {i}" for i in range(3000)]
+    assert texts("parquet", path=write_parquet(tmp_path / "a.parquet", text=expected)) == expected
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (document,) = open_source("parquet", path=write_parquet(tmp_path / "b.parquet", messages=[talk])).documents()
+    assert document.messages == talk
+    with pytest.raises(UserError, match="data.column=text: .*b.parquet has the columns messages"):  # as it says
+        texts("parquet", path=str(tmp_path / "b.parquet"), column="text")
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -222,6 +236,15 @@ def test_damaged_tables(tmp_path, name, content, capfd):
         ("repeated_random", {"column": "x"}, "data.column is set"),
         ("text", {"path": "x", "split": "test"}, "data.split is set"),
         ("jsonl", {"path": "x", "streaming": False}, "data.streaming is set"),
+        ("jsonl", {"path": "x", "streaming": True}, "data.streaming is set"),
+        ("text", {"path": "x", "column": "text"}, "data.column is set"),
+        ("parquet", {"path": "x", "split": "train"}, "data.split is set"),
+        ("text", {"path": str(ROOT / "README.md"), "max_documents": 5}, "README.md is a single text, .*to null$"),
+        (
+            "text",
+            {"path": str(ROOT / "READM*.md"), "max_documents": 5},
+            "data.max_documents is set, but .* is a single",
+        ),
         ("parquet", {"path": "x", "config": "x"}, "data.config is set"),
         ("tales", {"max_documents": 0}, "data.max_documents=0"),
         ("text", {}, "needs data.path=a file, folder or glob"),

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from conftest import run_script
-from training_runs import assert_same_tensors
+from training_runs import assert_same_run, assert_same_tensors, checkpoint_steps
 
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
@@ -14,6 +14,21 @@ from thinker.training import resume
 from thinker.training.config import validate_config
 from thinker.training.resolve_settings import resolve_settings
 
+CUT = """
+import glob, os, runpy, sys
+
+pattern, sys.argv = sys.argv[1], sys.argv[2:]
+
+
+def cut(event, arguments):
+    if event == "os.rename" and "step-00000002" in str(arguments[1]):
+        for path in glob.glob(pattern):
+            os.truncate(path, 0)
+
+
+sys.addaudithook(cut)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 CPU = torch.device("cpu")
 TREE = {"data": {"seq_len": 32, "source": "text", "path": "a.txt"},
         "train": {"max_steps": 9, "batch_size": 8, "precision": "fp32", "compile": False}}  # fmt: skip
@@ -208,3 +223,26 @@ def test_what_a_tokenizers_file_holds_decides(train_args, project, interrupted, 
     else:
         assert done.returncode == 0, done.stderr
         assert_same_tensors(expected, interrupted / "runs" / "other", 6)
+
+
+@pytest.mark.parametrize("name", ["train-00000.tokens", "val-00000.tokens", "train-00000.windows-32"])
+def test_a_file_of_the_cache_that_is_cut_while_it_is_read_costs_the_steps_since_the_checkpoint(
+    train_args, tmp_path, name
+):
+    options = ["data.source=tales", "data.path=null", "data.max_documents=200", "data.packing=documents"]
+    command = [*train_args, *options, f"data.cache_dir={tmp_path / 'cache'}"]
+    done = run_script(*command, f"run.dir={tmp_path / 'whole'}")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "cut.py").write_text(CUT)
+    cut = [tmp_path / "cut.py", tmp_path / "cache/tokens/*" / name]
+    command += [f"run.dir={tmp_path / 'run'}"]
+    done = run_script(*cut, *command)
+    assert done.returncode == 1, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert f"{name} was cut while it was in use; run the same command again" in errors[0]
+    assert "Traceback" not in done.stderr
+    assert checkpoint_steps(tmp_path / "run") == [2]
+    done = run_script(*command)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 6)
