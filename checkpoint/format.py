@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -37,7 +36,6 @@ from thinker.checkpoint.sharded import DTYPES, CorruptCheckpoint
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import sha256_of_file, sync_to_disk
 from thinker.runtime.process_group import DistContext
-from thinker.runtime.reading import OpenFile
 from thinker.runtime.reading import read_json as read_json_file
 
 FORMAT_VERSION = 2  # raised when an older reader would misread a checkpoint, or this one an older checkpoint
@@ -45,7 +43,6 @@ MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
 MODEL, TRAINING = "model.safetensors", "training.safetensors"
 TENSORS = ".safetensors"  # how the names of files of tensors end; the others hold JSON
 CHUNK_BYTES = 1 << 18  # written and hashed at once
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or a JSON object
 Expected = Mapping[str, Tensor | None]  # tensors with the dtypes and shapes to expect
@@ -155,7 +152,7 @@ def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tenso
     if is_sharded or any(hasattr(tensor, "to_local") for tensor in wanted.values()):
         return sharded.read(folder, wanted)
     with open_safetensors(folder / name) as file:
-        return {key: file.get_tensor(key) for key in wanted}
+        return {key: file.get_tensor(key).clone() for key in wanted}  # mapped, it would change with the file
 
 
 def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
@@ -164,39 +161,16 @@ def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
         header = sharded.read_header(folder)
         return {key: shape for key, shape in header.items() if key.startswith("optimizer.") == (name == TRAINING)}
     with open_safetensors(folder / name) as file:
-        return file.header
-
-
-class SafetensorsFile:
-    """A safetensors file, whose tensors are read into memory.
-
-    The library maps them: they would change with the file, and end the process where it is cut.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with safe_open(path, framework="pt"):  # checks the header
-            self._file = OpenFile(path, CorruptCheckpoint)
-        length = int(self._file.read(0, np.empty(1, "<u8"))[0])
-        header = json.loads(self._file.read(8, np.empty(length, np.uint8)).tobytes())
-        header.pop("__metadata__", None)
-        self.header = {name: (entry["dtype"], *entry["shape"]) for name, entry in header.items()}
-        self._starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor of floating-point numbers."""
-        dtype, *shape = self.header[name]
-        if dtype not in FLOATS:
-            raise CorruptCheckpoint(f"{self._file.path}: {name} has the type {dtype}, not {', '.join(FLOATS)}")
-        tensor = torch.empty(shape, dtype=FLOATS[dtype])
-        self._file.read(self._starts[name], tensor.view(-1).view(torch.uint8).numpy())
-        return tensor
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+        return {key: (part.get_dtype(), *part.get_shape()) for key, part in slices.items()}
 
 
 @contextlib.contextmanager
-def open_safetensors(path: Path) -> Iterator[SafetensorsFile]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file. Raises CorruptCheckpoint where it is missing or broken."""
     try:
-        yield SafetensorsFile(path)
+        with safe_open(path, framework="pt") as file:
+            yield file
     except FileNotFoundError as error:
         raise CorruptCheckpoint(f"{path} is missing") from error
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: removed while it was being mapped

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinker.data.shards import DamagedShard, FileArray, Shard, TokenShards
+from thinker.data.shards import DamagedShard, Shard, TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
+from thinker.runtime.file_array import FileArray, OpenFile
 from thinker.runtime.files import atomic_write
-from thinker.runtime.reading import OpenFile
 
 Packing = Literal["contiguous", "documents"]
 ROUNDS = 8
@@ -211,7 +211,7 @@ def _packed_starts(shard: Shard, seq_len: int) -> FileArray | np.ndarray:
     path = shard.path.with_suffix(f".windows-{seq_len}")
     if path.is_file():
         file = OpenFile(path, DamagedShard)
-        kept = file.read(0, np.empty(file.size, np.uint8))
+        kept = file.read(0, file.size, np.uint8)
         if hashlib.sha256(kept[:-32]).digest() == kept[-32:].tobytes():  # otherwise it is damaged, and written again
             return FileArray(file, np.dtype("<i8"), len(kept) // 8 - 4)
     offsets = shard.offsets[:]

@@ -21,7 +21,7 @@ import numpy as np
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError, UserError
-from thinker.runtime.reading import OpenFile
+from thinker.runtime.file_array import FileArray, OpenFile
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1
@@ -39,26 +39,6 @@ class DamagedShard(RunError):
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smaller of uint16 and uint32 if it holds every id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-@dataclass(frozen=True)
-class FileArray:
-    """`length` numbers in an open file from byte `start` on; an index, or a slice without a step, reads them."""
-
-    file: OpenFile
-    dtype: np.dtype
-    length: int
-    start: int = 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int | slice) -> np.ndarray:
-        positions = range(self.length)[index]
-        if not isinstance(index, slice):
-            return self[positions : positions + 1][0]
-        start = self.start + positions.start * self.dtype.itemsize
-        return self.file.read(start, np.empty(len(positions), self.dtype))
 
 
 @dataclass(frozen=True)
@@ -81,7 +61,7 @@ class Shard:
     def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
         """Open a shard that was written with this tokenizer. Raises DamagedShard, which names the file."""
         file = OpenFile(path, DamagedShard)
-        head = file.read(0, np.empty(min(file.size, HEADER_BYTES), np.uint8)).tobytes()
+        head = file.read(0, min(file.size, HEADER_BYTES), np.uint8).tobytes()
         if len(head) < HEADER_BYTES or head[:8] != MAGIC or zlib.crc32(head[:-8]).to_bytes(8, "little") != head[-8:]:
             raise DamagedShard(f"{path} has no whole header")
         _, version, item, vocab, n_tokens, n_documents, n_bytes, flags, digest = HEADER.unpack_from(head)

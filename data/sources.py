@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinker.data import jsonl
+from thinker.data import jsonl, parquet
 from thinker.data.messages import Message, check_messages
 from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
 
@@ -215,19 +215,9 @@ def _read_pieces(file: str) -> Iterator[Document]:
 
 
 def _read_tables(source: str, files: list[str], column: str | None) -> Iterator[Document]:
-    read = jsonl.read_rows if source == "jsonl" else _read_parquet
+    read = {"jsonl": jsonl, "parquet": parquet}[source].read_rows
     for file in files:  # one at a time: their other columns may differ
         yield from _read_rows(f"data.path={file}", column, partial(read, file))
-
-
-def _read_parquet(file: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file; an empty file has none. Raises errors of pyarrow."""
-    from pyarrow.parquet import ParquetFile
-
-    if os.path.getsize(file):
-        with ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
 
 
 def _load_dataset(*names: str | None, **options: Any) -> Iterable[dict[str, Any]]:

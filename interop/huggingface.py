@@ -59,10 +59,11 @@ def load_pretrained(folder: Path) -> Thinker:
     for path in sorted(set(files.values())):
         with open_safetensors(path) as file:
             for name in (name for name in expected if files[name] == path):
-                (dtype, *shape), wanted = file.header[name], list(parameters[expected[name]].shape)
-                if dtype not in ("F32", "BF16", "F16") or shape != wanted:
-                    raise CorruptCheckpoint(f"{path}: {name} is {dtype} {shape}; its configuration asks for {wanted}")
-                tensors[expected[name]] = file.get_tensor(name).float()
+                stored, wanted = file.get_slice(name), list(parameters[expected[name]].shape)
+                if stored.get_dtype() not in ("F32", "BF16", "F16") or stored.get_shape() != wanted:
+                    found = f"{stored.get_dtype()} {stored.get_shape()}"
+                    raise CorruptCheckpoint(f"{path}: {name} is {found}; its configuration asks for {wanted}")
+                tensors[expected[name]] = file.get_tensor(name).to(torch.float32, copy=True)  # not mapped
     if config.tie_embeddings and LM_HEAD in files:  # versions of transformers differ in whether they use it
         with open_safetensors(files[LM_HEAD]) as file:
             if not torch.equal(file.get_tensor(LM_HEAD).float(), tensors["embedding.weight"]):
@@ -77,7 +78,7 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
     """The name of each tensor -> its file. As in transformers, a single file takes precedence over an index."""
     if (folder / SINGLE_FILE).is_file():
         with open_safetensors(folder / SINGLE_FILE) as file:
-            return dict.fromkeys(file.header, folder / SINGLE_FILE)
+            return dict.fromkeys(file.keys(), folder / SINGLE_FILE)
     if not (folder / INDEX).is_file():
         pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]), None)
         hint = f"; {pickled.name} is a pickle, which can run anything: convert it to safetensors" if pickled else ""

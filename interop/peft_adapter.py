@@ -72,7 +72,7 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
     model = load_pretrained(base)
     weights = {to_hf_name(name): weight for name, weight in model.named_parameters()}
     with open_safetensors(folder / WEIGHTS) as file, torch.no_grad():
-        names = set(file.header)
+        names = set(file.keys())
         for name in sorted(name for name in names if name.startswith(PREFIX) and name.endswith("lora_A.weight")):
             matrix = re.sub(r"\.lora_A\.weight$", ".weight", name.removeprefix(PREFIX))
             other = name.replace("lora_A", "lora_B")

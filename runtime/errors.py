@@ -6,11 +6,10 @@ import difflib
 import errno
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
 
+from thinker.runtime.interrupts import end_on_interrupt, interrupt_once
 from thinker.runtime.streams import open_closed_streams, print_error
 from thinker.runtime.terminal_text import protect_terminal
 
@@ -43,8 +42,7 @@ def run_command(main: Callable[[], int]) -> None:
     # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
     # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+    interrupt_once()
     open_closed_streams()
     sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     protect_terminal()
@@ -80,22 +78,5 @@ def run_command(main: Callable[[], int]) -> None:
             message = f"cannot read or write {name}: {error.strerror}"
         print_error(message)
         status = 1
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _leave)  # an exception while the interpreter ends would print a stack trace
+    end_on_interrupt()
     sys.exit(status)
-
-
-def _interrupt(number: int, frame: FrameType) -> None:
-    """On Ctrl-C raise KeyboardInterrupt; inside an import, which may catch it and go on, end the process instead."""
-    signal.signal(number, _leave)
-    code, caller = frame.f_code, frame
-    while caller := caller.f_back:
-        if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
-            os.write(sys.stderr.fileno(), b"\ninterrupted by SIGINT (Ctrl-C) during an import\n")
-            _leave(number, frame)
-    raise KeyboardInterrupt(f"in {code.co_name} ({code.co_filename}:{frame.f_lineno})")
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """End the process at once."""
-    os._exit(128 + number)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from thinker.runtime.errors import UserError
@@ -41,36 +37,6 @@ class Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice", problem_mark=key.start_mark)
             names.add(key.value)
         return super().construct_mapping(node, deep)
-
-
-class OpenFile:
-    """A file that any thread reads by position. It remains readable where it is removed or replaced.
-
-    A memory map of a file that is cut would end the process by SIGBUS; this raises `error_type`.
-    """
-
-    def __init__(self, path: Path, error_type: type[Exception]) -> None:
-        self.path, self.error_type, self._lock = path, error_type, threading.Lock()
-        try:
-            self._file = path.open("rb", buffering=0)
-            self.size = self._file.seek(0, os.SEEK_END)
-        except OSError as error:
-            raise error_type(f"{path} cannot be read: {error.strerror}") from error
-        weakref.finalize(self, self._file.close)
-
-    def read(self, start: int, numbers: np.ndarray) -> np.ndarray:
-        """Fill `numbers` with the bytes from `start` on, and return it."""
-        rest = numbers.view(np.uint8)
-        try:
-            with self._lock:
-                self._file.seek(start)
-                while len(rest) and (n := self._file.readinto(rest)):
-                    rest = rest[n:]
-        except OSError as error:
-            raise self.error_type(f"{self.path} cannot be read: {error.strerror}") from error
-        if len(rest):
-            raise self.error_type(f"{self.path} was cut while it was in use; run the same command again")
-        return numbers
 
 
 def read_bytes(path: Path, error_type: type[Exception] = UserError) -> bytes:

@@ -1,0 +1,61 @@
+"""Arrays in files that are read when they are indexed: what a memory map does, safe if the file is cut meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+class OpenFile:
+    """A file of numbers that any thread reads by position. It remains readable where it is removed or replaced.
+
+    A memory map of a file that is cut would end the process by SIGBUS; this raises `error_type`.
+    """
+
+    def __init__(self, path: Path, error_type: type[Exception]) -> None:
+        self.path, self.error_type, self._lock = path, error_type, threading.Lock()
+        try:
+            self._file = path.open("rb", buffering=0)
+            self.size = self._file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise error_type(f"{path} cannot be read: {error.strerror}") from error
+        weakref.finalize(self, self._file.close)
+
+    def read(self, start: int, count: int, dtype: np.dtype | type) -> np.ndarray:
+        """`count` numbers from byte `start` on."""
+        numbers = np.empty(count, dtype)
+        rest = numbers.view(np.uint8)
+        try:
+            with self._lock:
+                self._file.seek(start)
+                while len(rest) and (n := self._file.readinto(rest)):
+                    rest = rest[n:]
+        except OSError as error:
+            raise self.error_type(f"{self.path} cannot be read: {error.strerror}") from error
+        if len(rest):
+            raise self.error_type(f"{self.path} was cut while it was in use; run the same command again")
+        return numbers
+
+
+@dataclass(frozen=True)
+class FileArray:
+    """`length` numbers in an open file from byte `start` on; an index, or a slice without a step, reads them."""
+
+    file: OpenFile
+    dtype: np.dtype
+    length: int
+    start: int = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int | slice) -> np.ndarray:
+        positions = range(self.length)[index]
+        if not isinstance(index, slice):
+            return self[positions : positions + 1][0]
+        return self.file.read(self.start + positions.start * self.dtype.itemsize, len(positions), self.dtype)
