@@ -21,7 +21,7 @@ SAMPLING_FLAGS = (
 )  # fmt: skip
 DECODING_FLAGS = ("speculate", "compile", "no_cache", "no_slide")
 UNUSED_FLAGS = {  # by mode, the flags that it does not read
-    "--interactive": ("num_samples", "json", "logprobs", "no_cache", "no_slide"),
+    "--interactive": ("num_samples", "json", "logprobs", "no_cache"),
     "--score": ("num_samples", "prompt", "prompt_file", "chat", *DECODING_FLAGS, *SAMPLING_FLAGS),
 }
 
@@ -116,7 +116,6 @@ def main() -> int:
     prompt = arguments.prompt if arguments.prompt_file is None else read_text(arguments.prompt_file)
     text_to_score = None if arguments.score is None else read_text(arguments.score)
 
-    from thinker.data import chat
     from thinker.generation import Completion, Generator, SamplingParams, terminal
     from thinker.generation.chat_conversation import ChatConversation
     from thinker.generation.conversation import Conversation
@@ -151,20 +150,19 @@ def main() -> int:
     if arguments.chat:
         if tokenizer.chat_template is None:
             raise UserError(f"{arguments.path} has no chat template: it was not trained on chats; leave out --chat")
-        if not prompt.strip() and not arguments.interactive:
+        if not prompt.strip() and (prompt or not arguments.interactive):
             raise UserError("--chat needs a message: --prompt TEXT, or --interactive to write in turns")
-        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        tokens = chat.encode_prompt(tokenizer, [*system, {"role": "user", "content": prompt}])
+        conversation = ChatConversation(generator, arguments.system)
+        tokens = conversation.encode(prompt)
     else:
-        tokens = generator.encode(prompt)
+        conversation, tokens = Conversation(generator), generator.encode(prompt)
     first = generator.new_sequence(0, Completion(prompt), params, tokens)  # checks both before anything is printed
     check_cache_fits(generator, generator.model, arguments.num_samples, len(tokens) + first.n_remaining)
     if arguments.int8 and device.type == "cuda" and not (arguments.compile and arguments.num_samples == 1):
         terminal.log("int8 saves memory on a GPU, but costs time there without --compile or with several samples")
     terminal.log(f"seed {params.seed}, {setup}" if params.temperature > 0 else setup)
     if arguments.interactive:
-        chat_or_text = ChatConversation(generator, arguments.system) if arguments.chat else Conversation(generator)
-        terminal.run_interactive(chat_or_text, prompt, params)
+        terminal.run_interactive(conversation, prompt, params)
     elif arguments.json:
         n = arguments.num_samples
         for index, completion in enumerate(generator.generate([prompt] * n, params, [tokens] * n)):

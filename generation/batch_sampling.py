@@ -94,12 +94,9 @@ def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tens
     the last token and each draft. Returns per sequence the tokens, their log-probabilities, and those of the likeliest.
     """
     rows = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]  # N
-    if len(rows) > len(sequences):
-        indices, offsets = zip(*rows)
-        logits = logits[list(indices), list(offsets)]  # (N, V)
-    else:
-        logits = logits[:, 0]
-    logits = logits[:, : sequences[0].tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
+    indices, offsets = map(list, zip(*rows))
+    vocab_size = sequences[0].tokenizer.vocab_size  # ids above the tokenizer's are padding
+    logits = logits[indices, offsets, :vocab_size].float()  # (N, V)
     tokens = sample_tokens([(sequences[index], drafts[index][:offset]) for index, offset in rows], logits)
     logprobs = logits.log_softmax(dim=-1)  # (N, V)
     token_logprobs = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
+from itertools import takewhile
 
 from torch import Tensor
 
 from thinker.generation.engine import Generator
 from thinker.generation.prompts import check_text
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion
+from thinker.generation.sequence import Sequence
+from thinker.generation.sliding import continue_text, decode_sliding, describe_context_end
+from thinker.model import KVCache
 
 
 class Conversation:
     """The text so far as token ids, and a cache; one that cannot go back (it has evicted positions) is made anew.
 
-    An interrupted turn keeps the tokens sampled until then.
+    An interrupted turn keeps the tokens sampled until then. A text longer than the context slides as one that was
+    sampled at once does, if the Generator slides: what the model reads of it depends on its length alone.
     """
 
     greeting = "Type the beginning of a text; /help lists the commands."
@@ -24,14 +29,15 @@ class Conversation:
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
-        self._cache = None
+        self._cache: KVCache | None = None
+        self._read: list[int] = []  # the cache holds these tokens, but perhaps not the last one
         self.reset()
 
     def reset(self) -> None:
         """Start a new text."""
         self.tokens = list(self.generator.tokenizer.bos_prefix)
         self.turn_starts: list[int] = []  # the number of tokens before each turn
-        self._n_cached = 0  # tokens of the text that the cache certainly holds
+        self._said: set[str] = set()
 
     @property
     def text(self) -> str:
@@ -40,43 +46,45 @@ class Conversation:
 
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
         """Append `text`, then yield the model's continuation; UserError, with nothing changed, if it does not fit."""
-        tokens = self.tokens + self.generator.tokenizer.encode(check_text(text, "the text"))
-        yield from self._continue(tokens or [self.generator.tokenizer.bos_id], text, params, len(self.tokens))
-
-    def _continue(self, tokens: list[int], text: str, params: SamplingParams, n_equal: int) -> Iterator[str]:
-        """Yield what follows `tokens`, whose first `n_equal` are those of the text so far."""
-        generator = self.generator
-        sequence = generator.new_sequence(0, Completion(text), params, tokens)
-        sequence.n_after_sliding = 0  # /undo and /show need the whole text
+        tokenizer = self.generator.tokenizer
+        tokens = self.tokens + tokenizer.encode(check_text(text, "the text")) or [tokenizer.bos_id]
+        sequence = continue_text(self.generator, tokens, len(self.tokens), params)
         self.turn_starts.append(len(self.tokens))
-        self.tokens = sequence.tokens  # grows with every sampled token, so an interruption keeps them
         try:
-            n_cached, self._n_cached = min(self._n_cached, n_equal), 0
-            logits = self._prefill(tokens, n_cached)
-            for _, piece in generator.decode([sequence], self._cache, logits):
-                yield piece
+            yield from self._decode(sequence)
         finally:
-            if len(sequence.tokens) > len(tokens):
-                self._n_cached = len(sequence.tokens) - 1  # the model may not have read the last token yet
-                if sequence.tokens[-1] in generator.tokenizer.eos_ids:
-                    sequence.tokens.pop()  # the user continues the same text
+            self.tokens = sequence.forgotten + sequence.tokens
+            if sequence.completion.token_ids and self.tokens[-1] in tokenizer.eos_ids:
+                self.tokens.pop()  # the user continues the same text
 
     def undo(self) -> bool:
         """Remove the last turn, the user's text and the model's. Returns whether there was one."""
         if not self.turn_starts:
             return False
         del self.tokens[self.turn_starts.pop() :]
-        self._n_cached = min(self._n_cached, len(self.tokens))
         return True
 
-    def _prefill(self, tokens: list[int], n_cached: int) -> Tensor:
-        """Read the tokens that the cache does not hold; returns the logits after the last one, (1, 1, V)."""
-        generator, cache = self.generator, self._cache
-        n_cached = min(n_cached, len(tokens) - 1)  # reads at least one token, for its logits
+    def news(self) -> Iterator[str]:
+        """What the last turn met at the end of the context, a line each; nothing that has been said of this text."""
+        lines = describe_context_end(self.generator, [self._last.completion], self._last.params.max_new_tokens)
+        yield from (line for name, line in lines.items() if name not in self._said)
+        self._said |= lines.keys()
+
+    def _decode(self, sequence: Sequence) -> Iterator[str]:
+        self._last = sequence
+        return (piece for _, piece in decode_sliding(self.generator, [sequence], self._prefill))
+
+    def _prefill(self, sequences: list[Sequence]) -> tuple[KVCache, Tensor]:
+        """Read those tokens of the one sequence that the cache does not hold. Returns it and logits, (1, 1, V)."""
+        generator, cache, tokens = self.generator, self._cache, sequences[0].tokens
+        n_cached = sum(takewhile(bool, map(operator.eq, self._read[:-1], tokens[:-1])))  # at least one is to be read
         if n_cached < generator.config.prefix:
             n_cached = 0  # tokens that attend to each other in both directions are read in one pass
+        self._read = []  # until the passes are done
         if cache is None or not cache.can_truncate([n_cached]):
             max_len = generator.config.max_seq_len + generator.speculate + 1  # a ring buffer is smaller than that
-            self._cache, n_cached = generator.new_cache(generator.model, 1, max_len), 0
-        self._cache.truncate([n_cached])
-        return generator.prefill(generator.model, [tokens[n_cached:]], self._cache)
+            cache, n_cached = generator.new_cache(generator.model, 1, max_len), 0
+        cache.truncate([n_cached])
+        logits = generator.prefill(generator.model, [tokens[n_cached:]], cache)
+        self._cache, self._read = cache, tokens  # which grow with every sampled token
+        return cache, logits

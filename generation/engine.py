@@ -140,7 +140,7 @@ class Generator:
         tokens = checks.token_lists(prompt_tokens, completions, self.encode)
         sequences = [self.new_sequence(*each) for each in zip(itertools.count(), completions, params, tokens)]
         start = partial(self._prefill_unique, self.model, slack=self.speculate)
-        yield from decode_sliding(sequences, lambda rows: self.decode(rows, *start(rows)), self.context_len)
+        yield from decode_sliding(self, sequences, start)
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt, after the BOS token if the model was trained with one."""
@@ -200,8 +200,6 @@ class Generator:
                     yield sequence.index, text
                 if not ended:
                     unfinished.append(row)
-                elif self.window is not None:
-                    completion.n_evicted = max(0, len(sequence.tokens) - 1 - self.sinks - self.window)
             if not unfinished:
                 return
             if len(unfinished) < len(sequences):

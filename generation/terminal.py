@@ -30,9 +30,10 @@ print_text = functools.partial(print, end="", flush=True)
 COMMANDS = ("/undo", "/reset", "/show", "/set", "/help", "/quit")
 
 
-def log(text: str) -> None:
-    """Print a line to standard error."""
-    print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)
+def log(*lines: str) -> None:
+    """Print lines to standard error."""
+    for line in lines:
+        print(for_stream(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def print_samples(
@@ -52,8 +53,7 @@ def print_samples(
         print_text(f"\n\n---\n\n{prompt}{completion.text}")
     print_text("\n")
     for completion in completions if show_logprobs else []:
-        for line in logprob_lines(generator, completion):
-            log(line)
+        log(*logprob_lines(generator, completion))
     n_tokens = sum(len(completion.token_ids) for completion in completions)
     text = f"{n_tokens} tokens, {n_tokens / seconds:.0f} tokens/s{first}"
     if compile_seconds:
@@ -62,8 +62,7 @@ def print_samples(
         accepted = sum(completion.accepted for completion in completions)
         text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
     log(text)
-    for line in describe_context_end(generator, completions, params.max_new_tokens):
-        log(line)
+    log(*describe_context_end(generator, completions, params.max_new_tokens).values())
 
 
 def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[str]:
@@ -167,6 +166,7 @@ def _print_reply(conversation: Conversation, text: str, params: SamplingParams, 
                 log("\n(interrupted)")
                 return
     print_text("\n")
+    log(*conversation.news())
 
 
 def _run_command(conversation: Conversation, words: list[str], params: SamplingParams) -> SamplingParams:
@@ -186,8 +186,7 @@ def _run_command(conversation: Conversation, words: list[str], params: SamplingP
         params = _set_param(params, field, rest[1])
         log(f"{rest[0]} is {getattr(params, field)}")
     elif words == ["/set"]:
-        for field, value in dataclasses.asdict(params).items():
-            log(f"{field} {value}")
+        log(*(f"{field} {value}" for field, value in dataclasses.asdict(params).items()))
     else:
         raise UserError(f"{' '.join(words)} is not a command; /help lists them{did_you_mean(name, COMMANDS)}")
     return params

@@ -72,6 +72,21 @@ def follow(folder):
     exec(code.replace('folder = "."', f"folder = {str(folder)!r}"), {})
 
 
+def chat_goes_beyond_the_context(run_script, run, options):
+    """The oldest turns are left out, a message that is too long alone is refused, and --no-slide ends the chat."""
+    lines = "1?\n2?\n3?\n4?\n" + "5? " * 30 + "\n/undo\n6?\n/show\n"
+    turns = run_script(GENERATE, run, *options, input=lines)
+    unseen, refused, removed = turns.stderr.splitlines()[1:]
+    assert (turns.returncode, removed) == (0, "removed")
+    assert unseen.startswith("the chat no longer fits into the model's context of 32 tokens: ")
+    assert refused.startswith("error: the prompt has ")
+    assert [number for number in range(1, 8) if f"user: {number}?" in turns.stdout] == [1, 2, 3, 6]
+    stopped = run_script(GENERATE, run, *options, "--no-slide", input=lines)
+    assert stopped.returncode == 0, stopped.stderr
+    assert stopped.stderr.count("error: the prompt has ") > 1
+    assert "does not see" not in stopped.stderr
+
+
 def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, run_script, tiny_run, tmp_path, capsys):
     """All of it by the commands of the docs: out, conversations with adapters, an answer, losses, out again."""
     talks, base, run = tmp_path / "talks.jsonl", tmp_path / "base", tmp_path / "run"
@@ -97,7 +112,9 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     assert turns.stderr.splitlines()[1:] == ["error: a message needs text"]
     assert turns.stdout.startswith(answer.stdout)
     assert turns.stdout.endswith(f"user: 7?\n\nassistant: {answer.stdout}")
-    for path, prompt, message in [(run, " ", "--chat needs a message"), (tiny_run, "7?", "has no chat template")]:
+    chat_goes_beyond_the_context(run_script, run, [*options, "--interactive"])
+    refusals = [(run, " ", "--chat needs a message"), (tiny_run, "7?", "has no chat template")]
+    for path, prompt, message in [*refusals, (run, "7? " * 30, "the model's context is 32")]:
         refused = run_script(GENERATE, path, *options, "--prompt", prompt)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert message in refused.stderr

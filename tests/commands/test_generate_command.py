@@ -265,6 +265,27 @@ def test_interactive_by_pipe(tiny_run):
     assert "\nLine 1: the" in completed.stdout  # what /show shows
 
 
+def test_interactive_slides_as_one_text_does(tiny_run):
+    """Turns of a greedy text are the text in one go; --no-slide ends it."""
+    common = [GENERATE, tiny_run, "--greedy", "--logit-bias", f"{load(tiny_run)[1].eos_id}=-inf"]
+    whole = run_script(*common, "--prompt", "Line 1: the", "--max-new-tokens", "80")
+    lines = "Line 1: the\n\n\n\n/show\n/undo\n/undo\n\n\n/show\n/set max-new-tokens 40\n/undo\n/undo\n\n/show\n"
+    for options in ([], ["--speculate", "3"]):
+        turns = run_script(*common, "--interactive", "--max-new-tokens", "20", *options, input=lines)
+        assert turns.returncode == 0, turns.stderr
+        assert turns.stdout.count(whole.stdout) == 3  # what each /show shows
+        said = [line for line in turns.stderr.splitlines() if "context" in line]
+        assert said == whole.stderr.splitlines()[-1:]
+        assert said == [
+            "longer than the model's context of 32 tokens: the newest 16 tokens are read again there; --no-slide stops"
+        ]
+    turns = run_script(*common, "--interactive", "--no-slide", "--max-new-tokens", "60", input="Line 1: the\n\n/undo\n")
+    ended, refused, removed = turns.stderr.splitlines()[1:]
+    assert (turns.returncode, removed) == (0, "removed")
+    assert ended.startswith("the text ends where the model's context does, at 32 tokens; with --window W")
+    assert refused.startswith("error: the prompt has 33 tokens and the model's context is 32")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_interactive_at_a_terminal_survives_an_interruption(tiny_run):
     import pty

@@ -78,3 +78,89 @@ def test_a_message_that_is_refused_changes_nothing(model, text, message):
     with pytest.raises(UserError, match=message):
         list(conversation.reply(text, PARAMS))
     assert (conversation.messages, conversation.tokens) == (messages, tokens)
+
+
+SYSTEM = [{"role": "system", "content": "be brief"}]
+UNSEEN = "the chat no longer fits into the model's context of 160 tokens: the model does not see its oldest turns; "
+
+
+@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"int8": True}], ids=str)
+@pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL], ids=["plain", "forgetful"])
+@pytest.mark.parametrize("system", [None, "be brief"])
+def test_the_oldest_turns_are_not_seen_where_the_chat_does_not_fit(model, template, system, options):
+    generator = Generator(model, tokenizer(template), slide=True, **options)
+    conversation, messages = ChatConversation(generator, system), SYSTEM[: system is not None]
+    n_system, said = len(messages), []
+
+    def check(text):
+        """Every turn that leaves room for an answer is seen, and the answer is that of a fresh start."""
+        nonlocal messages
+        messages = [*messages, {"role": "user", "content": text}]
+        kept = [messages[:n_system] + messages[start:] for start in range(n_system, len(messages), 2)]
+        lengths = [len(chat.encode_prompt(generator.tokenizer, one)) for one in kept]
+        start = next((n for n, length in enumerate(lengths) if length <= 160 - 6), len(kept) - 1)
+        answer, _ = fresh(Generator(model, tokenizer(template), slide=True, **options), kept[start])
+        assert "".join(conversation.reply(text, PARAMS)) == answer
+        messages = [*messages, {"role": "assistant", "content": answer}]
+        assert conversation.messages == messages
+        said.append(list(conversation.news()))
+        return start
+
+    n_unseen = [check(f"{number} and " * 3) for number in range(8)]
+    assert n_unseen == sorted(n_unseen)
+    assert n_unseen[:2] == [0, 0]
+    assert n_unseen[-1] > 2
+    assert [len(lines) for lines in said] == [int(n == n_unseen.index(1)) for n in range(8)]
+    assert said[n_unseen.index(1)][0].startswith(UNSEEN)
+    with pytest.raises(UserError, match="the model's context is 160"):
+        list(conversation.reply("x" * 160, PARAMS))
+    assert conversation.messages == messages
+    assert check("y" * 120) == 8  # fits alone
+    assert conversation.undo()
+    messages = messages[:-2]
+    assert check("8 and " * 3) < 8  # those that were left out for the long message are seen again
+    for _ in range(9):
+        assert conversation.undo()
+    assert (conversation.messages, conversation.undo()) == (messages[:n_system], False)
+
+
+def test_room_for_an_answer_is_a_quarter_of_the_context_at_most(model):
+    generator = Generator(model, tokenizer(), slide=True)
+    for max_new_tokens, n_seen in [(20, 160 - 20), (40, 160 - 40), (10_000, 160 - 40)]:
+        conversation = ChatConversation(generator)
+        list(conversation.reply("a", SamplingParams(1, 0)))
+        text = "b" * (n_seen - len(conversation.encode("")))
+        for more, is_unseen in [("", False), ("b", True)]:
+            pieces = conversation.reply(text + more, SamplingParams(max_new_tokens, 0))
+            next(pieces)
+            pieces.close()
+            assert any(line.startswith(UNSEEN) for line in conversation.news()) == is_unseen
+            conversation.undo()
+
+
+def test_an_answer_longer_than_the_context_slides_and_the_chat_goes_on(model):
+    conversation = ChatConversation(Generator(model, tokenizer(), slide=True))
+    long = SamplingParams(200, seed=3, logit_bias=PARAMS.logit_bias)
+    list(conversation.reply("who?", long))
+    assert [line.split(":")[0] for line in conversation.news()] == ["longer than the model's context of 160 tokens"]
+    pieces = conversation.reply("and why?", long)
+    heard = "".join(next(pieces) for _ in range(3))
+    pieces.close()
+    assert conversation.messages[-1]["content"] == heard
+    seen = [*conversation.messages[2:], {"role": "user", "content": "x"}]
+    answer, _ = fresh(Generator(model, tokenizer(), slide=True), seen)
+    assert "".join(conversation.reply("x", PARAMS)) == answer
+
+
+@pytest.mark.parametrize("options", [{"window": 40, "sinks": 4}, {}])
+def test_where_nothing_slides_every_turn_is_seen_or_the_message_refused(model, options):
+    conversation = ChatConversation(Generator(model, tokenizer(), slide=bool(options), **options))
+    for number in range(9):
+        answer = conversation.reply(f"{number} and " * 3, PARAMS)
+        if not options and len(conversation.encode(f"{number} and " * 3)) > 160:
+            with pytest.raises(UserError, match="context"):
+                list(answer)
+            break
+        assert list(answer)
+    assert (len(conversation.messages) == 18) == bool(options)
+    assert [line.split(":")[0] for line in conversation.news()] == ["evicted at the end"] * bool(options)

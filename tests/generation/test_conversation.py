@@ -93,6 +93,20 @@ def test_recovers_from_a_failed_forward_pass(model, monkeypatch):
     assert conversation.tokens == expected
 
 
+def test_a_failed_reading_of_another_text_leaves_no_trace(model):
+    conversation = Conversation(Generator(model, TOKENIZER))
+    list(conversation.reply("Some text", PARAMS))
+    before = list(conversation.tokens)
+    conversation.undo()
+    hook = conversation.generator.model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(conversation.reply("Other text", PARAMS))
+    hook.remove()
+    conversation.undo()
+    list(conversation.reply("Some text", PARAMS))
+    assert conversation.tokens == before
+
+
 def test_an_end_of_text_token_does_not_end_the_conversation(model):
     with torch.no_grad():
         conversation = Conversation(Generator(model, TOKENIZER))

@@ -23,10 +23,10 @@ def model(request):
 
 
 @torch.no_grad()
-def from_scratch(model, prompt, params):
+def from_scratch(model, tokens, view, params):
     """Every step reads what is in view, without a cache; returns the tokens and how often the view slid."""
-    tokens, n_slides = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)], 0
-    view, sequence = list(tokens), Sequence(0, Completion(prompt), params, tokens, 1 << 30, TOKENIZER)
+    view, n_slides = list(view), 0
+    sequence = Sequence(0, Completion(""), params, list(tokens), 1 << 30, TOKENIZER)
     for _ in range(params.max_new_tokens):
         if len(view) > CONTEXT:
             view, n_slides = view[-(CONTEXT // 2) :], n_slides + 1
@@ -48,7 +48,8 @@ def test_it_equals_reading_the_newest_half_from_scratch(model, options, more):
     prompts = ["", "hello", "x" * (CONTEXT - 1), "hello"]
     params = [SamplingParams(max_new_tokens=n, logit_bias=NO_END, **more) for n in (30, 7, 25, 8)]
     for completion, own in zip(generator.generate(prompts, params), params):
-        assert (completion.token_ids, completion.n_slides) == from_scratch(model, completion.prompt, own)
+        tokens = generator.encode(completion.prompt)
+        assert (completion.token_ids, completion.n_slides) == from_scratch(model, tokens, tokens, own)
         assert completion.finish_reason == "length"
 
 
@@ -79,8 +80,95 @@ def test_what_does_not_slide(model):
     generator = Generator(model, TOKENIZER, slide=True)
     with pytest.raises(UserError, match="context is 12"):
         generator.generate("x" * CONTEXT, SamplingParams(5))
-    reply = list(Conversation(generator).reply("hello", SamplingParams(40, logit_bias=NO_END)))
-    assert 0 < len("".join(reply)) <= CONTEXT + 1 - 6
     if model.config.positions == "rope":
         (windowed,) = Generator(model, TOKENIZER, slide=True, window=6).generate("hello", SamplingParams(40))
         assert windowed.n_slides == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"int8": True}, {"int8": True, "speculate": 4}])
+def test_turns_slide_as_a_text_in_one_go(model, options):
+    """Greedily, turns in which the user adds nothing are one long text, wherever they end."""
+    generator = Generator(model, TOKENIZER, slide=True, **options)
+    conversation = Conversation(generator)
+    for text, n_new in [("hello", 3), ("", 4), ("", 1), ("", 1), ("", 9), ("", 30)]:  # the second ends at the border
+        list(conversation.reply(text, SamplingParams(n_new, 0, logit_bias=NO_END)))
+    (completion,) = generator.generate("hello", SamplingParams(48, 0, logit_bias=NO_END))
+    assert conversation.tokens == [*generator.encode("hello"), *completion.token_ids]
+    assert completion.n_slides == 6
+
+
+def view(n_tokens):
+    """How many of a text's newest tokens the model reads."""
+    n_read = 0
+    for _ in range(n_tokens):
+        n_read = CONTEXT // 2 if n_read == CONTEXT + 1 else n_read
+        n_read += 1
+    return n_read if n_read <= CONTEXT else CONTEXT // 2
+
+
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}])
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_every_turn_beyond_the_context_is_a_fresh_reading_of_what_is_in_view(model, more, speculate):
+    """Also after /undo, and after a turn that was interrupted at any token around the border."""
+    conversation = Conversation(Generator(model, TOKENIZER, slide=True, speculate=speculate))
+    params = SamplingParams(7, seed=3, logit_bias=NO_END, **more)
+
+    def check(text):
+        tokens = conversation.tokens + TOKENIZER.encode(text)
+        seen = tokens[-view(len(tokens)) :]
+        list(conversation.reply(text, params))
+        assert conversation.tokens == tokens + from_scratch(model, tokens, seen, params)[0]
+
+    for text in ("he", "llo", "", "four", "", "x"):
+        check(text)
+    for n_pieces in range(1, 7):
+        before = list(conversation.tokens)
+        pieces = conversation.reply("y", params)
+        for _ in range(n_pieces):
+            next(pieces, None)
+        pieces.close()
+        check("")
+        assert [conversation.undo(), conversation.undo()] == [True, True]
+        assert conversation.tokens == before
+        assert conversation.undo()
+        check("abc" if n_pieces < 4 else "d")
+    while conversation.undo():
+        pass
+    check("he")
+
+
+def test_a_new_text_is_read_whole_or_refused(model):
+    conversation = Conversation(Generator(model, TOKENIZER, slide=True))
+    passes = []
+    hook = conversation.generator.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].tolist()[0]))
+    list(conversation.reply("hello", SamplingParams(7, logit_bias=NO_END)))
+    before, text = list(conversation.tokens), "x" * CONTEXT
+    with pytest.raises(UserError, match="the prompt has 13 tokens and the model's context is 12"):
+        list(conversation.reply(text + "x", SamplingParams(7)))
+    assert conversation.tokens == before
+    del passes[:]
+    next(conversation.reply(text, SamplingParams(7, logit_bias=NO_END)))
+    assert passes[0] == TOKENIZER.encode(text)
+    hook.remove()
+
+
+def test_what_happens_at_the_end_of_the_context_is_said_once(model):
+    slides, ends = (Conversation(Generator(model, TOKENIZER, slide=slide)) for slide in (True, False))
+    params = SamplingParams(5, logit_bias=NO_END)
+    said = {}
+    for conversation in (slides, ends):
+        for text in ("hello", "", ""):
+            try:
+                list(conversation.reply(text, params))
+                said.setdefault(conversation, []).append(list(conversation.news()))
+            except UserError as error:
+                said[conversation].append(str(error))
+    line = "longer than the model's context of 12 tokens: the newest 6 tokens are read again there; --no-slide stops"
+    assert said[slides] == [[], [line], []]
+    assert said[ends][0] == []
+    assert said[ends][1][0].startswith("the text ends where the model's context does, at 12 tokens")
+    assert said[ends][2].startswith("the prompt has 13 tokens and the model's context is 12")
+    slides.reset()
+    for text, lines in [("hello", []), ("world", [line])]:  # the new text alone goes beyond the context
+        list(slides.reply(text, SamplingParams(2, logit_bias=NO_END)))
+        assert list(slides.news()) == lines
