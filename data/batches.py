@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
@@ -15,11 +14,10 @@ from thinker.data.shards import DamagedShard, Shard, TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.runtime.file_array import FileArray, OpenFile
-from thinker.runtime.files import atomic_write
+from thinker.runtime.files import atomic_write, can_write
 
 Packing = Literal["contiguous", "documents"]
 ROUNDS = 8
-READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
@@ -226,10 +224,7 @@ def _packed_starts(shard: Shard, seq_len: int) -> FileArray | np.ndarray:
     n_pieces = -(-(end - begin) // seq_len)  # more than 1 only for a document longer than a window
     piece = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # index within its document
     starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1]).astype("<i8")
-    try:
-        atomic_write(path, starts.tobytes() + hashlib.sha256(starts).digest())
-    except OSError as error:
-        if error.errno not in READ_ONLY:
-            raise
+    if not can_write(path.parent):
         return starts
+    atomic_write(path, starts.tobytes() + hashlib.sha256(starts).digest())
     return FileArray(OpenFile(path, DamagedShard), starts.dtype, len(starts))
