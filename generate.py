@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 def read_text(name: str) -> str:
     """Read a UTF-8 file, or standard input for "-". Raises UserError if it cannot be read or is not UTF-8."""
     try:
-        return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode()
+        return (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,8 @@ def format_table(losses: list[TextLoss]) -> str:
 def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path) -> TokenShards:
     """Write the first documents of a source to shards in `folder`, until there are `max_tokens` tokens.
 
-    The last document is kept in full; a source that is a single text is cut.
+    The last document is kept in full. A source that is a single text is cut, and no token that ends it is a target:
+    Generator.score() counts the same tokens.
     """
     writer, n_left = ShardWriter(folder, "text", tokenizer), max_tokens
     with tqdm(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
@@ -142,4 +143,8 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
     if n_left == max_tokens:
         raise UserError(f"data.source={source.name}: there is no text to be predicted")
     writer.close()
-    return TokenShards.open(folder, writer.files, tokenizer)
+    tokens = TokenShards.open(folder, writer.files, tokenizer)
+    if not source.whole_text:
+        return tokens
+    n_tokens = 1 + max_tokens - n_left  # with the BOS token
+    return TokenShards([replace(shard, n_tokens=n_tokens, tokens=shard.tokens[:n_tokens]) for shard in tokens.shards])

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Iterator
 from functools import partial
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from thinker.generation.sink_cache import SinkCache
 from thinker.generation.sliding import decode_sliding
 from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_len
 from thinker.model import KVCache, Thinker
-from thinker.runtime.device import to_device
+from thinker.runtime.device import choose_dtype, to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_computed
+from thinker.runtime.type_checks import check_types, describe
 
 Params = SamplingParams | list[SamplingParams] | None
 PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
@@ -45,7 +47,7 @@ class Generator:
         tokenizer: Tokenizer,  # the one that the model was trained with
         use_cache: bool = True,  # False recomputes every position at every step, to compare
         *,
-        dtype: torch.dtype | None = None,  # of weights, activations and cache; by default that of the model
+        dtype: torch.dtype | str | None = None,  # of weights, activations and cache, or its name: "bf16"
         int8: bool = False,  # store the weights in int8 (generation.int8.Int8Linear)
         compile: bool = False,  # run the one-token step through torch.compile, on a GPU as a CUDA graph
         window: int | None = None,  # remember only the newest `window` positions, for texts of any length
@@ -54,7 +56,10 @@ class Generator:
         speculate: int = 0,  # draft this many tokens per step, by prompt lookup or by `draft`; the text stays the same
         draft: Thinker | None = None,  # a smaller model with the same tokenizer, for `speculate`
     ) -> None:
-        config, dtype = model.config, dtype or model.dtype
+        if tokenizer is None:
+            raise UserError("a Generator needs the model's tokenizer; load() gives None where a folder has none")
+        check_types(get_type_hints(Generator.__init__), locals())
+        config, dtype = model.config, choose_dtype(dtype or model.dtype)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
         self.window, self.sinks, self.speculate = window, sinks, speculate
         self._check_options(compile, draft)
@@ -72,8 +77,6 @@ class Generator:
 
     def _check_options(self, compile: bool, draft: Thinker | None) -> None:
         config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
-        if self.tokenizer is None:
-            raise UserError("a Generator needs the model's tokenizer; load() gives None where a folder has none")
         if self.tokenizer.vocab_size > config.vocab_size:
             raise UserError(f"the tokenizer has {self.tokenizer.vocab_size} ids, the model {config.vocab_size}")
         if sinks < 0 or (window is None and sinks):
@@ -220,6 +223,8 @@ class Generator:
         `n_top`: also return the log-probabilities of this many likeliest tokens per position. Raises UserError if the
         whole text lies inside the model's bidirectional prefix.
         """
+        if type(n_top) is not int or n_top < 0:
+            raise UserError(f"n_top is {describe(n_top)}; it must be a whole number of at least 0")
         ids = self.tokenizer.encode(checks.check_text(text, "the text"))
         tokens = [self.tokenizer.bos_id, *ids]
         n_skipped = max(0, self.config.prefix - 1)  # ids inside the prefix

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
+from thinker.runtime.type_checks import describe
 
 _LIMIT = 1e100  # of penalties and biases, so that float64 never overflows
 _RANGES = {  # field of SamplingParams: type, lowest and highest value, and the range in words
@@ -50,9 +51,9 @@ class SamplingParams:
         for name, (kind, lowest, highest, expected) in _RANGES.items():
             value, is_optional = getattr(self, name), getattr(SamplingParams, name) is None
             if not (_is_number(value, kind, lowest, highest) or (value is None and is_optional)):
-                raise UserError(f"{name} is {value!r}; it must be {expected}")
+                raise UserError(f"{name} is {describe(value)}; it must be {expected}")
         if not isinstance(self.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in self.stop):
-            raise UserError(f"stop is {self.stop!r}; it must be a list of strings, none of them empty")
+            raise UserError(f"stop is {describe(self.stop)}; it must be a list of strings, none of them empty")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "logit_bias", _sorted_pairs(self.logit_bias))
 
@@ -72,7 +73,9 @@ def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         is_valid = False
     if not is_valid:
-        raise UserError(f"logit_bias is {biases!r}; it must have token ids and for each a number up to ±1e100, or -inf")
+        raise UserError(
+            f"logit_bias is {describe(biases)}; it must have token ids and for each a number up to ±1e100, or -inf"
+        )
     return tuple((token, float(bias)) for token, bias in pairs)
 
 

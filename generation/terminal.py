@@ -80,8 +80,9 @@ def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[
 def print_score(generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool) -> None:
     """Print how likely a text is. `exact`: the score of the fp32 model, to compare an int8 model with."""
     n_tokens, bits = len(score.token_ids), score.bits_per_byte
-    if n_tokens > generator.context_len:
-        log(f"longer than the context of {generator.context_len} tokens: read in windows that overlap by half")
+    context = generator.context_len
+    windows = f", in windows of the context, {context}, that overlap by half" if n_tokens > context else ""
+    log(f"counted: all tokens, not the end of the text{windows}")
     numbers = {"tokens": n_tokens, "bytes": score.n_bytes, "nats": score.nats}
     numbers |= {"nats_per_token": score.nats / max(n_tokens, 1), "bits_per_byte": bits}
     if exact is not None:

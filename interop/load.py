@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from typing import get_type_hints
 
 import torch
 
@@ -14,14 +16,16 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import has_tokenizer, load_tokenizer
 from thinker.interop import huggingface, peft_adapter
 from thinker.model import Thinker
+from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_weights
+from thinker.runtime.type_checks import check_types
 
 
 def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
     """The checkpoint folder that `path` means, or one in a run directory. Raises UserError where there is none."""
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"{path} does not exist; give a run directory, a checkpoint in it, or a Hugging Face folder")
     has_weights = (path / "model.safetensors").is_file() or is_sharded(path)
     if has_weights and (path / "manifest.json").is_file():
@@ -53,7 +57,7 @@ def find_checkpoint(path: str | Path, checkpoint: str = "latest") -> Path:
 
 def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
     """find_checkpoint(), or a Hugging Face folder (or adapter) as it is."""
-    if not huggingface.is_hf_folder(Path(path)) and not (Path(path) / peft_adapter.CONFIG).is_file():
+    if not huggingface.is_hf_folder(Path(path)) and not os.path.isfile(Path(path) / peft_adapter.CONFIG):
         return find_checkpoint(path, checkpoint)
     if checkpoint != "latest":
         raise UserError(f"{path} is one model; --checkpoint {checkpoint} chooses among those of a run directory")
@@ -61,16 +65,18 @@ def find_model(path: str | Path, checkpoint: str = "latest") -> Path:
 
 
 def load(
-    path: str | Path, device: torch.device | str = "cpu", checkpoint: str = "latest"
+    path: str | Path, device: torch.device | str = "cpu", checkpoint: str | int = "latest"
 ) -> tuple[Thinker, Tokenizer | None]:
     """A model and its tokenizer (None where the folder has none), ready to sample from, in fp32.
 
-    `path`: a run directory, a checkpoint in it, a Hugging Face folder, or one of a LoRA adapter (peft). `checkpoint`:
-    of a run directory, "latest", "best", a step such as "500", or a name. Raises UserError where `path` is neither,
-    or nothing in it is whole, RunError where a weight is not finite.
+    `path`: a run directory, a checkpoint in it, a Hugging Face folder, or one of a LoRA adapter (peft). `device`: also
+    "auto". `checkpoint`: of a run directory, "latest", "best", a step such as 500, or a name. Raises UserError where
+    `path` is neither, or nothing in it is whole, RunError where a weight is not finite.
     """
+    check_types(get_type_hints(load), locals())
+    device = choose_device(device)
     while True:
-        folder = find_model(path, checkpoint)
+        folder = find_model(path, str(checkpoint))
         try:
             if (folder / peft_adapter.CONFIG).is_file():
                 model, base = peft_adapter.load_adapter(folder)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinker.runtime.errors import UserError, did_you_mean
+from thinker.runtime.type_checks import check_types
 
 Patch = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
 READ_ONLY = ("q", "k", "v")
@@ -74,6 +75,7 @@ def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, P
 
     Later hooks get what earlier ones patched. Not for compiled models or several threads. UserError: an unknown name.
     """
+    check_types({"patches": Mapping}, {"patches": patches})
     cache, points = ActivationCache(), hook_points(model)
     hooks = [(name, partial(cache.add, name)) for pattern in names for name in _matching_names(pattern, points)]
     for pattern, patch in patches.items():
@@ -98,6 +100,7 @@ def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, P
 
 
 def _matching_names(pattern: str, names: Iterable[str]) -> list[str]:
+    check_types({"name": str}, {"name": pattern})
     parts = pattern.split(".")
     candidates = [name for name in names if name.count(".") == pattern.count(".")]
     matches = [name for name in candidates if all(map(fnmatchcase, name.split("."), parts))]

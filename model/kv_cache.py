@@ -15,6 +15,7 @@ from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import CAUSAL, INVALID_POSITION, Pattern, TokenInfo
 from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
+from thinker.runtime.type_checks import describe
 
 
 @dataclass
@@ -126,8 +127,9 @@ class KVCache:
         slack: int = 0,
     ) -> None:
         """`slack`: the number of positions that truncate() can always remove, even from rings."""
-        if batch_size < 1 or max_len < 1:
-            raise UserError(f"a cache of {batch_size} rows and {max_len} positions: both must be at least 1")
+        if not all(type(n) is int and n >= least for n, least in ((batch_size, 1), (max_len, 1), (slack, 0))):
+            sizes = f"{describe(batch_size)} rows, {describe(max_len)} positions and a slack of {describe(slack)}"
+            raise UserError(f"a cache of {sizes}: they must be whole numbers of at least 1, the slack of at least 0")
         self.max_len, self.device, self.slack = max_len, torch.device(device), slack
         self.mask_builder = MaskBuilder.of_model(config, dtype, self.device, "auto")
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype

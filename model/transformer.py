@@ -22,6 +22,7 @@ from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
 from thinker.runtime.errors import UserError
+from thinker.runtime.type_checks import check_types
 
 
 class MLP(nn.Module):
@@ -78,6 +79,7 @@ class Thinker(nn.Module):
 
     def __init__(self, config: ThinkerConfig) -> None:
         super().__init__()
+        check_types({"config": ThinkerConfig}, locals())
         self.config = config
         self.activation_dtype: torch.dtype | None = None
         self.is_compiled = False  # set where the blocks are; on CUDA the loss is then compiled, too
@@ -150,7 +152,7 @@ class Thinker(nn.Module):
         Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
             if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns beyond the context.
         """
-        inputs = check_inputs(self.config, tokens, embeddings, targets, has_cache=cache is not None)
+        inputs = check_inputs(self.config, self.device, tokens, embeddings, targets, document_ids, cache)
         if targets is not None and self.hooks is not None and "logits" in self.hooks:
             raise UserError("logits cannot be recorded or patched in a pass with targets")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
@@ -167,8 +169,6 @@ class Thinker(nn.Module):
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
         """The context of a whole sequence, or of the next positions of a cache. Raises UserError if they do not fit."""
-        if document_ids is not None and (cache is not None or document_ids.shape != inputs.shape[:2]):
-            raise UserError(f"document_ids must be {tuple(inputs.shape[:2])}, and do not go with a cache")
         if tokens is None and any(pattern.tokens for pattern in self.config.patterns):
             raise UserError("model.attention selects tokens by their ids; embeddings have none")
         end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
@@ -210,7 +210,8 @@ class Thinker(nn.Module):
 
     def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
         """An empty cache for `max_len` positions (None: config.max_seq_len); `slack` as in KVCache."""
-        return KVCache(self.config, batch_size, max_len or self.config.max_seq_len, self.device, self.dtype, slack)
+        max_len = self.config.max_seq_len if max_len is None else max_len
+        return KVCache(self.config, batch_size, max_len, self.device, self.dtype, slack)
 
     def record(self, *names: str) -> AbstractContextManager[ActivationCache]:
         """`with model.record("blocks.*.attention.weights") as cache:` records activations of each pass."""

@@ -17,16 +17,27 @@ from torch import Tensor
 from thinker.runtime.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), torch.float64)}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 
-def choose_device(name: str = "auto") -> torch.device:
+def choose_device(name: torch.device | str = "auto") -> torch.device:
     """The device of that name; "auto" prefers a GPU. Raises UserError if this machine does not have the device."""
-    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    names = [kind for kind in is_available if is_available[kind]]
-    if name not in ("auto", *names):
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    counts = {"cuda": n_gpus, "mps": int(torch.backends.mps.is_available()), "cpu": 1}
+    names = [kind for kind in counts if counts[kind]]
+    numbered = [f"{kind}:{index}" for kind in names for index in range(counts[kind])]
+    if str(name) not in ("auto", *names, *numbered):
         raise UserError(f"the device {name} is not available; this machine has: {', '.join(names)}")
     return torch.device(names[0] if name == "auto" else name)
+
+
+def choose_dtype(name: torch.dtype | str) -> torch.dtype:
+    """The dtype of floating-point numbers of that name, ours ("bf16") or torch's. Raises UserError for another."""
+    dtype = {**DTYPES, **TORCH_DTYPES}.get(str(name).removeprefix("torch."))
+    if dtype is None:
+        raise UserError(f"dtype is {name}; it must be {', '.join(DTYPES)} or one of torch's, such as torch.bfloat16")
+    return dtype
 
 
 def to_device(values: list | Tensor, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     group = parser.add_argument_group("evaluation")
     context = {"type": context_lengths, "metavar": "N,..."}
     group.add_argument("--context", **context, help="context lengths, such as 128,256 (default: as trained)")
-    group.add_argument("--stride", type=int, metavar="N", help="overlapping windows; each counts its last N tokens")
+    group.add_argument("--stride", type=int, metavar="N", help="each window counts its last N tokens only")
     group.add_argument("--confidence", type=float, default=0.95, help="level of the intervals (default 0.95)")
     group.add_argument("--rope-scaling", metavar="YAML", help='override it, such as "{type: linear, factor: 4}"')
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
@@ -86,7 +86,7 @@ def context_lengths(text: str) -> list[int]:
 
 
 def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path) -> tuple:
-    """Returns the source's name, the length of the training windows (None if unknown), the packing, and the tokens."""
+    """The source's name, the training windows' length (or None) and packing, whether it is one text, its tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
     from thinker.training.training_data import load_run_config, load_validation_data
@@ -98,10 +98,11 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
             options |= {"max_documents": 1 + max_tokens // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
         packing, config = "documents" if source.name == "tales" else "contiguous", load_run_config(folder)
-        return source.name, config and config.data.seq_len, packing, tokenize(source, tokenizer, max_tokens, scratch)
+        tokens = tokenize(source, tokenizer, max_tokens, scratch)
+        return source.name, config and config.data.seq_len, packing, source.whole_text, tokens
     config, tokens = load_validation_data(folder, tokenizer, "--source", scratch, arguments.read_data)
     packing = "documents" if config.data.source == "tales" else config.data.packing
-    return config.data.source, config.data.seq_len, packing, tokens
+    return config.data.source, config.data.seq_len, packing, False, tokens
 
 
 def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -143,26 +144,31 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     from thinker.data.tokenizer import token_byte_lengths
     from thinker.evaluation.perplexity import format_table, text_loss
 
-    source, trained, packing, tokens = load_tokens(arguments, folder, tokenizer, scratch)
+    source, trained, packing, is_one_text, tokens = load_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or min(model.config.max_seq_len, 1024)
     longest = max(shard.n_tokens - 1 for shard in tokens.shards)
     lengths = arguments.context or [min(trained, longest)]
     if max(lengths) > longest:
         raise UserError(f"a --context of {max(lengths)} is longer than the text, which has {longest} tokens")
-    overlap = {"stride": arguments.stride, "prefix_len": model.config.prefix}
-    windows = [PackedDataset(tokens, length, packing, **overlap) for length in lengths]
+    prefix = model.config.prefix
+    halves = is_one_text and arguments.stride is None and prefix <= 1  # as Generator.score() does
+    strides = [length - length // 2 if halves else arguments.stride for length in lengths]
+    windows = [PackedDataset(tokens, T, packing, stride=n, prefix_len=prefix) for T, n in zip(lengths, strides)]
     byte_lengths, confidence = token_byte_lengths(tokenizer), arguments.confidence
     max_tokens = arguments.max_tokens or MAX_TOKENS
-    is_part = tokens.n_tokens >= max_tokens and (arguments.source or arguments.max_tokens)
+    is_part = tokens.n_tokens > max_tokens and (arguments.source or arguments.max_tokens)
     limits = [-(-max_tokens // each.stride) if is_part and arguments.source is None else 0 for each in windows]
     losses = [text_loss(model, each, byte_lengths, confidence, trained, n) for each, n in zip(windows, limits)]
     if arguments.png:
         plot(losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
     header["part"] = f"the first {losses[0].n_tokens:,} tokens (--max-tokens)" if is_part else None
+    answers_or_all = "answers" if tokens.has_conversations else "all tokens, and the end of each document"
+    header["counted"] = "all tokens, not the end of the text" if is_one_text else answers_or_all
     header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
     values = header | {"losses": [loss.to_dict() for loss in losses]}
     header |= {"confidence": f"{confidence:.4g}, of the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
+    header["stride"] = "half the context, as generate.py --score" if halves else arguments.stride
     if losses[0].entropy_floor is not None:
         header["entropy_floor"] = f"{losses[0].entropy_floor:.4f} nats per token, the minimum"
     by_position = f"by position, at a context of {lengths[-1]}\n{losses[-1].by_position.format_table()}"
@@ -173,7 +179,7 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
     """The loss by position beyond the trained length and, on tales, the needle test: for JSON, and as a text."""
     from thinker.evaluation import long_context, needle
 
-    source, trained, _, tokens = load_tokens(arguments, folder, tokenizer, scratch)
+    source, trained, *_, tokens = load_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or model.config.max_seq_len
     longest, needles = arguments.factor * trained, []
     windows = long_context.long_windows(model.config, tokens, longest)

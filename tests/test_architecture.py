@@ -40,6 +40,7 @@ NEW_ROOMS = {
     "runtime/reading.py",
     "runtime/streams.py",
     "runtime/terminal_text.py",
+    "runtime/type_checks.py",
     "training/advice.py",
     "training/command_line.py",
     "training/memory_bound.py",

@@ -115,6 +115,31 @@ def test_run_and_export_have_the_same_losses(command, tiny_run, tmp_path, capsys
         command(folder, "--device", "cpu")
 
 
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("n_lines", [1, 40])  # shorter than the context, and longer
+def test_a_text_has_the_score_that_generate_prints(run_script, tiny_run, text_file, tmp_path, add_bos, n_lines):
+    """The same tokens, without an end, in the same windows; a byte order mark is no part of either text."""
+    model, tokenizer = interop.load(tiny_run)
+    tokenizer.bos_prefix = [tokenizer.bos_id] if add_bos else []
+    folder, file = tmp_path / "hf", tmp_path / "other.txt"
+    folder.mkdir()
+    huggingface.save_pretrained(model, tokenizer, folder)
+    tokenizer_conversion.write(tokenizer, folder, 32)
+    assert interop.load(folder)[1].bos_prefix == tokenizer.bos_prefix
+    file.write_text("".join(text_file.read_text().splitlines(keepends=True)[-n_lines:]), encoding="utf-8-sig")
+    scored = run_script(ROOT / "generate.py", folder, "--score", file, "--json", "--device", "cpu")
+    options = ["--source", "text", "--path", file, "--device", "cpu"]
+    evaluated = run_script(ROOT / "scripts/eval.py", folder, *options, "--json")
+    score, values = json.loads(scored.stdout), json.loads(evaluated.stdout)
+    (loss,) = values["losses"]
+    assert (score["tokens"], score["bytes"]) == (loss["n_tokens"], loss["n_bytes"])
+    assert loss["n_windows"] > 1 or n_lines == 1
+    assert score["nats_per_token"] == pytest.approx(loss["nats_per_token"]["mean"], rel=1e-5)
+    assert score["bits_per_byte"] == pytest.approx(loss["bits_per_byte"]["mean"], rel=1e-5)
+    assert values["counted"] == "all tokens, not the end of the text"
+    assert f"counted: {values['counted']}" in scored.stderr
+
+
 def test_a_part_of_the_validation_data(command, tiny_run, capsys):
     """--max-tokens reads the first windows, and says so; the whole set and the whole text say nothing of a part."""
     assert command(tiny_run, "--device", "cpu", "--json") == 0
@@ -129,7 +154,7 @@ def test_a_part_of_the_validation_data(command, tiny_run, capsys):
     assert loss["nats_per_token"]["mean"] == pytest.approx(full["nats_per_token"]["mean"], rel=0.3)
     assert command(tiny_run, "--device", "cpu", "--source", "text", "--path", ROOT / "README.md",
                    "--max-tokens", 320) == 0  # fmt: skip
-    assert "part  the first 321 tokens (--max-tokens)" in capsys.readouterr().out
+    assert "part  the first 320 tokens (--max-tokens)" in capsys.readouterr().out
 
 
 def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):

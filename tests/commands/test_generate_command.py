@@ -218,7 +218,7 @@ def test_score_and_logprobs(tiny_run, tmp_path):
     assert "longer than the context" not in output.stderr
     (tmp_path / "long.txt").write_text("Line 1: the cat number 1 sat. " * 9)
     long = run_script(GENERATE, tiny_run, "--score", tmp_path / "long.txt")
-    assert "longer than the context of 32 tokens: read in windows that overlap by half" in long.stderr
+    assert "in windows of the context, 32, that overlap by half" in long.stderr
     *tokens, summary, cost = output.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary

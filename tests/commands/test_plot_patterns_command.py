@@ -86,7 +86,7 @@ def test_mistakes(arguments, message, tmp_path):
 @pytest.mark.parametrize(("png", "reason"), [("nowhere/a.png", "No such file or directory"), (".", "Is a directory")])
 def test_a_file_that_cannot_be_written(png, reason, tmp_path):
     done = run_script(SCRIPT, "full", "--png", png, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, f"error: cannot read or write {png}: {reason}\n")
+    assert (done.returncode, done.stderr) == (2, f"error: cannot read or write {png}: {reason}\n")
 
 
 def expected(attends, head, length):

@@ -242,7 +242,7 @@ def test_links_in_a_run_directory_lead_nowhere(train_args, tiny_run, tmp_path):
     assert mine.read_text() == "precious"
     (run / ".lock").unlink()
     (run / ".lock").symlink_to(mine)
-    assert run_script(*train_args, f"run.dir={run}", "train.max_steps=43").returncode == 1
+    assert run_script(*train_args, f"run.dir={run}", "train.max_steps=43").returncode == 2
     assert mine.read_text() == "precious"
 
 

@@ -327,7 +327,7 @@ def test_documents_may_have_any_numbers(random_model, attention):
     plain = model(tokens, document_ids=torch.tensor([[0] * 3 + [1] * 4 + [2] * 2]))
     odd = model(tokens, document_ids=torch.tensor([[1 << 60] * 3 + [-5] * 4 + [1 << 60] * 2]))
     assert torch.equal(plain, odd)
-    with pytest.raises(UserError, match=r"document_ids must be \(1, 9\)"):
+    with pytest.raises(UserError, match=r"document_ids must be a tensor \(1, 9\)"):
         model(tokens, document_ids=torch.zeros(1, 8, dtype=int))
 
 

@@ -1,0 +1,168 @@
+"""What a user of the library passes by mistake: one line that says what would be right, and no error of torch's."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_model
+
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams
+from thinker.interop import load
+from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.errors import UserError
+
+MODEL, TOKENIZER = random_model(vocab_size=257), make_tokenizer("byte", [])
+IDS = torch.zeros(2, 3, dtype=torch.int64)
+OTHER = random_model(vocab_size=257, n_layers=3)
+VALUES = ("hot", "4", None, -1, 2.5, math.nan, math.inf, [1], {}, True, 10**400, b"x", IDS, Thinker)
+
+
+def refused(call, message=None):
+    with pytest.raises(UserError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", [None, 42, b"runs", ["runs"], "a" * 5000, "a\0b", "", Path("nowhere")])
+def test_load_refuses_what_is_no_folder(path):
+    refused(lambda: load(path))
+
+
+def test_load_refuses_other_devices_and_checkpoints(tiny_run):
+    for device in ("banana", "cuda:99", None, 7, "cpu:1", "cpu:", "mps:x", torch.device("meta")):
+        refused(partial(load, tiny_run, device), "device")
+    for checkpoint in (None, 3.5, "a\0b", True, 99):
+        refused(partial(load, tiny_run, checkpoint=checkpoint), "checkpoint")
+    for device in ("cpu", "cpu:0", "auto", torch.device("cpu")):
+        load(tiny_run, device)
+    assert load(tiny_run, checkpoint=40)[0].config == load(str(tiny_run))[0].config
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_gpu_that_is_not_there_is_named_with_what_is(tiny_run):
+    refused(lambda: load(tiny_run, device="cuda"), "^the device cuda is not available; this machine has: ")
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_has_several_names(name):
+    assert Generator(MODEL, TOKENIZER, dtype=name).model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["half a float", 8, float, torch.int8, torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused(dtype):
+    refused(lambda: Generator(MODEL, TOKENIZER, dtype=dtype), "^dtype is ")
+
+
+@pytest.mark.parametrize(
+    "pair", [(None, None), (None, TOKENIZER), ("runs", TOKENIZER), (TOKENIZER, MODEL), (MODEL, "x")]
+)
+def test_a_generator_needs_a_model_and_its_tokenizer(pair):
+    refused(lambda: Generator(*pair))
+
+
+def all_refused(make, expected):
+    """Every one of VALUES that is not of a type in `expected` is refused; the others may or may not be in range."""
+    for value in VALUES:
+        if type(value) in expected:
+            try:
+                make(value)
+            except UserError as error:
+                assert "\n" not in str(error)  # noqa: PT017 - it may be accepted
+        else:
+            refused(partial(make, value))
+
+
+@pytest.mark.parametrize(
+    ("option", "types"),
+    [
+        *((name, {bool}) for name in ("use_cache", "int8", "compile", "slide")),
+        *((name, {int}) for name in ("sinks", "speculate")),
+        ("window", {int, type(None)}), ("dtype", {type(None)}), ("draft", {type(None)}),
+    ],
+)  # fmt: skip
+def test_options_of_a_generator_have_their_types(option, types):
+    all_refused(lambda value: Generator(MODEL, TOKENIZER, **{option: value}), types)
+
+
+@pytest.mark.parametrize("field", SamplingParams.__dataclass_fields__)
+def test_sampling_parameters_have_their_types(field):
+    kind = {"stop": set(), "logit_bias": {dict}}.get(field, {int, float})
+    optional = {type(None)} if getattr(SamplingParams, field) is None else set()
+    all_refused(lambda value: SamplingParams(**{field: value}), kind | optional)
+
+
+@pytest.mark.parametrize("field", ThinkerConfig.__dataclass_fields__)
+def test_fields_of_a_config_have_their_types(field):
+    hint = ThinkerConfig.__annotations__[field]
+    names = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict, "None": type(None)}
+    types = {names[name] for name in hint.split(" | ")}
+    shape = {"vocab_size": 9, "d_model": 32, "n_layers": 1, "max_seq_len": 8}
+    types |= {int} if float in types else set()
+    all_refused(lambda value: Thinker(ThinkerConfig(**{**shape, field: value})), types)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"d_model": 0}, "^model.d_model is 0; it must be at least 1"),
+        ({"d_model": 32.0}, "^model.d_model is 32.0; it must be a whole number$"),
+        ({"n_heads": 5}, "multiple of model.n_heads"),
+        ({"qk_norm": "no"}, "^model.qk_norm is 'no'; it must be True or False$"),
+    ],
+)
+def test_a_config_names_what_is_wrong(shape, message):
+    refused(lambda: ThinkerConfig(vocab_size=9, **shape), message)
+
+
+@pytest.mark.parametrize("config", [None, {"vocab_size": 9}])
+def test_a_model_needs_a_config(config):
+    refused(lambda: Thinker(config), "^config is .*; it must be a ThinkerConfig$")
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, -1), (0,), (1, 0), (1, -1), ("a",), (1.5,), (1, "b"), (None,), (1, 5, -1), (True,)]
+)
+def test_sizes_of_a_cache(sizes):
+    refused(lambda: MODEL.new_cache(*sizes), "whole numbers of at least 1")
+
+
+@pytest.mark.parametrize("n_top", [-1, 1.5, None, "b"])
+def test_score_refuses_what_is_no_number(n_top):
+    refused(lambda: Generator(MODEL, TOKENIZER).score("a", n_top), "^n_top is ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"document_ids": "x"}, "^document_ids must be a tensor"),
+        ({"document_ids": IDS.float()}, "^document_ids are torch.float32; they must be int64"),
+        ({"targets": IDS.float()}, "^targets are torch.float32; they must be int64"),
+        ({"targets": IDS[..., None]}, r"^targets must be a tensor \(2, 3\)"),
+        (
+            {"targets": IDS.to("meta")},
+            r"^targets are on meta and the model on cpu; move them: targets.to\(model.device\)",
+        ),
+        ({"cache": "x"}, r"^cache is 'x'; it must be one of model.new_cache\(\)"),
+        ({"cache": OTHER.new_cache(2)}, "model of another shape"),
+        ({"cache": MODEL.new_cache(2), "document_ids": IDS}, "do not go with a cache"),
+        ({"cache": MODEL.new_cache(2, 2)}, "cache"),
+        ({"cache": MODEL.new_cache(3)}, "cache"),
+    ],
+)
+def test_arguments_of_a_pass(arguments, message):
+    refused(lambda: MODEL(IDS, **arguments), message)
+
+
+def test_tokens_and_embeddings_of_a_pass():
+    refused(lambda: MODEL(IDS.to("meta")), "^tokens are on meta")
+    for dtype in (torch.int64, torch.complex64):
+        refused(partial(MODEL, embeddings=torch.ones(2, 3, 32, dtype=dtype)), "^embeddings are ")
+
+
+def test_names_of_activations():
+    refused(lambda: MODEL.record(5).__enter__(), "^name is 5; it must be a string")
+    refused(lambda: MODEL.patch(5).__enter__(), "^patches is 5")
+    refused(lambda: MODEL.attention_weights("a text", "gpt2"), "needs the tokenizer")
