@@ -1,7 +1,5 @@
 """Sample from a Thinker: python generate.py PATH --prompt TEXT."""
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """Loss and speed of each attention variant and position encoding: one small model, several seeds, two corpora."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from functools import partial

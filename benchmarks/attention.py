@@ -1,7 +1,5 @@
 """Time and memory of each attention pattern by sequence length, with their exponents."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

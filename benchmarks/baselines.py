@@ -1,7 +1,5 @@
 """What Thinker is compared with: transformers, holding the same weights, and a plain GPT in the style of nanoGPT."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

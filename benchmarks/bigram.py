@@ -5,8 +5,6 @@ validation windows. The bigram model is interpolated with the unigram model by W
 tokens have followed a token, the more weight the unigram model has after it.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What exact resuming costs: work in every step, and saving in the foreground and in the background."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

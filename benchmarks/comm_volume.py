@@ -1,7 +1,5 @@
 """Bytes that each rank sends per step, measured on the loopback device and computed."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

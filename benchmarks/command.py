@@ -1,7 +1,5 @@
 """The command line of the benchmarks: a sub-command for each, and one line of JSON at the end."""
 
-from __future__ import annotations
-
 import argparse
 from importlib import import_module
 from pathlib import Path

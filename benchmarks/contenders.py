@@ -1,7 +1,5 @@
 """Work in processes of their own: contenders warm up side by side, then take turns on the device."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

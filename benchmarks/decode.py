@@ -1,7 +1,5 @@
 """Decoding speed by precision, batch size and compilation, compared with transformers on the same weights."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable

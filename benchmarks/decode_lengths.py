@@ -1,7 +1,5 @@
 """Time per token by the number of cached tokens, with a full cache and with a sliding window."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from functools import partial

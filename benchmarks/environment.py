@@ -1,7 +1,5 @@
 """The environment that every result is recorded with: command, date, hardware and versions."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import platform

@@ -3,8 +3,6 @@
 The same tokens are predicted each time, the last ones of the longest windows; only the length of their context differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GPT-2 as most people train it: transformers' GPT2LMHeadModel, trained by one of our configs on the same windows."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

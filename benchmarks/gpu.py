@@ -1,7 +1,5 @@
 """Everything that a GPU is measured with, in two parts of ten minutes: stages with deadlines, results at once."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

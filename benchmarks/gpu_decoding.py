@@ -1,7 +1,5 @@
 """The stages of the GPU campaign that do not train: decoding and attention."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """The pictures of the GPU campaign, from its results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stages of the GPU campaign: facts, training steps beside baselines, a profile, losses by precision."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

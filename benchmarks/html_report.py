@@ -1,7 +1,5 @@
 """How fast the HTML report of scripts/inspect_model.py opens and responds in Chromium."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

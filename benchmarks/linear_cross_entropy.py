@@ -1,7 +1,5 @@
 """Peak memory and time of the chunked LM head and loss, compared with the plain ones, forward and backward."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import statistics

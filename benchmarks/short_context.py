@@ -5,8 +5,6 @@ validation stories in which each token is predicted from such a window. A lower 
 printed next to it: a fact whose last mention is outside the window is as uncertain as when it was first sampled.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from typing import Any

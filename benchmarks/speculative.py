@@ -1,7 +1,5 @@
 """How much speculative decoding gains on a trained model, by draft length and precision, and what int8 costs."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

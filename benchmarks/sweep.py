@@ -1,7 +1,5 @@
 """Whether a config is near the best of its neighbourhood: one key at a time, at several model sizes."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

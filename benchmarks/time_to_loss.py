@@ -1,7 +1,5 @@
 """How soon a config reaches the final loss of a baseline config on the same data."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Speed and memory of a training step, compared with transformers and a plain GPT on the same shape."""
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Whole training runs for benchmarks: train.py in processes of its own, and what the runs recorded."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

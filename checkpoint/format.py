@@ -14,8 +14,6 @@ and only then renamed. Nothing is ever unpickled.
 Where many ranks train a large model, one file per rank replaces both files of tensors: see sharded.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

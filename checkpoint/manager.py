@@ -1,7 +1,5 @@
 """The checkpoints of one run: listed, written one after the other, perhaps in the background, and removed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

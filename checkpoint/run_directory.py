@@ -1,7 +1,5 @@
 """A run directory: the resolved config, the tokenizer, metrics.jsonl and checkpoints/."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

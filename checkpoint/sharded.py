@@ -4,8 +4,6 @@ Each rank writes the rows that it has. Any number of ranks can read them, each i
 alone; several ranks can also read a checkpoint that was saved unsharded. Each file's header says which rows it holds.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

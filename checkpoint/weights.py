@@ -1,7 +1,5 @@
 """A model's weights: collected for a checkpoint, and loaded from one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

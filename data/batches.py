@@ -1,7 +1,5 @@
 """Windows of tokens: how a stream is packed into them, and their order, a pure function of (seed, step)."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Conversations rendered by the tokenizer's chat template, and which of their tokens belong to answers."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

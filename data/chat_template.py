@@ -1,7 +1,5 @@
 """Render chat templates in a process of its own: a stranger's template is a program, which may never end."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

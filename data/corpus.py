@@ -1,7 +1,5 @@
 """Prepare a corpus: read a source, split it, tokenize it into shards, and cache them."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

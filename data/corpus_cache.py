@@ -5,8 +5,6 @@ KEY.building-XXXXXXXX/      a corpus under construction
 KEY.building-XXXXXXXX.lock  locked by the process that builds it, until that process ends
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

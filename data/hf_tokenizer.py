@@ -1,7 +1,5 @@
 """Imported tokenizers that tiktoken cannot reproduce, run by the library `tokenizers`."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Rows of JSON files: one object per line, or one array of objects, plain or compressed by gzip."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

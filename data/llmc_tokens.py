@@ -1,7 +1,5 @@
 """Token files as llm.c writes them: FineWeb's standard validation tokens, on which published losses are measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path

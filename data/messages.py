@@ -1,7 +1,5 @@
 """The messages of a conversation in a row of data, and what they must look like."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thinker.runtime.errors import UserError, did_you_mean

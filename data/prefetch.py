@@ -1,7 +1,5 @@
 """Batches prepared in threads while earlier steps are computed."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple

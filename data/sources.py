@@ -1,7 +1,5 @@
 """Sources of documents: generated corpora, Python's standard library, files, and the Hugging Face hub."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

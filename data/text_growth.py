@@ -1,7 +1,5 @@
 """How much longer a stranger's tokenizer can make a text: a few rules that multiply would fill the memory."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

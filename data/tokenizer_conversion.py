@@ -12,8 +12,6 @@ ids for every text. This is verified in two steps:
 Every other tokenizer is run by the library `tokenizers` itself.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

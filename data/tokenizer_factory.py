@@ -1,7 +1,5 @@
 """Make the tokenizer that a config names: bytes, characters, trained BPE, an encoding of tiktoken, or a saved one."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Adapter to EleutherAI's lm-evaluation-harness, which defines the tasks that papers report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loss by position, in texts longer than the model was trained on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise

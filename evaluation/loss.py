@@ -1,7 +1,5 @@
 """The loss over windows of tokens: the loop that every evaluation shares, and the validation loss of a training run."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

@@ -11,8 +11,6 @@ answer is right if the word is likelier than all others of its list in the gramm
 another (`ball`, `balloon`) are left out, since they could never be less likely.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from itertools import accumulate, islice

@@ -1,7 +1,5 @@
 """Loss, perplexity and bits per byte of a model on a text, with confidence intervals."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path

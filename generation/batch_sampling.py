@@ -1,7 +1,5 @@
 """Sampling the next tokens of a batch of sequences, one step at a time or several between two reads of the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

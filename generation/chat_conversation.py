@@ -1,7 +1,5 @@
 """A chat in several turns: messages rendered by the model's template, of which the cache keeps what has been read."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The one-token step compiled once, whatever the lengths; on a GPU replayed as a CUDA graph."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable

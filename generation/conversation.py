@@ -1,7 +1,5 @@
 """A text that the user and the model write in turns; its KV cache is kept from turn to turn."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from itertools import takewhile

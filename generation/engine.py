@@ -1,7 +1,5 @@
 """Prefill, then decoding token by token, for a batch of prompts of different lengths."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

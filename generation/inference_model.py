@@ -1,7 +1,5 @@
 """A model laid out for inference: the same forward pass with fused, and perhaps quantized, matrices."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Linear layers with int8 weights: decoding reads a quarter of the bytes of fp32."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What a Generator reads: prompts as text or as token ids, and one SamplingParams for each; mistakes are UserErrors."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import operator

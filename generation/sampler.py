@@ -1,7 +1,5 @@
 """Logits to sampling probabilities to tokens: pure functions, used by everything that samples."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """One sequence during generation: its tokens, text and random numbers, and when it ends."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field, replace

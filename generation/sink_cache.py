@@ -1,7 +1,5 @@
 """A cache of bounded memory for texts of any length: attention sinks and the newest keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

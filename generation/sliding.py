@@ -1,7 +1,5 @@
 """Texts longer than the context: at the border the model goes on from the newest half, read again from position 0."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Drafts never change the text (see batch_sampling.sample_next).
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 import sys

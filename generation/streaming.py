@@ -1,7 +1,5 @@
 """Streaming detokenizer: tokens to text, safe where characters or stop strings span several tokens."""
 
-from __future__ import annotations
-
 import codecs
 
 from thinker.data.tokenizer import Tokenizer

@@ -1,7 +1,5 @@
 """What generate.py prints: samples as they are generated, scores, and an interactive session."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Export to GGUF, the single-file format of llama.cpp and tools built on it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """config.json of transformers, both ways: which of its models computes what ours does, and the reverse."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same model as a Hugging Face folder, both ways: config.json, generation_config.json and safetensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """load(path) -> (model, tokenizer), whatever kind of folder path is."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model card: what a model is, what it was trained on and how well, for people who find its folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

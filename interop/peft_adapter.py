@@ -1,7 +1,5 @@
 """LoRA adapters in the format of the library peft, both ways: a small folder beside the model that it was made for."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

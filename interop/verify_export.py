@@ -1,7 +1,5 @@
 """Check that an exported folder or file computes what the Thinker does, with transformers or llama.cpp."""
 
-from __future__ import annotations
-
 import random
 import sys
 import unicodedata

@@ -1,7 +1,5 @@
 """Check that the obvious three lines of transformers continue a prompt as our Generator does, BOS token included."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from thinker.data.tokenizer import Tokenizer

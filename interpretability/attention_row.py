@@ -1,7 +1,5 @@
 """One attention row as a report, number by number: of a model's head, or of vectors in a file, without a model."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from dataclasses import dataclass

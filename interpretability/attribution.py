@@ -4,8 +4,6 @@ A prediction is the logit of token `target` at one position, minus that of `cont
 Prompts are (T,) token ids; a position below 0 counts from the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple

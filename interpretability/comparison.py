@@ -1,7 +1,5 @@
 """Reports on change: heads over training, two models side by side, head importance and pruning."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One attention row, number by number."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """How much of each token arrives at a position through all layers (Abnar & Zuidema 2020, arXiv:2005.00928)."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

@@ -1,7 +1,5 @@
 """Scores of all heads, on a prompt or on random tokens, and their report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -3,8 +3,6 @@
 Weights are (..., T, T), rows are queries and positions count from 0; logarithms are natural. T is at least 2.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

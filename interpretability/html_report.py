@@ -1,7 +1,5 @@
 """One HTML file to explore what a model does with a prompt; it needs no server, no network, no other file."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io

@@ -1,7 +1,5 @@
 """Plots of attention patterns: which keys each query attends to, in colors or in characters."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plots of panels: heatmaps, colored text, tables, lines."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from pathlib import Path

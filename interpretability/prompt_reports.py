@@ -1,7 +1,5 @@
 """Reports on one prompt: attention map, flow, attribution, logit lens and patching."""
 
-from __future__ import annotations
-
 import torch
 
 from thinker.data.tokenizer import Tokenizer

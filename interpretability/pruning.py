@@ -1,7 +1,5 @@
 """Permanent removal of heads: smaller matrices, and possibly a different number of heads per layer."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

@@ -1,7 +1,5 @@
 """Self-attention: projections, norms, RoPE, cache, then one call of attend(), or sums over random features."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

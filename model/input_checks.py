@@ -3,8 +3,6 @@
 Only ids in the host's memory are looked at: reading those of a GPU would make the host wait for it.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Matrices and norms, faster on CPUs than torch's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

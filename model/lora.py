@@ -1,7 +1,5 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): fine-tuning that adds the product of two thin matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """The text form of attention patterns: names with numbers, `&` (binds tighter), `|` and parentheses, as in Python."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

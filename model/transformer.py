@@ -1,7 +1,5 @@
 """Thinker: the whole forward pass on one screen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any

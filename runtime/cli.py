@@ -1,7 +1,5 @@
 """What the commands share in reading their flags."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable
 from typing import NoReturn

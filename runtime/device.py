@@ -1,7 +1,5 @@
 """Choices that depend on the machine: the device, and the precision that is fastest on it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

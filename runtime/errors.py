@@ -1,7 +1,5 @@
 """Errors that are shown to the user, and how a command ends."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import os

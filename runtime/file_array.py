@@ -1,7 +1,5 @@
 """Arrays in files that are read when they are indexed: what a memory map does, safe if the file is cut meanwhile."""
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Files that are complete or absent, even if the process is killed while it writes them."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

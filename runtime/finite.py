@@ -1,7 +1,5 @@
 """Numbers that are not finite (NaN, infinity): in weights, in what a model computes, and in JSON, which has none."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The colours and the figures of all plots."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import IO, Any

@@ -1,7 +1,5 @@
 """Read files that may come from strangers: regular ones only, up to a bounded size, and YAML without aliases."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

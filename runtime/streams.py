@@ -1,7 +1,5 @@
 """The standard streams of a command: opened where they are closed, and an error as one line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 A file or a pipe gets every character as it is.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any, TextIO

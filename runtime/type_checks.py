@@ -1,7 +1,5 @@
 """Whether values have the types of a signature: one check for all that a user of the library passes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Evaluate a model: python scripts/eval.py PATH."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import tempfile

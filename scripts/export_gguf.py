@@ -1,7 +1,5 @@
 """A trained model as a GGUF file for llama.cpp: python scripts/export_gguf.py RUN OUT.gguf."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

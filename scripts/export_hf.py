@@ -1,7 +1,5 @@
 """A trained model as a Hugging Face folder: python scripts/export_hf.py RUN OUT."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

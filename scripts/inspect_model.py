@@ -1,7 +1,5 @@
 """Look inside a model: python scripts/inspect_model.py COMMAND MODEL [flags]."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

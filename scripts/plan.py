@@ -1,7 +1,5 @@
 """What a config will take, before it starts: python scripts/plan.py CONFIG.yaml [section.key=value ...]."""
 
-from __future__ import annotations
-
 import json
 
 from thinker.runtime.errors import run_command

@@ -1,7 +1,5 @@
 """Plot attention patterns: python scripts/plot_patterns.py [PATTERN ...] [--png FILE]."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from thinker.runtime.cli import ArgumentParser

@@ -1,7 +1,5 @@
 """The command line of a config: CONFIG.yaml, section.key=value, and what is said about keys."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

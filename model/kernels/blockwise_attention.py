@@ -1,7 +1,5 @@
 """Causal attention on CPUs, by blocks of scores that stay in the cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """FlexAttention on CUDA: blocks of a sparse pattern that have no visible key are skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """lm_head and cross-entropy fused: the logits, the largest tensor of a training step, never leave the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any
