@@ -55,7 +55,10 @@ class Evaluation:
 
 @dataclass
 class Evaluator:
-    """Measures the loss on the first `limit` windows of the validation set; several processes share the work."""
+    """Measures the loss on the first `limit` windows of the validation set; several processes share the work.
+
+    Raises UserError where these windows have no target.
+    """
 
     windows: PackedDataset
     batch_size: int
@@ -65,10 +68,15 @@ class Evaluator:
     progress: bool = False  # a bar on standard error if it takes longer than PROGRESS_DELAY
 
     def __post_init__(self) -> None:
+        self.n_windows = min(self.limit or len(self.windows), len(self.windows))
+        if not any((self.windows[i][1] != IGNORE_INDEX).any() for i in range(self.n_windows)):
+            reasons = "answers (data.assistant_only_loss), or text beyond the model's bidirectional prefix"
+            remedy = "raise train.eval_sequences or data.val_fraction"
+            raise UserError(f"the {self.n_windows} validation sequences hold nothing to predict: {reasons}; {remedy}")
         self.floor = entropy_floor(self.windows, self.limit)
 
     def __call__(self, model: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """The loss of `model`; None if stop(), called after each batch, is True. UserError if there is no target."""
+        """The loss of `model`; None if stop(), called after each batch, is True."""
         device = "cpu" if model.device.type == "mps" else model.device  # Apple's GPUs have no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)  # on the device: synchronizes once, at the end
         n_tokens = n_bytes = 0
@@ -82,8 +90,7 @@ class Evaluator:
             return model(inputs, targets=targets, document_ids=document_ids)[0]
 
         losses = batch_losses(model, self.windows, self.batch_size, loss_sum, self.limit, self.dist)
-        n_windows = len(self.windows) if self.limit is None else min(self.limit, len(self.windows))
-        n_batches = -(-n_windows // (self.batch_size * self.dist.world_size))
+        n_batches = -(-self.n_windows // (self.batch_size * self.dist.world_size))
         bar = tqdm(desc="evaluating", total=n_batches, leave=False, delay=PROGRESS_DELAY, disable=not self.progress)
         with contextlib.closing(losses), bar:  # restores the model's mode if stopped
             for targets, loss in losses:
@@ -96,6 +103,4 @@ class Evaluator:
                     return None
         all_nats, all_tokens, all_bytes = zip(*self.dist.all_gather_scalars(nats.item(), n_tokens, n_bytes))
         total, n_tokens, n_bytes = math.fsum(all_nats), int(sum(all_tokens)), int(sum(all_bytes))
-        if not n_tokens:
-            raise UserError("the validation set has no target; its texts are shorter than the bidirectional prefix")
         return Evaluation(total / n_tokens, total / math.log(2) / max(n_bytes, 1), self.floor, n_tokens)

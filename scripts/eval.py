@@ -84,7 +84,7 @@ def context_lengths(text: str) -> list[int]:
 
 
 def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path) -> tuple:
-    """The source's name, the training windows' length (or None) and packing, whether it is one text, its tokens."""
+    """The source, the training windows' length (or None), the layout of windows, if it is one text, and its tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
     from thinker.training.training_data import load_run_config, load_validation_data
@@ -95,12 +95,13 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
         if arguments.source == "tales":  # stories that no run trains on
             options |= {"max_documents": 1 + max_tokens // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
-        packing, config = "documents" if source.name == "tales" else "contiguous", load_run_config(folder)
+        layout, config = {"packing": "documents" if source.name == "tales" else "contiguous"}, load_run_config(folder)
         tokens = tokenize(source, tokenizer, max_tokens, scratch)
-        return source.name, config and config.data.seq_len, packing, source.whole_text, tokens
+        return source.name, config and config.data.seq_len, layout, source.whole_text, tokens
     config, tokens = load_validation_data(folder, tokenizer, "--source", scratch, arguments.read_data)
     packing = "documents" if config.data.source == "tales" else config.data.packing
-    return config.data.source, config.data.seq_len, packing, False, tokens
+    layout = {"packing": packing, "document_masking": config.data.document_masking}
+    return config.data.source, config.data.seq_len, layout, False, tokens
 
 
 def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -142,7 +143,7 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     from thinker.data.tokenizer import token_byte_lengths
     from thinker.evaluation.perplexity import format_table, text_loss
 
-    source, trained, packing, is_one_text, tokens = load_tokens(arguments, folder, tokenizer, scratch)
+    source, trained, layout, is_one_text, tokens = load_tokens(arguments, folder, tokenizer, scratch)
     trained = trained or min(model.config.max_seq_len, 1024)
     longest = max(shard.n_tokens - 1 for shard in tokens.shards)
     lengths = arguments.context or [min(trained, longest)]
@@ -151,7 +152,7 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     prefix = model.config.prefix
     halves = is_one_text and arguments.stride is None and prefix <= 1  # as Generator.score() does
     strides = [length - length // 2 if halves else arguments.stride for length in lengths]
-    windows = [PackedDataset(tokens, T, packing, stride=n, prefix_len=prefix) for T, n in zip(lengths, strides)]
+    windows = [PackedDataset(tokens, T, **layout, stride=n, prefix_len=prefix) for T, n in zip(lengths, strides)]
     byte_lengths, confidence = token_byte_lengths(tokenizer), arguments.confidence
     max_tokens = arguments.max_tokens or MAX_TOKENS
     is_part = tokens.n_tokens > max_tokens and (arguments.source or arguments.max_tokens)

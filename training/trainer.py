@@ -53,7 +53,8 @@ class Trainer:
     dist: DistContext
     saved: RunState | None = None  # the state in the newest checkpoint
     last_evaluation: Evaluation | None = None
-    unread: list[Tensor] = field(default_factory=list)  # (loss, gradient norm) of the last steps, still on the device
+    # The last steps that had targets, and their (loss, gradient norm), which are still on the device.
+    unread: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model, self.device, self.loader = self.step.model, self.step.device, self.batches.loader
@@ -125,7 +126,8 @@ class Trainer:
         multiplier = lr_multiplier(self.settings.train, state.step, self.progress())
         resume.seed_step(self.settings.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.step(self.batch, multiplier)
-        self.unread.append(torch.stack((loss, grad_norm)))
+        if self.batch.n_targets:
+            self.unread.append((state.step, torch.stack((loss, grad_norm))))
         state.step += 1
         state.tokens += self.batch.n_targets
         is_log_step = state.step % self.settings.train.log_every == 0
@@ -157,9 +159,10 @@ class Trainer:
 
     def read_losses(self) -> None:
         """Fetch losses and gradient norms of the last steps; nothing else in a step waits for the device."""
-        rows = torch.stack(self.unread).tolist() if self.unread else []
+        rows = torch.stack([values for _, values in self.unread]).tolist() if self.unread else []
+        steps = [step for step, _ in self.unread]
         self.unread.clear()
-        for step, (loss, grad_norm) in enumerate(rows, self.state.step - len(rows)):
+        for step, (loss, grad_norm) in zip(steps, rows):
             if math.isfinite(loss) and (math.isfinite(grad_norm) or self.step.scaler.is_enabled()):
                 self.state.pending_steps += 1
                 self.state.pending_losses += loss
@@ -205,7 +208,7 @@ class Trainer:
         seconds, tokens, waited = (max(new - old, 1e-9) for new, old in zip(now, self.logged))
         self.logged = now
         if not state.pending_steps:
-            return  # all of them were skipped
+            return  # all of them were skipped, or had no targets
         line = {"train_loss": state.pending_losses / state.pending_steps, "lr": self.step.optimizers.lr * multiplier}
         if state.pending_norm is not None:
             line["grad_norm"] = state.pending_norm

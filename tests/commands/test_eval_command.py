@@ -284,3 +284,19 @@ def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run
         command(run, *arguments, "--read-data")
     with pytest.raises(UserError, match="--read-data is about the run's own data"):
         command(run, *arguments, "--read-data", "--source", "tales")
+
+
+@pytest.mark.parametrize("packing", ["contiguous", "documents"])
+@pytest.mark.parametrize("masking", ["true", "false"])
+def test_the_same_loss_as_in_training(run_script, train_args, command, tmp_path, capsys, packing, masking):
+    """Short documents, each of one word: what other documents say matters to a model that was not trained on them."""
+    rows = [{"text": " ".join([("cat", "dog", "owl", "fox")[i % 4]] * (3 + i % 5))} for i in range(400)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"id": i}) + "\n" for i, row in enumerate(rows)))
+    data = ["data.source=jsonl", f"data.path={tmp_path}/rows.jsonl", "data.tokenizer=byte", "data.val_fraction=0.3"]
+    data += [f"data.packing={packing}", f"data.document_masking={masking}", "train.max_steps=30"]
+    done = run_script(*train_args, *data, f"run.dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert command(tmp_path / "run", "--device", "cpu", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["losses"]
+    assert found["nats_per_token"]["mean"] == pytest.approx(lines[-1]["val_loss"], rel=1e-4)
