@@ -345,3 +345,41 @@ def test_lora_step_in_bf16_with_activation_checkpointing(make_trainer):
     assert norm > 0
     trainer.batches.close()
     trainer.checkpoints.close()
+
+
+@pytest.fixture
+def rare_answers(tmp_path):
+    """Conversations whose questions fill several windows, so that most of these hold no answer."""
+    path = tmp_path / "rare.jsonl"
+    talks = [[("user", f"what is {i}? " * 40), ("assistant", f"it is {i}.")] for i in range(60)]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"data.path={path}", "data.packing=contiguous", "train.batch_size=1", "train.micro_batch_size=1"]
+
+
+def test_steps_without_targets_are_not_steps_of_loss_zero(make_trainer, tmp_path, rare_answers, monkeypatch):
+    losses, n_targets, call = [], [], TrainingStep.__call__
+
+    def recorded(self, batch, multiplier):
+        loss, norm = call(self, batch, multiplier)
+        losses.append(loss.item())
+        n_targets.append(batch.n_targets)
+        return loss, norm
+
+    monkeypatch.setattr(TrainingStep, "__call__", recorded)
+    trainer = make_trainer(*rare_answers, "train.max_steps=40", "train.log_every=4")
+    assert trainer.train() == 0
+    assert 0 in n_targets
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
+    for end in range(4, 41, 4):
+        real = [loss for loss, n in zip(losses[end - 4 : end], n_targets[end - 4 : end]) if n]
+        assert (end in logged) == bool(real)
+        if real:
+            assert logged[end] == pytest.approx(sum(real) / len(real))
+
+
+def test_validation_without_targets_is_refused_before_training(make_trainer, tmp_path, rare_answers):
+    with pytest.raises(UserError, match=r"^the 1 validation sequences hold nothing to predict: .*eval_sequences or"):
+        make_trainer(*rare_answers, "train.eval_sequences=1")
+    assert not (tmp_path / "run").exists()
