@@ -87,7 +87,7 @@ def test_every_stride_counts_each_token_once(length, stride, n):
     from thinker.data.shards import Shard, TokenShards
 
     stream = np.arange(n, dtype=np.uint16)
-    shard = Shard(None, n, 1, 0, stream, np.array([0, n - 1]), np.array([0]), None)
+    shard = Shard(None, n, 1, 0, 0, stream, np.array([0, n - 1]), np.array([0]), None)
     if stride > length:
         with pytest.raises(UserError, match="stride"):
             PackedDataset(TokenShards([shard]), length, "contiguous", stride=stride)
