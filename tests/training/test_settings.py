@@ -81,7 +81,7 @@ def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
     one_layer = dataclasses.replace(NARROW, n_layers=1)
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**40)
     assert resolved(one_layer, micro_batch_size="auto", compile=False).micro_batch_size == 6
-    assert capsys.readouterr().err == "6 sequences at once fit into 1099.5 GB\n"
+    assert capsys.readouterr().err == "6 sequences at once fit into 1.1 TB\n"
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**20)
     with pytest.raises(UserError, match="one sequence of 256 tokens takes"):
         resolved(one_layer, micro_batch_size="auto", batch_size=1)
