@@ -20,12 +20,13 @@ ROWS = {  # keys of metrics.jsonl
 
 
 def model_card(
-    model: Thinker, tokenizer: Tokenizer | None, run: Path | None, name: str, verification: str,
+    model: Thinker, tokenizer: Tokenizer | None, run: Path | None, step: int, name: str, verification: str,
     base: Path | None = None, adapter: str = "",
 ) -> str:  # fmt: skip
     """README.md of an exported model, in Markdown under the keys that the hub reads.
 
-    It shows the config and losses of `run`, its run directory, and what was compared with transformers, `verification`.
+    It shows the config of `run`, its run directory, and the losses up to `step`, when its weights were saved, and what
+    was compared with transformers, `verification`.
     base: the model that it is an adapter for, if it is one; `adapter`: the adapter's rank and size.
     """
     config, about = model.config, ""
@@ -47,7 +48,7 @@ def model_card(
 {about}
 
 {_example(tokenizer)}
-{_training(run)}## Checked
+{_training(run, step)}## Checked
 
 Against transformers, when this folder was written: {verification}.
 """
@@ -76,8 +77,8 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 """
 
 
-def _training(run: Path | None) -> str:
-    """What it read, how it ended, and the config; nothing without a config."""
+def _training(run: Path | None, step: int) -> str:
+    """What it read, its losses at a step, and the config; nothing without a config."""
     if run is None or not (run / "config.yaml").is_file():
         return ""
     config, tree, losses = read_text(run / "config.yaml"), read_yaml(run / "config.yaml"), {}
@@ -85,9 +86,10 @@ def _training(run: Path | None) -> str:
     source = " ".join(str(data[key]) for key in ("source", "path", "config") if data.get(key))
     lines = ["## Training", "", f"Text: `{source}`; tokenizer: `{data.get('tokenizer')}`.", ""]
     for line in RunDirectory(run).read_metrics():
-        losses |= {key: line[key] for key in line if key in ROWS}
+        if line.get("step", 0) <= step:
+            losses |= {key: line[key] for key in line if key in ROWS}
     if losses:
         values = {key: f"{x:,}" if isinstance(x, int) else f"{x:.4f}" for key, x in losses.items()}
         rows = [f"| {words} | {values[key]} |" for key, words in ROWS.items() if key in values]
-        lines += ["| at the end | |", "|---|---|", *rows, ""]
+        lines += [f"| at step {step:,} | |", "|---|---|", *rows, ""]
     return "\n".join([*lines, "The config:", "", "```yaml", config.strip(), "```", "", ""])

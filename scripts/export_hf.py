@@ -26,7 +26,7 @@ def main() -> int:
     from thinker.interop.model_card import model_card
     from thinker.interop.peft_adapter import save_adapter
     from thinker.interop.verify_export import verify_hf_export
-    from thinker.runtime.reading import read_yaml
+    from thinker.runtime.reading import read_json, read_yaml
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
@@ -50,7 +50,10 @@ def main() -> int:
         if tokenizer is not None:
             tokenizer_conversion.write(tokenizer, temporary, model.config.max_seq_len)
         compared = verify_hf_export(model, tokenizer, temporary, base=base)
-        card = model_card(model, tokenizer, run, out.name, compared, base, adapter)
+        step = (
+            0 if run is None else read_json(find_checkpoint(path, arguments.checkpoint) / "state.json").get("step", 0)
+        )
+        card = model_card(model, tokenizer, run, step, out.name, compared, base, adapter)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()

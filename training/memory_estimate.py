@@ -119,8 +119,9 @@ def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.dev
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         meter.peak = meter.now
         step(batch, 1.0)
+        gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     torch.set_rng_state(rng_state)
-    return MemoryEstimate(weights, weights, persistent - weights, activations - persistent, meter.peak)
+    return MemoryEstimate(weights, gradients, persistent - weights, activations - persistent, meter.peak)
 
 
 def usable_fraction(device: torch.device) -> float:

@@ -154,6 +154,21 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, 
         command("export_hf", tiny_run, tmp_path / "model")
 
 
+def test_the_card_of_an_earlier_checkpoint_has_its_figures(command, train_args, run_script, tmp_path):
+    run = tmp_path / "run"
+    done = run_script(*train_args, f"run.dir={run}", "train.keep_every=2")
+    assert done.returncode == 0, done.stderr
+    assert command("export_hf", run, tmp_path / "out", "--checkpoint", "4") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    losses = {
+        line["step"]: line["val_loss"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "val_loss" in line
+    }
+    assert set(losses) == {3, 6}
+    assert "| at step 4 | |" in card
+    assert f"| {losses[3]:.4f} |" in card
+    assert f"| {losses[6]:.4f} |" not in card
+
+
 def test_the_best_weights_in_shards_into_an_empty_folder(command, tiny_run, tmp_path, capsys):
     out = tmp_path / "model"
     out.mkdir()

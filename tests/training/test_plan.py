@@ -67,6 +67,14 @@ def test_checkpointing_lowers_activations_and_estimating_keeps_the_rng_state():
     assert activations[0] < activations[1] < activations[2]
 
 
+def test_gradients_of_adapters_alone():
+    plain = settings(4, "adamw")
+    whole, lora = (estimate_memory(plain.with_train(lora_rank=rank), 8, CPU) for rank in (None, 2))
+    assert whole.gradients == whole.weights == lora.weights
+    assert 0 < lora.gradients < 0.1 * lora.weights
+    assert lora.optimizer > 2 * lora.gradients  # two moments, and the adapters' own weights
+
+
 def test_largest_micro_batch(monkeypatch):
     estimates = {size: estimate_memory(settings(1, "adamw"), size, CPU) for size in (1, 2, 4, 8)}
     monkeypatch.setattr(memory_estimate, "estimate_memory", lambda settings, size, device: estimates[size])
