@@ -20,6 +20,9 @@ def check_messages(value: list, where: str) -> list[Message]:
         if not message.keys() & {"content", "tool_calls"}:  # a template would take it for empty
             hint = did_you_mean("content", message.keys() - {"role"}, "content instead of {}")
             raise UserError(f"{where}: a message has no content, only {', '.join(message)}{hint}")
+        if not isinstance(message.get("content", ""), str):  # most templates would write it as Python does
+            kind = type(message["content"]).__name__
+            raise UserError(f"{where}: the content of a message is a {kind}; it must be text")
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where} has no message whose role is assistant, and so no answer")
     return messages

@@ -280,6 +280,13 @@ def test_a_message_without_content_is_named():
     assert check_messages([call], "row 3") == [{"role": "assistant", "tool_calls": []}]
 
 
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "Noah."}], {"text": "Noah."}, 5, 1.5, True])
+def test_content_that_is_no_text_is_refused(content):
+    rows = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": content}]
+    with pytest.raises(UserError, match=f"^row 3: the content of a message is a {type(content).__name__}; it must be"):
+        check_messages(rows, "row 3")
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
