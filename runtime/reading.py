@@ -36,6 +36,17 @@ class Loader(yaml.SafeLoader):
             names.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_number(self, node: yaml.Node) -> int | float:
+        """As in the base class, but refuse 1:30, which YAML 1.1 reads as 90, and 010, which it reads as 8."""
+        if ":" in node.value or re.match(r"[-+]?0[0-9]", node.value):
+            raise yaml.MarkedYAMLError(problem=f"{node.value} is no decimal number", problem_mark=node.start_mark)
+        is_int = node.tag == "tag:yaml.org,2002:int"
+        return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+
+
+for _kind in ("int", "float"):
+    Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", Loader.construct_number)
+
 
 def read_bytes(path: Path, error_type: type[Exception] = UserError) -> bytes:
     """The content of a file. Raises `error_type` where it is missing, unreadable, too large, or a pipe or device."""

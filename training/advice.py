@@ -82,7 +82,9 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
             f"the validation loss {loss:.2f} is above ln {settings.model.vocab_size} = {uniform:.2f}, the loss of "
             "guessing every token with the same probability: the model has learned nothing that helps on new text"
         )
-    advice += _overfitting(lines, validations, epochs)
+    # Lower than the weights that are kept: measured before train.eval_sequences was changed, on other sequences.
+    comparable = [line for line in validations if line["val_loss"] >= (state.best_val_loss or 0.0)]
+    advice += _overfitting(lines, comparable or [last], epochs)
     floor, by_time = (
         last.get("entropy_floor"),
         train.max_minutes is not None and state.elapsed_s >= 60 * train.max_minutes,

@@ -124,14 +124,16 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
     for override in overrides:
         name, equals, text = override.partition("=")
         section, _, key = name.strip().partition(".")
-        if not (equals and key):
+        if not (equals and key and text.strip()):
             raise UserError(f"{override!r} is not an override; write section.key=value, such as train.max_steps=100")
         if not isinstance(tree.setdefault(section, {}), dict):
             raise UserError(f"{path}: {section} must hold keys, not {tree[section]!r}")
         try:
-            tree[section][key] = yaml.load(text, Loader)
+            value = yaml.load(text, Loader)
         except (yaml.YAMLError, ValueError, RecursionError):
-            tree[section][key] = text
+            value = text
+        is_text = not isinstance(value, bool | int | float | list | dict | None) and text.strip()[0] not in "'\""
+        tree[section][key] = text.strip() if is_text else value  # whole: YAML takes " #2" for a comment
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and run.get("dir") is None:
         run["dir"] = str(Path("runs") / path.stem)

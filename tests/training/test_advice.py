@@ -118,6 +118,9 @@ def test_results_that_need_advice(ended):
     (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
     assert "overfitting: the validation loss is 3.500, the training loss" in line
     assert advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []
+    # Since then another part of the validation set is measured, and the weights of step 20 are the best.
+    state = ended(100, 1).model_copy(update={"best_val_loss": 3.5})
+    assert advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], state, 3.0) == []
 
 
 def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(ended):

@@ -55,6 +55,33 @@ def test_overrides(tmp_path):
     assert load_config(path, []).model_dump() == validate_config(load_config(path, []).model_dump()).model_dump()
 
 
+@pytest.mark.parametrize("text", ["runs/a #2", "2026-11-24", "a\nb", "*a", "[a", "@a", "{a}b"])
+def test_a_text_on_the_command_line_is_taken_as_it_is(tmp_path, text):
+    path = tmp_path / "r.yaml"
+    path.write_text("train: {max_steps: 5}\n")
+    assert load_config(path, [f"train.sample_prompt={text}"]).train.sample_prompt == text
+
+
+@pytest.mark.parametrize("text", ["1:30", "1:30.5"])
+def test_numbers_of_base_60_are_refused(tmp_path, text):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"train:\n  max_minutes: {text}\n")
+    with pytest.raises(UserError, match=rf"in line 2: {text} is no decimal number"):
+        load_config(path, [])
+    path.write_text("train: {max_steps: 5}\n")
+    with pytest.raises(UserError, match=f"train.max_minutes is '{text}'; it must be a number"):
+        load_config(path, [f"train.max_minutes={text}"])
+
+
+def test_a_leading_zero_is_no_octal_number(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("train: {max_steps: 010}\n")
+    with pytest.raises(UserError, match="010 is no decimal number"):
+        load_config(path, [])
+    path.write_text("train: {max_steps: 5}\n")
+    assert load_config(path, ["train.max_steps=010"]).train.max_steps == 10
+
+
 def test_an_exponent_without_a_dot_is_a_number(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\noptimizer: {lr: 3e-4, eps: 1e-8}\n")  # PyYAML reads strings
@@ -64,6 +91,7 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("run.dir=", "'run.dir=' is not an override; write section.key=value"),
         ("train.max_step=5", "no key train.max_step; did you mean train.max_steps"),
         ("trian.max_steps=5", "no key trian; did you mean train"),
         ("train.max_steps=soon", "train.max_steps is 'soon'"),
