@@ -124,7 +124,7 @@ def main() -> int:
 
     show_logprobs, n_top = arguments.logprobs is not None, arguments.logprobs or 0
     seed = secrets.randbelow(2**31) if arguments.seed is None else arguments.seed
-    options = vars(arguments) | {"logprobs": n_top, "seed": seed, "logit_bias": dict(arguments.logit_bias)}
+    options = vars(arguments) | {"logprobs": n_top, "seed": seed, "logit_bias": arguments.logit_bias}
     params = SamplingParams(**{field.name: options[field.name] for field in fields(SamplingParams)})
     device = choose_device(arguments.device)
     precision = choose_decoding_precision(arguments.precision, device)
@@ -164,7 +164,7 @@ def main() -> int:
     elif arguments.json:
         n = arguments.num_samples
         for index, completion in enumerate(generator.generate([prompt] * n, params, [tokens] * n)):
-            print(finite_json(asdict(completion) | {"seed": params.seed + index}, ensure_ascii=False))
+            print(finite_json(asdict(completion) | {"seed": params.seed + index}))
     else:
         shown_prompt = "" if arguments.chat else prompt
         terminal.print_samples(generator, shown_prompt, tokens, params, arguments.num_samples, show_logprobs)

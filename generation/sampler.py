@@ -71,9 +71,8 @@ def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         is_valid = False
     if not is_valid:
-        raise UserError(
-            f"logit_bias is {describe(biases)}; it must have token ids and for each a number up to ±1e100, or -inf"
-        )
+        expected = "it must have token ids, each once, and for each a number up to ±1e100, or -inf"
+        raise UserError(f"logit_bias is {describe(biases)}; {expected}")
     return tuple((token, float(bias)) for token, bias in pairs)
 
 

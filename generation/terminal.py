@@ -88,7 +88,7 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         numbers["cost_of_int8"] = bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
     if as_json:
         tokens = {"token_ids": score.token_ids, "logprobs": score.logprobs, "top_logprobs": score.top_logprobs}
-        print(finite_json({**numbers, **tokens}, ensure_ascii=False))
+        print(finite_json({**numbers, **tokens}))
         return
     for line in logprob_lines(generator, score) if show_logprobs else ():
         print(line)

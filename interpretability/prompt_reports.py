@@ -6,6 +6,7 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.interpretability import attribution, flow, reports
 from thinker.interpretability.reports import Panel, Prompt, Report, token_label
 from thinker.model import Thinker
+from thinker.runtime.errors import UserError
 
 NO_GRADIENT = "this model's attention pattern depends on token ids, which have no gradients"
 MAX_LENS_COLUMNS = 16  # positions in the lens plot, up to the one that is asked for
@@ -54,9 +55,12 @@ def report_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
 
 
 @torch.no_grad()
-def likeliest_next_token(model: Thinker, prompt: Prompt, position: int) -> int:
-    """The id with the largest logit after a position."""
-    return int(model(prompt.tokens[None])[0, position].argmax())
+def likeliest_next_token(model: Thinker, prompt: Prompt, position: int, contrast_token: int | None = None) -> int:
+    """The id with the largest logit after a position. Raises UserError if it is that of `contrast_token`."""
+    token = int(model(prompt.tokens[None])[0, position].argmax())
+    if token == contrast_token:
+        raise UserError("--contrast-token is the likeliest next token, and so the target, too; give a --target")
+    return token
 
 
 def _describe_target(tokenizer: Tokenizer, target: int, contrast_token: int | None) -> str:
@@ -72,7 +76,7 @@ def report_attribution(
 
     By default of the likeliest token. The gradients' baseline is BOS at every position, where texts begin with it.
     """
-    target = likeliest_next_token(model, prompt, position) if target is None else target
+    target = likeliest_next_token(model, prompt, position, contrast_token) if target is None else target
     prediction = target, contrast_token, position
     components = attribution.direct_logit_attribution(model, prompt.tokens, *prediction)
     values = {"embedding": components.embedding}
@@ -131,7 +135,7 @@ def report_patching(
     model: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int | None, contrast_token: int | None
 ) -> Report:
     """How much of a prediction, by default of the likeliest token, each activation of the clean prompt restores."""
-    target = likeliest_next_token(model, clean, -1) if target is None else target
+    target = likeliest_next_token(model, clean, -1, contrast_token) if target is None else target
     restored = attribution.patch(model, clean.tokens, corrupt.tokens, target, contrast_token)
     values = torch.stack([x.cpu() for x in restored.values()])  # (layers + 1, T)
     names = ["embedding", *(f"layer {layer}" for layer in range(len(model.blocks)))]

@@ -29,9 +29,9 @@ def check_computed(values: Iterable[float]) -> None:
         )
 
 
-def finite_json(value: Any, **options: Any) -> str:
-    """The value as JSON. Raises RunError if a number in it is not finite."""
+def finite_json(value: Any) -> str:
+    """The value as JSON in ASCII, which every terminal and pipe can show. RunError if a number is not finite."""
     try:
-        return json.dumps(value, allow_nan=False, **options)
+        return json.dumps(value, allow_nan=False)
     except ValueError as error:
         raise RunError(f"a result is not finite, so that it cannot be written as JSON: {error}") from error

@@ -109,6 +109,7 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--presence-penalty", "nan"], "presence_penalty is nan"),
         (["--frequency-penalty", "inf"], "frequency_penalty is inf"),
         (["--logit-bias", "5"], "--logit-bias 5 is not a token id, = and a number"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=-inf"], "token ids, each once"),
         (["--logit-bias", "9999=1"], "logit_bias names the token 9999; the vocabulary ends at"),
         (["--logprobs", "-1"], "logprobs is -1"),
         (["--seed", "-1"], "seed is -1"),
@@ -257,7 +258,7 @@ def test_interactive_by_pipe(tiny_run):
         "error: temperature is '[[[['; it must be a number, or none",
         f"error: temperature is '{'[' * 40}'; it must be a number, or none",
         "error: seed is []; it must be a whole number of at least 0",
-        "error: logit_bias is [[1]]; it must have token ids and for each a number up to ±1e100, or -inf",
+        "error: logit_bias is [[1]]; it must have token ids, each once, and for each a number up to ±1e100, or -inf",
         "error: /set stop is not a command; /help lists them; did you mean /set?",
         "error: / is not a command; /help lists them",
         "error: /undu is not a command; /help lists them; did you mean /undo?",
@@ -348,3 +349,12 @@ def test_a_path_that_is_not_a_model(tmp_path, kind):
     assert completed.returncode == 2
     assert completed.stderr.startswith(f"error: {path} ")
     assert len(completed.stderr.splitlines()) == 1
+
+
+def test_json_is_whole_on_a_stream_that_is_not_utf8(tiny_run):
+    text = "“naïve” 漢字 🙂"
+    options = [GENERATE, tiny_run, "--prompt", text, "--max-new-tokens", "3", "--json"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "1"}  # of a new interpreter alone
+    done = subprocess.run([sys.executable, *options], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt"] == text

@@ -5,6 +5,7 @@ import torch
 
 from thinker.interpretability import comparison, flow, head_reports, heads, prompt_reports
 from thinker.interpretability.reports import Prompt
+from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = Prompt(torch.arange(10) * 7 % 61, [f"t{i}" for i in range(10)])
@@ -14,6 +15,11 @@ def test_the_likeliest_token_of_a_position(random_model):
     model = random_model()
     best = model(PROMPT.tokens[None])[0].argmax(dim=-1).tolist()
     assert [prompt_reports.likeliest_next_token(model, PROMPT, at) for at in range(10)] == best
+    assert prompt_reports.likeliest_next_token(model, PROMPT, 3, contrast_token=best[3] ^ 1) == best[3]
+    with pytest.raises(UserError, match="--contrast-token is the likeliest next token"):
+        prompt_reports.report_attribution(model, None, PROMPT, None, best[3], 3)
+    with pytest.raises(UserError, match="--contrast-token is the likeliest next token"):
+        prompt_reports.report_patching(model, None, PROMPT, PROMPT, None, best[-1])
 
 
 def test_scores_of_repeats_are_not_of_the_prompt(random_model):
