@@ -131,11 +131,11 @@ class DataConfig(ConfigSection):
     document_masking: bool = False
     """Tokens attend only within their own document, and positions restart at each document."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Fraction of the documents that are held out for validation, where val_tokens is null."""
+    """Fraction of the documents that are held out for validation. Not read with val_tokens."""
     val_tokens: str | None = None
     """Validate on the documents of this file of GPT-2 tokens (docs/gpu.md) instead, and do not train on them."""
     max_documents: Positive | None = None
-    """Read at most this many documents, which a single text file does not have. null: all."""
+    """Read at most this many documents; not for a single text file. null: all."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Threads that prepare batches ahead of time. 0: each batch is made when it is needed."""
     cache_dir: str = ".cache"
