@@ -20,7 +20,7 @@ from thinker.data.corpus_cache import building_folder, read_index, write_index
 from thinker.data.llmc_tokens import read_documents
 from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
 from thinker.data.sources import Document, MissingData, Source, open_source, stamps
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer import Tokenizer, warn_of_lost_text
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
@@ -161,7 +161,7 @@ def _build(
     if val_tokens is not None:
         documents = _split(source, val_fraction, read_documents(val_tokens, tokenizer))
     writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
-    n_tokens = 0
+    n_tokens = n_texts = n_lost = 0
     total, unit = (source.n_bytes, "B") if source.whole_text else (source.n_documents, " documents")
     with tqdm(desc="tokenizing", disable=not progress, total=total, unit=unit, unit_scale=source.whole_text) as bar:
         for batch in _batches(itertools.chain(sample, documents)):
@@ -171,8 +171,11 @@ def _build(
                 continues = source.whole_text and writers[split].started
                 writers[split].add(ids, n_bytes, document.log_prob, continues, loss_mask)
                 n_tokens += len(ids)
+                n_texts += 1
+                n_lost += document.messages is None and tokenizer.loses_text(document.text, ids)
                 bar.update(n_bytes if source.whole_text else 1)
             bar.set_postfix_str(f"{n_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s")
+    warn_of_lost_text(n_lost, n_texts)
     for split, writer in writers.items():
         if not writer.started:
             raise _empty_split_error(split, source, val_fraction)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from thinker.data.text_growth import check_growth
-from thinker.data.tokenizer import MAX_VOCAB, Tokenizer
+from thinker.data.tokenizer import MAX_VOCAB, Tokenizer, replace_surrogates
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write
 
@@ -42,7 +42,7 @@ class HFTokenizer(Tokenizer):
         ValueError for what cannot be reproduced. (The base class would build a tiktoken encoding.)
         """
         self.content, self.config, self.chat_template = content, config, chat_template
-        self.kind, self.normalizer = "hf", None
+        self.kind, self.normalizer, self.may_lose_text = "hf", None, True
         added = content.get("added_tokens") or []
         self.special_tokens = {str(token["content"]): token["id"] for token in added}
         self.non_special_added_tokens = [token["content"] for token in added if not token.get("special")]
@@ -110,9 +110,8 @@ class HFTokenizer(Tokenizer):
 
     def _ids(self, text: str, allow_special: bool = False) -> np.ndarray:
         library = self._with_special if allow_special else self._plain  # which find the non-special added tokens
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is not text
         try:
-            return np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+            return np.array(library.encode(replace_surrogates(text), add_special_tokens=False).ids, dtype=np.uint32)
         except BaseException as error:
             if not _is_of_library(error):
                 raise

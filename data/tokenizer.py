@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -76,7 +77,7 @@ class Tokenizer:
         self.eos_ids = [self.bos_id] if eos_ids is None else eos_ids
         if not self.eos_ids or any(type(i) is not int or not 0 <= i < len(tokens) for i in self.eos_ids):
             raise ValueError("an EOS token is missing or out of range")
-        self.eos_id = self.eos_ids[0]
+        self.eos_id, self.may_lose_text = self.eos_ids[0], normalizer is not None
         eos_names = [name for name, number in special_tokens.items() if number == self.eos_id]
         default = {"bos_token": bos_token, "eos_token": [bos_token, *eos_names][-1]}
         self.special_tokens_map = default if special_tokens_map is None else special_tokens_map
@@ -124,8 +125,8 @@ class Tokenizer:
 
                 text = normalizers.NFC().normalize_str(text)
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except UnicodeEncodeError:  # a lone surrogate is not text: it becomes U+FFFD
-            return self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        except UnicodeEncodeError:
+            return self._encode(replace_surrogates(text))
         except ValueError:  # a run of a million spaces overflows the stack of tiktoken's regular expressions
             if len(text) < PIECE_CHARS:
                 raise
@@ -149,6 +150,18 @@ class Tokenizer:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         return self._tokens[token_id] or self._added_bytes.get(token_id, b"")
+
+    def count_bytes(self, text: str, ids: Sequence[int], start: int = 0, end: int | None = None) -> int:
+        """The bytes of UTF-8 of the part of a text that ids[start:end] stand for, where `ids` is the text, encoded.
+
+        An estimate where encoding changes the text; all the ids together always have the bytes of the text itself.
+        """
+        n_bytes, n_decoded = len(replace_surrogates(text).encode()), len(self.decode_bytes(ids))
+        return round(n_bytes * len(self.decode_bytes(ids[start:end])) / n_decoded) if n_decoded else n_bytes
+
+    def loses_text(self, text: str, ids: Iterable[int]) -> bool:
+        """Whether a text's ids do not give it back, as with unknown tokens. A space before the text does not count."""
+        return self.may_lose_text and self.decode(ids).lstrip(" ") != text.lstrip(" ")
 
     @cached_property
     def content_hash(self) -> str:
@@ -189,6 +202,18 @@ class Tokenizer:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path} is not a valid {FILE_NAME}: {error}") from error
         return tokenizer
+
+
+def replace_surrogates(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def warn_of_lost_text(n_lost: int, n_texts: int) -> None:
+    """Say on standard error that the tokenizer does not give back `n_lost` of the texts, if any."""
+    if n_lost:
+        lost = f"characters of {n_lost:,} of {n_texts:,} texts" if n_texts > 1 else "characters of the text"
+        print(f"the tokenizer loses {lost}, so bits per byte are too low", file=sys.stderr)
 
 
 def token_byte_lengths(tokenizer: Tokenizer) -> np.ndarray:

@@ -79,7 +79,7 @@ class Evaluator:
         """The loss of `model`; None if stop(), called after each batch, is True."""
         device = "cpu" if model.device.type == "mps" else model.device  # Apple's GPUs have no float64
         nats = torch.zeros((), dtype=torch.float64, device=device)  # on the device: synchronizes once, at the end
-        n_tokens = n_bytes = 0
+        n_tokens, n_bytes = 0, 0.0
 
         def loss_sum(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
             missing = self.batch_size - len(inputs)
@@ -97,10 +97,10 @@ class Evaluator:
                 bar.update()
                 counted = targets[targets != IGNORE_INDEX]
                 n_tokens += counted.numel()
-                n_bytes += int(self.byte_lengths[counted.numpy()].sum())
+                n_bytes += float(self.byte_lengths[counted.numpy()].sum())
                 nats += loss.to(nats.device, nats.dtype)
                 if stop():
                     return None
         all_nats, all_tokens, all_bytes = zip(*self.dist.all_gather_scalars(nats.item(), n_tokens, n_bytes))
-        total, n_tokens, n_bytes = math.fsum(all_nats), int(sum(all_tokens)), int(sum(all_bytes))
+        total, n_tokens, n_bytes = math.fsum(all_nats), int(sum(all_tokens)), math.fsum(all_bytes)
         return Evaluation(total / n_tokens, total / math.log(2) / max(n_bytes, 1), self.floor, n_tokens)

@@ -72,7 +72,9 @@ def expand(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]
 def find_needles(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list[Needle]:
     """Every fact of a text that occurs a second time after its phrase, at any distance."""
     tokens, needles = tokenizer.encode(text), []
-    token_starts = accumulate((len(tokenizer.token_bytes(token)) for token in tokens), initial=0)
+    lengths = [len(tokenizer.token_bytes(token)) for token in tokens]
+    # The first may start below 0: some tokenizers add a space before the text, which is ASCII.
+    token_starts = accumulate(lengths, initial=len(text) - sum(lengths))
     token_index = {start: index for index, start in enumerate(token_starts)}
     words = [(match.start() - 1, match.group()) for match in re.finditer(r"[\w-]+", text)]  # from the space before
     for name, phrase in PHRASES.items():

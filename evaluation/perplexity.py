@@ -14,7 +14,7 @@ from thinker.data.batches import PackedDataset, entropy_floor
 from thinker.data.corpus import encode_all
 from thinker.data.shards import ShardWriter, TokenShards
 from thinker.data.sources import Source
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer import Tokenizer, warn_of_lost_text
 from thinker.evaluation.long_context import PositionLosses, loss_by_position, ratio_with_error
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
@@ -81,7 +81,7 @@ def text_loss(
 ) -> TextLoss:  # fmt: skip
     """Loss, perplexity and bits per byte over the first `limit` windows (0: all), with intervals of this confidence.
 
-    `byte_lengths`: the number of bytes of each token id (data.tokenizer.token_byte_lengths). `trained`: the length of
+    `byte_lengths`: the number of bytes of each token id (TokenShards.byte_lengths). `trained`: the length of
     the training windows, by default max_seq_len. Raises UserError if none of the counted tokens has text.
     """
     batch_size = max(1, BATCH_TOKENS // windows.seq_len)
@@ -96,7 +96,7 @@ def text_loss(
     block_tokens = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
     block = torch.arange(len(counts)) // max(1, block_tokens // windows.stride)  # (N,)
     blocks = [torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double()) for x in (nats, counts, n_bytes)]
-    sizes = windows.seq_len, windows.stride, int(counts.sum()), int(n_bytes.sum()), len(losses.nats)
+    sizes = windows.seq_len, windows.stride, int(counts.sum()), round(float(n_bytes.sum())), len(losses.nats)
     per_token = estimate_ratio(blocks[0], blocks[1], confidence)
     per_byte = estimate_ratio(blocks[0] / math.log(2), blocks[2], confidence)
     return TextLoss(*sizes, per_token, per_byte, entropy_floor(windows, limit or None), losses)
@@ -127,17 +127,22 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
     Generator.score() counts the same tokens.
     """
     writer, n_left = ShardWriter(folder, "text", tokenizer), max_tokens
+    n_texts = n_lost = 0
     with tqdm(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
             ((ids, loss_mask),) = encode_all(tokenizer, [document], assistant_only_loss=document.messages is not None)
-            ids = ids[:n_left] if source.whole_text else ids
-            n_bytes = len(tokenizer.decode_bytes(ids.tolist()))
+            n_texts += 1
+            n_lost += document.messages is None and tokenizer.loses_text(document.text, ids)
+            n_counted = min(n_left, len(ids)) if source.whole_text else len(ids)
+            n_bytes = tokenizer.count_bytes(document.text, ids, 0, n_counted)
+            ids = ids[:n_counted]
             writer.add(ids, n_bytes, document.log_prob, source.whole_text and writer.started, loss_mask)
             n_left -= len(ids)
             bar.update(len(ids))
             if n_left <= 0:
                 break
         bar.total = bar.n  # the text may have fewer or more tokens
+    warn_of_lost_text(n_lost, n_texts)
     if n_left == max_tokens:
         raise UserError(f"data.source={source.name}: there is no text to be predicted")
     writer.close()

@@ -247,7 +247,7 @@ class Generator:
                     likeliest += [top_logprobs(row, n_top) for row in new] if n_top else []
             start = max(0, end - max((end - start) // 2, n_skipped))
         check_computed(logprobs)
-        return Score(ids[n_skipped:], logprobs, likeliest, len(self.tokenizer.decode_bytes(ids[n_skipped:])))
+        return Score(ids[n_skipped:], logprobs, likeliest, self.tokenizer.count_bytes(text, ids, n_skipped))
 
     def _prefill_unique(self, model: Thinker, sequences: list[Sequence], slack: int) -> tuple[KVCache | None, Tensor]:
         """Read each distinct prompt once, those of equal length together. Returns a cache and logits, (B, 1, V)."""

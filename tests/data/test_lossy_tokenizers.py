@@ -1,0 +1,68 @@
+"""Bits per byte count the bytes of the text, also where an imported tokenizer changes what it encodes."""
+
+from random import Random
+
+import pytest
+import tokenizers
+from conftest import random_model
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from thinker.data.batches import PackedDataset
+from thinker.data.sources import open_source
+from thinker.data.tokenizer_factory import load_tokenizer
+from thinker.evaluation.needle import story_needles
+from thinker.evaluation.perplexity import text_loss, tokenize
+from thinker.generation import Generator
+
+TEXT = "The wheel turns \ufb01ne, ab ½ 漢.\n" * 40
+
+
+def unigram(folder, byte_fallback):
+    """A SentencePiece-like tokenizer that adds a space; without byte fallback it does not know every character."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
+    pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)] if byte_fallback else []
+    pieces += [(chr(code), -4.0) for code in range(33, 127)] + [("▁", -2.0), ("\n", -3.0), ("▁wheel", -2.5)]
+    library = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=byte_fallback))
+    library.normalizer = normalizers.NFKC()
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder.mkdir(exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}')
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("byte_fallback", [True, False])
+def test_score_and_evaluation_count_the_bytes_of_the_text(tmp_path, capsys, byte_fallback):
+    tokenizer = unigram(tmp_path / "tokenizer", byte_fallback)
+    ids = tokenizer.encode(TEXT)
+    assert len(tokenizer.decode_bytes(ids)) != len(TEXT.encode())
+    assert tokenizer.loses_text(TEXT, ids)
+    assert tokenizer.loses_text("plain words", tokenizer.encode("plain words")) is False
+    model = random_model(1, 0.3, 0.4, vocab_size=tokenizer.vocab_size, max_seq_len=64)
+    score = Generator(model, tokenizer).score(TEXT)
+    assert score.n_bytes == len(TEXT.encode())
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "shards").mkdir()
+    tokens = tokenize(open_source("text", path=str(tmp_path / "text.txt")), tokenizer, 1 << 20, tmp_path / "shards")
+    assert "the tokenizer loses characters of the text, so bits per byte are too low" in capsys.readouterr().err
+    windows = PackedDataset(tokens, 64, "contiguous", stride=32)
+    loss = text_loss(model, windows, tokens.byte_lengths(tokenizer))
+    assert loss.n_bytes == len(TEXT.encode())
+    assert loss.bits_per_byte.mean == pytest.approx(score.bits_per_byte, rel=1e-6)
+
+
+def test_a_part_of_a_text_has_its_share_of_the_bytes(tmp_path):
+    tokenizer = unigram(tmp_path / "tokenizer", True)
+    ids = tokenizer.encode("wheel wheel")
+    assert tokenizer.decode_bytes(ids) == b" wheel wheel"  # 12 bytes instead of 11
+    assert tokenizer.count_bytes("wheel wheel", ids) == 11
+    assert tokenizer.count_bytes("wheel wheel", ids, 1) == round(11 / 2)
+    assert tokenizer.count_bytes("", []) == 0
+
+
+def test_needles_are_found_though_the_tokenizer_adds_a_space(tmp_path):
+    tokenizer = unigram(tmp_path / "tokenizer", True)
+    random = Random(1)
+    assert any(story_needles(tokenizer, distance, random) for distance in (100, 200, 400) for _ in range(20))
