@@ -65,4 +65,7 @@ def test_a_part_of_a_text_has_its_share_of_the_bytes(tmp_path):
 def test_needles_are_found_though_the_tokenizer_adds_a_space(tmp_path):
     tokenizer = unigram(tmp_path / "tokenizer", True)
     random = Random(1)
-    assert any(story_needles(tokenizer, distance, random) for distance in (100, 200, 400) for _ in range(20))
+    needles = [one for _ in range(20) for one in story_needles(tokenizer, 200, random)]
+    assert needles
+    for needle in needles:
+        assert tokenizer.decode(needle.tokens[1:]) == needle.text
