@@ -17,10 +17,11 @@ class SignalHandler:
 
     A signal that was ignored when the process began (nohup, a shell's background job) stays ignored. To one of several
     ranks (`together`) the launcher passes on a signal that it may have received itself: what comes within ECHO_SECONDS
-    after the first is taken for the same one.
+    after the first is taken for the same one. So is, for any process, what comes within TWICE_SECONDS: timeout(1) sends
+    its signal twice, to the process and to its group.
     """
 
-    ECHO_SECONDS = 5.0
+    ECHO_SECONDS, TWICE_SECONDS = 5.0, 0.1
     NUMBERS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name))
 
     def __init__(self, together: bool = False) -> None:
@@ -39,15 +40,21 @@ class SignalHandler:
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.number and time.monotonic() < self._first_at + self.ECHO_SECONDS:
             return
+        if not self.number and not self.together:
+            self._handle_all(signal.SIG_IGN)
+            time.sleep(self.TWICE_SECONDS)
         if self.number or not self.together:
-            for handled in self._previous:
-                signal.signal(handled, signal.SIG_DFL)  # the system's own, which does not wait for Python
+            self._handle_all(signal.SIG_DFL)  # the system's own, which does not wait for Python
         if self.number:
             signal.raise_signal(number)
         self.number, self._first_at = number, time.monotonic()
         with contextlib.suppress(OSError):  # not through Python's stream, which the signal may have interrupted
             message = f"\n{signal.Signals(number).name}: finishing this step and saving; once more leaves at once\n"
             os.write(sys.stderr.fileno(), message.encode())
+
+    def _handle_all(self, handler: Any) -> None:
+        for number in self._previous:
+            signal.signal(number, handler)
 
 
 class ResilientStream:

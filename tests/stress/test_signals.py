@@ -10,11 +10,14 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 import pytest
 from conftest import ROOT, run_script, start_script
 from training_runs import assert_same_run, checkpoint_steps, last_step, read_metrics, temporary_files, wait_for
+
+from thinker.training.signals import SignalHandler
 
 LONG = ["train.max_steps=100000", "train.eval_every=null", "train.save_every=null"]
 
@@ -81,6 +84,29 @@ def test_a_second_signal_leaves_at_once(train_args, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait() == -signal.SIGTERM
     assert not (run / "metrics.jsonl").exists()
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
+    """As from timeout(1), which signals the process and then its group."""
+    monkeypatch.setattr(SignalHandler, "TWICE_SECONDS", 1.0)
+    second = threading.Event()
+
+    def send_again():
+        while not first_arrived.wait(0.001):
+            if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+                signal.raise_signal(signal.SIGINT)
+                second.set()
+                return
+
+    first_arrived, sender = threading.Event(), threading.Thread(target=send_again)
+    with SignalHandler() as handler:
+        sender.start()
+        signal.raise_signal(signal.SIGTERM)
+        first_arrived.set()
+        sender.join()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert second.is_set()
+    assert handler.number == signal.SIGTERM
 
 
 EVALUATION_THAT_WAITS = """
