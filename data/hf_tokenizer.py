@@ -166,7 +166,7 @@ def _template_prefix(post_processor: dict | None, added: dict[str, int]) -> list
     prefix: list[int] = []
     for step in steps:
         if step.get("type") == "TemplateProcessing":
-            kinds = [next(iter(part)) for part in step["single"]]
+            kinds = [next(iter(part), None) for part in step["single"]]
             text = kinds.index("Sequence")
             if text < len(kinds) - 1:
                 raise ValueError("its post-processor ends every text with a special token")

@@ -450,3 +450,18 @@ def test_a_library_that_panics_or_multiplies_is_one_line(tmp_path):
     library.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="its normalizer can make a text 1,099,511,627,776 times as long"):
         load_tokenizer(tmp_path)
+
+
+def test_a_template_with_an_empty_part_is_refused(tmp_path):
+    library = trained(byte_level())
+    library.post_processor = processors.TemplateProcessing(
+        "<|endoftext|> $A", "<|endoftext|> $A $B", [("<|endoftext|>", 0)]
+    )
+    saved(library, tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for place in (0, 1):
+        parts = content["post_processor"]["single"]
+        changed = content["post_processor"] | {"single": [*parts[:place], {}, *parts[place + 1 :]]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"post_processor": changed}))
+        with pytest.raises(UserError, match=r"tokenizer\.json cannot be used"):
+            load_tokenizer(tmp_path)
