@@ -1,8 +1,11 @@
-"""Ctrl-C in a command, however early, late or often it comes: status 130 and at most one line."""
+"""A command that is stopped: by Ctrl-C, with status 130 and at most one line, or by SIGTERM or SIGHUP."""
 
+import contextlib
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from types import FrameType
 
 
@@ -31,3 +34,23 @@ def _interrupt(number: int, frame: FrameType) -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that `finally` clauses run; by default they end the process at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one does not wait for these clauses
+        sys.exit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if is_main and hasattr(signal, name)]
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

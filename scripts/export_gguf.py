@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, output_file
 from thinker.runtime.errors import UserError, run_command
 
 
@@ -22,8 +22,7 @@ def main() -> int:
     out = arguments.out
     if os.path.lexists(out):
         raise UserError(f"{out} exists already; give a new file")
-    if not out.resolve().parent.is_dir():
-        raise UserError(f"{out.resolve().parent} is not a folder; make it first")
+    output_file(out)
     model, tokenizer = load(arguments.path, checkpoint=arguments.checkpoint)
     if tokenizer is None:
         raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file needs")
