@@ -20,7 +20,6 @@ from filelock import FileLock, Timeout
 
 from thinker.data.shards import DamagedShard
 from thinker.runtime.files import atomic_write, sha256_of_file
-from thinker.runtime.interrupts import exit_on_signals
 from thinker.runtime.reading import read_json
 
 INDEX = "corpus.json"
@@ -51,7 +50,7 @@ def _hash_of(index: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def building_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, removed at the end unless it was renamed, also when a signal stops the process.
+    """A new folder beside `folder`, removed at the end unless it was renamed; also when a signal stops a command.
 
     First it removes what killed processes have left beside it.
     """
@@ -61,15 +60,14 @@ def building_folder(folder: Path) -> Iterator[Path]:
             _remove(lock_path)
     lock_path = folder.with_name(f"{folder.name}.building-{secrets.token_hex(4)}.lock")
     lock, building = FileLock(lock_path, timeout=10), lock_path.with_suffix("")
-    with exit_on_signals():
-        try:
-            with contextlib.suppress(OSError):
-                lock.acquire()
-            building.mkdir()
-            yield building
-        finally:
-            _remove(lock_path)
-            lock.release()
+    try:
+        with contextlib.suppress(OSError):
+            lock.acquire()
+        building.mkdir()
+        yield building
+    finally:
+        _remove(lock_path)
+        lock.release()
 
 
 def _remove(lock_path: Path) -> None:

@@ -55,7 +55,7 @@ class Generator:
         draft: Thinker | None = None,  # a smaller model with the same tokenizer, for `speculate`
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
-            raise UserError(f"tokenizer is {describe(tokenizer)}; it must be what load() returned with the model")
+            raise UserError(f"a Generator needs the model's tokenizer, as load() returns it, not {describe(tokenizer)}")
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache

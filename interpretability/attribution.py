@@ -158,8 +158,7 @@ def patch(
         y_clean = predict(tokens=clean[None]).item()
     y_corrupt = predict(tokens=corrupt[None]).item()
     if abs(y_clean - y_corrupt) <= 1e-5 * max(1.0, abs(y_clean)):  # shares of a rounding error would mean nothing
-        problem = f"the logit to explain is {y_clean:.4f} for both prompts, so there is nothing to restore"
-        raise UserError(f"{problem}; give another corrupt prompt or another target")
+        raise UserError(f"the target's logit is {y_clean:.4f} in both prompts; give prompts or a target that differ")
     T, restored = len(clean), {}
     for name, activation in cache.items():
         if activation.dim() != 3 or activation.shape[1] != T:

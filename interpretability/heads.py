@@ -29,8 +29,7 @@ def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
     rows = torch.special.entr(weights).sum(dim=-1)  # (..., T)
     if not normalised:
         return rows.mean(dim=-1)
-    n_earlier = torch.arange(1, rows.shape[-1] + 1, device=rows.device)
-    n = (weights > 0).sum(dim=-1).maximum(n_earlier)  # (..., T)
+    n = (weights > 0).sum(dim=-1).maximum(torch.arange(1, rows.shape[-1] + 1, device=rows.device))  # (..., T)
     return (rows / n.log())[..., 1:].mean(dim=-1)
 
 

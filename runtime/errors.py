@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 
-from thinker.runtime.interrupts import end_on_interrupt, exit_on_signals, interrupt_once
+from thinker.runtime.interrupts import end_on_interrupt, interrupt_once
 from thinker.runtime.streams import open_closed_streams, print_error
 from thinker.runtime.terminal_text import protect_terminal
 
@@ -46,8 +46,7 @@ def run_command(main: Callable[[], int]) -> None:
     sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     protect_terminal()
     try:
-        with exit_on_signals():
-            status = main()
+        status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:
         print_error(str(error))

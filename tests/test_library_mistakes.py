@@ -65,8 +65,13 @@ def test_a_generator_needs_a_model_and_its_tokenizer(pair):
 
 
 def test_a_tokenizer_of_another_library_is_refused():
-    other = pytest.importorskip("tokenizers").Tokenizer
-    refused(lambda: Generator(MODEL, other(pytest.importorskip("tokenizers.models").BPE())), "must be what load")
+    models = pytest.importorskip("tokenizers.models")
+    other = pytest.importorskip("tokenizers").Tokenizer(models.BPE())
+    refused(lambda: Generator(MODEL, other), "needs the model's tokenizer, as load.. returns it, not a Tokenizer")
+    refused(lambda: Generator(MODEL, None), "not None")
+
+
+def test_a_generator_in_double_precision():
     assert Generator(MODEL, TOKENIZER, dtype=torch.float64).score("abc").logprobs == pytest.approx(
         Generator(MODEL, TOKENIZER).score("abc").logprobs, abs=1e-4
     )
@@ -164,7 +169,7 @@ def test_score_refuses_what_is_no_number(n_top):
         ({"targets": IDS[..., None]}, r"^targets must be a tensor \(2, 3\)"),
         (
             {"targets": IDS.to("meta")},
-            r"^targets are on meta and the model on cpu; move them: targets.to\(model.device\)",
+            r"^targets are on meta, the model on cpu; move them: targets.to\(model.device\)",
         ),
         ({"cache": "x"}, r"^cache is 'x'; it must be one of model.new_cache\(\)"),
         ({"cache": OTHER.new_cache(2)}, "model of another shape"),
