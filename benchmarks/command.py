@@ -2,9 +2,9 @@
 
 import argparse
 from importlib import import_module
-from pathlib import Path
 
 from thinker.benchmarks.environment import record_result
+from thinker.runtime.cli import output_file, png_file
 
 BENCHMARKS = (
     "ablation", "attention", "bigram", "checkpoint_overhead", "comm_volume", "decode", "decode_lengths",
@@ -23,9 +23,11 @@ def main() -> int:
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
         if name != "gpu":  # which writes several files
-            command.add_argument("--out", type=Path, metavar="FILE", help="append the line of JSON to this file")
+            command.add_argument("--out", type=output_file, metavar="FILE", help="append the line of JSON to this file")
         command.set_defaults(run_benchmark=module.run)
     arguments = parser.parse_args()
+    if getattr(arguments, "png", None) is not None:
+        png_file(arguments.png)
     out = None if arguments.benchmark == "gpu" else arguments.out
     record_result(arguments.benchmark, arguments.run_benchmark(arguments), out)
     return 0

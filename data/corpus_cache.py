@@ -11,9 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,7 +50,7 @@ def _hash_of(index: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def building_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, removed at the end unless it was renamed, also when a signal stops the process.
+    """A new folder beside `folder`, removed at the end unless it was renamed; also when a signal stops a command.
 
     First it removes what killed processes have left beside it.
     """
@@ -63,38 +60,17 @@ def building_folder(folder: Path) -> Iterator[Path]:
             _remove(lock_path)
     lock_path = folder.with_name(f"{folder.name}.building-{secrets.token_hex(4)}.lock")
     lock, building = FileLock(lock_path, timeout=10), lock_path.with_suffix("")
-    with _exit_on_signals():
-        try:
-            with contextlib.suppress(OSError):
-                lock.acquire()
-            building.mkdir()
-            yield building
-        finally:
-            _remove(lock_path)
-            lock.release()
+    try:
+        with contextlib.suppress(OSError):
+            lock.acquire()
+        building.mkdir()
+        yield building
+    finally:
+        _remove(lock_path)
+        lock.release()
 
 
 def _remove(lock_path: Path) -> None:
     """Remove the folder of a lock that this process holds, and the lock's file."""
     shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
     lock_path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that `finally` clauses run; by default they end the process at once."""
-
-    def stop(number: int, frame: Any) -> None:
-        sys.exit(128 + number)
-
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []  # only the main thread may set handlers
-    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)

@@ -118,9 +118,10 @@ def run_tasks(
     `include`. `n_shots`: examples before each question, by default set by the task. `limit`: use only so many questions
     per task. Raises UserError for a task that is unknown or cannot run, for example without its data.
     """
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
+    evaluator.get_git_commit_hash = str  # it runs git, which complains where there is no repository; we do not read it
     folder = None if include is None else str(include)
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):  # loading the harness's own tasks takes seconds
@@ -130,7 +131,7 @@ def run_tasks(
             raise UserError(f"the harness has no task {name}{did_you_mean(name, manager.all_tasks)}")
     options = {"num_fewshot": n_shots, "limit": limit, "bootstrap_iters": 1000, "log_samples": False}
     try:
-        output = simple_evaluate(ThinkerLM(model, tokenizer), tasks=names, task_manager=manager, **options)
+        output = evaluator.simple_evaluate(ThinkerLM(model, tokenizer), tasks=names, task_manager=manager, **options)
     except UserError:
         raise
     except Exception as error:  # tasks are programs that may raise anything: missing data, too few examples

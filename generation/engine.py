@@ -54,8 +54,8 @@ class Generator:
         speculate: int = 0,  # draft this many tokens per step, by prompt lookup or by `draft`; the text stays the same
         draft: Thinker | None = None,  # a smaller model with the same tokenizer, for `speculate`
     ) -> None:
-        if tokenizer is None:
-            raise UserError("a Generator needs the model's tokenizer; load() gives None where a folder has none")
+        if not isinstance(tokenizer, Tokenizer):
+            raise UserError(f"a Generator needs the model's tokenizer, as load() returns it, not {describe(tokenizer)}")
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache

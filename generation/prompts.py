@@ -36,9 +36,7 @@ def params_list(params: SamplingParams | list[SamplingParams] | None, n_prompts:
         base = params or SamplingParams()
         return [dataclasses.replace(base, seed=base.seed + index) for index in range(n_prompts)]
     if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
-        raise UserError(
-            f"the sampling parameters are a {type(params).__name__}; give a SamplingParams, or a list of them"
-        )
+        raise UserError(f"params is a {type(params).__name__}; it must be a SamplingParams, or a list of them")
     if len(params) != n_prompts:
         raise UserError(f"{n_prompts} prompts and {len(params)} sampling parameters: give one each, or one")
     return list(params)

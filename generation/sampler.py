@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral, Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,16 +15,16 @@ from thinker.runtime.type_checks import describe
 
 _LIMIT = 1e100  # of penalties and biases, so that float64 never overflows
 _RANGES = {  # field of SamplingParams: type, lowest and highest value, and the range in words
-    "max_new_tokens": (int, 1, math.inf, "a whole number of at least 1"),
-    "temperature": (float, 0, _LIMIT, "0 (greedy) or a number of at most 1e100"),
-    "top_k": (int, 1, math.inf, "a whole number of at least 1"),
-    "top_p": (float, math.ulp(0.0), 1, "a number in (0, 1]"),
-    "min_p": (float, 0, 1, "a number in [0, 1]"),
-    "repetition_penalty": (float, 1 / _LIMIT, _LIMIT, "a number from 1e-100 to 1e100 (1: none)"),
-    "presence_penalty": (float, -_LIMIT, _LIMIT, "a number from -1e100 to 1e100 (0: none)"),
-    "frequency_penalty": (float, -_LIMIT, _LIMIT, "a number from -1e100 to 1e100 (0: none)"),
-    "logprobs": (int, 0, math.inf, "a whole number of at least 0"),
-    "seed": (int, 0, math.inf, "a whole number of at least 0"),
+    "max_new_tokens": (Integral, 1, math.inf, "a whole number of at least 1"),
+    "temperature": (Real, 0, _LIMIT, "0 (greedy) or a number of at most 1e100"),
+    "top_k": (Integral, 1, math.inf, "a whole number of at least 1"),
+    "top_p": (Real, math.ulp(0.0), 1, "a number in (0, 1]"),
+    "min_p": (Real, 0, 1, "a number in [0, 1]"),
+    "repetition_penalty": (Real, 1 / _LIMIT, _LIMIT, "a number from 1e-100 to 1e100 (1: none)"),
+    "presence_penalty": (Real, -_LIMIT, _LIMIT, "a number from -1e100 to 1e100 (0: none)"),
+    "frequency_penalty": (Real, -_LIMIT, _LIMIT, "a number from -1e100 to 1e100 (0: none)"),
+    "logprobs": (Integral, 0, math.inf, "a whole number of at least 0"),
+    "seed": (Integral, 0, math.inf, "a whole number of at least 0"),
 }
 _ROUNDING = 1e-12  # relative: sums and exponentials in float64 that are closer than this count as equal
 _TOP_P_CANDIDATES = 1024  # top-p first tries to find its tokens among this many
@@ -50,6 +52,8 @@ class SamplingParams:
             value, is_optional = getattr(self, name), getattr(SamplingParams, name) is None
             if not (_is_number(value, kind, lowest, highest) or (value is None and is_optional)):
                 raise UserError(f"{name} is {describe(value)}; it must be {expected}")
+            if isinstance(value, np.number):
+                object.__setattr__(self, name, value.item())
         if not isinstance(self.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(f"stop is {describe(self.stop)}; it must be a list of strings, none of them empty")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -57,15 +61,16 @@ class SamplingParams:
 
 
 def _is_number(value: object, kind: type, lowest: float, highest: float) -> bool:
-    is_kind = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    return is_kind and lowest <= value <= highest  # not for NaN
+    is_kind = isinstance(value, kind) and not isinstance(value, bool)
+    number = value.item() if isinstance(value, np.number) else value  # NumPy warns where float32 cannot hold a bound
+    return is_kind and lowest <= number <= highest  # not for NaN
 
 
 def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
     try:
         pairs = sorted((token, bias) for token, bias in (biases.items() if isinstance(biases, dict) else biases))
         is_valid = len(dict(pairs)) == len(pairs) and all(
-            _is_number(token, int, 0, math.inf) and (bias == -math.inf or _is_number(bias, float, -_LIMIT, _LIMIT))
+            _is_number(token, Integral, 0, math.inf) and (bias == -math.inf or _is_number(bias, Real, -_LIMIT, _LIMIT))
             for token, bias in pairs
         )
     except (TypeError, ValueError):
@@ -73,7 +78,7 @@ def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
     if not is_valid:
         expected = "it must have token ids, each once, and for each a number up to ±1e100, or -inf"
         raise UserError(f"logit_bias is {describe(biases)}; {expected}")
-    return tuple((token, float(bias)) for token, bias in pairs)
+    return tuple((int(token), float(bias)) for token, bias in pairs)
 
 
 def distribution(

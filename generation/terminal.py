@@ -185,7 +185,7 @@ def _run_command(conversation: Conversation, words: list[str], params: SamplingP
         params = _set_param(params, field, rest[1])
         log(f"{rest[0]} is {getattr(params, field)}")
     elif words == ["/set"]:
-        log(*(f"{field} {value}" for field, value in dataclasses.asdict(params).items()))
+        log(*(f"{field} {value}" for field, value in dataclasses.asdict(params).items() if field != "logprobs"))
     else:
         raise UserError(f"{' '.join(words)} is not a command; /help lists them{did_you_mean(name, COMMANDS)}")
     return params
@@ -193,6 +193,8 @@ def _run_command(conversation: Conversation, words: list[str], params: SamplingP
 
 def _set_param(params: SamplingParams, name: str, value: str) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(params)]
+    if name == "logprobs":
+        raise UserError("logprobs are not shown in turns; run generate.py --logprobs N without --interactive")
     if name not in names:
         raise UserError(f"there is no setting {name}{did_you_mean(name, names)}; /set alone lists all")
     if value.lower() == "none":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinker.interpretability.reports import ATTENTION_AXES, Panel, Report
+from thinker.interpretability.reports import ATTENTION_AXES, Panel, Report, decimal
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json
 
@@ -58,7 +58,7 @@ def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], d
     for key, text in enumerate(head.labels):
         softmax = ["yes", f"{exponentials[key]:.4f}", f"{row[key]:.4f}"] if mask[key] else ["no", "", "0"]
         products = [f"{norms[key]:.4f}", f"{row[key] * norms[key]:.4f}"]
-        rows.append([str(key), text, *(f"{values[key]:.4f}" for values in steps.values()), *softmax, *products])
+        rows.append([str(key), text, *(decimal(values[key], 4) for values in steps.values()), *softmax, *products])
     columns = ["key", "token", *steps, "visible", f"exp(· − {largest:.2f})", "weight", "|v|", "weight·|v|"]
     data = data | {"query": position, "tokens": head.labels, "scores": head.raw[query].tolist()}
     data |= {"scaled": head.scaled[query].tolist(), "capped": head.capped[query].tolist(), "sink": head.sink}

@@ -151,12 +151,14 @@ def patch(
     """
     if clean.shape != corrupt.shape:
         raise UserError(f"the prompts must have equally many tokens: {len(clean)} and {len(corrupt)}")
+    if torch.equal(clean, corrupt):
+        raise UserError("both prompts have the same tokens; the corrupt one must differ where the prediction looks")
     predict = partial(predict_logit, model, target, contrast_token, position)
     with model.record(*names) as cache:
         y_clean = predict(tokens=clean[None]).item()
     y_corrupt = predict(tokens=corrupt[None]).item()
-    if y_clean == y_corrupt:
-        raise UserError("the prediction is the same for both prompts: there is nothing to restore")
+    if abs(y_clean - y_corrupt) <= 1e-5 * max(1.0, abs(y_clean)):  # shares of a rounding error would mean nothing
+        raise UserError(f"the target's logit is {y_clean:.4f} in both prompts; give prompts or a target that differ")
     T, restored = len(clean), {}
     for name, activation in cache.items():
         if activation.dim() != 3 or activation.shape[1] != T:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from thinker.evaluation.perplexity import estimate_ratio
 from thinker.interpretability import heads, pruning
 from thinker.interpretability.head_reports import TITLES, UNBOUNDED, describe_random, score_heads
-from thinker.interpretability.reports import Panel, Prompt, Report, existing_heads, head_labels, to_json
+from thinker.interpretability.reports import Panel, Prompt, Report, decimal, existing_heads, head_labels, to_json
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -107,7 +107,7 @@ def _importance(
     else:
         importance = heads.importance_by_ablation(model, texts[0], method, texts[1], by_group)
     columns = vars(importance)
-    cells = {pair: [f"{x[pair]:+.5f}" for x in columns.values()] for pair in existing_heads(importance.value)}
+    cells = {pair: [decimal(x[pair], 5, "+") for x in columns.values()] for pair in existing_heads(importance.value)}
     return importance, cells, {"importance": method} | {name: to_json(x) for name, x in columns.items()}
 
 
@@ -143,7 +143,7 @@ def report_pruning(
     header = {
         "importance": UNITS[method],
         "loss": f"{loss_before:.4f} nats per token before, {loss_after:.4f} after",
-        "cost": f"{cost.mean:+.4f} [{cost.low:+.4f}, {cost.high:+.4f}]",
+        "cost": "{} [{}, {}]".format(*(decimal(x, 4, "+") for x in (cost.mean, cost.low, cost.high))),
         "texts": f"{half} to choose by, {len(before)} others to measure on, of {texts[0].shape[1]} tokens",
         "parameters": f"{sizes[0]:,} before, {sizes[1]:,} after",
     }
@@ -158,7 +158,7 @@ def report_pruning(
     data |= {"loss_before": loss_before, "loss_after": loss_after, "parameters": sizes, "cost": vars(cost)}
     order = sorted(cells, key=lambda pair: value[pair])
     rows = [[*map(str, pair), "pruned" if pair in pruned else "", *cells[pair]] for pair in order]
-    texts_of_heads = [[f"{x:.4f}" for x in row] for row in value.tolist()]
+    texts_of_heads = [[decimal(x, 4) for x in row] for row in value.tolist()]
     for layer, head in set(pruned):
         texts_of_heads[layer][head] += " pruned"
     signed = bool((value < 0).any())

@@ -23,12 +23,14 @@ from thinker.runtime.errors import UserError
 def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
     """Mean over rows of −Σ_j A_ij ln A_ij, with 0 ln 0 = 0, in nats; (..., T, T) -> (...).
 
-    A uniform row i has ln(i + 1). Normalised: mean over rows i ≥ 1 of the row's entropy / ln(i + 1), from 0 to 1.
+    A uniform row i has ln(i + 1). Normalised: mean over rows i ≥ 1 of the row's entropy / ln(n), from 0 to 1, where n
+    is i + 1 or, in a bidirectional prefix, the number of positions that the row attends to.
     """
     rows = torch.special.entr(weights).sum(dim=-1)  # (..., T)
     if not normalised:
         return rows.mean(dim=-1)
-    return (rows[..., 1:] / torch.arange(2, rows.shape[-1] + 1, device=rows.device).log()).mean(dim=-1)
+    n = (weights > 0).sum(dim=-1).maximum(torch.arange(1, rows.shape[-1] + 1, device=rows.device))  # (..., T)
+    return (rows / n.log())[..., 1:].mean(dim=-1)
 
 
 def mean_distance(weights: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from thinker.interpretability.reports import Panel
+from thinker.interpretability.reports import Panel, decimal
 from thinker.runtime.plot_style import GREY, new_figure, plain_text, save_figure
 
 ANNOTATED = 200  # at most this many cells show their value
@@ -75,7 +75,7 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
     if panel.cells is not None or values.size <= ANNOTATED:
         for row, column in zip(*(~np.isnan(values)).nonzero()):
             value = values[row, column].item()
-            text = f"{round(value, 2) + 0.0:.2f}" if panel.cells is None else plain_text(panel.cells[row][column])
+            text = decimal(value, 2) if panel.cells is None else plain_text(panel.cells[row][column])
             color = "white" if abs(value) > 0.6 * top else "black"
             axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color, clip_on=True)
     if panel.highlighted_row is not None:

@@ -4,7 +4,7 @@ import torch
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.interpretability import attribution, flow, reports
-from thinker.interpretability.reports import Panel, Prompt, Report, token_label
+from thinker.interpretability.reports import Panel, Prompt, Report, decimal, token_label
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
@@ -82,7 +82,8 @@ def report_attribution(
     values = {"embedding": components.embedding}
     values |= {f"MLP {layer}": value for layer, value in enumerate(components.mlps.tolist())}
     values |= {f"head {i}.{j}": components.heads[i, j].item() for i, j in reports.existing_heads(components.heads)}
-    rows = [["component", name, f"{values[name]:+.4f}"] for name in sorted(values, key=lambda name: -abs(values[name]))]
+    ranked = sorted(values.items(), key=lambda pair: -abs(pair[1]))
+    rows = [["component", name, decimal(value, 4, "+")] for name, value in ranked]
     description = _describe_target(tokenizer, target, contrast_token)
     header = {"prediction": f"{description}, after position {position % len(prompt.labels)}"}
     header["logit"] = f"{components.logit:.4f}"
@@ -99,7 +100,7 @@ def report_attribution(
         bos = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
         values, baseline, error = attribution.integrated_gradients(model, prompt.tokens, *prediction, bos)
         data |= {"by_token": values.tolist(), "completeness_error": error, "baseline_logit": baseline}
-        rows = [["token", text, f"{x:+.4f}"] for text, x in zip(prompt.numbered(), values.tolist())] + rows
+        rows = [["token", text, decimal(x, 4, "+")] for text, x in zip(prompt.numbered(), values.tolist())] + rows
         title = f"integrated gradients of {description}"
         panels.insert(0, Panel(title, values[None], [""], prompt.labels, signed=True, style="text"))
         footer += f"tokens, with the baseline's {baseline:.4f}, to {components.logit + error:.4f}"
@@ -140,7 +141,7 @@ def report_patching(
     values = torch.stack([x.cpu() for x in restored.values()])  # (layers + 1, T)
     names = ["embedding", *(f"layer {layer}" for layer in range(len(model.blocks)))]
     tokens = [a if a == b else f"{a}/{b}" for a, b in zip(clean.labels, corrupt.labels)]
-    rows = [[str(i), text, *(f"{x:.3f}" for x in values[:, i].tolist())] for i, text in enumerate(tokens)]
+    rows = [[str(i), text, *(decimal(x, 3) for x in values[:, i].tolist())] for i, text in enumerate(tokens)]
     description = _describe_target(tokenizer, target, contrast_token)
     data = {"target": target, "contrast_token": contrast_token, "tokens": tokens}
     data |= {name: x.tolist() for name, x in restored.items()}

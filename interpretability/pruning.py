@@ -47,7 +47,8 @@ def check_count(model: Thinker, n: int) -> None:
     """Raise UserError unless n groups can be removed, keeping at least one per layer."""
     most = sum(block.attention.n_kv_heads - 1 for block in model.blocks)
     if not 1 <= n <= most:
-        raise UserError(f"{n} KV heads cannot be removed: 1 to {most} can, since every layer keeps one")
+        possible = f"1 to {most} can" if most else "none can"
+        raise UserError(f"{n} KV heads cannot be removed: {possible}, since every layer keeps one")
 
 
 def least_important(importance: Importance, n: int) -> list[tuple[int, int]]:

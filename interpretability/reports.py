@@ -90,6 +90,11 @@ def token_label(tokenizer: Tokenizer, token: int) -> str:
     return "".join("·" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text) or f"<{token}>"
 
 
+def decimal(value: float, digits: int, sign: str = "") -> str:
+    """A number in a table; zero has no minus. `sign` "+": a positive number has a plus."""
+    return f"{round(float(value), digits) + 0.0:{sign}.{digits}f}"
+
+
 def head_labels(values: Tensor, kind: str = "head") -> tuple[list[str], list[str]]:
     """Row and column labels of a (layers, H) matrix."""
     return [f"layer {layer}" for layer in range(len(values))], [f"{kind} {head}" for head in range(values.shape[1])]

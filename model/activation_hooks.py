@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinker.runtime.errors import UserError, did_you_mean
-from thinker.runtime.type_checks import check_types
+from thinker.runtime.type_checks import check_types, describe
 
 Patch = Literal["zero", "mean"] | float | Tensor | Callable[[Tensor], Tensor]
 READ_ONLY = ("q", "k", "v")
@@ -111,10 +111,18 @@ def _matching_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 def _apply_patch(name: str, patch: Patch, x: Tensor) -> Tensor:
     if callable(patch):
-        return patch(x)
-    if isinstance(patch, str):
-        if patch not in ("zero", "mean"):
-            raise UserError(f"{name} cannot become {patch!r}; it can be zero, mean, a number, a tensor or a function's")
+        value, wanted = patch(x), "its function must return a tensor of that shape"
+        dims = (0, 2) if name == "norm" else range(x.dim())  # of norm it may choose positions, those that get logits
+        if isinstance(value, Tensor) and value.dim() == x.dim() and all(value.shape[i] == x.shape[i] for i in dims):
+            return value
+    elif isinstance(patch, str) and patch not in ("zero", "mean"):
+        raise UserError(f"{name} cannot become {patch!r}; it can be zero, mean, a number, a tensor or a function's")
+    else:
         dims = 0 if name.endswith("weights") else (0, 2) if name.endswith("heads") else (0, 1)
-        patch = x.mean(dim=dims, keepdim=True) if patch == "mean" else 0.0  # the mean of this pass
-    return torch.as_tensor(patch, dtype=x.dtype, device=x.device).expand_as(x)
+        if isinstance(patch, str):
+            patch = x.mean(dim=dims, keepdim=True) if patch == "mean" else 0.0  # the mean of this pass
+        value, wanted = patch, "give a number, or a tensor that can be broadcast to it"
+        with suppress(RuntimeError, TypeError, ValueError):
+            return torch.as_tensor(patch, dtype=x.dtype, device=x.device).expand_as(x)
+    found = tuple(value.shape) if isinstance(value, Tensor) else describe(value)
+    raise UserError(f"{name} has the shape {tuple(x.shape)}, its patch is {found}; {wanted}")

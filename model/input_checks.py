@@ -42,9 +42,7 @@ def check_inputs(
             found = tuple(value.shape) if isinstance(value, Tensor) else describe(value)
             raise UserError(f"{name} must be a tensor {shape}, as the tokens are; got {found}")
         if value.device != device:
-            raise UserError(
-                f"{name} are on {value.device} and the model on {device}; move them: {name}.to(model.device)"
-            )
+            raise UserError(f"{name} are on {value.device}, the model on {device}; move them: {name}.to(model.device)")
         if name != "embeddings":
             _check_ids(name, value, config.vocab_size)
     if embeddings is not None and not embeddings.is_floating_point():

@@ -64,10 +64,10 @@ class RMSNorm(nn.Module):
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) in x's dtype, and 1 / rms(x) in fp32, (..., 1)."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)  # (..., 1)
-    scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)
-    if x.dtype == torch.float32:
+    """x / rms(x) in x's dtype, and 1 / rms(x) in fp32 (fp64 of an x in fp64), (..., 1)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)  # (..., 1)
+    if x.dtype == scale.dtype:
         return x * scale, scale
     y = torch.empty_like(x)
     torch.mul(x, scale, out=y)  # multiplies in fp32 and casts while writing

@@ -70,9 +70,7 @@ class Pattern:
 def _combine(text: str, mask_mod: MaskMod, patterns: Sequence[Pattern], limit: Callable, include: Callable) -> Pattern:
     """`limit`, max or min, gives the distance and the prefix from those of the patterns; `include`: any or all."""
     if any(pattern.n_features for pattern in patterns):
-        raise UserError(
-            "linear attention has no mask: it applies to whole layers and cannot be combined with a pattern"
-        )
+        raise UserError("linear attention has no mask, so it cannot be combined with a pattern; give it whole layers")
     distance = limit(inf if pattern.max_distance is None else pattern.max_distance for pattern in patterns)
     return Pattern(
         text,

@@ -117,6 +117,10 @@ class Thinker(nn.Module):
             else:  # q, k, v, gate, up: outputs as large as inputs
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: all but the masks of earlier passes, which contain functions."""
+        return vars(self) | {"mask_builder": None, "_built_for": None}
+
     @property
     def device(self) -> torch.device:
         """The device of the weights."""

@@ -1,7 +1,9 @@
 """What the commands share in reading their flags."""
 
 import argparse
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from thinker.runtime.errors import UserError
@@ -19,3 +21,20 @@ class ArgumentParser(argparse.ArgumentParser):
         for name in names:
             if getattr(arguments, name) != self.get_default(name):
                 raise UserError(f"--{name.replace('_', '-')} does not go with {mode}; leave it out")
+
+
+def output_file(name: str | Path) -> Path:
+    """A file to write. Raises UserError, before long work begins, if that is not possible."""
+    path, folder = Path(name), Path(name).absolute().parent
+    if path.is_dir():
+        raise UserError(f"cannot write {name}: it is a folder")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write {name}: its folder does not exist or is not writable")
+    return path
+
+
+def png_file(name: str | Path) -> Path:
+    """A file to plot into, as output_file(): the `type` of a flag."""
+    if Path(name).suffix.lower() not in (".png", ""):
+        raise UserError(f"cannot plot into {name}: plots are PNG files; give a name that ends in .png")
+    return output_file(name)

@@ -1,26 +1,35 @@
-"""Ctrl-C in a command, however early, late or often it comes: status 130 and at most one line."""
+"""Ctrl-C, SIGTERM and SIGHUP in a command, however early, late or often: status 128 + signal and at most one line."""
 
 import os
 import signal
 import sys
 from types import FrameType
 
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
 
 def interrupt_once() -> None:
-    """Let the first Ctrl-C raise KeyboardInterrupt and a second one end the process, unless Ctrl-C is ignored."""
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+    """Let the first signal raise an exception, so that `finally` clauses remove temporary files; a second one ends all.
+
+    Ctrl-C raises KeyboardInterrupt, the others SystemExit. A signal that is ignored stays ignored.
+    """
+    for number in _SIGNALS:
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(number, _interrupt)
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end the process: an exception while the interpreter ends would print a stack trace."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _leave)
+    """Let signals end the process: an exception while the interpreter ends would print a stack trace."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _leave)
 
 
 def _interrupt(number: int, frame: FrameType) -> None:
-    """Raise KeyboardInterrupt; inside an import, which may catch it and go on, end the process instead."""
+    """Raise the exception; Ctrl-C inside an import, which may catch it and go on, ends the process instead."""
     signal.signal(number, _leave)
+    if number != signal.SIGINT:
+        sys.exit(128 + number)
     code, caller = frame.f_code, frame
     while caller := caller.f_back:
         if caller.f_code.co_filename == "<frozen importlib._bootstrap>":

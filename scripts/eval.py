@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, png_file
 from thinker.runtime.errors import UserError, run_command
 
 TEXT_FLAGS = ("read_data", "source", "path", "column", "max_tokens", "rope_scaling", "png")
@@ -49,25 +49,26 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--limit", type=int, help="maximum number of questions per task")
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
-    group.add_argument("--png", type=Path, metavar="FILE", help="plot the loss by position")
+    group.add_argument("--png", type=png_file, metavar="FILE", help="plot the loss by position")
     arguments = parser.parse_args()
     if arguments.tasks is not None:
         parser.check_unused(arguments, "--tasks", ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS))
+        arguments.tasks = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+        if not arguments.tasks:
+            raise UserError("--tasks names no task; give some, such as hellaswag,arc_easy")
     elif arguments.long:
         parser.check_unused(arguments, "--long", PLAIN_FLAGS + TASK_FLAGS)
     else:
         parser.check_unused(arguments, "a plain evaluation", LONG_FLAGS + TASK_FLAGS)
-    for name in ("factor", "windows", "max_tokens", "stride", "limit"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
+    for name, lowest in {"factor": 1, "windows": 1, "max_tokens": 1, "stride": 1, "limit": 1, "shots": 0}.items():
+        if getattr(arguments, name) is not None and getattr(arguments, name) < lowest:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least {lowest}")
     if not 0 < arguments.confidence <= 0.9999:
         raise UserError(f"--confidence is {arguments.confidence}; it must lie between 0 and 0.9999, such as 0.95")
     if arguments.long and arguments.max_tokens is not None and arguments.source is None:
         raise UserError("--long reads --windows of the run's own validation data; --max-tokens goes with --source")
     if arguments.include is not None and not arguments.include.is_dir():
         raise UserError(f"--include {arguments.include} is not a folder")
-    if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
-        raise UserError(f"cannot write {arguments.png}: its folder does not exist")
     if arguments.read_data and arguments.source is not None:
         raise UserError("--read-data is about the run's own data; leave it out with --source")
     if (arguments.path is not None) != (arguments.source in ("text", "jsonl", "parquet")):
@@ -160,7 +161,7 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     if arguments.png:
         plot(losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
-    header["part"] = f"the first {losses[0].n_tokens:,} tokens (--max-tokens)" if is_part else None
+    header["part"] = f"the beginning, of which {losses[0].n_tokens:,} tokens count (--max-tokens)" if is_part else None
     answers_or_all = "answers" if tokens.has_conversations else "all tokens, and the end of each document"
     header["counted"] = "all tokens, not the end of the text" if is_one_text else answers_or_all
     header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
@@ -206,8 +207,7 @@ def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) ->
         from thinker.evaluation.lm_eval_harness import run_tasks
     except ModuleNotFoundError as error:
         raise UserError(f"--tasks needs the package {error.name}: pip install lm-eval") from error
-    names = [name for name in arguments.tasks.split(",") if name]
-    results = run_tasks(model, tokenizer, names, arguments.include, arguments.shots, arguments.limit)
+    results = run_tasks(model, tokenizer, arguments.tasks, arguments.include, arguments.shots, arguments.limit)
     lines = [f"{'task':>24}  {'metric':>18}  {'value':>8}  {'std error':>9}  {'questions':>9}"]
     for task, metrics in results.items():
         for metric in (name for name in metrics if not name.endswith("_stderr") and name != "questions"):

@@ -1,9 +1,8 @@
 """A trained model as a GGUF file for llama.cpp: python scripts/export_gguf.py RUN OUT.gguf."""
 
 import os
-from pathlib import Path
 
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, output_file
 from thinker.runtime.errors import UserError, run_command
 
 
@@ -11,7 +10,7 @@ def main() -> int:
     """Load, write, verify, and only then move the file into place. Returns the exit status."""
     parser = ArgumentParser(description="Write a GGUF file, read it back, and compare with llama.cpp if installed.")
     parser.add_argument("path", metavar="RUN", help="a run directory, a checkpoint in it, or a Hugging Face folder")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the file to write, such as model.gguf")
+    parser.add_argument("out", metavar="OUT", type=output_file, help="the file to write, such as model.gguf")
     parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
     parser.add_argument("--dtype", choices=["f16", "f32"], default="f16", help="of the matrices (default f16)")
     arguments = parser.parse_args()
@@ -22,8 +21,6 @@ def main() -> int:
     out = arguments.out
     if os.path.lexists(out):
         raise UserError(f"{out} exists already; give a new file")
-    if not out.resolve().parent.is_dir():
-        raise UserError(f"{out.resolve().parent} is not a folder; make it first")
     model, tokenizer = load(arguments.path, checkpoint=arguments.checkpoint)
     if tokenizer is None:
         raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file needs")

@@ -50,10 +50,8 @@ def main() -> int:
         if tokenizer is not None:
             tokenizer_conversion.write(tokenizer, temporary, model.config.max_seq_len)
         compared = verify_hf_export(model, tokenizer, temporary, base=base)
-        step = (
-            0 if run is None else read_json(find_checkpoint(path, arguments.checkpoint) / "state.json").get("step", 0)
-        )
-        card = model_card(model, tokenizer, run, step, out.name, compared, base, adapter)
+        state = {} if run is None else read_json(find_checkpoint(path, arguments.checkpoint) / "state.json")
+        card = model_card(model, tokenizer, run, state.get("step", 0), out.name, compared, base, adapter)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.exists():
             out.rmdir()

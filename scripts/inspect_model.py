@@ -1,7 +1,6 @@
 """Look inside a model: python scripts/inspect_model.py COMMAND MODEL [flags]."""
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -10,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, output_file, png_file
 from thinker.runtime.errors import UserError, run_command
 
 IN_EXPLORER = ("explain", "map", "attribute", "lens")  # what the HTML explorer shows too, so that the table is folded
@@ -24,7 +23,7 @@ def parse_arguments() -> argparse.Namespace:
     shared.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     shared.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the table, or in a file")
-    shared.add_argument("--png", type=Path, metavar="FILE", help="plot the report")
+    shared.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
     shared.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report; with a prompt, one to explore")
     prompt, optional_prompt, texts, target, position = (ArgumentParser(add_help=False) for _ in range(5))
     prompt.add_argument("--prompt", metavar="TEXT", required=True, help="what the model reads")
@@ -81,7 +80,10 @@ def parse_groups(text: str) -> list[tuple[int, int]]:
     """ "0.1,2.3" as pairs. Raises UserError."""
     if not re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", text):
         raise UserError(f"--groups {text} is not a list such as 0.1,2.3: layer and KV head, both from 0")
-    return [(int(layer), int(group)) for layer, group in (pair.split(".") for pair in text.split(","))]
+    groups = [(int(layer), int(group)) for layer, group in (pair.split(".") for pair in text.split(","))]
+    if len(set(groups)) < len(groups):
+        raise UserError(f"--groups {text} names a head twice; give each one once")
+    return groups
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -106,15 +108,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UserError("compare needs a second model: --other MODEL, or --other-checkpoint NAME of the same")
     if arguments.out is not None and arguments.out.exists():
         raise UserError(f"--out {arguments.out} exists; give a new folder")
-    outputs = (arguments.png, arguments.html, arguments.json, arguments.out)
-    files = [Path(file).absolute() for file in outputs if file not in (None, "-")]
-    for file in files:
-        if file.is_dir():
-            raise UserError(f"cannot write {os.path.relpath(file)}: it is a folder")
-        if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-            raise UserError(f"cannot write {os.path.relpath(file)}: its folder does not exist or is not writable")
-    if len(set(files)) < len(files):
-        raise UserError(f"{files[0].name} is named twice; each result needs a file of its own")
+    named = [file for file in (arguments.png, arguments.html, arguments.json, arguments.out) if file not in (None, "-")]
+    if len({output_file(file).absolute() for file in named}) < len(named):
+        raise UserError(f"a file is named twice among {', '.join(map(str, named))}; each result needs one of its own")
 
 
 def check_index(flag: str, index: int, size: int, from_end: bool = False) -> int:

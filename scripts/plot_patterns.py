@@ -1,8 +1,6 @@
 """Plot attention patterns: python scripts/plot_patterns.py [PATTERN ...] [--png FILE]."""
 
-from pathlib import Path
-
-from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.cli import ArgumentParser, png_file
 from thinker.runtime.errors import UserError, run_command
 
 
@@ -14,7 +12,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=32, help="positions, up to 128 (default 32)")
     heads = "heads to plot if they differ (default: those the pattern names, or 4)"
     parser.add_argument("--heads", type=int, help=heads)
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture instead of printing text")
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="write a picture instead of printing text")
     arguments = parser.parse_args()
     for name, number, largest in (("length", arguments.length, 128), ("heads", arguments.heads, 16)):
         if number is not None and not 1 <= number <= largest:  # what a plot can still show

@@ -4,6 +4,7 @@ import math
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import random_model
@@ -61,6 +62,31 @@ def test_other_dtypes_are_refused(dtype):
 )
 def test_a_generator_needs_a_model_and_its_tokenizer(pair):
     refused(lambda: Generator(*pair))
+
+
+def test_a_tokenizer_of_another_library_is_refused():
+    models = pytest.importorskip("tokenizers.models")
+    other = pytest.importorskip("tokenizers").Tokenizer(models.BPE())
+    refused(lambda: Generator(MODEL, other), "needs the model's tokenizer, as load.. returns it, not a Tokenizer")
+    refused(lambda: Generator(MODEL, None), "not None")
+
+
+def test_a_generator_in_double_precision():
+    assert Generator(MODEL, TOKENIZER, dtype=torch.float64).score("abc").logprobs == pytest.approx(
+        Generator(MODEL, TOKENIZER).score("abc").logprobs, abs=1e-4
+    )
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_are_numbers():
+    values = {"top_k": np.int64(3), "temperature": np.float32(0.5), "seed": np.uint8(255), "top_p": np.float64(0.5)}
+    params = SamplingParams(**values, logit_bias={np.int64(3): np.float16(-2)}, max_new_tokens=np.int32(4))
+    plain = SamplingParams(4, 0.5, 3, 0.5, logit_bias={3: -2.0}, seed=255)
+    assert (params, hash(params)) == (plain, hash(plain))
+    assert {type(getattr(params, name)) for name in values} == {int, float}
+    assert [type(x) for x in params.logit_bias[0]] == [int, float]
+    for value in (np.bool_(True), np.float32(3), np.array([3])):
+        refused(partial(SamplingParams, top_k=value), "^top_k is ")
 
 
 def all_refused(make, expected):
@@ -143,7 +169,7 @@ def test_score_refuses_what_is_no_number(n_top):
         ({"targets": IDS[..., None]}, r"^targets must be a tensor \(2, 3\)"),
         (
             {"targets": IDS.to("meta")},
-            r"^targets are on meta and the model on cpu; move them: targets.to\(model.device\)",
+            r"^targets are on meta, the model on cpu; move them: targets.to\(model.device\)",
         ),
         ({"cache": "x"}, r"^cache is 'x'; it must be one of model.new_cache\(\)"),
         ({"cache": OTHER.new_cache(2)}, "model of another shape"),

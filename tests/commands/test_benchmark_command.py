@@ -88,6 +88,13 @@ def test_decode_compared_with_transformers_from_any_folder(benchmark, tmp_path):
     assert {"command", "date", "processor", "torch"} <= result["environment"].keys()
 
 
+@pytest.mark.parametrize(("flag", "file"), [("--png", "nowhere/a.png"), ("--png", "a.jpg"), ("--out", "nowhere/a")])
+def test_a_result_that_cannot_be_written_is_known_first(flag, file, tmp_path):
+    done = run_script(BENCHMARK, "decode_lengths", "--shape", "tiny", flag, file, cwd=tmp_path)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert file in done.stderr
+
+
 def test_decode_lengths_and_their_plot(tmp_path):
     done = run_script(
         BENCHMARK, "decode_lengths", "--shape", "tiny", "--device", "cpu", "--repeats", "2", "--png", "a.png",

@@ -150,11 +150,11 @@ def test_a_part_of_the_validation_data(command, tiny_run, capsys):
     (loss,), (full,) = part["losses"], whole["losses"]
     assert loss["n_windows"] == 10 < full["n_windows"]
     assert loss["n_tokens"] <= 320
-    assert part["part"] == f"the first {loss['n_tokens']:,} tokens (--max-tokens)"
+    assert part["part"] == f"the beginning, of which {loss['n_tokens']:,} tokens count (--max-tokens)"
     assert loss["nats_per_token"]["mean"] == pytest.approx(full["nats_per_token"]["mean"], rel=0.3)
     assert command(tiny_run, "--device", "cpu", "--source", "text", "--path", ROOT / "README.md",
                    "--max-tokens", 320) == 0  # fmt: skip
-    assert "part  the first 320 tokens (--max-tokens)" in capsys.readouterr().out
+    assert "part  the beginning, of which 320 tokens count (--max-tokens)" in capsys.readouterr().out
 
 
 def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
@@ -214,6 +214,9 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--context", "9999999", "--device", "cpu"], "a --context of 9999999 is longer than the text"),
         (["--stride", "9999999", "--device", "cpu"], "a stride of 9999999 tokens"),
         (["--tasks", "x", "--include", "nowhere"], "nowhere is not a folder"),
+        (["--tasks", "x", "--shots", "-1"], "--shots is -1; it must be at least 0"),
+        (["--tasks", " ,"], "--tasks names no task; give some, such as hellaswag"),
+        (["--png", "a.pdf"], "cannot plot into a.pdf"),
         (["--source", "jsonl"], "--path"),
         (["--long", "--windows", "none"], "invalid int"),
         (["--long", "--source", "text"], "--path"),

@@ -3,11 +3,13 @@
 import functools
 import importlib.util
 import json
+import signal
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, start_script
+from training_runs import wait_for
 
 from thinker import interop
 from thinker.data import tokenizer_conversion
@@ -220,7 +222,7 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     assert "llama.cpp" in shown
     with pytest.raises(UserError, match="exists already"):
         command("export_gguf", tiny_run, tmp_path / "a.gguf")
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="its folder does not exist"):
         command("export_gguf", tiny_run, tmp_path / "b" / "a.gguf")
     model, _ = interop.load(tiny_run)
     (tmp_path / "bare").mkdir()
@@ -228,3 +230,12 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     with pytest.raises(UserError, match="no tokenizer"):
         command("export_gguf", tmp_path / "bare", tmp_path / "c.gguf")
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.gguf"]
+
+
+def test_a_command_that_is_ended_leaves_no_temporary_files(tiny_run, tmp_path):
+    process = start_script(EXPORT, tiny_run, tmp_path / "model")
+    assert wait_for((tmp_path / ".model.tmp").exists, process), process.output()
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 143
+    assert list(tmp_path.iterdir()) == []

@@ -241,6 +241,7 @@ def test_interactive_by_pipe(tiny_run):
         "/set seed []",
         "/set logit-bias [[1]]",
         "/set stop",
+        "/set logprobs 3",
         "/",
         "/undu",
         "//x",
@@ -260,6 +261,7 @@ def test_interactive_by_pipe(tiny_run):
         "error: seed is []; it must be a whole number of at least 0",
         "error: logit_bias is [[1]]; it must have token ids, each once, and for each a number up to ±1e100, or -inf",
         "error: /set stop is not a command; /help lists them; did you mean /set?",
+        "error: logprobs are not shown in turns; run generate.py --logprobs N without --interactive",
         "error: / is not a command; /help lists them",
         "error: /undu is not a command; /help lists them; did you mean /undo?",
     ]

@@ -83,10 +83,18 @@ def test_mistakes(arguments, message, tmp_path):
     assert message in done.stderr
 
 
-@pytest.mark.parametrize(("png", "reason"), [("nowhere/a.png", "No such file or directory"), (".", "Is a directory")])
+@pytest.mark.parametrize(
+    ("png", "reason"),
+    [
+        ("nowhere/a.png", "cannot write nowhere/a.png: its folder does not exist or is not writable"),
+        (".", "cannot write .: it is a folder"),
+        ("a.jpg", "cannot plot into a.jpg: plots are PNG files; give a name that ends in .png"),
+    ],
+)
 def test_a_file_that_cannot_be_written(png, reason, tmp_path):
     done = run_script(SCRIPT, "full", "--png", png, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, f"error: cannot read or write {png}: {reason}\n")
+    assert (done.returncode, done.stderr) == (2, f"error: {reason}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def expected(attends, head, length):

@@ -259,8 +259,10 @@ def test_a_signal_while_tokenizing_leaves_nothing_behind(tmp_path, name):
     code = f"""
 from thinker.data import sources
 from thinker.data.corpus import prepare_corpus
+from thinker.runtime.errors import run_command
 sources._find_files = lambda source, path: [path + "/a.txt", path + "/b.txt"]
-prepare_corpus(source="text", path={str(tmp_path)!r}, tokenizer="byte", cache_dir={str(tmp_path / "cache")!r})
+options = dict(source="text", path={str(tmp_path)!r}, tokenizer="byte", cache_dir={str(tmp_path / "cache")!r})
+run_command(lambda: prepare_corpus(**options))
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
     writer = os.open(tmp_path / "b.txt", os.O_WRONLY)  # waits until the process reads

@@ -101,7 +101,8 @@ doc_to_target: "{{{{answer}}}}"
 """
 
 
-def test_tasks_on_local_files(models, tmp_path):
+def test_tasks_on_local_files(models, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)  # no git repository
     ours = models[0]
     rows = [{"question": f"The {a} sat on the", "answer": i % 2, "choices": [" mat", " dog"],
              "text": SAMPLE[i * 9 :][:120]}
@@ -117,6 +118,7 @@ def test_tasks_on_local_files(models, tmp_path):
         (tmp_path / f"{name}.yaml").write_text(text)
     results = run_tasks(ours.model, ours.tokenizer, ["two_words", "stories"], include=tmp_path)
     assert results.keys() == {"two_words", "stories"}
+    assert "git" not in capfd.readouterr().err
     predictions = []
     for row in rows:
         scores = ours.loglikelihood(requests("x", [(row["question"], choice) for choice in row["choices"]]))

@@ -283,7 +283,7 @@ def test_a_string_is_one_prompt(model):
         (lambda generator: generator.score(["a"]), "the text is a list"),
         (lambda generator: generator.encode(7), "the prompt is a int"),
         (lambda generator: list(Conversation(generator).reply(["a"], SamplingParams())), "the text is a list"),
-        (lambda generator: generator.generate("a", {"seed": 1}), "the sampling parameters are a dict"),
+        (lambda generator: generator.generate("a", {"seed": 1}), "params is a dict"),
         (lambda generator: generator.generate("a", prompt_tokens=[1, 2]), "a list of token ids .* for each prompt"),
         (lambda generator: generator.generate("a", prompt_tokens=["ab"]), "a list of token ids"),
         (lambda generator: generator.generate("a", prompt_tokens=[[1.0]]), "a list of token ids"),

@@ -122,8 +122,15 @@ def test_patching_all_of_the_stream_brings_all_of_it_back(random_model, tokens):
     assert found.keys() == {"embedding", "blocks.0", "blocks.1", "blocks.0.attention", "blocks.1.attention"}
     with pytest.raises(UserError, match="equally many tokens"):
         attribution.patch(model, tokens, corrupt[1:], 3)
-    with pytest.raises(UserError, match="nothing to restore"):
-        attribution.patch(model, tokens, tokens, 3)
+    with pytest.raises(UserError, match="^both prompts have the same tokens; the corrupt one must differ"):
+        attribution.patch(model, tokens, tokens.clone(), 3)
+    with pytest.raises(UserError, match="^the target's logit is 0.0000 in both prompts; give prompts or"):
+        attribution.patch(model, tokens, corrupt, 3, 3)
+    with torch.no_grad():  # what is left of the difference is about a rounding error
+        model.embedding.weight[corrupt[6]] = model.embedding.weight[tokens[6]] * (1 + 1e-6)
+    with pytest.raises(UserError, match="in both prompts; give prompts or a target that differ"):
+        attribution.patch(model, tokens, corrupt, 3, 7)
+    model = random_model()
     with pytest.raises(UserError, match="cannot be patched by position"):
         attribution.patch(model, tokens, corrupt, 3, names=["blocks.0.attention.weights"])
 

@@ -53,6 +53,12 @@ def test_uniform_attention(length):
     assert heads.first_token(weights).item() == pytest.approx(sum(1 / i for i in range(2, length + 1)) / (length - 1))
 
 
+def test_uniform_attention_with_a_bidirectional_prefix():
+    visible = torch.ones(9, 9).tril()
+    visible[:4, :4] = 1
+    assert heads.entropy(visible / visible.sum(dim=-1, keepdim=True), normalised=True).item() == pytest.approx(1)
+
+
 def test_heads_that_look_at_one_token():
     before = torch.eye(9).roll(-1, dims=-1).tril() + torch.eye(9)[:, :1] * torch.eye(9)[:1]  # row 0 sees itself
     first = torch.zeros(9, 9)

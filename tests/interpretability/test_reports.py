@@ -1,10 +1,12 @@
 """What tables say is what was asked for: this position, this head, these tokens."""
 
+import math
+
 import pytest
 import torch
 
 from thinker.interpretability import comparison, flow, head_reports, heads, prompt_reports
-from thinker.interpretability.reports import Prompt
+from thinker.interpretability.reports import Prompt, decimal
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,3 +80,8 @@ def test_what_is_pruned_is_chosen_by_what_was_asked_for(random_model, how):
     assert torch.tensor(found.data["value"]).allclose(known.value, atol=1e-5)
     lowest = known.value.flatten().argsort()[:3].tolist()
     assert sorted(found.data["pruned"]) == sorted(divmod(at, 4) for at in lowest)
+
+
+def test_a_zero_in_a_table_has_no_minus():
+    assert [decimal(x, 3) for x in (-0.0004, -0.0006, 0.0, 12.0)] == ["0.000", "-0.001", "0.000", "12.000"]
+    assert [decimal(x, 3, "+") for x in (-0.0004, -0.0006, 1.5, math.nan)] == ["+0.000", "-0.001", "+1.500", "+nan"]

@@ -285,3 +285,29 @@ def test_how_many_rows_are_weighed_at_a_time_changes_nothing(random_model, monke
             monkeypatch.setattr(module, "ROWS", rows)
             torch.testing.assert_close(model(tokens), known[0], rtol=0, atol=1e-4)
             torch.testing.assert_close(model.attention_weights(tokens), known[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "patch", "found"),
+    [
+        ("blocks.0.mlp", lambda x: x[:1], r"\(1, 6, 32\); its function must return a tensor of that shape"),
+        ("blocks.0.mlp", lambda x: x.mean(), r"\(\); its function must"),
+        ("blocks.0.mlp", lambda x: x.__setitem__(0, 0.0), "None; its function must"),
+        ("blocks.0.mlp", torch.ones(7), r"\(7,\); give a number, or a tensor that can be broadcast to it"),
+        ("blocks.0.mlp", torch.ones(2, 2, 6, 32), r"\(2, 2, 6, 32\); give a number"),
+        ("blocks.0.mlp", {}, "{}; give a number"),
+        ("norm", lambda x: x[:1], r"\(1, 6, 32\); its function must"),
+        ("norm", lambda x: x[..., :8], r"\(2, 6, 8\); its function must"),
+    ],
+)
+def test_a_patch_of_another_shape_is_refused(random_model, name, patch, found):
+    model, tokens = random_model(), torch.arange(12).reshape(2, 6)
+    message = rf"^{name} has the shape \(2, 6, 32\), its patch is {found}"
+    with torch.no_grad(), model.patch({name: patch}), pytest.raises(UserError, match=message):
+        model(tokens)
+
+
+def test_a_function_of_the_last_norm_may_choose_positions(random_model):
+    model, tokens = random_model(), torch.arange(12).reshape(2, 6)
+    with model.patch({"norm": lambda x: x[:, 2:4]}):
+        close(model(tokens), random_model()(tokens)[:, 2:4])

@@ -1,6 +1,8 @@
 """Causality, positions, inputs and initialisation."""
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 import warnings
@@ -297,3 +299,25 @@ prepare_for_inference(Thinker(ThinkerConfig({config})))(torch.zeros(1, 8, dtype=
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("attention", ["full", "topk(3)", "window(4) | global(2)"])
+def test_a_model_that_has_computed_something_can_be_pickled_and_copied(random_model, attention):
+    model, tokens = random_model(attention=attention), torch.arange(12)[None]
+    known = model(tokens)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(twin(tokens), known)
+    assert torch.equal(model(tokens), known)
+
+
+@pytest.mark.parametrize("attention", ["full", "linear(8)", "window(4)"])
+def test_double_precision(random_model, attention):
+    model, tokens = random_model(attention=attention), torch.arange(12)[None]
+    double = copy.deepcopy(model).double()
+    logits = double(tokens)
+    assert logits.dtype == torch.float64
+    torch.testing.assert_close(logits.float(), model(tokens), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(double(tokens, cache=double.new_cache()), logits)
+    double(tokens, targets=tokens)[0].backward()
+    assert all(parameter.grad.isfinite().all() for parameter in double.parameters())

@@ -16,10 +16,11 @@ from thinker.runtime.errors import RunError, UserError, run_command
 
 @pytest.fixture(autouse=True)
 def restore_handler():
-    """run_command() handles Ctrl-C until the process ends, and here it does not end."""
-    previous = signal.getsignal(signal.SIGINT)
+    """run_command() handles signals until the process ends, and here it does not end."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
-    signal.signal(signal.SIGINT, previous)
+    for number, handler in previous.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,31 @@ def test_ctrl_c_ends_a_command_whenever_it_comes(case, tmp_path):
     where = "during an import" if "import" in case else r"in prepare_data \(.*command.py:\d+\)"
     line = "caught\n" if "after" in case else rf"\ninterrupted by SIGINT \(Ctrl-C\) {where}\n"
     assert re.fullmatch(line, done.stderr)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_runs_finally_clauses_once_and_a_second_one_does_not_wait_for_them(number, tmp_path):
+    script = tmp_path / "command.py"
+    script.write_text(f"""
+import signal
+from thinker.runtime.errors import run_command
+
+signal.signal({int(number)}, signal.SIG_DFL)  # the tests themselves may run under nohup
+
+
+def main():
+    try:
+        signal.raise_signal({int(number)})
+    finally:
+        print("cleaned up", flush=True)
+        signal.raise_signal({int(number)})
+        print("went on")
+
+
+run_command(main)
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "cleaned up\n", "")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs another locale")
