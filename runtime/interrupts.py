@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
+TWICE_SECONDS = 0.1  # a signal that comes again so soon is the same one: timeout(1) signals a process and its group
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -27,6 +29,8 @@ def end_on_interrupt() -> None:
 
 def _interrupt(number: int, frame: FrameType) -> None:
     """Raise the exception; Ctrl-C inside an import, which may catch it and go on, ends the process instead."""
+    signal.signal(number, signal.SIG_IGN)
+    time.sleep(TWICE_SECONDS)
     signal.signal(number, _leave)
     if number != signal.SIGINT:
         sys.exit(128 + number)

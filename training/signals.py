@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from thinker.runtime import interrupts
 from thinker.runtime.errors import FULL_DISK
 
 
@@ -17,11 +18,10 @@ class SignalHandler:
 
     A signal that was ignored when the process began (nohup, a shell's background job) stays ignored. To one of several
     ranks (`together`) the launcher passes on a signal that it may have received itself: what comes within ECHO_SECONDS
-    after the first is taken for the same one. So is, for any process, what comes within TWICE_SECONDS: timeout(1) sends
-    its signal twice, to the process and to its group.
+    after the first is taken for the same one; so is, in any process, what comes within TWICE_SECONDS.
     """
 
-    ECHO_SECONDS, TWICE_SECONDS = 5.0, 0.1
+    ECHO_SECONDS = 5.0
     NUMBERS = tuple(getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name))
 
     def __init__(self, together: bool = False) -> None:
@@ -42,7 +42,7 @@ class SignalHandler:
             return
         if not self.number and not self.together:
             self._handle_all(signal.SIG_IGN)
-            time.sleep(self.TWICE_SECONDS)
+            time.sleep(interrupts.TWICE_SECONDS)
         if self.number or not self.together:
             self._handle_all(signal.SIG_DFL)  # the system's own, which does not wait for Python
         if self.number:

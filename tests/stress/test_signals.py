@@ -17,6 +17,7 @@ import pytest
 from conftest import ROOT, run_script, start_script
 from training_runs import assert_same_run, checkpoint_steps, last_step, read_metrics, temporary_files, wait_for
 
+from thinker.runtime import interrupts
 from thinker.training.signals import SignalHandler
 
 LONG = ["train.max_steps=100000", "train.eval_every=null", "train.save_every=null"]
@@ -88,7 +89,7 @@ def test_a_second_signal_leaves_at_once(train_args, tmp_path):
 
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
     """As from timeout(1), which signals the process and then its group."""
-    monkeypatch.setattr(SignalHandler, "TWICE_SECONDS", 1.0)
+    monkeypatch.setattr(interrupts, "TWICE_SECONDS", 1.0)
     second = threading.Event()
 
     def send_again():
