@@ -84,7 +84,9 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
         )
     # Lower than the weights that are kept: measured before train.eval_sequences was changed, on other sequences.
     comparable = [line for line in validations if line["val_loss"] >= (state.best_val_loss or 0.0)]
-    advice += _overfitting(lines, comparable or [last], epochs)
+    smaller = "" if settings.run.init_from else ", a smaller model"
+    remedy = f"more text, fewer steps{smaller} or a higher model.dropout help"
+    advice += _overfitting(lines, comparable or [last], epochs, remedy)
     floor, by_time = (
         last.get("entropy_floor"),
         train.max_minutes is not None and state.elapsed_s >= 60 * train.max_minutes,
@@ -99,7 +101,7 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
     return [f"advice: {line}" for line in advice]
 
 
-def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]], epochs: float) -> Lines:
+def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]], epochs: float, remedy: str) -> Lines:
     """Whether validation got worse while training got better, and since when."""
     best, last = min(validations, key=lambda line: line["val_loss"]), validations[-1]
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
@@ -108,7 +110,6 @@ def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]],
     recent = [loss for _, loss in train[-10:]]
     now = sum(recent) / len(recent)
     times = f"; the data was read {epochs:,.1f} times" if epochs > 1 else ""
-    remedy = "more text, fewer steps, a smaller model or a higher model.dropout help"
     if last["val_loss"] > best["val_loss"] * (1 + OVERFITTING):
         until = [loss for step, loss in train if step <= best["step"]][-10:]
         if until and now < sum(until) / len(until):
@@ -129,12 +130,13 @@ def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]],
 
 
 def recommendation(plan: dict[str, Any]) -> Lines:
-    """Whether a plan fits, and what to change about it: one to three lines."""
+    """Whether a plan fits, and what to change about it, but not the size of a model in run.init_from: 1 to 3 lines."""
     peak, usable = (format_bytes(plan[name]) for name in ("peak_bytes", "usable_bytes"))
     changes, epochs = [], plan.get("epochs", 0)
     if epochs > MANY_EPOCHS:
         changes.append(too_many_epochs(epochs, plan["steps"] / epochs))
-    share = plan["tokens"] / plan["optimal_tokens"] if "tokens" in plan else 1.0
+    optimal_tokens = plan["optimal_tokens"]
+    share = plan["tokens"] / optimal_tokens if optimal_tokens and "tokens" in plan else 1.0
     if share < SMALL_SHARE:
         changes.append(
             f"the model is large for {plan['tokens']:,} tokens: one of about {_round(plan['tokens'] / 20)} parameters "
@@ -146,7 +148,8 @@ def recommendation(plan: dict[str, Any]) -> Lines:
             "(raise model.d_model or model.n_layers), but takes longer"
         )
     if plan["peak_bytes"] > plan["usable_bytes"]:
-        remedy = "set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower model.d_model"
+        size = "model.d_model" if optimal_tokens else "data.seq_len"
+        remedy = f"set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower {size}"
         return [f"it does not fit: it takes {peak}, and {usable} can be used; {remedy}", *changes]
     return [f"it fits{'' if changes else ', and nothing needs to be changed'}", *changes]
 
@@ -171,9 +174,11 @@ def format_plan(plan: dict[str, Any]) -> str:
         mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
         rows.append(("speed", f"{plan['step_s']:.3g} s per step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
     if "tokens" in plan:
-        share = f"{plan['tokens'] / plan['optimal_tokens']:.2g} of the compute-optimal {plan['optimal_tokens']:,}"
-        epochs = f", {format_epochs(plan['epochs'])}" if "epochs" in plan else ""
-        rows.append(("tokens", f"{plan['tokens']:,} in {plan['steps']:,} steps{epochs}: {share} (20 per parameter)"))
+        tokens = f"{plan['tokens']:,} in {plan['steps']:,} steps"
+        tokens += f", {format_epochs(plan['epochs'])}" if "epochs" in plan else ""
+        if optimal := plan["optimal_tokens"]:
+            tokens += f": {plan['tokens'] / optimal:.2g} of the compute-optimal {optimal:,} (20 per parameter)"
+        rows.append(("tokens", tokens))
     if "seconds" in plan:
         minutes = plan["seconds"] / 60
         rows.append(("time", f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"))

@@ -164,6 +164,21 @@ def test_a_plan_ends_in_a_recommendation():
     assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]
 
 
+def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
+    """Of a plan and of a run with run.init_from, whose model has the size that it has."""
+    given = plan(tokens=1, optimal_tokens=None)
+    assert advice.recommendation(given) == ["it fits, and nothing needs to be changed"]
+    (line,) = advice.recommendation(given | {"peak_bytes": 2 * 10**10})
+    assert line.endswith("or train.checkpoint_every_n_blocks=1, or lower data.seq_len")
+    state = ended(100, 1)
+    lines = [*losses(5, 1), val(10, 3.0), val(20, 3.5)]
+    assert "a smaller model" in advice.after_training(lines, state, 3.0)[0]
+    run = state.settings.run.model_copy(update={"init_from": "runs/a"})
+    state = state.model_copy(update={"settings": state.settings.model_copy(update={"run": run})})
+    (line,) = advice.after_training(lines, state, 3.0)
+    assert line.endswith("more text, fewer steps or a higher model.dropout help")
+
+
 @pytest.mark.parametrize(
     ("epochs", "text"),
     [(0.372, "0.37 epochs"), (1.0, "1 epoch"), (0.999, "1 epoch"), (1.43, "1.4 epochs"), (120.4, "120 epochs")],

@@ -19,8 +19,10 @@ from thinker.interop.huggingface import save_pretrained
 from thinker.interop.peft_adapter import load_adapter, save_adapter
 from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
+from thinker.training.advice import format_plan
 from thinker.training.config import load_config, validate_config
 from thinker.training.initial_model import load_initial_model
+from thinker.training.plan import make_plan
 from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep
 
@@ -311,6 +313,17 @@ def test_the_context_is_the_initial_models_where_it_is_not_set(make_trainer, tmp
     longer = load_initial_model(validate_config({"run": {"init_from": str(base)}, "model": {"max_seq_len": 512},
                                                  "train": {"max_steps": 1}}))[0]  # fmt: skip
     assert longer.data.seq_len == 256
+
+
+def test_a_plan_does_not_advise_another_size_for_the_initial_model(base, conversations, tmp_path):
+    config = load_config(ROOT / "configs" / "finetune.yaml", [
+        f"run.init_from={base}", f"data.path={conversations}", f"data.cache_dir={tmp_path}", "train.device=cpu",
+        "train.max_steps=1", "train.batch_size=1",
+    ])  # fmt: skip
+    plan = make_plan(config, measure=False)
+    assert plan["recommendation"] == ["it fits, and nothing needs to be changed"]
+    assert "64 in 1 steps, 0." in format_plan(plan)
+    assert "optimal" not in format_plan(plan)
 
 
 def test_context_length_and_dropout_may_change(make_trainer):
