@@ -47,6 +47,9 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lin
     if settings.data.packing == "documents" and n_cut > MANY_CUT * n:
         cut = f"advice: {n_cut:,} of {n:,} {_kind(corpus.train)}s are longer than data.seq_len={seq_len} and are cut"
         lines.append(f"{cut}; raise it, and model.max_seq_len where the model's context is shorter")
+    if train.max_steps is not None and train.warmup_steps >= train.max_steps:
+        rise = f"rises in train.warmup_steps={train.warmup_steps:,} and the run has {train.max_steps:,} steps"
+        lines.append(f"advice: the learning rate {rise}, so it never reaches its peak; lower train.warmup_steps")
     if few := few_to_validate(corpus.val):
         lines.append(f"advice: {few}; its loss will be imprecise. Raise data.val_fraction or give it more text")
     if train.max_steps is not None and train.max_steps / steps_per_epoch > MANY_EPOCHS:

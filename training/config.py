@@ -59,6 +59,10 @@ class Config(sections.ConfigSection):
             raise ValueError("train.async_save writes unsharded files; leave it out with train.save_sharded=true")
         if train.schedule == "cosine" and train.decay_fraction is not None:
             raise ValueError("train.decay_fraction is read with train.schedule=wsd only; leave it out")
+        if train.keep_every is not None and train.save_every is None:
+            raise ValueError("train.keep_every is read with train.save_every only; leave it out")
+        if train.sample_prompt and "sample_every" not in train.model_fields_set:
+            raise ValueError("train.sample_prompt is read with train.sample_every only; give both, or leave it out")
         if optimizer.name == "adamw" and optimizer.momentum is not None:
             raise ValueError("optimizer.momentum is read with optimizer.name=muon only; leave it out")
         if model.tie_embeddings and optimizer.head_lr is not None:

@@ -94,6 +94,15 @@ def test_char_explains_its_number_of_tokens(make_trainer, capsys):
     close(trainer)
 
 
+def test_a_warmup_that_the_run_does_not_outlast(make_trainer, capsys):
+    for n_steps, is_advised in ((7, True), (8, False)):
+        close(
+            make_trainer("some words\n" * 300, "data.source=text", f"train.max_steps={n_steps}", "train.warmup_steps=7")
+        )
+        said = "advice: the learning rate rises in train.warmup_steps=7 and the run has 7 steps, so it never reaches"
+        assert (said in capsys.readouterr().err) == is_advised
+
+
 @pytest.fixture
 def ended(make_trainer):
     """The state of a run that has ended, by its time and its config."""

@@ -59,7 +59,7 @@ def test_overrides(tmp_path):
 def test_a_text_on_the_command_line_is_taken_as_it_is(tmp_path, text):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\n")
-    assert load_config(path, [f"train.sample_prompt={text}"]).train.sample_prompt == text
+    assert load_config(path, [f"tracking.name={text}"]).tracking.name == text
 
 
 @pytest.mark.parametrize("text", ["1:30", "1:30.5"])
@@ -159,9 +159,12 @@ def test_keys_that_another_key_disables_are_refused():
     for tree, message in (
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "optimizer.name=muon only"),
         ({"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}}, "train.schedule=wsd only"),
+        ({"train": {"keep_every": 2, "save_every": None, "max_steps": 1}}, "train.save_every only; leave it out"),
+        ({"train": {"sample_prompt": "a", "max_steps": 1}}, "train.sample_every only; give both, or leave it out"),
     ):
         with pytest.raises(UserError, match=message):
             validate_config({"train": {"max_steps": 1}, **tree})
+    load_config(ROOT / "configs" / "quickstart.yaml", ["train.sample_every=null"])  # off, though a prompt is given
 
 
 def test_duplicate_keys_are_refused(tmp_path):

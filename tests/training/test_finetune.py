@@ -90,7 +90,9 @@ def losses(trainer, key):
 def test_finetuning_lowers_the_loss_and_the_run_exports(make_trainer, base, tmp_path, lora):
     trainer = make_trainer(*lora)
     before = trainer.evaluator(trainer.model).loss
+    assert (trainer.settings.optimizer.embedding_lr is None) == bool(lora)
     assert trainer.train() == 0
+    load_initial_model(load_config(tmp_path / "run" / "config.yaml", []))  # valid, with all that it resolves to
     after = losses(trainer, "val_loss")[-1]
     assert after < 0.7 * before
     assert losses(trainer, "train_loss")[-1] < losses(trainer, "train_loss")[0]
@@ -283,6 +285,7 @@ def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys
         (["data.tokenizer=byte"], "data.tokenizer=byte is not the tokenizer of run.init_from"),
         (["data.seq_len=100"], "longer than the context of the model in run.init_from"),
         (["train.lora_rank=4", "optimizer.name=muon"], "train.lora_rank goes with"),
+        (["train.lora_rank=4", "optimizer.norm_lr=0.1"], "optimizer.norm_lr is not read with train.lora_rank"),
         (["train.lora_alpha=4"], "train.lora_alpha is read with"),
         (["run.init_from=null", "train.lora_rank=2"], "train.lora_rank goes with"),
         (["run.init_from=nowhere"], "nowhere does not exist"),
