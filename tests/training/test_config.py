@@ -42,6 +42,25 @@ def test_every_key_is_read_somewhere():
             assert f".{key}" in code or f'"{key}"' in code, f"{name}.{key}"
 
 
+def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.yaml").write_text("train: {max_steps: 5}\n")
+    names = ["run.dir", "run.init_from", "data.tokenizer", "data.chat_template", "data.val_tokens", "data.cache_dir"]
+    config = load_config(tmp_path / "r.yaml", [f"{name}=~/x" for name in names])
+    for section, _, key in (name.partition(".") for name in names):
+        assert getattr(getattr(config, section), key) == str(tmp_path / "x"), key
+    for text in ("runs/a/", "./runs/a"):
+        assert load_config(tmp_path / "r.yaml", [f"run.init_from={text}"]).run.init_from == str(Path("runs/a"))
+
+
+def test_descriptions_refer_to_pages_that_know_the_key():
+    """A page that is named, from the root of the repository, says something about the key."""
+    for name, section in Config.model_fields.items():
+        for key, field in section.annotation.model_fields.items():
+            for page in re.findall(r"[\w/-]+\.md", field.description):
+                assert f"`{name}.{key}" in (ROOT / page).read_text(encoding="utf-8"), f"{name}.{key}: {page}"
+
+
 def test_overrides(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\nmodel:\n")

@@ -187,7 +187,7 @@ def test_resuming_is_bitwise_without_the_init_from_folder(make_trainer, base, tm
     first.checkpoints.close()
     first.run.unlock()
     shutil.rmtree(moved)
-    second = make_trainer(*given, folder="parts")
+    second = make_trainer(*given, f"run.init_from={moved}/", folder="parts")  # the same folder
     assert second.state.step == 3
     second.train()
     ours = [load_file(sorted((tmp_path / run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
