@@ -110,7 +110,7 @@ class DataConfig(ConfigSection):
     """What is read, how it becomes tokens, and how the tokens become sequences."""
 
     source: str = "tales"
-    """Where text comes from: tales, text, jsonl, parquet, hub, pysource or repeated_random; README.md describes each."""
+    """Where text comes from: tales, text, jsonl, parquet, hub, pysource or repeated_random (README.md)."""
     path: str | None = None
     """File, folder, glob or hub dataset of the source."""
     config: str | None = None
