@@ -80,7 +80,7 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
     last, train = validations[-1], settings.train
     loss, advice = last["val_loss"], []
     uniform = math.log(settings.model.vocab_size)
-    if loss > uniform:
+    if round(loss, 2) > round(uniform, 2):  # as they are shown
         advice.append(
             f"the validation loss {loss:.2f} is above ln {settings.model.vocab_size} = {uniform:.2f}, the loss of "
             "guessing every token with the same probability: the model has learned nothing that helps on new text"
@@ -90,10 +90,8 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
     smaller = "" if settings.run.init_from else ", a smaller model"
     remedy = f"more text, fewer steps{smaller} or a higher model.dropout help"
     advice += _overfitting(lines, comparable or [last], epochs, remedy)
-    floor, by_time = (
-        last.get("entropy_floor"),
-        train.max_minutes is not None and state.elapsed_s >= 60 * train.max_minutes,
-    )
+    floor = last.get("entropy_floor")
+    by_time = train.max_minutes is not None and state.elapsed_s >= 60 * train.max_minutes
     if floor and by_time and loss / floor - 1 > FAR_FROM_FLOOR:
         of_steps = f" of {train.max_steps:,}" if train.max_steps else ""
         minutes = math.ceil(2 * train.max_minutes)

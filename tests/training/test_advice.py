@@ -119,7 +119,8 @@ def test_results_that_need_advice(ended):
     uniform = math.log(257)
     (line,) = advice.after_training([*losses(5, 4), val(20, uniform + 0.1)], ended(100, 1), 1.0)
     assert "the validation loss 5.65 is above ln 257 = 5.55" in line
-    assert advice.after_training([*losses(5, 4), val(20, uniform - 0.1)], ended(100, 1), 1.0) == []
+    for loss in (uniform - 0.1, uniform + 0.003):  # shown as 5.55, as ln 257 is
+        assert advice.after_training([*losses(5, 4), val(20, loss)], ended(100, 1), 1.0) == []
     (line,) = advice.after_training([*losses(5, 1), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
     assert "overfitting: since step 10 the validation loss has risen from 3.000 to 3.500 while" in line
     (line,) = advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
