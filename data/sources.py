@@ -47,6 +47,7 @@ class Document:
     text: str
     log_prob: float | None = None  # ln P(text) in nats, for the generated sources
     messages: list[Message] | None = None
+    where: str = ""  # the row of a table, for messages about a conversation
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,9 @@ def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[
                 raise UserError(f"data.column={column}: row {number} of {where} has the columns {', '.join(row)}{hint}")
             text = row[column]
             if isinstance(text, list):
-                messages = check_messages(text, f"data.column={column}: row {number} of {where}")
-                yield Document(json.dumps(messages, ensure_ascii=False), messages=messages)
+                row_name = f"data.column={column}: row {number} of {where}"
+                messages = check_messages(text, row_name)
+                yield Document(json.dumps(messages, ensure_ascii=False), messages=messages, where=row_name)
             elif text is None or isinstance(text, str):
                 yield Document(text or "")
             else:
