@@ -178,7 +178,7 @@ class TrainConfig(ConfigSection):
     max_steps: Positive | None = None
     """Stop after this many optimizer steps. null: no limit."""
     max_minutes: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """Stop after this many minutes of training, evaluation not counted. null: no limit."""
+    """Stop after this many minutes of training, without evaluations but with pauses (Ctrl-Z). null: no limit."""
     batch_size: Size = 16
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Size | Literal["auto"] | None = None
