@@ -48,8 +48,7 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lin
         cut = f"advice: {n_cut:,} of {n:,} {_kind(corpus.train)}s are longer than data.seq_len={seq_len} and are cut"
         lines.append(f"{cut}; raise it, and model.max_seq_len where the model's context is shorter")
     if train.max_steps is not None and train.warmup_steps >= train.max_steps:
-        rise = f"rises in train.warmup_steps={train.warmup_steps:,} and the run has {train.max_steps:,} steps"
-        lines.append(f"advice: the learning rate {rise}, so it never reaches its peak; lower train.warmup_steps")
+        lines.append(f"advice: train.warmup_steps={train.warmup_steps:,} leaves no step at the peak rate; lower it")
     if few := few_to_validate(corpus.val):
         lines.append(f"advice: {few}; its loss will be imprecise. Raise data.val_fraction or give it more text")
     if train.max_steps is not None and train.max_steps / steps_per_epoch > MANY_EPOCHS:
@@ -104,34 +103,32 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
 
 def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]], epochs: float, remedy: str) -> Lines:
     """Whether validation got worse while training got better, and since when."""
-    best, last = min(validations, key=lambda line: line["val_loss"]), validations[-1]
+    best, loss = min(validations, key=lambda line: line["val_loss"]), validations[-1]["val_loss"]
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     if not train:
         return []
-    recent = [loss for _, loss in train[-10:]]
+    recent = [value for _, value in train[-10:]]
     now = sum(recent) / len(recent)
     times = f"; the data was read {epochs:,.1f} times" if epochs > 1 else ""
-    if last["val_loss"] > best["val_loss"] * (1 + OVERFITTING):
-        until = [loss for step, loss in train if step <= best["step"]][-10:]
+    if loss > best["val_loss"] * (1 + OVERFITTING):
+        until = [value for step, value in train if step <= best["step"]][-10:]
         if until and now < sum(until) / len(until):
             return [
                 f"overfitting: since step {best['step']:,} the validation loss has risen from {best['val_loss']:.3f} "
-                f"to {last['val_loss']:.3f} while the training loss fell to {now:.3f}{times}. The weights of step "
+                f"to {loss:.3f} while the training loss fell to {now:.3f}{times}. The weights of step "
                 f"{best['step']:,} are kept (generate.py --checkpoint best); {remedy}"
             ]
         return [
             f"the validation loss was lowest at step {best['step']:,}, {best['val_loss']:.3f}; the weights of that "
             "step are kept (generate.py --checkpoint best)"
         ]
-    if epochs > GOOD_EPOCHS and last["val_loss"] > 1.5 * now:
-        return [
-            f"overfitting: the validation loss is {last['val_loss']:.3f}, the training loss {now:.3f}{times}; {remedy}"
-        ]
+    if epochs > GOOD_EPOCHS and loss > 1.5 * now:
+        return [f"overfitting: the validation loss is {loss:.3f}, the training loss {now:.3f}{times}; {remedy}"]
     return []
 
 
 def recommendation(plan: dict[str, Any]) -> Lines:
-    """Whether a plan fits, and what to change about it, but not the size of a model in run.init_from: 1 to 3 lines."""
+    """Whether a plan fits, and what to change about it: 1 to 3 lines, and none on the size of a given model."""
     peak, usable = (format_bytes(plan[name]) for name in ("peak_bytes", "usable_bytes"))
     changes, epochs = [], plan.get("epochs", 0)
     if epochs > MANY_EPOCHS:
@@ -149,8 +146,7 @@ def recommendation(plan: dict[str, Any]) -> Lines:
             "(raise model.d_model or model.n_layers), but takes longer"
         )
     if plan["peak_bytes"] > plan["usable_bytes"]:
-        size = "model.d_model" if optimal_tokens else "data.seq_len"
-        remedy = f"set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower {size}"
+        remedy = "train.micro_batch_size=auto, train.checkpoint_every_n_blocks=1 or a shorter data.seq_len takes less"
         return [f"it does not fit: it takes {peak}, and {usable} can be used; {remedy}", *changes]
     return [f"it fits{'' if changes else ', and nothing needs to be changed'}", *changes]
 
@@ -175,11 +171,10 @@ def format_plan(plan: dict[str, Any]) -> str:
         mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
         rows.append(("speed", f"{plan['step_s']:.3g} s per step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
     if "tokens" in plan:
-        tokens = f"{plan['tokens']:,} in {plan['steps']:,} steps"
-        tokens += f", {format_epochs(plan['epochs'])}" if "epochs" in plan else ""
-        if optimal := plan["optimal_tokens"]:
-            tokens += f": {plan['tokens'] / optimal:.2g} of the compute-optimal {optimal:,} (20 per parameter)"
-        rows.append(("tokens", tokens))
+        tokens, optimal = plan["tokens"], plan["optimal_tokens"]
+        share = f": {tokens / optimal:.2g} of the compute-optimal {optimal:,} (20 per parameter)" if optimal else ""
+        epochs = f", {format_epochs(plan['epochs'])}" if "epochs" in plan else ""
+        rows.append(("tokens", f"{tokens:,} in {plan['steps']:,} steps{epochs}{share}"))
     if "seconds" in plan:
         minutes = plan["seconds"] / 60
         rows.append(("time", f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"))
@@ -200,9 +195,7 @@ def describe_result(val: dict[str, Any], state: RunState) -> Lines:
         f"validation loss {val['val_loss']:.4f} nats per token, {val['val_bits_per_byte']:.4f} bits per byte",
     ]
     if state.skipped:
-        lines.append(
-            f"{state.skipped} steps were skipped: their loss or gradient was not finite (nonfinite-step-*.json)"
-        )
+        lines.append(f"{state.skipped} steps were skipped: loss or gradient was not finite (nonfinite-step-*.json)")
     if floor := val.get("entropy_floor"):
         excess = format_excess(val["val_loss"], floor, 1)
         lines.append(f"entropy of the corpus {floor:.4f} nats per token: the model is {excess} the best possible")

@@ -13,7 +13,6 @@ from thinker.training.config import Config, Settings, validate_config
 
 # Keys that may differ from the initial model's. `init` and `head_init_std` no longer have an effect.
 MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")
-RATES_WITHOUT_LORA = ("embedding_lr", "head_lr", "norm_lr")  # the adapters are matrices, and nothing else trains
 
 
 def load_initial_model(
@@ -52,9 +51,6 @@ def load_initial_model(
         )
     if (config.train.lora_rank or 0) > model_config.d_model:
         raise UserError(f"train.lora_rank ({config.train.lora_rank}) exceeds model.d_model ({model_config.d_model})")
-    given = [name for name in RATES_WITHOUT_LORA if getattr(config.optimizer, name) is not None]
-    if config.train.lora_rank is not None and given:
-        raise UserError(f"optimizer.{given[0]} is not read with train.lora_rank; set optimizer.lr instead")
     tree = config.model_dump()
     tree["model"] = model_config.to_dict()
     tree["data"]["seq_len"] = seq_len

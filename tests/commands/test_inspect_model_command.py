@@ -237,8 +237,8 @@ def test_texts_lie_evenly_and_count_what_follows(loaded, tiny_run, tmp_path):
 def test_a_run_that_masks_documents_counts_the_first_of_each_sequence(train_args, run_script, tmp_path):
     """The others would attend to it, as they never did in training."""
     masked = ["data.source=repeated_random", "data.tokenizer=char", "data.path=null",
-              "data.max_documents=100",
-              "data.val_fraction=0.5", "data.document_masking=true", "data.seq_len=256", "train.max_steps=1"]  # fmt: skip
+              "data.max_documents=100", "data.val_fraction=0.5", "data.document_masking=true",
+              "data.seq_len=256", "train.max_steps=1"]  # fmt: skip
     done = run_script(*train_args, *masked, f"run.dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     model, tokenizer = interop.load(tmp_path / "run")

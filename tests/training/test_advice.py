@@ -99,7 +99,7 @@ def test_a_warmup_that_the_run_does_not_outlast(make_trainer, capsys):
         close(
             make_trainer("some words\n" * 300, "data.source=text", f"train.max_steps={n_steps}", "train.warmup_steps=7")
         )
-        said = "advice: the learning rate rises in train.warmup_steps=7 and the run has 7 steps, so it never reaches"
+        said = "advice: train.warmup_steps=7 leaves no step at the peak rate; lower it"
         assert (said in capsys.readouterr().err) == is_advised
 
 
@@ -169,7 +169,7 @@ def test_a_plan_ends_in_a_recommendation():
     assert "the data will be read 100 times" in line
     assert "(to 40 for 4 epochs)" in line
     (line,) = advice.recommendation(plan(peak_bytes=2 * 10**10))
-    assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; set train.micro_batch_size=auto")
+    assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; train.micro_batch_size=auto, train")
     assert "one of about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
     assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]
 
@@ -179,7 +179,7 @@ def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
     given = plan(tokens=1, optimal_tokens=None)
     assert advice.recommendation(given) == ["it fits, and nothing needs to be changed"]
     (line,) = advice.recommendation(given | {"peak_bytes": 2 * 10**10})
-    assert line.endswith("or train.checkpoint_every_n_blocks=1, or lower data.seq_len")
+    assert line.endswith("train.checkpoint_every_n_blocks=1 or a shorter data.seq_len takes less")
     state = ended(100, 1)
     lines = [*losses(5, 1), val(10, 3.0), val(20, 3.5)]
     assert "a smaller model" in advice.after_training(lines, state, 3.0)[0]
