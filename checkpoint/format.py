@@ -84,9 +84,11 @@ def write_checkpoint(
         temporary.rename(folder)
         sync_to_disk(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException:
+    except BaseException as error:
         if is_main:
             shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(folder)
         raise
 
 

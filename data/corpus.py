@@ -230,7 +230,10 @@ def encode_all(
             raise UserError("data.assistant_only_loss=true needs conversations: a data.column with lists of messages")
         yield from ((ids, None) for ids in tokenizer.encode_batch([document.text for document in documents]))
         return
+    reads_calls = tokenizer.chat_template is None or "tool_calls" in tokenizer.chat_template
     for document in documents:
+        if not reads_calls and any("tool_calls" in m and not m.get("content") for m in document.messages):
+            raise UserError(f"{document.where}: a message has only tool_calls, which the chat template does not read")
         ids, answers = chat.encode(tokenizer, document.messages)
         yield ids, answers if assistant_only_loss else np.ones_like(answers)
 

@@ -47,6 +47,7 @@ class Document:
     text: str
     log_prob: float | None = None  # ln P(text) in nats, for the generated sources
     messages: list[Message] | None = None
+    where: str = ""  # the row of a table, for messages about a conversation
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def open_source(
     if "path" in OPTIONS[source] and not path:
         wanted = "a dataset's name or folder" if source == "hub" else "a file, folder or glob"
         raise UserError(f"data.source={source} needs data.path={wanted}")
-    path = str(path)
+    path = os.path.expanduser(str(path))
     count = max_documents or GENERATED_DOCUMENTS
     if source == "tales":
         from thinker.data import tales
@@ -185,10 +186,10 @@ def _find_files(source: str, path: str) -> list[str]:
         found = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)  # through no links
         paths = [x for x in found if x.lower().endswith(EXTENSIONS[source]) and f"{os.sep}." not in x[len(path) - 1 :]]
     else:
-        paths = glob.glob(os.path.expanduser(path), recursive=True)
+        paths = glob.glob(path, recursive=True)
     files = sorted(file for file in paths if os.path.isfile(file))
     if not files:
-        reason = "does not exist"
+        reason = "is not a regular file" if os.path.exists(path) else "does not exist"
         if os.path.isdir(path) or glob.has_magic(path):
             wanted = "file" if source == "text" else f"{source} file"
             reason = f"{'holds' if os.path.isdir(path) else 'matches'} no {wanted}"
@@ -237,11 +238,12 @@ def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[
                 column = "messages" if "messages" in row and "text" not in row else "text"
             if column not in row:
                 hint = did_you_mean(column, row)
-                raise UserError(f"data.column={column}: {where} has the columns {', '.join(row)}{hint}")
+                raise UserError(f"data.column={column}: row {number} of {where} has the columns {', '.join(row)}{hint}")
             text = row[column]
             if isinstance(text, list):
-                messages = check_messages(text, f"data.column={column}: row {number} of {where}")
-                yield Document(json.dumps(messages, ensure_ascii=False), messages=messages)
+                row_name = f"data.column={column}: row {number} of {where}"
+                messages = check_messages(text, row_name)
+                yield Document(json.dumps(messages, ensure_ascii=False), messages=messages, where=row_name)
             elif text is None or isinstance(text, str):
                 yield Document(text or "")
             else:

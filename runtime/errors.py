@@ -46,6 +46,10 @@ def run_command(main: Callable[[], int]) -> None:
     sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     protect_terminal()
     try:
+        try:
+            os.getcwd()
+        except FileNotFoundError as error:  # torch would end the process
+            raise UserError("the working directory was removed; change to one that exists") from error
         status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:

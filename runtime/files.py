@@ -23,8 +23,10 @@ def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write does not know its file's name
+            error.filename = str(path)
         raise
 
 

@@ -47,6 +47,8 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lin
     if settings.data.packing == "documents" and n_cut > MANY_CUT * n:
         cut = f"advice: {n_cut:,} of {n:,} {_kind(corpus.train)}s are longer than data.seq_len={seq_len} and are cut"
         lines.append(f"{cut}; raise it, and model.max_seq_len where the model's context is shorter")
+    if train.max_steps is not None and train.warmup_steps >= train.max_steps:
+        lines.append(f"advice: train.warmup_steps={train.warmup_steps:,} leaves no step at the peak rate; lower it")
     if few := few_to_validate(corpus.val):
         lines.append(f"advice: {few}; its loss will be imprecise. Raise data.val_fraction or give it more text")
     if train.max_steps is not None and train.max_steps / steps_per_epoch > MANY_EPOCHS:
@@ -77,18 +79,18 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
     last, train = validations[-1], settings.train
     loss, advice = last["val_loss"], []
     uniform = math.log(settings.model.vocab_size)
-    if loss > uniform:
+    if round(loss, 2) > round(uniform, 2):  # as they are shown
         advice.append(
             f"the validation loss {loss:.2f} is above ln {settings.model.vocab_size} = {uniform:.2f}, the loss of "
             "guessing every token with the same probability: the model has learned nothing that helps on new text"
         )
     # Lower than the weights that are kept: measured before train.eval_sequences was changed, on other sequences.
     comparable = [line for line in validations if line["val_loss"] >= (state.best_val_loss or 0.0)]
-    advice += _overfitting(lines, comparable or [last], epochs)
-    floor, by_time = (
-        last.get("entropy_floor"),
-        train.max_minutes is not None and state.elapsed_s >= 60 * train.max_minutes,
-    )
+    smaller = "" if settings.run.init_from else ", a smaller model"
+    remedy = f"more text, fewer steps{smaller} or a higher model.dropout help"
+    advice += _overfitting(lines, comparable or [last], epochs, remedy)
+    floor = last.get("entropy_floor")
+    by_time = train.max_minutes is not None and state.elapsed_s >= 60 * train.max_minutes
     if floor and by_time and loss / floor - 1 > FAR_FROM_FLOOR:
         of_steps = f" of {train.max_steps:,}" if train.max_steps else ""
         minutes = math.ceil(2 * train.max_minutes)
@@ -99,42 +101,40 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
     return [f"advice: {line}" for line in advice]
 
 
-def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]], epochs: float) -> Lines:
+def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]], epochs: float, remedy: str) -> Lines:
     """Whether validation got worse while training got better, and since when."""
-    best, last = min(validations, key=lambda line: line["val_loss"]), validations[-1]
+    best, loss = min(validations, key=lambda line: line["val_loss"]), validations[-1]["val_loss"]
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     if not train:
         return []
-    recent = [loss for _, loss in train[-10:]]
+    recent = [value for _, value in train[-10:]]
     now = sum(recent) / len(recent)
     times = f"; the data was read {epochs:,.1f} times" if epochs > 1 else ""
-    remedy = "more text, fewer steps, a smaller model or a higher model.dropout help"
-    if last["val_loss"] > best["val_loss"] * (1 + OVERFITTING):
-        until = [loss for step, loss in train if step <= best["step"]][-10:]
+    if loss > best["val_loss"] * (1 + OVERFITTING):
+        until = [value for step, value in train if step <= best["step"]][-10:]
         if until and now < sum(until) / len(until):
             return [
                 f"overfitting: since step {best['step']:,} the validation loss has risen from {best['val_loss']:.3f} "
-                f"to {last['val_loss']:.3f} while the training loss fell to {now:.3f}{times}. The weights of step "
+                f"to {loss:.3f} while the training loss fell to {now:.3f}{times}. The weights of step "
                 f"{best['step']:,} are kept (generate.py --checkpoint best); {remedy}"
             ]
         return [
             f"the validation loss was lowest at step {best['step']:,}, {best['val_loss']:.3f}; the weights of that "
             "step are kept (generate.py --checkpoint best)"
         ]
-    if epochs > GOOD_EPOCHS and last["val_loss"] > 1.5 * now:
-        return [
-            f"overfitting: the validation loss is {last['val_loss']:.3f}, the training loss {now:.3f}{times}; {remedy}"
-        ]
+    if epochs > GOOD_EPOCHS and loss > 1.5 * now:
+        return [f"overfitting: the validation loss is {loss:.3f}, the training loss {now:.3f}{times}; {remedy}"]
     return []
 
 
 def recommendation(plan: dict[str, Any]) -> Lines:
-    """Whether a plan fits, and what to change about it: one to three lines."""
+    """Whether a plan fits, and what to change about it: 1 to 3 lines, and none on the size of a given model."""
     peak, usable = (format_bytes(plan[name]) for name in ("peak_bytes", "usable_bytes"))
     changes, epochs = [], plan.get("epochs", 0)
     if epochs > MANY_EPOCHS:
         changes.append(too_many_epochs(epochs, plan["steps"] / epochs))
-    share = plan["tokens"] / plan["optimal_tokens"] if "tokens" in plan else 1.0
+    optimal_tokens = plan["optimal_tokens"]
+    share = plan["tokens"] / optimal_tokens if optimal_tokens and "tokens" in plan else 1.0
     if share < SMALL_SHARE:
         changes.append(
             f"the model is large for {plan['tokens']:,} tokens: one of about {_round(plan['tokens'] / 20)} parameters "
@@ -146,7 +146,7 @@ def recommendation(plan: dict[str, Any]) -> Lines:
             "(raise model.d_model or model.n_layers), but takes longer"
         )
     if plan["peak_bytes"] > plan["usable_bytes"]:
-        remedy = "set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower model.d_model"
+        remedy = "train.micro_batch_size=auto, train.checkpoint_every_n_blocks=1 or a shorter data.seq_len takes less"
         return [f"it does not fit: it takes {peak}, and {usable} can be used; {remedy}", *changes]
     return [f"it fits{'' if changes else ', and nothing needs to be changed'}", *changes]
 
@@ -171,9 +171,10 @@ def format_plan(plan: dict[str, Any]) -> str:
         mfu = f", MFU {plan['mfu']:.2f}" if "mfu" in plan else ""
         rows.append(("speed", f"{plan['step_s']:.3g} s per step, {plan['tokens_per_second']:,.0f} tokens/s{mfu}"))
     if "tokens" in plan:
-        share = f"{plan['tokens'] / plan['optimal_tokens']:.2g} of the compute-optimal {plan['optimal_tokens']:,}"
+        tokens, optimal = plan["tokens"], plan["optimal_tokens"]
+        share = f": {tokens / optimal:.2g} of the compute-optimal {optimal:,} (20 per parameter)" if optimal else ""
         epochs = f", {format_epochs(plan['epochs'])}" if "epochs" in plan else ""
-        rows.append(("tokens", f"{plan['tokens']:,} in {plan['steps']:,} steps{epochs}: {share} (20 per parameter)"))
+        rows.append(("tokens", f"{tokens:,} in {plan['steps']:,} steps{epochs}{share}"))
     if "seconds" in plan:
         minutes = plan["seconds"] / 60
         rows.append(("time", f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"))
@@ -194,9 +195,7 @@ def describe_result(val: dict[str, Any], state: RunState) -> Lines:
         f"validation loss {val['val_loss']:.4f} nats per token, {val['val_bits_per_byte']:.4f} bits per byte",
     ]
     if state.skipped:
-        lines.append(
-            f"{state.skipped} steps were skipped: their loss or gradient was not finite (nonfinite-step-*.json)"
-        )
+        lines.append(f"{state.skipped} steps were skipped: loss or gradient was not finite (nonfinite-step-*.json)")
     if floor := val.get("entropy_floor"):
         excess = format_excess(val["val_loss"], floor, 1)
         lines.append(f"entropy of the corpus {floor:.4f} nats per token: the model is {excess} the best possible")

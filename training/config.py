@@ -51,18 +51,21 @@ class Config(sections.ConfigSection):
         run, model, data, optimizer, train = self.run, self.model, self.data, self.optimizer, self.train
         if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
             raise ValueError("train.lora_rank goes with run.init_from and optimizer.name=adamw")
-        if train.lora_alpha is not None and train.lora_rank is None:
-            raise ValueError("train.lora_alpha is read with train.lora_rank only; leave it out")
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("train.max_steps or train.max_minutes must say when to stop")
         if train.async_save and train.save_sharded is True:
             raise ValueError("train.async_save writes unsharded files; leave it out with train.save_sharded=true")
-        if train.schedule == "cosine" and train.decay_fraction is not None:
-            raise ValueError("train.decay_fraction is read with train.schedule=wsd only; leave it out")
-        if optimizer.name == "adamw" and optimizer.momentum is not None:
-            raise ValueError("optimizer.momentum is read with optimizer.name=muon only; leave it out")
-        if model.tie_embeddings and optimizer.head_lr is not None:
-            raise ValueError("optimizer.head_lr is read by an untied head only; set optimizer.embedding_lr instead")
+        has_samples = "sample_every" in train.model_fields_set  # null turns them off, and a prompt may stay
+        for key, value, is_read, reader in (
+            ("train.lora_alpha", train.lora_alpha, train.lora_rank is not None, "train.lora_rank"),
+            ("train.keep_every", train.keep_every, train.save_every is not None, "train.save_every"),
+            ("train.sample_prompt", train.sample_prompt, has_samples, "train.sample_every"),
+            ("train.decay_fraction", train.decay_fraction, train.schedule == "wsd", "train.schedule=wsd"),
+            ("optimizer.momentum", optimizer.momentum, optimizer.name == "muon", "optimizer.name=muon"),
+            ("optimizer.head_lr", optimizer.head_lr, not model.tie_embeddings, "model.tie_embeddings=false"),
+        ):
+            if value not in (None, "") and not is_read:
+                raise ValueError(f"{key} is read with {reader} only; leave it out")
         if train.deterministic and train.max_minutes is not None:
             raise ValueError("train.deterministic needs train.max_minutes=null: no two runs take the same time")
         if train.deterministic and train.micro_batch_size == "auto":

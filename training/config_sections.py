@@ -3,10 +3,12 @@
 docs/config.md and configs/schema.json are generated from this file (training/config_docs.py).
 """
 
+import os
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from thinker.model.config import MAX_SIZE
 
@@ -18,6 +20,7 @@ Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 Rate = Annotated[float, Field(gt=0, le=1e38)]  # what fp32 can hold
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class ConfigSection(BaseModel):
@@ -42,11 +45,11 @@ class ConfigSection(BaseModel):
 class RunConfig(ConfigSection):
     """Where the run is stored, its seed, and the model it starts from."""
 
-    dir: str | None = None
+    dir: PathText | None = None
     """The run directory. null: `runs/` and the config file's name."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Seed of the weights, the data order and dropout."""
-    init_from: str | None = None
+    init_from: Annotated[PathText, AfterValidator(lambda path: str(Path(path)))] | None = None
     """Start from the weights and tokenizer of this run, checkpoint or Hugging Face folder. null: random weights."""
 
 
@@ -107,7 +110,7 @@ class DataConfig(ConfigSection):
     """What is read, how it becomes tokens, and how the tokens become sequences."""
 
     source: str = "tales"
-    """Where text comes from: tales, text, jsonl, parquet, hub, pysource, ... (docs/training.md)."""
+    """Where text comes from: tales, text, jsonl, parquet, hub, pysource or repeated_random (README.md)."""
     path: str | None = None
     """File, folder, glob or hub dataset of the source."""
     config: str | None = None
@@ -118,7 +121,7 @@ class DataConfig(ConfigSection):
     """Text column of a jsonl, parquet or hub source. null: text or, in rows without one, messages."""
     streaming: bool | None = None
     """Stream a hub dataset instead of downloading it first. null: true."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Tokenizer specification or path. null: bpe:4096, or the tokenizer of run.init_from."""
     seq_len: Annotated[int, Field(ge=2, le=MAX_SIZE)] = DEFAULT_SEQ_LEN
     """Tokens per sequence. Where it is left out, a shorter model.max_seq_len or context of run.init_from counts."""
@@ -126,19 +129,19 @@ class DataConfig(ConfigSection):
     """contiguous: cut the token stream every seq_len tokens. documents: pack whole documents, pad the rest."""
     assistant_only_loss: bool = False
     """In conversations, learn only what the assistant says."""
-    chat_template: str | None = None
+    chat_template: PathText | None = None
     """A Jinja file with the chat template. null: the tokenizer's own."""
     document_masking: bool = False
     """Tokens attend only within their own document, and positions restart at each document."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of the documents that are held out for validation. Not read with val_tokens."""
-    val_tokens: str | None = None
+    val_tokens: PathText | None = None
     """Validate on the documents of this file of GPT-2 tokens (docs/gpu.md) instead, and do not train on them."""
     max_documents: Positive | None = None
     """Read at most this many documents; not for a single text file. null: all."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Threads that prepare batches ahead of time. 0: each batch is made when it is needed."""
-    cache_dir: str = ".cache"
+    cache_dir: PathText = ".cache"
     """Folder of the tokenized corpora."""
 
 
@@ -175,7 +178,7 @@ class TrainConfig(ConfigSection):
     max_steps: Positive | None = None
     """Stop after this many optimizer steps. null: no limit."""
     max_minutes: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    """Stop after this many minutes of training, evaluation not counted. null: no limit."""
+    """Stop after this many minutes of training, without evaluations but with pauses (Ctrl-Z). null: no limit."""
     batch_size: Size = 16
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Size | Literal["auto"] | None = None

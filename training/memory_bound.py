@@ -7,17 +7,17 @@ from thinker.runtime.memory import check_memory
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config import Config
 
-REMEDY = "lower model.d_model, model.n_layers, data.seq_len or train.batch_size, or set train.micro_batch_size"
-
 
 def check_run_fits(config: Config, device: torch.device, dist: DistContext = SINGLE_PROCESS) -> None:
     """Raise UserError, with the numbers, where a run takes more memory than there is, however it is arranged."""
     on_device, on_host = least_memory(config, dist)
+    size = "" if config.run.init_from else "model.d_model, model.n_layers, "
+    remedy = f"lower {size}data.seq_len or train.batch_size, or set train.micro_batch_size"
     if device.type == "cuda":
-        check_memory(on_device, device, REMEDY)
-        check_memory(on_host, torch.device("cpu"), REMEDY, dist.local_world_size)
+        check_memory(on_device, device, remedy)
+        check_memory(on_host, torch.device("cpu"), remedy, dist.local_world_size)
     else:
-        check_memory(on_device | on_host, device, REMEDY, dist.local_world_size)
+        check_memory(on_device | on_host, device, remedy, dist.local_world_size)
 
 
 def least_memory(config: Config, dist: DistContext = SINGLE_PROCESS) -> tuple[dict[str, int], dict[str, int]]:

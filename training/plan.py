@@ -74,7 +74,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         "cache_bytes": cache.nbytes,
         "flops_per_token": flops,
         "tokens_per_step": step_tokens,
-        "optimal_tokens": OPTIMAL_TOKENS * parameters,
+        "optimal_tokens": None if config.run.init_from else OPTIMAL_TOKENS * parameters,  # its model has been trained
     }
     if measure:
         meter = MemoryMeter(device)

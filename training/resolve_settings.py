@@ -51,6 +51,10 @@ def resolve_settings(
     choices = {"precision": precision, "save_sharded": save_sharded, "micro_batch_size": 1, "compile": False}  # for now
     lr_scale = 0.1 if config.run.init_from is not None and train.lora_rank is None else 1.0  # fine-tuning all weights
     optimizer = resolve_learning_rates(config.optimizer, model_config, train.batch_size, lr_scale)
+    for name in () if train.lora_rank is None else ("embedding_lr", "head_lr", "norm_lr"):  # adapters are matrices
+        if getattr(config.optimizer, name) is not None:
+            raise UserError(f"optimizer.{name} is not read with train.lora_rank; set optimizer.lr instead")
+        optimizer = optimizer.model_copy(update={name: None})
     resolved = {"model": model_config, "optimizer": optimizer, "train": TrainSettings(**train.model_dump() | choices)}
     settings = Settings(**dict(config) | resolved)
     settings = settings.with_train(parallel=resolve_parallel(settings, device, dist))

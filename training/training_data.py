@@ -16,6 +16,7 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.evaluation.perplexity import tokenize
 from thinker.interop.load import find_checkpoint, find_run_directory
 from thinker.model import Thinker
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import can_write
 from thinker.runtime.reading import read_json
@@ -88,13 +89,13 @@ def sample_sequences(
 ) -> tuple[Tensor, Tensor]:
     """At most n sequences of the beginning of a text file, or from all over the validation set of the run in `folder`.
 
-    Returns tokens and targets, (N, T) each, on the model's device. Targets without loss are IGNORE_INDEX. Raises
-    UserError where there are too few tokens.
+    Returns tokens and targets, (N, T) each, on the model's device. Targets without loss are IGNORE_INDEX; where the run
+    masks documents, so are those after a sequence's first one. Raises UserError where there are too few tokens.
     """
-    T, packing = min(max_len, model.config.max_seq_len), "contiguous"
+    T, packing, masking = min(max_len, model.config.max_seq_len), "contiguous", False
     if path is None:
         config, tokens = load_validation_data(folder, tokenizer, "--text", scratch)
-        T, packing = min(T, config.data.seq_len), config.data.packing
+        T, packing, masking = min(T, config.data.seq_len), config.data.packing, config.data.document_masking
         packing = "documents" if config.data.source == "tales" else packing
     else:
         tokens = tokenize(open_source("text", path=str(path)), tokenizer, n * max_len + 1, scratch)
@@ -102,7 +103,9 @@ def sample_sequences(
     T = min(T, total // 8)  # several sequences even of a short text
     if T < 2:
         raise UserError(f"{path or 'the text'} has {total} tokens; it needs at least 16")
-    dataset = PackedDataset(tokens, T, packing, prefix_len=model.config.prefix)
-    pairs = [dataset[int(i)] for i in np.linspace(0, len(dataset) - 1, min(n, len(dataset))).round()]
-    inputs, targets = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs))  # (N, T) each
-    return inputs, targets
+    dataset = PackedDataset(tokens, T, packing, document_masking=masking, prefix_len=model.config.prefix)
+    inputs, targets = dataset.batch(np.linspace(0, len(dataset) - 1, min(n, len(dataset))).round())  # (N, T) each
+    if masking:
+        document_ids = dataset.document_ids(inputs)
+        targets[document_ids != document_ids[:, :1]] = IGNORE_INDEX
+    return inputs.to(model.device), targets.to(model.device)

@@ -234,6 +234,22 @@ def test_texts_lie_evenly_and_count_what_follows(loaded, tiny_run, tmp_path):
         sample_sequences(model, tokenizer, tiny_run, text, 4, tmp_path)
 
 
+def test_a_run_that_masks_documents_counts_the_first_of_each_sequence(train_args, run_script, tmp_path):
+    """The others would attend to it, as they never did in training."""
+    masked = ["data.source=repeated_random", "data.tokenizer=char", "data.path=null",
+              "data.max_documents=100", "data.val_fraction=0.5", "data.document_masking=true",
+              "data.seq_len=256", "train.max_steps=1"]  # fmt: skip
+    done = run_script(*train_args, *masked, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = interop.load(tmp_path / "run")
+    tokens, targets = sample_sequences(model, tokenizer, tmp_path / "run", None, 4, tmp_path)
+    n_started = (tokens == tokenizer.bos_id).cumsum(dim=1)
+    is_first = n_started == n_started[:, :1]
+    assert not is_first.all()
+    assert (targets[~is_first] == -1).all()
+    assert (targets[is_first] >= 0).any(dim=-1).all()
+
+
 def test_what_is_given_is_no_target(random_model, tiny_run, tmp_path):
     tokenizer, text = make_tokenizer("byte", []), tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 30)

@@ -213,6 +213,19 @@ def test_only_answers_are_targets(tmp_path, tokenizer, rows, packing):
     assert (again.folder, again.sha256) == (corpus.folder, corpus.sha256)
 
 
+def test_a_call_that_the_template_does_not_read_is_no_empty_answer(tmp_path, tokenizer):
+    rows = [json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Yes."}]})
+            for i in range(40)]  # fmt: skip
+    calls = [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    rows[3] = json.dumps({"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]})
+    (tmp_path / "talks.jsonl").write_text("\n".join(rows))
+    options = {"source": "jsonl", "path": str(tmp_path / "talks.jsonl"), "cache_dir": tmp_path, "progress": False}
+    with pytest.raises(UserError, match="row 3 of .*talks.jsonl: a message has only tool_calls, which the chat templ"):
+        prepare_corpus(**options, tokenizer=tokenizer, val_fraction=0.2)
+    reading = tokenizer.with_chat_template(CHATML.replace("m.content", "(m.content or m.tool_calls[0].function.name)"))
+    assert prepare_corpus(**options, tokenizer=reading, val_fraction=0.2).train.n_documents > 20
+
+
 def test_an_answer_that_the_boundary_ends_learns_the_boundary(tmp_path, rows):
     """Of a tokenizer made here, whose template writes no end: the BOS token after the conversation is it."""
     plain = make_tokenizer("byte", []).with_chat_template(OPEN)

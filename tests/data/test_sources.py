@@ -157,7 +157,7 @@ def test_parquet_and_its_columns(tmp_path):
     assert texts("parquet", path=str(tmp_path)) == ["1", "2", "3"]
     assert texts("parquet", path=str(tmp_path / "a.parquet"), column="story") == ["x", "y"]
     with pytest.raises(
-        UserError, match="data.column=stori: .*a.parquet has the columns text, story; did you mean story"
+        UserError, match="data.column=stori: row 0 of .*a.parquet has the columns text, story; did you mean story"
     ):
         texts("parquet", path=str(tmp_path / "a.parquet"), column="stori")
 
@@ -257,6 +257,16 @@ def test_damaged_tables(tmp_path, name, content, capfd):
 def test_mistakes(source, options, message):
     with pytest.raises(UserError, match=message):
         open_source(source, **options)
+
+
+def test_a_folder_at_home_and_a_pipe(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("one text")
+    assert [document.text for document in open_source("text", path="~/texts").documents()] == ["one text"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="data.path=.*pipe is not a regular file; give a file"):
+        open_source("text", path=str(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])

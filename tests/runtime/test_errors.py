@@ -59,6 +59,42 @@ def test_what_a_command_says_and_its_status(error, status, line, capsys):
     assert capsys.readouterr().err == f"error: {line}\n"
 
 
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a line of a POSIX shell in which $RUN starts Python with our package; returns its status and its errors."""
+
+    def run(line, main):
+        (tmp_path / "main.py").write_text(f"from thinker.runtime.errors import run_command; {main}")
+        command = f"RUN={shlex.quote(sys.executable)}; cd {shlex.quote(str(tmp_path))}; {line}"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    return run
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps a folder in which a process works")
+def test_a_working_directory_that_is_gone(shell, tmp_path):
+    line = f"mkdir gone; cd gone; rmdir ../gone; $RUN {shlex.quote(str(tmp_path))}/main.py"
+    status, errors = shell(line, "run_command(lambda: 0)")
+    assert (status, errors) == (2, "error: the working directory was removed; change to one that exists\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not bound the size of files")
+@pytest.mark.parametrize(
+    ("main", "name"),
+    [
+        ("from thinker.runtime.files import atomic_write; from pathlib import Path\n"
+         "run_command(lambda: atomic_write(Path('a.txt'), bytes(100_000)))", "a.txt"),
+        ("from thinker.checkpoint.format import write_checkpoint; from pathlib import Path; import torch\n"
+         "files = {'model.safetensors': {'a': torch.zeros(100_000)}}\n"
+         "run_command(lambda: write_checkpoint(Path('step-1'), files))", "step-1"),
+    ],
+)  # fmt: skip
+def test_a_file_that_may_not_grow_is_named(shell, main, name):
+    status, errors = shell("ulimit -f 8; $RUN main.py", main)
+    assert (status, errors) == (1, f"error: cannot read or write {name}: File too large\n")
+
+
 @pytest.mark.parametrize("error", [KeyError("bug"), RuntimeError("shapes do not match")], ids=repr)
 def test_a_bug_keeps_its_stack_trace(error):
     def main():

@@ -94,6 +94,15 @@ def test_char_explains_its_number_of_tokens(make_trainer, capsys):
     close(trainer)
 
 
+def test_a_warmup_that_the_run_does_not_outlast(make_trainer, capsys):
+    for n_steps, is_advised in ((7, True), (8, False)):
+        close(
+            make_trainer("some words\n" * 300, "data.source=text", f"train.max_steps={n_steps}", "train.warmup_steps=7")
+        )
+        said = "advice: train.warmup_steps=7 leaves no step at the peak rate; lower it"
+        assert (said in capsys.readouterr().err) == is_advised
+
+
 @pytest.fixture
 def ended(make_trainer):
     """The state of a run that has ended, by its time and its config."""
@@ -110,7 +119,8 @@ def test_results_that_need_advice(ended):
     uniform = math.log(257)
     (line,) = advice.after_training([*losses(5, 4), val(20, uniform + 0.1)], ended(100, 1), 1.0)
     assert "the validation loss 5.65 is above ln 257 = 5.55" in line
-    assert advice.after_training([*losses(5, 4), val(20, uniform - 0.1)], ended(100, 1), 1.0) == []
+    for loss in (uniform - 0.1, uniform + 0.003):  # shown as 5.55, as ln 257 is
+        assert advice.after_training([*losses(5, 4), val(20, loss)], ended(100, 1), 1.0) == []
     (line,) = advice.after_training([*losses(5, 1), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
     assert "overfitting: since step 10 the validation loss has risen from 3.000 to 3.500 while" in line
     (line,) = advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
@@ -159,9 +169,24 @@ def test_a_plan_ends_in_a_recommendation():
     assert "the data will be read 100 times" in line
     assert "(to 40 for 4 epochs)" in line
     (line,) = advice.recommendation(plan(peak_bytes=2 * 10**10))
-    assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; set train.micro_batch_size=auto")
+    assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; train.micro_batch_size=auto, train")
     assert "one of about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
     assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]
+
+
+def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
+    """Of a plan and of a run with run.init_from, whose model has the size that it has."""
+    given = plan(tokens=1, optimal_tokens=None)
+    assert advice.recommendation(given) == ["it fits, and nothing needs to be changed"]
+    (line,) = advice.recommendation(given | {"peak_bytes": 2 * 10**10})
+    assert line.endswith("train.checkpoint_every_n_blocks=1 or a shorter data.seq_len takes less")
+    state = ended(100, 1)
+    lines = [*losses(5, 1), val(10, 3.0), val(20, 3.5)]
+    assert "a smaller model" in advice.after_training(lines, state, 3.0)[0]
+    run = state.settings.run.model_copy(update={"init_from": "runs/a"})
+    state = state.model_copy(update={"settings": state.settings.model_copy(update={"run": run})})
+    (line,) = advice.after_training(lines, state, 3.0)
+    assert line.endswith("more text, fewer steps or a higher model.dropout help")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,25 @@ def test_every_key_is_read_somewhere():
             assert f".{key}" in code or f'"{key}"' in code, f"{name}.{key}"
 
 
+def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "r.yaml").write_text("train: {max_steps: 5}\n")
+    names = ["run.dir", "run.init_from", "data.tokenizer", "data.chat_template", "data.val_tokens", "data.cache_dir"]
+    config = load_config(tmp_path / "r.yaml", [f"{name}=~/x" for name in names])
+    for section, _, key in (name.partition(".") for name in names):
+        assert getattr(getattr(config, section), key) == str(tmp_path / "x"), key
+    for text in ("runs/a/", "./runs/a"):
+        assert load_config(tmp_path / "r.yaml", [f"run.init_from={text}"]).run.init_from == str(Path("runs/a"))
+
+
+def test_descriptions_refer_to_pages_that_know_the_key():
+    """A page that is named, from the root of the repository, says something about the key."""
+    for name, section in Config.model_fields.items():
+        for key, field in section.annotation.model_fields.items():
+            for page in re.findall(r"[\w/-]+\.md", field.description):
+                assert f"`{name}.{key}" in (ROOT / page).read_text(encoding="utf-8"), f"{name}.{key}: {page}"
+
+
 def test_overrides(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\nmodel:\n")
@@ -59,7 +78,7 @@ def test_overrides(tmp_path):
 def test_a_text_on_the_command_line_is_taken_as_it_is(tmp_path, text):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 5}\n")
-    assert load_config(path, [f"train.sample_prompt={text}"]).train.sample_prompt == text
+    assert load_config(path, [f"tracking.name={text}"]).tracking.name == text
 
 
 @pytest.mark.parametrize("text", ["1:30", "1:30.5"])
@@ -159,9 +178,12 @@ def test_keys_that_another_key_disables_are_refused():
     for tree, message in (
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "optimizer.name=muon only"),
         ({"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}}, "train.schedule=wsd only"),
+        ({"train": {"keep_every": 2, "save_every": None, "max_steps": 1}}, "train.save_every only; leave it out"),
+        ({"train": {"sample_prompt": "a", "max_steps": 1}}, "train.sample_every only; leave it out"),
     ):
         with pytest.raises(UserError, match=message):
             validate_config({"train": {"max_steps": 1}, **tree})
+    load_config(ROOT / "configs" / "quickstart.yaml", ["train.sample_every=null"])  # off, though a prompt is given
 
 
 def test_duplicate_keys_are_refused(tmp_path):

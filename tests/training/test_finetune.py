@@ -19,8 +19,10 @@ from thinker.interop.huggingface import save_pretrained
 from thinker.interop.peft_adapter import load_adapter, save_adapter
 from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
+from thinker.training.advice import format_plan
 from thinker.training.config import load_config, validate_config
 from thinker.training.initial_model import load_initial_model
+from thinker.training.plan import make_plan
 from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep
 
@@ -88,7 +90,9 @@ def losses(trainer, key):
 def test_finetuning_lowers_the_loss_and_the_run_exports(make_trainer, base, tmp_path, lora):
     trainer = make_trainer(*lora)
     before = trainer.evaluator(trainer.model).loss
+    assert (trainer.settings.optimizer.embedding_lr is None) == bool(lora)
     assert trainer.train() == 0
+    load_initial_model(load_config(tmp_path / "run" / "config.yaml", []))  # valid, with all that it resolves to
     after = losses(trainer, "val_loss")[-1]
     assert after < 0.7 * before
     assert losses(trainer, "train_loss")[-1] < losses(trainer, "train_loss")[0]
@@ -183,7 +187,7 @@ def test_resuming_is_bitwise_without_the_init_from_folder(make_trainer, base, tm
     first.checkpoints.close()
     first.run.unlock()
     shutil.rmtree(moved)
-    second = make_trainer(*given, folder="parts")
+    second = make_trainer(*given, f"run.init_from={moved}/", folder="parts")  # the same folder
     assert second.state.step == 3
     second.train()
     ours = [load_file(sorted((tmp_path / run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
@@ -281,6 +285,7 @@ def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys
         (["data.tokenizer=byte"], "data.tokenizer=byte is not the tokenizer of run.init_from"),
         (["data.seq_len=100"], "longer than the context of the model in run.init_from"),
         (["train.lora_rank=4", "optimizer.name=muon"], "train.lora_rank goes with"),
+        (["train.lora_rank=4", "optimizer.norm_lr=0.1"], "optimizer.norm_lr is not read with train.lora_rank"),
         (["train.lora_alpha=4"], "train.lora_alpha is read with"),
         (["run.init_from=null", "train.lora_rank=2"], "train.lora_rank goes with"),
         (["run.init_from=nowhere"], "nowhere does not exist"),
@@ -311,6 +316,17 @@ def test_the_context_is_the_initial_models_where_it_is_not_set(make_trainer, tmp
     longer = load_initial_model(validate_config({"run": {"init_from": str(base)}, "model": {"max_seq_len": 512},
                                                  "train": {"max_steps": 1}}))[0]  # fmt: skip
     assert longer.data.seq_len == 256
+
+
+def test_a_plan_does_not_advise_another_size_for_the_initial_model(base, conversations, tmp_path):
+    config = load_config(ROOT / "configs" / "finetune.yaml", [
+        f"run.init_from={base}", f"data.path={conversations}", f"data.cache_dir={tmp_path}", "train.device=cpu",
+        "train.max_steps=1", "train.batch_size=1",
+    ])  # fmt: skip
+    plan = make_plan(config, measure=False)
+    assert plan["recommendation"] == ["it fits, and nothing needs to be changed"]
+    assert "64 in 1 steps, 0." in format_plan(plan)
+    assert "optimal" not in format_plan(plan)
 
 
 def test_context_length_and_dropout_may_change(make_trainer):
