@@ -114,7 +114,7 @@ def main() -> int:
     prompt = arguments.prompt if arguments.prompt_file is None else read_text(arguments.prompt_file)
     text_to_score = None if arguments.score is None else read_text(arguments.score)
 
-    from thinker.data.tokenizer import warn_of_lost_text
+    from thinker.data.text_bytes import loses_text, warn_of_lost_text
     from thinker.generation import Completion, Generator, SamplingParams, terminal
     from thinker.generation.chat_conversation import ChatConversation
     from thinker.generation.conversation import Conversation
@@ -141,7 +141,7 @@ def main() -> int:
     setup = f"{'int8 weights, ' if arguments.int8 else ''}{precision} on {device.type}"
     if text_to_score is not None:
         terminal.log(setup)
-        warn_of_lost_text(tokenizer.loses_text(text_to_score, tokenizer.encode(text_to_score)), 1)
+        warn_of_lost_text(loses_text(tokenizer, text_to_score, tokenizer.encode(text_to_score)), 1)
         exact = None
         if arguments.int8:
             exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks).score(text_to_score)

@@ -25,8 +25,8 @@ def main() -> int:
         from thinker.training.config import load_config
 
         config = load_config(arguments.config, arguments.overrides)
+        from thinker.runtime.streams import resilient_output
         from thinker.training.run import train
-        from thinker.training.signals import resilient_output
 
         with resilient_output():
             return train(config, dist)

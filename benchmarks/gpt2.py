@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from thinker.benchmarks.training_runs import TrainingRun
 from thinker.data.batches import BatchLoader, PackedDataset
-from thinker.data.tokenizer import token_byte_lengths
+from thinker.data.text_bytes import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import configure_backend

@@ -20,7 +20,8 @@ from thinker.data.corpus_cache import building_folder, read_index, write_index
 from thinker.data.llmc_tokens import read_documents
 from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
 from thinker.data.sources import Document, MissingData, Source, open_source, stamps
-from thinker.data.tokenizer import Tokenizer, warn_of_lost_text
+from thinker.data.text_bytes import loses_text, warn_of_lost_text
+from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
@@ -172,7 +173,7 @@ def _build(
                 writers[split].add(ids, n_bytes, document.log_prob, continues, loss_mask)
                 n_tokens += len(ids)
                 n_texts += 1
-                n_lost += document.messages is None and tokenizer.loses_text(document.text, ids)
+                n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
                 bar.update(n_bytes if source.whole_text else 1)
             bar.set_postfix_str(f"{n_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s")
     warn_of_lost_text(n_lost, n_texts)

@@ -19,13 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from thinker.data.tokenizer import Tokenizer, token_byte_lengths
+from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.file_array import FileArray, OpenFile
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1
-READ_TOKENS = 1 << 20  # looked up at once
 SHARD_TOKENS = 1 << 27  # a shard is closed after the document that reaches this; no document is cut
 HAS_LOG_PROBS, HAS_LOSS_MASK = 1, 2  # bits of the header's flags: the optional sections
 # magic, format, bytes per token, vocab_size, n_tokens, n_documents, bytes of text, flags, tokenizer hash
@@ -199,17 +198,6 @@ class TokenShards:
         self.n_documents = sum(shard.n_documents for shard in shards)
         self.n_bytes = sum(shard.n_bytes for shard in shards)
         self.has_conversations = any(shard.loss_mask is not None for shard in shards)
-
-    def byte_lengths(self, tokenizer: Tokenizer) -> np.ndarray:
-        """(vocab_size,): bytes of text per token id; scaled to those of the texts if encoding may have changed them."""
-        lengths = token_byte_lengths(tokenizer)
-        if not tokenizer.may_lose_text or self.has_conversations:
-            return lengths
-        n_decoded = 0
-        for shard in self.shards:
-            for start in range(0, shard.n_tokens, READ_TOKENS):
-                n_decoded += int(lengths[shard.tokens[start : start + READ_TOKENS]].sum())
-        return lengths * (self.n_bytes / max(n_decoded, 1))
 
     def __repr__(self) -> str:
         return f"TokenShards({self.n_tokens:,} tokens of {self.n_documents:,} documents)"

@@ -19,7 +19,8 @@ from typing import Any
 
 from thinker.data import jsonl, parquet
 from thinker.data.messages import Message, check_messages
-from thinker.runtime.errors import FULL_DISK, UserError, did_you_mean
+from thinker.runtime.constants import FULL_DISK
+from thinker.runtime.errors import UserError, did_you_mean
 
 OPTIONS = {  # what each source reads besides max_documents and seed
     **dict.fromkeys(("tales", "pysource", "repeated_random"), ()),

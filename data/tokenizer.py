@@ -8,8 +8,7 @@ import hashlib
 import json
 import os
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -151,18 +150,6 @@ class Tokenizer:
             raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         return self._tokens[token_id] or self._added_bytes.get(token_id, b"")
 
-    def count_bytes(self, text: str, ids: Sequence[int], start: int = 0, end: int | None = None) -> int:
-        """The bytes of UTF-8 of the part of a text that ids[start:end] stand for, where `ids` is the text, encoded.
-
-        An estimate where encoding changes the text; all the ids together always have the bytes of the text itself.
-        """
-        n_bytes, n_decoded = len(replace_surrogates(text).encode()), len(self.decode_bytes(ids))
-        return round(n_bytes * len(self.decode_bytes(ids[start:end])) / n_decoded) if n_decoded else n_bytes
-
-    def loses_text(self, text: str, ids: Iterable[int]) -> bool:
-        """Whether a text's ids do not give it back, as with unknown tokens. A space before the text does not count."""
-        return self.may_lose_text and self.decode(ids).lstrip(" ") != text.lstrip(" ")
-
     @cached_property
     def content_hash(self) -> str:
         """sha256 of everything that decides how text is encoded, as 64 hexadecimal digits."""
@@ -207,15 +194,3 @@ class Tokenizer:
 def replace_surrogates(text: str) -> str:
     """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def warn_of_lost_text(n_lost: int, n_texts: int) -> None:
-    """Say on standard error that the tokenizer does not give back `n_lost` of the texts, if any."""
-    if n_lost:
-        lost = f"characters of {n_lost:,} of {n_texts:,} texts" if n_texts > 1 else "characters of the text"
-        print(f"the tokenizer loses {lost}, so bits per byte are too low", file=sys.stderr)
-
-
-def token_byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
-    """(vocab_size,) int64: bytes of text per token id; 0 for special tokens and gaps."""
-    return np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)], dtype=np.int64)

@@ -14,7 +14,8 @@ from thinker.data.batches import PackedDataset, entropy_floor
 from thinker.data.corpus import encode_all
 from thinker.data.shards import ShardWriter, TokenShards
 from thinker.data.sources import Source
-from thinker.data.tokenizer import Tokenizer, warn_of_lost_text
+from thinker.data.text_bytes import count_bytes, loses_text, warn_of_lost_text
+from thinker.data.tokenizer import Tokenizer
 from thinker.evaluation.long_context import PositionLosses, loss_by_position, ratio_with_error
 from thinker.model import Thinker
 from thinker.runtime.constants import IGNORE_INDEX
@@ -81,7 +82,7 @@ def text_loss(
 ) -> TextLoss:  # fmt: skip
     """Loss, perplexity and bits per byte over the first `limit` windows (0: all), with intervals of this confidence.
 
-    `byte_lengths`: the number of bytes of each token id (TokenShards.byte_lengths). `trained`: the length of
+    `byte_lengths`: the number of bytes of each token id (data.text_bytes). `trained`: the length of
     the training windows, by default max_seq_len. Raises UserError if none of the counted tokens has text.
     """
     batch_size = max(1, BATCH_TOKENS // windows.seq_len)
@@ -132,9 +133,9 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
         for document in source.documents():
             ((ids, loss_mask),) = encode_all(tokenizer, [document], assistant_only_loss=document.messages is not None)
             n_texts += 1
-            n_lost += document.messages is None and tokenizer.loses_text(document.text, ids)
+            n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
             n_counted = min(n_left, len(ids)) if source.whole_text else len(ids)
-            n_bytes = tokenizer.count_bytes(document.text, ids, 0, n_counted)
+            n_bytes = count_bytes(tokenizer, document.text, ids, 0, n_counted)
             ids = ids[:n_counted]
             writer.add(ids, n_bytes, document.log_prob, source.whole_text and writer.started, loss_mask)
             n_left -= len(ids)

@@ -10,6 +10,7 @@ from typing import get_type_hints
 import torch
 from torch import Tensor
 
+from thinker.data.text_bytes import count_bytes
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation import prompts as checks
 from thinker.generation.batch_sampling import sample_next, sample_steps, top_logprobs
@@ -247,7 +248,7 @@ class Generator:
                     likeliest += [top_logprobs(row, n_top) for row in new] if n_top else []
             start = max(0, end - max((end - start) // 2, n_skipped))
         check_computed(logprobs)
-        return Score(ids[n_skipped:], logprobs, likeliest, self.tokenizer.count_bytes(text, ids, n_skipped))
+        return Score(ids[n_skipped:], logprobs, likeliest, count_bytes(self.tokenizer, text, ids, n_skipped))
 
     def _prefill_unique(self, model: Thinker, sequences: list[Sequence], slack: int) -> tuple[KVCache | None, Tensor]:
         """Read each distinct prompt once, those of equal length together. Returns a cache and logits, (B, 1, V)."""

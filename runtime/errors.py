@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 
+from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.interrupts import end_on_interrupt, interrupt_once
 from thinker.runtime.streams import open_closed_streams, print_error
 from thinker.runtime.terminal_text import protect_terminal
@@ -27,7 +28,6 @@ def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
 
 
 OUT_OF_MEMORY = "can't allocate memory|cannot allocate memory|out of memory|can't start new thread"  # torch's words
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 WRONG_PATH = ("ENOENT", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ELOOP")
 
 

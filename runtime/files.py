@@ -6,7 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from thinker.runtime.errors import FULL_DISK, UserError
+from thinker.runtime.constants import FULL_DISK
+from thinker.runtime.errors import UserError
 
 
 def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:

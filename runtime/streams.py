@@ -1,10 +1,15 @@
-"""The standard streams of a command: opened where they are closed, and an error as one line."""
+"""The standard streams of a command: opened where closed, an error as one line, readers that go away."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from thinker.runtime.constants import FULL_DISK
 
 MAX_MESSAGE_CHARS = 1000  # a message may quote a file's value of any length
 
@@ -29,3 +34,41 @@ def print_error(message: str) -> None:
         first = int(time.time()) - 1  # before the ranks that torchrun then ends: it takes the first for the cause
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": line, "timestamp": first}, file)
+
+
+class ResilientStream:
+    """A text stream that loses what is written once its reader (a terminal, a `tee`) has gone or the disk is full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write as any stream does."""
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush as any stream does."""
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, method: Callable, *args: str) -> None:
+        try:
+            method(*args)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO, *FULL_DISK):
+                raise
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._stream.fileno())
+            os.close(devnull)
+
+
+@contextlib.contextmanager
+def resilient_output() -> Iterator[None]:
+    """Make standard output and standard error streams that cannot end a training."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(ResilientStream(sys.stdout)))
+        stack.enter_context(contextlib.redirect_stderr(ResilientStream(sys.stderr)))
+        yield

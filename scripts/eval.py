@@ -141,6 +141,7 @@ def format_header(header: dict[str, Any]) -> str:
 def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> tuple:
     """Loss, perplexity and bits per byte at every context length: a dictionary for JSON, and a text."""
     from thinker.data.batches import PackedDataset
+    from thinker.data.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import format_table, text_loss
 
     source, trained, layout, is_one_text, tokens = load_tokens(arguments, folder, tokenizer, scratch)
@@ -153,7 +154,7 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     halves = is_one_text and arguments.stride is None and prefix <= 1  # as Generator.score() does
     strides = [length - length // 2 if halves else arguments.stride for length in lengths]
     windows = [PackedDataset(tokens, T, **layout, stride=n, prefix_len=prefix) for T, n in zip(lengths, strides)]
-    byte_lengths, confidence = tokens.byte_lengths(tokenizer), arguments.confidence
+    byte_lengths, confidence = scaled_byte_lengths(tokens, tokenizer), arguments.confidence
     max_tokens = arguments.max_tokens or MAX_TOKENS
     is_part = tokens.n_tokens > max_tokens and (arguments.source or arguments.max_tokens)
     limits = [-(-max_tokens // each.stride) if is_part and arguments.source is None else 0 for each in windows]

@@ -25,6 +25,7 @@ NEW_ROOMS = {
     "data/llmc_tokens.py",
     "data/messages.py",
     "data/parquet.py",
+    "data/text_bytes.py",
     "data/text_growth.py",
     "generation/chat_conversation.py",
     "generation/prompts.py",

@@ -9,6 +9,7 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.corpus import Corpus
 from thinker.data.prefetch import Prefetcher
+from thinker.data.text_bytes import scaled_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.generation.prompts import check_prompt
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
@@ -108,5 +109,5 @@ def build_batches(
     n_rows = train.batch_size // dist.world_size
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)
-    byte_lengths = corpus.val.byte_lengths(corpus.tokenizer)
+    byte_lengths = scaled_byte_lengths(corpus.val, corpus.tokenizer)
     return batches, Evaluator(val_set, train.micro_batch_size, byte_lengths, train.eval_sequences, dist, progress=True)

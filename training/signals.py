@@ -1,16 +1,13 @@
-"""Being stopped: signals, and a terminal or pipe that goes away."""
+"""Being stopped by a signal: the training finishes its step and saves."""
 
 import contextlib
-import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
 from thinker.runtime import interrupts
-from thinker.runtime.errors import FULL_DISK
 
 
 class SignalHandler:
@@ -55,41 +52,3 @@ class SignalHandler:
     def _handle_all(self, handler: Any) -> None:
         for number in self._previous:
             signal.signal(number, handler)
-
-
-class ResilientStream:
-    """A text stream that loses what is written once its reader (a terminal, a `tee`) has gone or the disk is full."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write as any stream does."""
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush as any stream does."""
-        self._try(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _try(self, method: Callable, *args: str) -> None:
-        try:
-            method(*args)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO, *FULL_DISK):
-                raise
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, self._stream.fileno())
-            os.close(devnull)
-
-
-@contextlib.contextmanager
-def resilient_output() -> Iterator[None]:
-    """Make standard output and standard error streams that cannot end a training."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(ResilientStream(sys.stdout)))
-        stack.enter_context(contextlib.redirect_stderr(ResilientStream(sys.stderr)))
-        yield

@@ -9,6 +9,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from thinker.data.batches import PackedDataset
 from thinker.data.sources import open_source
+from thinker.data.text_bytes import count_bytes, loses_text, scaled_byte_lengths
 from thinker.data.tokenizer_factory import load_tokenizer
 from thinker.evaluation.needle import story_needles
 from thinker.evaluation.perplexity import text_loss, tokenize
@@ -38,8 +39,8 @@ def test_score_and_evaluation_count_the_bytes_of_the_text(tmp_path, capsys, byte
     tokenizer = unigram(tmp_path / "tokenizer", byte_fallback)
     ids = tokenizer.encode(TEXT)
     assert len(tokenizer.decode_bytes(ids)) != len(TEXT.encode())
-    assert tokenizer.loses_text(TEXT, ids)
-    assert tokenizer.loses_text("plain words", tokenizer.encode("plain words")) is False
+    assert loses_text(tokenizer, TEXT, ids)
+    assert loses_text(tokenizer, "plain words", tokenizer.encode("plain words")) is False
     model = random_model(1, 0.3, 0.4, vocab_size=tokenizer.vocab_size, max_seq_len=64)
     score = Generator(model, tokenizer).score(TEXT)
     assert score.n_bytes == len(TEXT.encode())
@@ -48,7 +49,7 @@ def test_score_and_evaluation_count_the_bytes_of_the_text(tmp_path, capsys, byte
     tokens = tokenize(open_source("text", path=str(tmp_path / "text.txt")), tokenizer, 1 << 20, tmp_path / "shards")
     assert "the tokenizer loses characters of the text, so bits per byte are too low" in capsys.readouterr().err
     windows = PackedDataset(tokens, 64, "contiguous", stride=32)
-    loss = text_loss(model, windows, tokens.byte_lengths(tokenizer))
+    loss = text_loss(model, windows, scaled_byte_lengths(tokens, tokenizer))
     assert loss.n_bytes == len(TEXT.encode())
     assert loss.bits_per_byte.mean == pytest.approx(score.bits_per_byte, rel=1e-6)
 
@@ -57,9 +58,9 @@ def test_a_part_of_a_text_has_its_share_of_the_bytes(tmp_path):
     tokenizer = unigram(tmp_path / "tokenizer", True)
     ids = tokenizer.encode("wheel wheel")
     assert tokenizer.decode_bytes(ids) == b" wheel wheel"  # 12 bytes instead of 11
-    assert tokenizer.count_bytes("wheel wheel", ids) == 11
-    assert tokenizer.count_bytes("wheel wheel", ids, 1) == round(11 / 2)
-    assert tokenizer.count_bytes("", []) == 0
+    assert count_bytes(tokenizer, "wheel wheel", ids) == 11
+    assert count_bytes(tokenizer, "wheel wheel", ids, 1) == round(11 / 2)
+    assert count_bytes(tokenizer, "", []) == 0
 
 
 def test_needles_are_found_though_the_tokenizer_adds_a_space(tmp_path):

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinker.data import tokenizer_factory
-from thinker.data.tokenizer import FILE_NAME, Tokenizer, token_byte_lengths
+from thinker.data.text_bytes import token_byte_lengths
+from thinker.data.tokenizer import FILE_NAME, Tokenizer
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 

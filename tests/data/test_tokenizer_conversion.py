@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from thinker.data import tokenizer_conversion
 from thinker.data.hf_tokenizer import HFTokenizer
-from thinker.data.tokenizer import Tokenizer, token_byte_lengths
+from thinker.data.text_bytes import token_byte_lengths
+from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_conversion import GPT2
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError

@@ -7,7 +7,7 @@ import torch
 
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
-from thinker.data.tokenizer import token_byte_lengths
+from thinker.data.text_bytes import token_byte_lengths
 from thinker.evaluation import loss
 from thinker.evaluation.loss import Evaluator
 from thinker.model import Thinker, ThinkerConfig

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from thinker.data.batches import PackedDataset, entropy_floor
 from thinker.data.sources import open_source
-from thinker.data.tokenizer import Tokenizer, token_byte_lengths
+from thinker.data.text_bytes import token_byte_lengths
+from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.evaluation.perplexity import estimate_ratio, text_loss, tokenize
 from thinker.runtime.constants import IGNORE_INDEX
