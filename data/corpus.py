@@ -20,6 +20,7 @@ from thinker.data.corpus_cache import building_folder, read_index, write_index
 from thinker.data.llmc_tokens import read_documents
 from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
 from thinker.data.sources import Document, MissingData, Source, open_source, stamps
+from thinker.data.split import SplitDocument, empty_split_error, split_documents
 from thinker.data.text_bytes import loses_text, warn_of_lost_text
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
@@ -29,8 +30,6 @@ from thinker.runtime.reading import read_json
 
 INDEX_FORMAT = 4  # of corpus.json
 BATCH_CHARS = 4 << 20  # characters tokenized together, in threads
-
-SplitDocument = tuple[str, Document]  # "train" or "val", and the document
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def _build(
     val_tokens: str | None, progress: bool, shard_tokens: int,
 ) -> None:  # fmt: skip
     """Write a corpus into an empty folder. The source is read once: what trains the tokenizer is kept in memory."""
-    documents = _split(source, val_fraction)
+    documents = split_documents(source, val_fraction)
     sample: list[SplitDocument] = []  # what is read for the tokenizer, from either split: at most about SAMPLE_BYTES
 
     def training_texts() -> Iterator[str]:
@@ -149,7 +148,7 @@ def _build(
             if split == "train":
                 yield document.text
         if not any(split == "train" for split, _ in sample):
-            raise _empty_split_error("train", source, val_fraction)
+            raise empty_split_error("train", source, val_fraction)
 
     tokenizer = spec
     if isinstance(spec, str):
@@ -160,7 +159,7 @@ def _build(
             print(f"the text is too short for {spec}: the vocabulary has {size} tokens", file=sys.stderr)
     tokenizer.save(folder)
     if val_tokens is not None:
-        documents = _split(source, val_fraction, read_documents(val_tokens, tokenizer))
+        documents = split_documents(source, val_fraction, read_documents(val_tokens, tokenizer))
     writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
     n_tokens = n_texts = n_lost = 0
     total, unit = (source.n_bytes, "B") if source.whole_text else (source.n_documents, " documents")
@@ -179,45 +178,11 @@ def _build(
     warn_of_lost_text(n_lost, n_texts)
     for split, writer in writers.items():
         if not writer.started:
-            raise _empty_split_error(split, source, val_fraction)
+            raise empty_split_error(split, source, val_fraction)
         writer.close()
     train, val = writers.values()
     digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
     write_index(folder, {"train": train.files, "val": val.files, "sha256": digest})
-
-
-def _split(source: Source, val_fraction: float, val_documents: Iterable[Document] = ()) -> Iterator[SplitDocument]:
-    """Every document or piece of a single text, with its split; `val_documents`, if any, are all of the second."""
-    held_out = set()
-    for document in val_documents:
-        held_out.add(hashlib.sha256(document.text.encode()).digest())
-        yield "val", document
-    n_empty = n_documents = position = 0  # position: in a single text, in bytes
-    n_bytes = source.n_bytes or 0
-    cut = min(max(round(n_bytes * (1 - val_fraction)), 1), n_bytes - 1)
-    for document in source.documents():
-        data = document.text.encode()
-        n_documents += 1
-        if not data:
-            n_empty += 1
-        elif source.whole_text:
-            head = data[: max(cut - position, 0)].decode(errors="ignore")  # the cut moves to the start of a character
-            tail = document.text[len(head) :]
-            position += len(data)
-            if head:
-                yield "train", Document(head)
-            if tail:
-                yield "val", Document(tail)
-        else:
-            digest = hashlib.sha256(data).digest()
-            is_val = not held_out and int.from_bytes(digest[:4], "big") < val_fraction * 2**32
-            if digest not in held_out:
-                yield "val" if is_val else "train", document
-    if n_documents == n_empty:
-        wanted = "a file with text" if source.whole_text else "at least two documents with text"
-        raise UserError(f"data.source={source.name}: the corpus is empty; give it {wanted}")
-    if n_empty:
-        print(f"{n_empty} of {n_documents} documents hold no text and are left out", file=sys.stderr)
 
 
 def encode_all(
@@ -250,12 +215,3 @@ def _batches(documents: Iterable[SplitDocument]) -> Iterator[list[SplitDocument]
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _empty_split_error(split: str, source: Source, val_fraction: float) -> UserError:
-    remedy = "; give it more text"
-    if not source.whole_text:
-        change = "raise" if split == "val" else "lower"
-        remedy = f" (equal documents go into the same split); {change} data.val_fraction or give it more documents"
-    where = f"data.source={source.name}: with data.val_fraction={val_fraction}"
-    return UserError(f"{where} nothing falls into the {split} split{remedy}")

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -324,9 +325,15 @@ def test_a_vocabulary_smaller_than_asked_for_says_so(tmp_path, quick, capsys):
 def test_an_empty_split(tmp_path, quick):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
     for tokenizer in ("byte", "char", "bpe:300"):
-        with pytest.raises(UserError, match="nothing falls into the train split .*; lower data.val_fraction"):
+        with pytest.raises(UserError, match="nothing falls into the train split .*; give it more documents, or set"):
             quick(source="jsonl", path=path, tokenizer=tokenizer, val_fraction=0.9999999)
-    with pytest.raises(UserError, match="nothing falls into the val split .*; raise data.val_fraction"):
+    path = write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(24)])
+    with pytest.raises(UserError, match="nothing falls into the val split .* validates on 2 of 24") as raised:
+        quick(source="jsonl", path=path, val_fraction=1e-9)
+    advised = re.search(r"data.val_fraction=(0\.\d+), which", str(raised.value))[1]
+    assert quick(source="jsonl", path=path, val_fraction=float(advised)).val.n_documents == 2
+    path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 9)
+    with pytest.raises(UserError, match=r"nothing falls into the val split .*; give it more documents$"):
         quick(source="jsonl", path=path, val_fraction=1e-9)
 
 

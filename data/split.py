@@ -1,0 +1,64 @@
+"""Which documents, or which part of a single text, are for training and which for validation."""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+
+from thinker.data.sources import Document, Source
+from thinker.runtime.errors import UserError
+
+SplitDocument = tuple[str, Document]  # "train" or "val", and the document
+
+
+def split_documents(
+    source: Source, val_fraction: float, val_documents: Iterable[Document] = ()
+) -> Iterator[SplitDocument]:
+    """Every document or piece of a single text, with its split; `val_documents`, if any, are all of the second."""
+    held_out = set()
+    for document in val_documents:
+        held_out.add(hashlib.sha256(document.text.encode()).digest())
+        yield "val", document
+    n_empty = n_documents = position = 0  # position: in a single text, in bytes
+    n_bytes = source.n_bytes or 0
+    cut = min(max(round(n_bytes * (1 - val_fraction)), 1), n_bytes - 1)
+    for document in source.documents():
+        data = document.text.encode()
+        n_documents += 1
+        if not data:
+            n_empty += 1
+        elif source.whole_text:
+            head = data[: max(cut - position, 0)].decode(errors="ignore")  # the cut moves to the start of a character
+            tail = document.text[len(head) :]
+            position += len(data)
+            if head:
+                yield "train", Document(head)
+            if tail:
+                yield "val", Document(tail)
+        else:
+            is_val = not held_out and _hash_share(data) < val_fraction
+            if hashlib.sha256(data).digest() not in held_out:
+                yield "val" if is_val else "train", document
+    if n_documents == n_empty:
+        wanted = "a file with text" if source.whole_text else "at least two documents with text"
+        raise UserError(f"data.source={source.name}: the corpus is empty; give it {wanted}")
+    if n_empty:
+        print(f"{n_empty} of {n_documents} documents hold no text and are left out", file=sys.stderr)
+
+
+def _hash_share(data: bytes) -> float:
+    """Where between 0 and 1 the hash of a document lies."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:4], "big") / 2**32
+
+
+def empty_split_error(split: str, source: Source, val_fraction: float) -> UserError:
+    """The error that a split is empty; it names a val_fraction that works, if there is one."""
+    remedy = "; give it more text"
+    if not source.whole_text:
+        shares = sorted({_hash_share(document.text.encode()) for document in source.documents() if document.text})
+        remedy = " (equal documents go into the same split); give it more documents"
+        if len(shares) > 1:
+            n_val = max(1, len(shares) // 10)
+            fraction = (shares[n_val - 1] + shares[n_val]) / 2
+            remedy += f", or set data.val_fraction={fraction:.4f}, which validates on {n_val} of {len(shares)}"
+    where = f"data.source={source.name}: with data.val_fraction={val_fraction}"
+    return UserError(f"{where} nothing falls into the {split} split{remedy}")
