@@ -86,17 +86,17 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
         )
     # Lower than the weights that are kept: measured before train.eval_sequences was changed, on other sequences.
     comparable = [line for line in validations if line["val_loss"] >= (state.best_val_loss or 0.0)]
-    smaller = "" if settings.run.init_from else ", a smaller model"
-    remedy = f"more text, fewer steps{smaller} or a higher model.dropout help"
-    advice += _overfitting(lines, comparable or [last], epochs, remedy)
+    smaller = "" if settings.run.init_from else "a smaller model, "
+    advice += _overfitting(lines, comparable or [last], epochs, f"{smaller}more text or a higher model.dropout")
     floor = last.get("entropy_floor")
+    is_falling = len(validations) > 1 and loss < min(line["val_loss"] for line in validations[:-1])
     by_time = train.max_minutes is not None and state.elapsed_s >= 60 * train.max_minutes
-    if floor and by_time and loss / floor - 1 > FAR_FROM_FLOOR:
+    if by_time and (loss / floor - 1 > FAR_FROM_FLOOR if floor else is_falling and not advice):
         of_steps = f" of {train.max_steps:,}" if train.max_steps else ""
         minutes = math.ceil(2 * train.max_minutes)
         advice.append(
             f"train.max_minutes={train.max_minutes:g} ended the run after {state.step:,}{of_steps} steps; more would "
-            f"bring it closer to the best possible: the same command with train.max_minutes={minutes} resumes it"
+            f"lower the validation loss: the same command with train.max_minutes={minutes} resumes it"
         )
     return [f"advice: {line}" for line in advice]
 
@@ -116,14 +116,14 @@ def _overfitting(lines: list[dict[str, Any]], validations: list[dict[str, Any]],
             return [
                 f"overfitting: since step {best['step']:,} the validation loss has risen from {best['val_loss']:.3f} "
                 f"to {loss:.3f} while the training loss fell to {now:.3f}{times}. The weights of step "
-                f"{best['step']:,} are kept (generate.py --checkpoint best); {remedy}"
+                f"{best['step']:,} are kept (generate.py --checkpoint best); fewer steps, {remedy} help"
             ]
         return [
             f"the validation loss was lowest at step {best['step']:,}, {best['val_loss']:.3f}; the weights of that "
             "step are kept (generate.py --checkpoint best)"
         ]
     if epochs > GOOD_EPOCHS and loss > 1.5 * now:
-        return [f"overfitting: the validation loss is {loss:.3f}, the training loss {now:.3f}{times}; {remedy}"]
+        return [f"overfitting: the validation loss is {loss:.3f}, the training loss {now:.3f}{times}; {remedy} helps"]
     return []
 
 

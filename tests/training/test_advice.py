@@ -125,8 +125,10 @@ def test_results_that_need_advice(ended):
     assert "overfitting: since step 10 the validation loss has risen from 3.000 to 3.500 while" in line
     (line,) = advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
     assert "the validation loss was lowest at step 10, 3.000" in line
+    assert line.endswith("the weights of that step are kept (generate.py --checkpoint best)")
     (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
     assert "overfitting: the validation loss is 3.500, the training loss" in line
+    assert "fewer steps" not in line  # the validation loss has not risen
     assert advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []
     # Since then another part of the validation set is measured, and the weights of step 20 are the best.
     state = ended(100, 1).model_copy(update={"best_val_loss": 3.5})
@@ -140,6 +142,10 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
     assert "train.max_minutes=6 resumes it" in line
     assert advice.after_training(near, ended(60, 3), 0.5) == []
     assert advice.after_training(far, ended(100, 1), 0.5) == []  # its steps ended it
+    falling, risen = ([*losses(2, 1), val(10, 2.5), val(20, loss)] for loss in (2.4, 2.51))  # a text of unknown entropy
+    (line,) = advice.after_training(falling, ended(60, 3), 0.5)
+    assert "train.max_minutes=6 resumes it" in line
+    assert advice.after_training(risen, ended(60, 3), 0.5) == []
 
 
 def test_losses_of_twice_the_floor_and_more_are_factors(ended):
@@ -186,7 +192,7 @@ def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
     run = state.settings.run.model_copy(update={"init_from": "runs/a"})
     state = state.model_copy(update={"settings": state.settings.model_copy(update={"run": run})})
     (line,) = advice.after_training(lines, state, 3.0)
-    assert line.endswith("more text, fewer steps or a higher model.dropout help")
+    assert line.endswith("fewer steps, more text or a higher model.dropout help")
 
 
 @pytest.mark.parametrize(
