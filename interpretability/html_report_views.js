@@ -102,6 +102,7 @@ function paintStatus() {
     const verb = state.direction === "from" ? "attends to" : "is attended to by";
     const most = matrix() ? strongest(3).map((other) => `${numbered(other)} (${asWeight(between(other))})`) : [];
     words = `In ${headName(state.layer, state.head).toLowerCase()}, token ${numbered(shown)}${lock} ${verb} ${most.join(", ") || "nothing"}.`;
+    if (!matrix()) words = `${headName(state.layer, state.head)} is loading.`;
     if (!isStored(state.layer, state.head)) words = `${headName(state.layer, state.head)} cannot be opened in this report.`;
   }
   $("status").textContent = words;
@@ -191,8 +192,10 @@ function chooseLines() {
 
 function paintLines() {
   const canvas = $("lines"), weights = matrix();
-  $("lines-note").textContent = !weights
+  $("lines-note").textContent = !isStored(state.layer, state.head)
     ? "No lines: this head cannot be opened."
+    : !weights
+    ? "Loading."
     : T <= MANY
       ? "Left: queries. Right: keys. Click a token to lock it."
       : `Left: queries. Right: keys. Of ${T} tokens: ${MANY} around the marked one, and the ${MANY} ` +
