@@ -145,7 +145,9 @@ def main() -> int:
         exact = None
         if arguments.int8:
             exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks).score(text_to_score)
-        terminal.print_score(generator, generator.score(text_to_score, n_top), exact, arguments.json, show_logprobs)
+        terminal.print_score(
+            generator, generator.score(text_to_score, n_top, progress=True), exact, arguments.json, show_logprobs
+        )
         return 0
     if arguments.chat:
         if tokenizer.chat_template is None:

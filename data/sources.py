@@ -239,6 +239,8 @@ def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[
                 column = "messages" if "messages" in row and "text" not in row else "text"
             if column not in row:
                 hint = did_you_mean(column, row)
+                if {"role", "content"} <= row.keys():  # a message by itself, or a list of messages in each line
+                    hint = '; write each conversation as {"messages": [{"role": ..., "content": ...}, ...]}'
                 raise UserError(f"data.column={column}: row {number} of {where} has the columns {', '.join(row)}{hint}")
             text = row[column]
             if isinstance(text, list):

@@ -210,6 +210,7 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names.get("bos_token")}
     config |= {"eos_token": names.get("eos_token"), "pad_token": names.get("pad_token", names.get("eos_token"))}
     config |= {hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix), "clean_up_tokenization_spaces": False}
+    config["padding_side"] = "left"  # generate() would continue the padding on the right
     config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
     template = tokenizer.chat_template
     if template is not None and tokenizer.bos_prefix and "bos_token" not in template:

@@ -9,6 +9,7 @@ from typing import get_type_hints
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from thinker.data.text_bytes import count_bytes
 from thinker.data.tokenizer import Tokenizer
@@ -212,15 +213,15 @@ class Generator:
             drafts, logits = self._decode_step(sequences, cache, drafter)
 
     @torch.no_grad()
-    def score(self, text: str, n_top: int = 0) -> Score:
+    def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:
         """The log-probability of every token of a text, computed by the same passes as generation.
 
         A text longer than the context is read in windows that overlap by half, and every token is counted once, after
         at least half a context. With `window`, the text is read in one pass. Tokens inside a bidirectional prefix are
         not predicted and not counted.
 
-        `n_top`: also return the log-probabilities of this many likeliest tokens per position. Raises UserError if the
-        whole text lies inside the model's bidirectional prefix.
+        `n_top`: also return the log-probabilities of this many likeliest tokens per position. `progress`: show a bar
+        if it takes long. Raises UserError if the whole text lies inside the model's bidirectional prefix.
         """
         if type(n_top) is not int or n_top < 0:
             raise UserError(f"n_top is {describe(n_top)}; it must be a whole number of at least 0")
@@ -232,7 +233,7 @@ class Generator:
             raise UserError(f"the text has {len(tokens)} tokens, all inside {prefix}")
         logprobs: list[float] = []
         likeliest: list[dict[int, float]] = []
-        start = 0
+        start, bar = 0, tqdm(desc="scoring", total=len(ids), unit=" tokens", leave=False, delay=1, disable=not progress)
         while n_skipped + len(logprobs) < len(ids):
             end = min(start + self.context_len, len(ids))
             cache = self.new_cache(self.model, 1, end - start)
@@ -243,10 +244,12 @@ class Generator:
                 n_counted = n_skipped + len(logprobs)
                 new = logits.log_softmax(dim=-1)[max(0, n_counted - chunk_start) :]  # (T, V), those not yet counted
                 targets = torch.tensor(ids[n_counted : chunk_start + len(chunk)], device=new.device)
+                bar.update(len(targets))
                 if len(targets):
                     logprobs += new.gather(1, targets[:, None])[:, 0].tolist()
                     likeliest += [top_logprobs(row, n_top) for row in new] if n_top else []
             start = max(0, end - max((end - start) // 2, n_skipped))
+        bar.close()
         check_computed(logprobs)
         return Score(ids[n_skipped:], logprobs, likeliest, count_bytes(self.tokenizer, text, ids, n_skipped))
 

@@ -36,10 +36,14 @@ class Completion:
 class Score:
     """How likely a text is under the model, after the BOS token."""
 
-    token_ids: list[int] = field(repr=False)
-    logprobs: list[float] = field(repr=False)  # of each token given all before it, in nats
-    top_logprobs: list[dict[int, float]] = field(repr=False)  # per position, of the likeliest tokens
+    token_ids: list[int]
+    logprobs: list[float]  # of each token given all before it, in nats
+    top_logprobs: list[dict[int, float]]  # per position, of the likeliest tokens
     n_bytes: int
+
+    def __repr__(self) -> str:
+        bits = f"{self.bits_per_byte:.4f} bits per byte"
+        return f"Score({len(self.token_ids):,} tokens, {self.n_bytes:,} bytes: {self.nats:.4f} nats, {bits})"
 
     @property
     def nats(self) -> float:

@@ -261,7 +261,10 @@ def test_what_is_printed_of_it_is_short_and_says_what_it_is(model):
     (completion,) = generator.generate("hello", SamplingParams(max_new_tokens=40, seed=3))
     assert repr(completion).startswith(f"Completion(prompt='hello', text={completion.text!r}, finish_reason=")
     assert "logprobs" not in repr(completion)
-    assert repr(generator.score("x" * 100)) == "Score(n_bytes=100)"
+    score = generator.score("x" * 100)
+    assert (
+        repr(score) == f"Score(100 tokens, 100 bytes: {score.nats:.4f} nats, {score.bits_per_byte:.4f} bits per byte)"
+    )
 
 
 def test_a_string_is_one_prompt(model):
