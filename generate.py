@@ -74,8 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.interactive or arguments.score is not None:
         mode = "--interactive" if arguments.interactive else "--score"
         parser.check_unused(arguments, mode, UNUSED_FLAGS[mode])
-    if any("\ud800" <= char <= "\udfff" for char in arguments.prompt):
-        raise UserError("--prompt is not UTF-8; convert it, or give a file with --prompt-file")
+    parser.check_utf8(arguments, "prompt", "system")
     if arguments.interactive and arguments.prompt_file == "-":
         raise UserError("--prompt-file - does not go with --interactive: both read standard input")
     if arguments.num_samples < 1:
@@ -118,6 +117,7 @@ def main() -> int:
     from thinker.generation import Completion, Generator, SamplingParams, terminal
     from thinker.generation.chat_conversation import ChatConversation
     from thinker.generation.conversation import Conversation
+    from thinker.generation.interactive import run_interactive
     from thinker.generation.prompts import check_cache_fits
     from thinker.interop import load
     from thinker.runtime.device import DTYPES, choose_decoding_precision, choose_device
@@ -164,7 +164,7 @@ def main() -> int:
         terminal.log("int8 saves memory on a GPU, but costs time there without --compile or with several samples")
     terminal.log(f"seed {params.seed}, {setup}" if params.temperature > 0 else setup)
     if arguments.interactive:
-        terminal.run_interactive(conversation, prompt, params)
+        run_interactive(conversation, prompt, params)
     elif arguments.json:
         n = arguments.num_samples
         for index, completion in enumerate(generator.generate([prompt] * n, params, [tokens] * n)):

@@ -73,5 +73,6 @@ def _render(
 ) -> tuple[str, list[tuple[int, int]]]:
     if tokenizer.chat_template is None:
         need = "conversations need a chat template, and the tokenizer has none"
-        raise UserError(f"{need}; to train with a plain one, give data.chat_template=configs/chat.jinja")
+        remedy = "start from a model (run.init_from) and give data.chat_template=configs/chat.jinja"
+        raise UserError(f"{need}; to train with a plain one, {remedy}")
     return chat_template.render(tokenizer, messages, add_generation_prompt, mark_answers)

@@ -17,6 +17,7 @@ from thinker.runtime.files import atomic_write
 FILE_NAME, CONFIG_NAME, TEMPLATE_NAME = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # Our own keys in tokenizer_config.json: what no other key states, and model files may state otherwise.
 EOS_KEY, ADD_BOS_KEY, BOS_KEY = "thinker_eos_ids", "thinker_add_bos", "thinker_bos_id"
+EOS_FILES = "eos_token_id in generation_config.json or config.json"
 SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token: they decide where it is recognized
 # Byte -> the character that stands for it in a byte-level vocabulary (GPT-2's bytes_to_unicode), and back.
@@ -52,8 +53,10 @@ class HFTokenizer(Tokenizer):
         self.special_tokens_map = {name: x.get("content") if isinstance(x, dict) else x for name, x in named.items()}
         eos_token = self.special_tokens_map.get("eos_token")
         self.eos_ids = eos_ids or [self.special_tokens[name] for name in [eos_token] if name in self.special_tokens]
-        if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in [*self.eos_ids, *self.special_tokens.values()]):
-            raise ValueError("the id of an EOS token or of an added token is not valid")
+        if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in self.special_tokens.values()):
+            raise ValueError("the id of an added token is not valid")
+        if any(type(i) is not int or not 0 <= i < MAX_VOCAB for i in self.eos_ids):
+            raise ValueError(f"{self.eos_ids} are no ids of EOS tokens ({EOS_FILES})")
         bos_names = [self.special_tokens_map.get("bos_token")]
         bos_names += [name for name, number in reversed(self.special_tokens.items()) if number == bos_id]
         bos_names += [name for name, number in self.special_tokens.items() if number in self.eos_ids]
@@ -96,8 +99,10 @@ class HFTokenizer(Tokenizer):
         self.vocab_size = 1 + max(vocab.values())
         if moved := [name for name, number in self.special_tokens.items() if vocab.get(name) != number]:
             raise ValueError(f"its token {moved[0]!r} has another id in its vocabulary")
-        if self.vocab_size > MAX_VOCAB or max(self.eos_ids) >= self.vocab_size:
-            raise ValueError(f"its vocabulary of {self.vocab_size} is too large, or has no token {max(self.eos_ids)}")
+        if self.vocab_size > MAX_VOCAB:
+            raise ValueError(f"its vocabulary of {self.vocab_size} is too large")
+        if (eos_id := max(self.eos_ids)) >= self.vocab_size:
+            raise ValueError(f"its vocabulary of {self.vocab_size} has no token {eos_id}, the EOS token ({EOS_FILES})")
         self._tokens = [None] * self.vocab_size
         self._added_bytes = {self.special_tokens[name]: name.encode() for name in self.non_special_added_tokens}
         to_bytes, added_ids = _piece_to_bytes(self.content), set(self.special_tokens.values())

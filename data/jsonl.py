@@ -11,14 +11,17 @@ MAX_ROW_BYTES = 1 << 28  # of a line, or of a whole array: what is longer is no 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """The objects in a file, in order; empty lines are skipped. Raises ValueError that names the line."""
-    opened = gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # noqa: SIM115
-    number = 0
-    with opened as file:
+    number, has_begun = 0, False
+    with open(path, "rb") as plain:
+        is_compressed = plain.read(2) == b"\x1f\x8b"  # whatever its name is
+        plain.seek(0)
+        file = gzip.GzipFile(fileobj=plain) if is_compressed else plain
         try:
             while line := file.readline(MAX_ROW_BYTES):
                 number += 1
-                if number == 1 and line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+                if not has_begun and line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
                     line += file.read(MAX_ROW_BYTES)  # an array may take many lines
+                has_begun = has_begun or bool(line.strip())
                 if len(line) >= MAX_ROW_BYTES:
                     raise ValueError(f"a row is longer than {MAX_ROW_BYTES >> 20} MB")
                 text = line.decode("utf-8-sig")
@@ -31,5 +34,10 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
                     yield row
         except RecursionError as error:
             raise ValueError(f"line {number}: it is nested too deeply") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"line {number} is not UTF-8 text; convert it, for example with iconv") from error
+        except json.JSONDecodeError as error:
+            remedy = "each line must be one whole object, or the file one array of objects"
+            raise ValueError(f"line {number} is not JSON ({error.msg}); {remedy}") from error
         except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"line {number}: {error}") from error

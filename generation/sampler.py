@@ -52,10 +52,12 @@ class SamplingParams:
             value, is_optional = getattr(self, name), getattr(SamplingParams, name) is None
             if not (_is_number(value, kind, lowest, highest) or (value is None and is_optional)):
                 raise UserError(f"{name} is {describe(value)}; it must be {expected}")
-            if isinstance(value, np.number):
-                object.__setattr__(self, name, value.item())
+            if value is not None:  # also numbers of NumPy and fractions
+                object.__setattr__(self, name, int(value) if kind is Integral else float(value))
         if not isinstance(self.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in self.stop):
             raise UserError(f"stop is {describe(self.stop)}; it must be a list of strings, none of them empty")
+        if any("\ud800" <= char <= "\udfff" for text in self.stop for char in text):
+            raise UserError("stop holds a lone surrogate, which no text has; convert it to UTF-8")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "logit_bias", _sorted_pairs(self.logit_bias))
 

@@ -99,11 +99,11 @@ def text_legend(plots: list[PatternPlot]) -> str:
 
 def plot_patterns(plots: list[PatternPlot]) -> tuple[Any, list[Any]]:
     """The figure and its axes: a square per pattern, with its heads side by side, and the legend."""
-    from matplotlib.patches import Patch
-
     columns = min(5, len(plots) + 1)
     rows, side = -(-(len(plots) + 1) // columns), 2.4 if columns == 5 else 3
     figure, (default_axes,) = new_figure(side * columns, (side + 0.7) * rows)
+    from matplotlib.patches import Patch
+
     default_axes.remove()
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     panels = list(figure.subplots(rows, columns, squeeze=False, subplot_kw={"aspect": "equal"}).flat)

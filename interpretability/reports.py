@@ -82,6 +82,8 @@ def token_label(tokenizer: Tokenizer, token: int) -> str:
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     if token in names:
         return names[token]
+    if token >= tokenizer.vocab_size:  # the model's vocabulary is padded
+        return f"<{token}>"
     data = tokenizer.token_bytes(token)
     try:
         text = data.decode()

@@ -47,8 +47,8 @@ class MaskBuilder:
     kernel: str = "auto"  # one of attention_dispatch.KERNELS to force it; "reference" computes everything
     plain_scores: bool = True  # attend() gets neither attn_logit_softcap nor sinks
     patterns: list[Pattern] = field(default_factory=list)  # of each layer
-    _length: int = 0  # that the masks below were built for
-    _masks: dict[Pattern, AttentionMask] = field(default_factory=dict)
+    # The length and the masks of the last pass: replaced as a whole, since several threads may use a model.
+    _last: tuple[int, dict[Pattern, AttentionMask]] = (0, {})
 
     @classmethod
     def of_model(cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str) -> MaskBuilder:
@@ -64,11 +64,12 @@ class MaskBuilder:
 
     def whole_sequence(self, query: TokenInfo) -> ForwardContext:
         """The context of a pass without a cache. Masks that depend on the length alone are kept for the next pass."""
-        T, masks = query.position.shape[-1], {}
-        if query.document_id is None and query.token_id is None:
-            if self._length != T:
-                self._length, self._masks = T, {}
-            masks = self._masks
+        T, (length, masks) = query.position.shape[-1], self._last
+        depends_on_length_alone = query.document_id is None and query.token_id is None
+        if length != T or not depends_on_length_alone:
+            masks = {}
+        if depends_on_length_alone:
+            self._last = T, masks
         for pattern in self.patterns:
             if pattern.n_features:
                 masks[pattern] = AttentionMask(kernel_state=query.document_id)

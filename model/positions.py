@@ -111,21 +111,21 @@ class Rope(nn.Module):
         is_dynamic = scaling is not None and scaling.type == "dynamic"
         self.max_static_len = scaling.original_max_seq_len if is_dynamic else math.inf  # longer passes: other angles
         self.frequencies()  # raises its errors now rather than in the first pass
-        self.table: tuple[Tensor, Tensor] | None = None
-        self.table_stretch = 1.0
+        self.table: tuple[Tensor, Tensor, float] | None = None  # with its stretch; replaced as a whole, for threads
 
     def forward(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, cos) and (−sin, sin) at `positions`, (T,) or (B, T), all below `end`: (T, D) or (B, 1, T, D) each."""
         # How much slower the slowest pair rotates in a pass of this length.
         stretch = 1.0 if end <= self.max_static_len else self.scaling.factor * (end / self.max_static_len - 1) + 1
-        table_len = len(self.table[0]) if self.table is not None and self.table_stretch == stretch else 0
+        table = self.table
+        table_len = len(table[0]) if table is not None and table[2] == stretch else 0
         if end > max(table_len, MAX_TABLE_LEN, positions.shape[-1]):  # the table must not grow with an endless text
             cos, sin = self._cos_sin(positions, stretch)
         else:
-            if table_len < end or self.table[0].device != positions.device:
+            if table_len < end or table[0].device != positions.device:
                 table_positions = torch.arange(max(end, 2 * table_len), device=positions.device)
-                self.table, self.table_stretch = self._cos_sin(table_positions, stretch), stretch
-            cos, sin = (table[positions] for table in self.table)
+                self.table = table = (*self._cos_sin(table_positions, stretch), stretch)
+            cos, sin = table[0][positions], table[1][positions]
         cos, sin = cos.to(dtype), sin.to(dtype)
         return (cos, sin) if positions.dim() == 1 else (cos.unsqueeze(1), sin.unsqueeze(1))  # (B, 1, T, D)
 

@@ -20,6 +20,7 @@ from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
 from thinker.runtime.errors import UserError
+from thinker.runtime.memory import check_memory
 from thinker.runtime.type_checks import check_types
 
 
@@ -157,6 +158,8 @@ class Thinker(nn.Module):
         inputs = check_inputs(self.config, self.device, tokens, embeddings, targets, document_ids, cache)
         if targets is not None and self.hooks is not None and "logits" in self.hooks:
             raise UserError("logits cannot be recorded or patched in a pass with targets")
+        if targets is not None and last_logits_only:
+            raise UserError("last_logits_only does not go with targets, which all positions need")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             context = self.make_context(inputs, tokens, document_ids, cache)
             x = self.forward_blocks(inputs, context, cache, last_logits_only)  # (B, T, C)
@@ -188,9 +191,11 @@ class Thinker(nn.Module):
                 document_ids = is_first.cumsum(dim=1)  # numbered from 1, whatever the ids were
             built_for = self.dtype, inputs.device, self.kernel
             if built_for != self._built_for:
-                self._built_for, self.mask_builder = built_for, MaskBuilder.of_model(self.config, *built_for)
-            token_ids = tokens if self.mask_builder.by_token else None
-            context = self.mask_builder.whole_sequence(TokenInfo(positions, document_ids, token_ids))
+                self.mask_builder = MaskBuilder.of_model(self.config, *built_for)
+                self._built_for = built_for  # last: other threads may read them
+            masks = self.mask_builder
+            token_ids = tokens if masks.by_token else None
+            context = masks.whole_sequence(TokenInfo(positions, document_ids, token_ids))
         if self.rope is not None:
             context.rope = self.rope(context.positions, context.end, self.dtype)
         return context
@@ -213,6 +218,8 @@ class Thinker(nn.Module):
     def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
         """An empty cache for `max_len` positions (None: config.max_seq_len); `slack` as in KVCache."""
         max_len = self.config.max_seq_len if max_len is None else max_len
+        size = KVCache(self.config, batch_size, max_len, "meta", self.dtype, slack).nbytes
+        check_memory({"cache": size}, self.device, "ask for a smaller batch_size or max_len")
         return KVCache(self.config, batch_size, max_len, self.device, self.dtype, slack)
 
     def record(self, *names: str) -> AbstractContextManager[ActivationCache]:

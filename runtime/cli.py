@@ -16,6 +16,12 @@ class ArgumentParser(argparse.ArgumentParser):
         """Raise UserError."""
         raise UserError(f"{message}; --help lists all flags")
 
+    def check_utf8(self, arguments: argparse.Namespace, *names: str) -> None:
+        """Raise UserError if one of these flags holds bytes that are not UTF-8 (Python makes them surrogates)."""
+        for name in names:
+            if any("\ud800" <= char <= "\udfff" for char in getattr(arguments, name, None) or ""):
+                raise UserError(f"--{name.replace('_', '-')} is not UTF-8; convert it")
+
     def check_unused(self, arguments: argparse.Namespace, mode: str, names: Iterable[str]) -> None:
         """Raise UserError if one of the flags `names`, which `mode` does not read, is not at its default."""
         for name in names:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.interrupts import end_on_interrupt, interrupt_once
-from thinker.runtime.streams import open_closed_streams, print_error
+from thinker.runtime.streams import ResilientStream, open_closed_streams, print_error
 from thinker.runtime.terminal_text import protect_terminal
 
 
@@ -43,6 +43,8 @@ def run_command(main: Callable[[], int]) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     interrupt_once()
     open_closed_streams()
+    sys.stderr = ResilientStream(sys.stderr)  # notes that nobody can read must not cost a result
+    os.environ |= {"THINKER_COMMAND": "1", "MPLBACKEND": "agg"}  # plot_style.py reads them; nothing is shown
     sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
     protect_terminal()
     try:

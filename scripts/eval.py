@@ -3,6 +3,7 @@
 import argparse
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def format_header(header: dict[str, Any]) -> str:
 
 
 def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> tuple:
-    """Loss, perplexity and bits per byte at every context length: a dictionary for JSON, and a text."""
+    """Loss, perplexity and bits per byte at every context length: for JSON, as a text, and a function that plots."""
     from thinker.data.batches import PackedDataset
     from thinker.data.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import format_table, text_loss
@@ -159,8 +160,7 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     is_part = tokens.n_tokens > max_tokens and (arguments.source or arguments.max_tokens)
     limits = [-(-max_tokens // each.stride) if is_part and arguments.source is None else 0 for each in windows]
     losses = [text_loss(model, each, byte_lengths, confidence, trained, n) for each, n in zip(windows, limits)]
-    if arguments.png:
-        plot(losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
+    draw = partial(plot, losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
     header["part"] = f"the beginning, of which {losses[0].n_tokens:,} tokens count (--max-tokens)" if is_part else None
     answers_or_all = "answers" if tokens.has_conversations else "all tokens, and the end of each document"
@@ -172,11 +172,11 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     if losses[0].entropy_floor is not None:
         header["entropy_floor"] = f"{losses[0].entropy_floor:.4f} nats per token, the minimum"
     by_position = f"by position, at a context of {lengths[-1]}\n{losses[-1].by_position.format_table()}"
-    return values, f"{format_header(header)}\n\n{format_table(losses)}\n\n{by_position}"
+    return values, f"{format_header(header)}\n\n{format_table(losses)}\n\n{by_position}", draw
 
 
 def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> tuple:
-    """The loss by position beyond the trained length and, on tales, the needle test: for JSON, and as a text."""
+    """The loss by position beyond the trained length and, on tales, the needle test; returned as by evaluate_text()."""
     from thinker.evaluation import long_context, needle
 
     source, trained, *_, tokens = load_tokens(arguments, folder, tokenizer, scratch)
@@ -187,8 +187,7 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
     if source == "tales":
         max_distance = min(longest, 1 << 14)  # longer stories take minutes
         needles = [needle.needle_test(model, tokenizer, 2**n) for n in range(4, max_distance.bit_length())]
-    if arguments.png:
-        plot(loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
+    draw = partial(plot, loss, needles, arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"checkpoint": str(folder), "trained_length": loss.trained_length, "rope_scaling": arguments.rope_scaling}
     header |= {"source": source, "window_length": windows.seq_len, "windows": len(loss.nats)}
     header["tokens"] = int(loss.counts.sum())
@@ -199,7 +198,7 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
         text += f"\n{reason}; the windows have {windows.seq_len} tokens instead of {longest}"
     found = needle.format_table(needles) if needles else "no needle test: it needs the corpus tales (--source tales)"
     values = header | {"long": loss.to_dict(), "needle": needles or None}
-    return values, f"{text}\n\n{loss.format_table()}\n\n{found}"
+    return values, f"{text}\n\n{loss.format_table()}\n\n{found}", draw
 
 
 def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str]:
@@ -240,8 +239,10 @@ def main() -> int:
     else:
         with tempfile.TemporaryDirectory() as scratch:
             evaluate = evaluate_long if arguments.long else evaluate_text
-            values, text = evaluate(arguments, folder, model, tokenizer, Path(scratch))
-    print(finite_json(values) if arguments.json else text)
+            values, text, draw = evaluate(arguments, folder, model, tokenizer, Path(scratch))
+    print(finite_json(values) if arguments.json else text, flush=True)
+    if arguments.png:
+        draw()
     return 0
 
 

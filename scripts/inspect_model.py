@@ -72,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     groups.add_argument("--groups", type=parse_groups, metavar="L.K,...", help="these KV heads, as layer.head")
     prune.add_argument("--out", type=Path, metavar="FOLDER", help="where the pruned model is written")
     arguments = parser.parse_args()
+    parser.check_utf8(arguments, "prompt", "corrupt", "target", "contrast_token")
     check_arguments(arguments)
     return arguments
 

@@ -25,7 +25,7 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "thinker.training.run",
     "thinker.training.plan",
-    "thinker.generation.terminal",
+    "thinker.generation.interactive",
     "thinker.evaluation.long_context",
     "thinker.evaluation.needle",
     "matplotlib.figure",

@@ -1,6 +1,7 @@
 """What a user of the library passes by mistake: one line that says what would be right, and no error of torch's."""
 
 import math
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -75,6 +76,19 @@ def test_a_generator_in_double_precision():
     assert Generator(MODEL, TOKENIZER, dtype=torch.float64).score("abc").logprobs == pytest.approx(
         Generator(MODEL, TOKENIZER).score("abc").logprobs, abs=1e-4
     )
+
+
+def test_numbers_of_any_size_and_kind_are_as_floats():
+    names = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in names:
+        for value in (10**30, Fraction(3, 2)):
+            params = SamplingParams(2, seed=1, **{name: value})
+            assert type(getattr(params, name)) is float
+            Generator(MODEL, TOKENIZER).generate("abc", params)
+
+
+def test_a_stop_string_that_no_text_can_hold_is_refused():
+    refused(lambda: SamplingParams(stop=["caf\udce9"]), "^stop holds a lone surrogate")
 
 
 @pytest.mark.filterwarnings("error")
@@ -155,6 +169,10 @@ def test_sizes_of_a_cache(sizes):
     refused(lambda: MODEL.new_cache(*sizes), "whole numbers of at least 1")
 
 
+def test_a_cache_larger_than_the_memory_is_refused():
+    refused(lambda: MODEL.new_cache(1, 10**12), "^this takes at least .* ask for a smaller batch_size or max_len")
+
+
 @pytest.mark.parametrize("n_top", [-1, 1.5, None, "b"])
 def test_score_refuses_what_is_no_number(n_top):
     refused(lambda: Generator(MODEL, TOKENIZER).score("a", n_top), "^n_top is ")
@@ -176,6 +194,7 @@ def test_score_refuses_what_is_no_number(n_top):
         ({"cache": MODEL.new_cache(2), "document_ids": IDS}, "do not go with a cache"),
         ({"cache": MODEL.new_cache(2, 2)}, "cache"),
         ({"cache": MODEL.new_cache(3)}, "cache"),
+        ({"targets": IDS, "last_logits_only": True}, "^last_logits_only does not go with targets"),
     ],
 )
 def test_arguments_of_a_pass(arguments, message):

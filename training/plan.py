@@ -5,11 +5,13 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from thinker.data.batches import BatchLoader, PackedDataset
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
 from thinker.training.advice import recommendation
 from thinker.training.config import Config, Settings
@@ -21,6 +23,7 @@ from thinker.training.resolve_settings import resolve_precision, resolve_setting
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.training_data import prepare_training_data
 
+SAMPLED_SEQUENCES = 1000  # whose targets are counted
 OPTIMAL_TOKENS = 20  # per parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
 
 
@@ -59,7 +62,13 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         model = Thinker(model_config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = flops_per_token(model, config.data.seq_len)
-    step_tokens = train.batch_size * config.data.seq_len
+    step_positions = step_tokens = train.batch_size * config.data.seq_len
+    if corpus is not None:  # padding, and in conversations all but the answers, is not learned
+        sequences = PackedDataset(
+            corpus.train, config.data.seq_len, config.data.packing, prefix_len=model_config.prefix
+        )
+        sample = np.linspace(0, len(sequences) - 1, min(len(sequences), SAMPLED_SEQUENCES)).round()
+        step_tokens = train.batch_size * np.mean([(sequences[int(i)][1] != IGNORE_INDEX).sum() for i in sample])
     cache = KVCache(model_config, 1, model_config.max_seq_len, "meta", DTYPES[train.precision])
     plan: dict[str, Any] = {
         "device": str(device),
@@ -73,7 +82,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         "usable_bytes": int(usable_fraction(device) * free_memory(device)),
         "cache_bytes": cache.nbytes,
         "flops_per_token": flops,
-        "tokens_per_step": step_tokens,
+        "tokens_per_step": round(step_tokens),
         "optimal_tokens": None if config.run.init_from else OPTIMAL_TOKENS * parameters,  # its model has been trained
     }
     if measure:
@@ -82,14 +91,13 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         plan |= {"first_step_s": first, "step_s": seconds, "tokens_per_second": step_tokens / seconds}
         plan["measured_peak_bytes"] = meter.peak()
         if peak := peak_flops(device, train.precision):
-            plan["mfu"] = flops * step_tokens / seconds / peak
+            plan["mfu"] = flops * step_positions / seconds / peak
     limits = [] if train.max_steps is None else [train.max_steps]
     if train.max_minutes is not None and measure:
         limits.append(1 + max(0, int((60 * train.max_minutes - first) / seconds)))
     if limits:
-        plan |= {"steps": min(limits), "tokens": min(limits) * step_tokens}
+        plan |= {"steps": min(limits), "tokens": round(min(limits) * step_tokens)}
         if corpus is not None:
-            sequences = PackedDataset(corpus.train, config.data.seq_len, config.data.packing)
             plan["epochs"] = min(limits) * train.batch_size / len(sequences)
         if measure:
             plan["seconds"] = first + (min(limits) - 1) * seconds

@@ -19,9 +19,10 @@ def print_summary(run: RunDirectory, state: RunState, epochs: float, is_chat: bo
     if val is None:
         print(f"finished: {state.step} steps; {run.metrics} does not hold its result", file=sys.stderr)
         return
+    print("\n".join(describe_result(val, state)), flush=True)  # the result, whatever becomes of the plot
     plot = run.path / "loss.png"
     plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
-    messages = [*describe_result(val, state), f"loss curve {plot}", sampling_hint(run.path, state, is_chat)]
+    messages = [f"loss curve {plot}", sampling_hint(run.path, state, is_chat)]
     print("\n".join(messages + after_training(lines, state, epochs)))
 
 

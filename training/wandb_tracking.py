@@ -36,7 +36,7 @@ class Tracker:
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
             self.run_id, self.last_step = str(saved["wandb_id"]), int(saved["last_step"])
-        except (OSError, ValueError, KeyError, TypeError):  # not tracked before
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):  # not tracked before
             self.run_id, self.last_step = secrets.token_hex(4), -1
         self._save()
         try:
@@ -46,7 +46,9 @@ class Tracker:
                 settings=wandb.Settings(console="off", silent=section.wandb == "offline"),
             )  # fmt: skip
         except wandb.Error as error:
-            raise UserError(f"wandb cannot start: {error}; tracking.wandb=offline needs no account") from error
+            remedy = "; tracking.wandb=offline needs no account" if section.wandb == "online" else ""
+            names = f"tracking.project={section.project}, id {self.run_id} of {self.path}"
+            raise UserError(f"wandb cannot start ({names}): {error}{remedy}") from error
         if section.wandb == "online" and self.run.resumed:
             self.last_step = self.run.starting_step - 1  # what has arrived: nothing is lost
         for line in run.read_metrics():

@@ -130,6 +130,8 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--prompt", "a", "--prompt-file", "b"], "not allowed with argument --prompt"),
         (["--prompt-file", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--prompt", b"\xff\xfe"], "--prompt is not UTF-8"),
+        (["--chat", "--system", b"\xff\xfe"], "--system is not UTF-8"),
+        (["--stop", b"caf\xe9"], "stop holds a lone surrogate"),
         (["--max-new-tokens", "many"], "invalid int value"),
         (["--device", "gpu"], "the device gpu is not available; this machine has:"),
         (["--checkpoint", "newest"], "has no checkpoint newest; there are: step-"),
@@ -242,6 +244,8 @@ def test_interactive_by_pipe(tiny_run):
         "/set logit-bias [[1]]",
         "/set stop",
         "/set logprobs 3",
+        "/set min_p .5",
+        "/set temperature 100000000000000000000",
         "/",
         "/undu",
         "//x",
@@ -253,7 +257,7 @@ def test_interactive_by_pipe(tiny_run):
     assert completed.returncode == 0, completed.stderr
     stderr = completed.stderr.splitlines()
     assert stderr[1:] == [
-        "temperature is 0",
+        "temperature is 0.0",
         "removed",
         "error: top_p is 3; it must be a number in (0, 1]",
         "error: temperature is '[[[['; it must be a number, or none",
@@ -262,6 +266,8 @@ def test_interactive_by_pipe(tiny_run):
         "error: logit_bias is [[1]]; it must have token ids, each once, and for each a number up to ±1e100, or -inf",
         "error: /set stop is not a command; /help lists them; did you mean /set?",
         "error: logprobs are not shown in turns; run generate.py --logprobs N without --interactive",
+        "min_p is 0.5",
+        "temperature is 1e+20",
         "error: / is not a command; /help lists them",
         "error: /undu is not a command; /help lists them; did you mean /undo?",
     ]
@@ -338,6 +344,15 @@ def test_interactive_at_a_terminal_survives_an_interruption(tiny_run):
     os.write(here, b"/quit\n")
     assert process.wait(timeout=600) == 0
     os.close(here)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_notes_that_cannot_be_written_cost_no_result(tiny_run):
+    command = [sys.executable, GENERATE, tiny_run, "--greedy", "--max-new-tokens", "3", "--prompt", "Line"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Line")
 
 
 @pytest.mark.parametrize("kind", ["nowhere", "empty folder", "file"])

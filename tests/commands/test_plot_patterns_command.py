@@ -1,5 +1,9 @@
 """scripts/plot_patterns.py as a user runs it, and its plots cell by cell against loops."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import ROOT, run_script
@@ -23,6 +27,26 @@ from thinker.model.kv_cache import KVCache, LinearLayer, RingLayer
 from thinker.model.pattern_parser import PATTERNS, parse_pattern
 
 SCRIPT = ROOT / "scripts" / "plot_patterns.py"
+
+
+def test_a_users_own_style_of_plots_is_not_read(tmp_path):
+    for folder in ("plain", "own"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "own" / "matplotlibrc").write_text("text.usetex: True\nlines.linewidth: 9\n")
+    for folder, variables in (("plain", {}), ("own", {"MPLBACKEND": "nonsense"})):
+        command = [sys.executable, SCRIPT, "window(3)", "--png", "a.png"]
+        done = subprocess.run(
+            command, cwd=tmp_path / folder, env={**os.environ, **variables}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "own" / "a.png").read_bytes() == (tmp_path / "plain" / "a.png").read_bytes()
+    (tmp_path / "own" / "matplotlibrc").write_bytes(b"\xff\xfe")
+    done = subprocess.run(command, cwd=tmp_path / "own", capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: matplotlib cannot start, perhaps because of your matplotlibrc"
+    )
+
 
 WINDOW = """\
 window(3)

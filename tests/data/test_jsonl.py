@@ -35,16 +35,28 @@ def test_rows_come_back(tmp_path_factory, form):
     [
         (b'{"text": "a"}\n' + b"[" * 100_000, "line 2: it is nested too deeply"),
         (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: it is nested too deeply"),
-        (b'{"text": "a"}\n{"text": \n', "line 2: "),
+        (
+            b'{"text": "a"}\n{"text": \n',
+            "line 2 is not JSON .*; each line must be one whole object, or the file",
+        ),
         (b"7\n", "line 1: a row is int, not an object"),
         (b'{"text": "\\ud83d"}\n', "line 1: .*surrogates not allowed"),
-        (b"\xff\xfe\x00", "line 1: "),
+        (b"\xff\xfe\x00", "line 1 is not UTF-8 text; convert it, for example with iconv"),
     ],
 )
 def test_broken_rows_are_named(tmp_path, content, message):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=message):
         list(read_rows(str(tmp_path / "a.json")))
+
+
+def test_an_array_after_empty_lines_and_files_named_wrongly(tmp_path):
+    rows = [{"text": "a"}, {"text": "b"}]
+    (tmp_path / "a.json").write_text("\n \n" + json.dumps(rows, indent=1))
+    (tmp_path / "b.jsonl").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n'))
+    (tmp_path / "c.jsonl.gz").write_text('{"text": "a"}\n{"text": "b"}\n')
+    for name in ("a.json", "b.jsonl", "c.jsonl.gz"):
+        assert list(read_rows(str(tmp_path / name))) == rows
 
 
 def test_every_cut_and_every_changed_byte_of_a_compressed_file(tmp_path):

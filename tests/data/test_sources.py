@@ -162,6 +162,15 @@ def test_parquet_and_its_columns(tmp_path):
         texts("parquet", path=str(tmp_path / "a.parquet"), column="stori")
 
 
+def test_a_later_row_without_the_column_is_no_misspelling(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"txt": "b"}])
+    with pytest.raises(UserError, match=r"row 1 of .* has the columns txt$"):
+        texts("jsonl", path=path)
+    path = write_jsonl(tmp_path / "b.jsonl", [[{"role": "user", "content": "a"}]])
+    with pytest.raises(UserError, match='write each conversation as {"messages": '):
+        texts("jsonl", path=path)
+
+
 def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
     expected = [f"story {i}" for i in range(3000)]
     assert texts("parquet", path=write_parquet(tmp_path / "a.parquet", text=expected)) == expected

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import comparison, flow, head_reports, heads, prompt_reports
-from thinker.interpretability.reports import Prompt, decimal
+from thinker.interpretability.reports import Prompt, decimal, token_label
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,6 +23,12 @@ def test_the_likeliest_token_of_a_position(random_model):
         prompt_reports.report_attribution(model, None, PROMPT, None, best[3], 3)
     with pytest.raises(UserError, match="--contrast-token is the likeliest next token"):
         prompt_reports.report_patching(model, None, PROMPT, PROMPT, None, best[-1])
+
+
+def test_ids_beyond_the_tokenizer_have_labels():
+    """A model's vocabulary may be padded."""
+    tokenizer = make_tokenizer("byte", [])
+    assert [token_label(tokenizer, token) for token in (97, 256, 300)] == ["a", "<|bos|>", "<300>"]
 
 
 def test_scores_of_repeats_are_not_of_the_prompt(random_model):

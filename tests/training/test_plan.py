@@ -9,13 +9,16 @@ import torch
 from fork_server import run_ranks
 from memory_workers import peak_of_two_steps
 
+from thinker.data.batches import PackedDataset
 from thinker.model import Thinker, ThinkerConfig
+from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training import memory_estimate
 from thinker.training.config import load_config, validate_config
 from thinker.training.memory_estimate import MemoryEstimate, estimate_memory, free_memory, largest_micro_batch
 from thinker.training.plan import make_plan
 from thinker.training.resolve_settings import resolve_settings
+from thinker.training.training_data import prepare_training_data
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -154,6 +157,23 @@ def test_planned_memory_matches_the_training(train_args, run_script, tmp_path):
     assert own["epochs"] == own["steps"] / 15  # 95 % of 4,000 characters in sequences of 256
     assert "times, so the model will memorize it" in own["recommendation"][1]
     assert plan["measured_peak_bytes"] == pytest.approx(peak, rel=0.25)  # of a process, whose malloc is not exact
+
+
+def test_the_tokens_of_a_plan_are_those_that_are_learned(tmp_path):
+    """Not the padding behind documents."""
+    rows = [json.dumps({"text": f"row {i} " * (i % 5 + 1)}) for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    overrides = ["data.source=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_dir={tmp_path}"]
+    overrides += ["data.packing=documents", "data.tokenizer=byte", "data.seq_len=64", "train.batch_size=1"]
+    config = load_config(ROOT / "tests" / "fixtures" / "base.yaml", [*overrides, "data.max_documents=null"])
+    sequences = PackedDataset(prepare_training_data(config, None).train, 64, "documents")
+    steps = 3 * len(sequences)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})})
+    plan = make_plan(config, measure=False)
+    n_targets = sum(int((sequences[i][1] != IGNORE_INDEX).sum()) for i in range(len(sequences)))
+    assert n_targets < 0.95 * 64 * len(sequences)
+    assert plan["epochs"] == 3
+    assert plan["tokens"] == 3 * n_targets
 
 
 def test_a_text_shorter_than_a_window_is_refused_as_the_training_does(tmp_path):

@@ -84,6 +84,22 @@ def test_offline_losses_equal_metrics(train_args, tmp_path):
     assert_equals_metrics(first | second, run)
 
 
+@pytest.mark.parametrize("saved", ['{"wandb_id": "abc", "last_step": Infinity}', "[" * 100_000, "7"])
+def test_a_damaged_tracking_file_begins_anew(train_args, tmp_path, saved):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tracking.json").write_text(saved)
+    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}", "tracking.wandb=offline", "train.max_steps=1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_project_that_wandb_refuses_is_named(train_args, tmp_path):
+    options = ["tracking.wandb=offline", "tracking.project=a/b", "train.max_steps=1"]
+    done = run_script(*train_args, f"run.dir={tmp_path / 'run'}", *options)
+    assert done.returncode == 2
+    assert "wandb cannot start (tracking.project=a/b" in done.stderr
+    assert "offline needs no account" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "save_every",
     [
