@@ -14,11 +14,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.interop.verify_text import verify_text
+from thinker.interop.verify_text import TOLERANCE, is_likeliest, verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 
-TOLERANCE = 1e-5  # relative to the largest logit, or to 1
 MAX_POSITIONS = 256  # whose logits are compared
 MAX_GREEDY_TOKENS = 64
 TEXTS_PER_BATCH = 500
@@ -45,11 +44,12 @@ def _check_greedy(
     model: Thinker, tokens: Tensor, steps: int, next_logits: Callable[[Tensor], Tensor], who: str
 ) -> None:
     """Compare greedy tokens, decoded with a cache. next_logits: the new tokens (1, T) -> (1, T, V) or (1, 1, V)."""
-    cache, other_tokens = model.new_cache(1, tokens.shape[1] + steps), tokens
+    cache = model.new_cache(1, tokens.shape[1] + steps)
     for step in range(steps):
-        tokens = model(tokens, cache=cache, last_logits_only=True)[:, -1].argmax(-1, keepdim=True)  # (1, 1)
-        other_tokens = next_logits(other_tokens)[:, -1].argmax(-1, keepdim=True)
-        if tokens != other_tokens:
+        logits = model(tokens, cache=cache, last_logits_only=True)[0, -1]  # (V,)
+        other_token = int(next_logits(tokens)[0, -1].argmax())
+        tokens = logits.argmax()[None, None]  # (1, 1)
+        if not is_likeliest(logits, other_token):
             raise RunError(f"{who} chooses another token at greedy step {step}; nothing was written")
 
 

@@ -1,6 +1,11 @@
 """Check that the obvious three lines of transformers continue a prompt as our Generator does, BOS token included."""
 
+import operator
+from itertools import takewhile
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -9,6 +14,12 @@ from thinker.runtime.errors import RunError
 
 PROMPT = "The"  # few tokens, so that it fits the shortest context
 MAX_NEW_TOKENS = 60
+TOLERANCE = 1e-5  # of logits: relative to the largest one, or to 1
+
+
+def is_likeliest(logits: Tensor, token: int) -> bool:
+    """Whether no logit (V,) is above the token's by more than rounding, which may swap two that are nearly equal."""
+    return bool(logits.max() - logits[token] <= TOLERANCE * max(1.0, logits.abs().max().item()))
 
 
 def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenizer: Any) -> str:
@@ -20,6 +31,13 @@ def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenize
     tokens = hf_tokenizer(PROMPT, return_tensors="pt")
     output = hf_model.generate(**tokens, max_new_tokens=n_tokens, do_sample=False, suppress_tokens=padding)[0]
     text = hf_tokenizer.decode(output, skip_special_tokens=True)
-    if text != (known := tokenizer.decode([*tokenizer.encode(PROMPT), *ours[0].token_ids])):
-        raise RunError(f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; nothing was written")
-    return f"the text after {PROMPT!r} equal"
+    if text == (known := tokenizer.decode([*tokenizer.encode(PROMPT), *ours[0].token_ids])):
+        return f"the text after {PROMPT!r} equal"
+    prompt, new = [*tokenizer.bos_prefix, *tokenizer.encode(PROMPT)], ours[0].token_ids
+    n_equal = sum(takewhile(bool, map(operator.eq, output.tolist(), prompt + new)))
+    if len(prompt) <= n_equal < len(output):
+        logits = model(torch.tensor([output[:n_equal].tolist()]))[0, -1, : tokenizer.vocab_size]
+        if is_likeliest(logits, int(output[n_equal])):
+            n = n_equal - len(prompt)
+            return f"the text after {PROMPT!r} equal for {n} tokens, until two are likeliest by the same logit"
+    raise RunError(f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; nothing was written")

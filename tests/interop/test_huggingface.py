@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import re
 import shutil
 
@@ -21,6 +22,7 @@ from thinker.interop import load, verify_export
 from thinker.interop.hf_config import from_hf_config, hf_model_type, to_hf_config
 from thinker.interop.huggingface import INDEX, save_pretrained, write_tensors
 from thinker.interop.verify_export import adversarial_texts, verify_hf_export
+from thinker.interop.verify_text import is_likeliest
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import RunError, UserError
 
@@ -304,6 +306,28 @@ def test_the_obvious_three_lines_give_the_generators_text(tmp_path, kind):
     assert again.bos_prefix == tokenizer.bos_prefix
     assert Generator(model, again).encode("A boy") == Generator(model, tokenizer).encode("A boy")
     assert verify_hf_export(model, again, tmp_path, n_texts=20)
+
+
+def test_tokens_that_rounding_may_swap_are_equal(tmp_path):
+    """Two tokens have the same logits, so that their order depends on how they are computed."""
+    tokenizer = TOKENIZERS["bpe:400"]
+    model = random_model(vocab_size=tokenizer.vocab_size)
+    save_pretrained(model, tokenizer, tmp_path)
+    tokenizer_conversion.write(tokenizer, tmp_path, 64)
+    start = torch.tensor([[*tokenizer.bos_prefix, *tokenizer.encode("The")]])
+    best = int(model(start)[0, -1].argmax())
+    twin = tokenizer.encode("x")[0]
+    tensors = load_file(tmp_path / "model.safetensors")
+    with torch.no_grad():
+        model.lm_head.weight[twin] = model.lm_head.weight[best]
+    logit = model(start)[0, -1, best].item()
+    nearly = model.lm_head.weight.detach().clone()
+    nearly[twin if best < twin else best] *= 1 + 1e-6 * math.copysign(1, logit)  # the one that is not taken here
+    save_file(tensors | {"lm_head.weight": nearly}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    compared = verify_hf_export(model, tokenizer, tmp_path, n_texts=20)
+    assert "the text after 'The' equal for 0 tokens, until two are likeliest by the same logit" in compared
+    assert is_likeliest(torch.tensor([1.0, 1.0 + 5e-6]), 0)
+    assert not is_likeliest(torch.tensor([1.0, 1.0 + 5e-5]), 0)
 
 
 def test_the_proof_sees_a_tokenizer_that_does_not_add_bos(tmp_path):
