@@ -65,7 +65,7 @@ def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
         model = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
     if lora_rank := read_lora_rank(folder):
         add_lora(model, lora_rank)
-    load_weights(model, folder, assign=True)
+    load_weights(model.float(), folder, assign=True)  # whatever torch.set_default_dtype() says
     if lora_rank:
         merge_lora(model)
     return model.to(device).eval()

@@ -17,7 +17,7 @@ from thinker.runtime.type_checks import describe
 
 
 def check_inputs(
-    config: ThinkerConfig, device: torch.device, tokens: Tensor | None, embeddings: Tensor | None,
+    config: ThinkerConfig, device: torch.device, dtype: torch.dtype, tokens: Tensor | None, embeddings: Tensor | None,
     targets: Tensor | None, document_ids: Tensor | None, cache: KVCache | None,
 ) -> Tensor:  # fmt: skip
     """Return the tokens, or else the embeddings. Raises UserError if they are not what a Thinker reads.
@@ -48,7 +48,7 @@ def check_inputs(
     if embeddings is not None and not embeddings.is_floating_point():
         raise UserError(f"embeddings are {embeddings.dtype}; they must be of real numbers, such as torch.float32")
     if cache is not None:
-        _check_cache(config, cache, document_ids)
+        _check_cache(config, dtype, cache, document_ids)
     too_long = inputs.shape[1] > config.max_seq_len and config.positions != "learned"  # these end, as an error
     if too_long and targets is None and not (cache is not None or config.is_unbounded or torch.compiler.is_compiling()):
         warnings.warn(beyond_context(inputs.shape[1], config), stacklevel=5)  # the caller of model(...)
@@ -60,13 +60,15 @@ def beyond_context(n_tokens: int, config: ThinkerConfig) -> str:
     return f"{n_tokens} tokens are more than the model's context of {config.max_seq_len}, which it was trained on"
 
 
-def _check_cache(config: ThinkerConfig, cache: KVCache, document_ids: Tensor | None) -> None:
+def _check_cache(config: ThinkerConfig, dtype: torch.dtype, cache: KVCache, document_ids: Tensor | None) -> None:
     if not isinstance(cache, KVCache):
         raise UserError(f"cache is {describe(cache)}; it must be one of model.new_cache()")
     if document_ids is not None:
         raise UserError("document_ids do not go with a cache")
     if (len(cache.layers), cache.head_dim) != (config.n_layers, config.head_dim):
         raise UserError("the cache is that of a model of another shape; make one with model.new_cache()")
+    if cache.dtype != dtype:
+        raise UserError(f"the cache is {cache.dtype} and the pass {dtype}; make one with model.new_cache()")
 
 
 def _check_ids(name: str, tokens: Tensor, vocab_size: int) -> None:

@@ -129,7 +129,9 @@ class Thinker(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the activations."""
+        """The dtype of the activations; within torch.autocast, its own."""
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.get_autocast_dtype(self.device.type)
         return self.activation_dtype or self.embedding.weight.dtype
 
     def forward(
@@ -155,7 +157,7 @@ class Thinker(nn.Module):
         Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
             if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns beyond the context.
         """
-        inputs = check_inputs(self.config, self.device, tokens, embeddings, targets, document_ids, cache)
+        inputs = check_inputs(self.config, self.device, self.dtype, tokens, embeddings, targets, document_ids, cache)
         if targets is not None and self.hooks is not None and "logits" in self.hooks:
             raise UserError("logits cannot be recorded or patched in a pass with targets")
         if targets is not None and last_logits_only:

@@ -169,6 +169,27 @@ def test_sizes_of_a_cache(sizes):
     refused(lambda: MODEL.new_cache(*sizes), "whole numbers of at least 1")
 
 
+def test_a_cache_of_another_dtype_is_refused():
+    cache = MODEL.new_cache()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refused(lambda: MODEL(IDS[:1], cache=cache), "^the cache is torch.float32 and the pass torch.bfloat16")
+
+
+def test_a_text_with_lone_surrogates_is_refused():
+    for call in (Generator(MODEL, TOKENIZER).score, Generator(MODEL, TOKENIZER).generate):
+        refused(partial(call, "caf\udce9"), "holds a lone surrogate, which no text has")
+
+
+def test_a_model_loads_whatever_the_default_dtype_is(tiny_run):
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            model, _ = load(tiny_run)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_a_cache_larger_than_the_memory_is_refused():
     refused(lambda: MODEL.new_cache(1, 10**12), "^this takes at least .* ask for a smaller batch_size or max_len")
 

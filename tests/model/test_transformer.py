@@ -321,3 +321,22 @@ def test_double_precision(random_model, attention):
         torch.testing.assert_close(double(tokens, cache=double.new_cache()), logits)
     double(tokens, targets=tokens)[0].backward()
     assert all(parameter.grad.isfinite().all() for parameter in double.parameters())
+
+
+@pytest.mark.parametrize("attention", ["full", "window(4)", "global(2)"])
+def test_autocast_is_the_dtype_of_the_activations(random_model, attention):
+    model = random_model(1, 0.3, 0.1, attention=attention)
+    tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(0))
+    model(tokens, targets=tokens)[0].backward()
+    exact = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(tokens, targets=tokens)[0].backward()
+        with torch.no_grad():
+            cache = model.new_cache(2)
+            parts = [model(tokens[:, start : start + 8], cache=cache) for start in (0, 8)]
+            whole = model(tokens)
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert 0 < (found - exact).norm() < 0.05 * exact.norm()
+    assert cache.dtype == whole.dtype == torch.bfloat16
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0.05, atol=0.05)
