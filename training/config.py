@@ -138,6 +138,11 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
         is_text = not isinstance(value, bool | int | float | list | dict | None) and text.strip()[0] not in "'\""
         tree[section][key] = text.strip() if is_text else value  # whole: YAML takes " #2" for a comment
     run = tree.setdefault("run", {})
+    if isinstance(run, dict) and not any(override.strip().startswith("run.dir") for override in overrides):
+        folder, stated = path.resolve().parent, run.get("dir")
+        if (folder / "checkpoints").is_dir() and stated and Path(stated).expanduser().resolve() != folder:
+            reason = "it was copied or moved, or starts from another folder"
+            raise UserError(f"the run of {path} has run.dir={stated}, so {reason}; add run.dir={folder}")
     if isinstance(run, dict) and run.get("dir") is None:
         run["dir"] = str(Path("runs") / path.stem)
     return validate_config(tree)

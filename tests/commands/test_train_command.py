@@ -565,3 +565,16 @@ def test_scripts_start_from_any_folder(tmp_path):
     done = run_script(ROOT / "train.py", "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert "CONFIG" in done.stdout.upper()
+
+
+def test_a_run_that_was_copied_does_not_train_the_original(train_args, tmp_path):
+    first, copied = tmp_path / "first", tmp_path / "copied"
+    assert run_script(*train_args, f"run.dir={first}", "train.max_steps=2").returncode == 0
+    shutil.copytree(first, copied)
+    again = [train_args[0], copied / "config.yaml", "train.max_steps=3"]
+    done = run_script(*again)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith(f"add run.dir={copied}")
+    assert run_script(*again, f"run.dir={copied}").returncode == 0
+    assert run_script(train_args[0], first / "config.yaml", "train.max_steps=4").returncode == 0
+    assert [last_step(folder) for folder in (first, copied)] == [4, 3]
