@@ -56,7 +56,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--top-p", type=float, help="keep the likeliest tokens, up to probability P in total")
     group.add_argument("--min-p", type=float, help="keep tokens with this share of the likeliest's probability")
     group.add_argument("--seed", type=int, help="the same seed gives the same text (default: a random one)")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    stop_help = r"end before TEXT, where \n is a line break; may be repeated"
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", type=read_escapes, help=stop_help)
     group = parser.add_argument_group("computation")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     precisions = ["auto", "fp32", "bf16", "fp16"]
@@ -96,6 +97,11 @@ def read_text(name: str) -> str:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
+
+
+def read_escapes(text: str) -> str:
+    r"""The text with \n as a line break, as in --interactive: no shell makes it one between plain quotes."""
+    return text.replace("\\n", "\n")
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:

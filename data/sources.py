@@ -239,7 +239,7 @@ def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[
                 column = "messages" if "messages" in row and "text" not in row else "text"
             if column not in row:
                 hint = did_you_mean(column, row) if number == 0 else ""  # the rows before have it
-                if {"role", "content"} <= row.keys():  # a message by itself, or a list of messages in each line
+                if {"role", "content"} <= row.keys() or "conversations" in row:  # messages in another form
                     hint = '; write each conversation as {"messages": [{"role": ..., "content": ...}, ...]}'
                 raise UserError(f"data.column={column}: row {number} of {where} has the columns {', '.join(row)}{hint}")
             text = row[column]

@@ -35,7 +35,8 @@ def check_spec(spec: str) -> str:
     if not is_path(spec):
         return kind
     if not os.path.exists(spec):
-        hint = did_you_mean(spec, ["byte", "char", "bpe:4096", "tiktoken:gpt2"])
+        known = ["byte", "char", "bpe:4096", *(f"tiktoken:{name}" for name in tiktoken.list_encoding_names())]
+        hint = did_you_mean(spec, known) or did_you_mean(f"tiktoken:{spec}", known)
         kinds = "byte, char, bpe:VOCAB, tiktoken:NAME nor the path of a saved tokenizer"
         raise UserError(f"data.tokenizer={spec} is neither {kinds}{hint}")
     return "path"

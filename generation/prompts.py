@@ -15,9 +15,11 @@ from thinker.runtime.memory import check_memory
 
 
 def check_text(text: Any, name: str) -> str:
-    """Return a text as it is. Raises UserError if it is anything but a string."""
+    """Return a text as it is. Raises UserError if it is anything but a string of Unicode."""
     if not isinstance(text, str):
         raise UserError(f"{name} is a {type(text).__name__}; it must be one text, a str")
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise UserError(f"{name} holds a lone surrogate, which no text has; convert it to UTF-8")
     return text
 
 

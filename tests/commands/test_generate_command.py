@@ -346,6 +346,16 @@ def test_interactive_at_a_terminal_survives_an_interruption(tiny_run):
     os.close(here)
 
 
+def test_a_line_break_in_a_stop_string(tiny_run):
+    options = [tiny_run, "--prompt", "Line", "--max-new-tokens", "40", "--seed", "1", "--json"]
+    plain, escaped, whole = (
+        run_script(GENERATE, *options, *stop) for stop in (["--stop", "\n"], ["--stop", r"\n"], [])
+    )
+    assert plain.stdout == escaped.stdout
+    assert "\n" in json.loads(whole.stdout)["text"]
+    assert "\n" not in json.loads(escaped.stdout)["text"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_notes_that_cannot_be_written_cost_no_result(tiny_run):
     command = [sys.executable, GENERATE, tiny_run, "--greedy", "--max-new-tokens", "3", "--prompt", "Line"]

@@ -171,6 +171,12 @@ def test_a_later_row_without_the_column_is_no_misspelling(tmp_path):
         texts("jsonl", path=path)
 
 
+def test_conversations_in_another_form_are_told_the_right_one(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"conversations": [{"from": "human", "value": "a"}]}])
+    with pytest.raises(UserError, match='write each conversation as {"messages": '):
+        texts("jsonl", path=path)
+
+
 def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
     expected = [f"story {i}" for i in range(3000)]
     assert texts("parquet", path=write_parquet(tmp_path / "a.parquet", text=expected)) == expected

@@ -137,6 +137,7 @@ def test_what_needs_no_text_reads_none(spec):
         ("bpe:99999999", "to 1048576"),
         ("bpe:４０９６", "bpe:4096"),
         ("tiktoken:gpt3", "gpt2, .*did you mean gpt2"),
+        ("gpt2", "did you mean tiktoken:gpt2"),
         ("bite", "neither byte, char, bpe:VOCAB, .*did you mean byte"),
         ("", "neither byte"),
     ],
