@@ -31,10 +31,11 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lin
     """What the run will read: how much, how often, and what is too little. `n_sequences`: in the training split."""
     train, steps_per_epoch = settings.train, n_sequences / settings.train.batch_size
     line = f"data: {_amount(corpus.train)} for training, {_amount(corpus.val)} for validation"
+    at_most = "at most " if train.max_minutes is not None else ""
     if train.max_steps is not None:
-        at_most = "at most " if train.max_minutes is not None else ""
         line += f"; {at_most}{format_epochs(train.max_steps / steps_per_epoch)} in {train.max_steps:,} steps"
-    lines = [line]
+    compiled = ", compiled" if train.compile else ""
+    lines = [line, f"computing in {train.precision}{compiled}, {train.micro_batch_size} sequences at a time"]
     if corpus.tokenizer.kind == "char":
         vocab_size, used = corpus.tokenizer.vocab_size, corpus.tokenizer.vocab_size - 257
         lines.append(
@@ -52,7 +53,7 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lin
     if few := few_to_validate(corpus.val):
         lines.append(f"advice: {few}; its loss will be imprecise. Raise data.val_fraction or give it more text")
     if train.max_steps is not None and train.max_steps / steps_per_epoch > MANY_EPOCHS:
-        lines.append(f"advice: {too_many_epochs(train.max_steps / steps_per_epoch, steps_per_epoch)}")
+        lines.append(f"advice: {too_many_epochs(train.max_steps / steps_per_epoch, steps_per_epoch, at_most)}")
     return lines
 
 
@@ -63,11 +64,11 @@ def few_to_validate(val: TokenShards) -> str | None:
     return f"validation reads only {val.n_tokens:,} tokens" if val.n_tokens < MIN_VAL_TOKENS else None
 
 
-def too_many_epochs(epochs: float, steps_per_epoch: float) -> str:
+def too_many_epochs(epochs: float, steps_per_epoch: float, at_most: str = "") -> str:
     """That the data is read too often, and what to do."""
     steps = max(1, math.ceil(GOOD_EPOCHS * steps_per_epoch))
     return (
-        f"the data will be read {epochs:,.0f} times, so the model will memorize it: give it more text, "
+        f"the data will be read {at_most}{epochs:,.0f} times, so the model will memorize it: give it more text, "
         f"or lower train.max_steps (to {steps:,} for {GOOD_EPOCHS} epochs); a higher model.dropout helps a little"
     )
 
@@ -89,7 +90,7 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
     smaller = "" if settings.run.init_from else "a smaller model, "
     advice += _overfitting(lines, comparable or [last], epochs, f"{smaller}more text or a higher model.dropout")
     floor = last.get("entropy_floor")
-    is_falling = len(validations) > 1 and loss < min(line["val_loss"] for line in validations[:-1])
+    is_falling = loss <= min(line["val_loss"] for line in validations)
     by_time = train.max_minutes is not None and state.elapsed_s >= 60 * train.max_minutes
     if by_time and (loss / floor - 1 > FAR_FROM_FLOOR if floor else is_falling and not advice):
         of_steps = f" of {train.max_steps:,}" if train.max_steps else ""

@@ -17,7 +17,9 @@ class ConfigArgumentParser(ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
-        self.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys of the config, replaced")
+        self.add_argument(
+            "overrides", nargs="*", default=[], metavar="section.key=value", help="replace keys of the config"
+        )
         keys_help = "list the keys of all sections, or of one, with their defaults"
         self.add_argument("--keys", nargs="?", action=_ListKeys, metavar="SECTION", help=keys_help)
 

@@ -56,6 +56,7 @@ def test_a_short_text_is_overfitted_and_the_run_says_so(make_trainer, capsys):
     assert f"; {epochs:.0f} epochs in 150 steps" in started
     assert f"advice: validation reads only {n_val} tokens" in started
     assert f"advice: the data will be read {epochs:.0f} times" in started
+    assert "computing in fp32, 8 sequences at a time" in started
     assert f"(to {math.ceil(4 * sequences / 8)} for 4 epochs)" in started
     assert trainer.train() == 0
     evaluated = [line for line in trainer.run.read_metrics() if "val_loss" in line]
@@ -146,6 +147,8 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
     (line,) = advice.after_training(falling, ended(60, 3), 0.5)
     assert "train.max_minutes=6 resumes it" in line
     assert advice.after_training(risen, ended(60, 3), 0.5) == []
+    (line,) = advice.after_training([*losses(2, 1), val(20, 2.4)], ended(60, 3), 0.5)
+    assert "train.max_minutes=6 resumes it" in line
 
 
 def test_losses_of_twice_the_floor_and_more_are_factors(ended):

@@ -83,3 +83,11 @@ def test_the_commands_read_it_so(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["micro_batch_size"] > 0
+
+
+def test_the_config_alone_is_required():
+    done = run_script(ROOT / "train.py")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: the following arguments are required: config; --help lists all flags\n",
+    )
