@@ -72,7 +72,7 @@ def test_its_commands_run(folder):
     variables = {"$P": re.search(r'(?m)^    P="(.*)"$', TEXT)[1]}
     assert len(COMMANDS) > 15
     for line in COMMANDS:
-        if any(name in line for name in NOT_HERE):
+        if any(name in line.split("  #")[0] for name in NOT_HERE):
             continue
         program, *words = command_of(line, variables)
         if program.endswith("torchrun"):
