@@ -9,6 +9,7 @@ from pathlib import Path
 try:
     from thinker.runtime.cli import ArgumentParser
     from thinker.runtime.errors import UserError, run_command
+    from thinker.runtime.terminal_text import unescape
 except ModuleNotFoundError:
     print("error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
@@ -31,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best, a step or a name")
     group = parser.add_argument_group("task")
     prompt = group.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default="", help="the beginning of the text (default: empty)")
+    prompt.add_argument("--prompt", default="", help="the beginning of the text, as it is (default: empty)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file; - is standard input")
     group.add_argument("--num-samples", type=int, default=1, help="number of texts, separated by --- (default 1)")
     group.add_argument("--chat", action="store_true", help="what you write is a message, by the chat template")
@@ -56,8 +57,8 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--top-p", type=float, help="keep the likeliest tokens, up to probability P in total")
     group.add_argument("--min-p", type=float, help="keep tokens with this share of the likeliest's probability")
     group.add_argument("--seed", type=int, help="the same seed gives the same text (default: a random one)")
-    stop_help = r"end before TEXT, where \n is a line break; may be repeated"
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", type=read_escapes, help=stop_help)
+    stop_help = r"end before TEXT, where \n is a line break and \\ a backslash; may be repeated"
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", type=unescape, help=stop_help)
     group = parser.add_argument_group("computation")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     precisions = ["auto", "fp32", "bf16", "fp16"]
@@ -97,11 +98,6 @@ def read_text(name: str) -> str:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
-
-
-def read_escapes(text: str) -> str:
-    r"""The text with \n as a line break, as in --interactive: no shell makes it one between plain quotes."""
-    return text.replace("\\n", "\n")
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:

@@ -41,5 +41,5 @@ class Int8Linear(nn.Module):
 
 def int8_matmul_is_exact() -> bool:
     """Whether this CPU multiplies int8 without overflow; CPUs without VNNI may saturate sums of pairs at 16 bits."""
-    largest = torch.full((2, 64), 127, dtype=torch.int8)
+    largest = torch.full((2, 64), 127, dtype=torch.int8, device="cpu")
     return bool((torch._int_mm(largest, -largest.t()) == -64 * 127 * 127).all())

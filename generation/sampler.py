@@ -172,8 +172,8 @@ def _bias_vector(logit_bias: tuple[tuple[int, float], ...], vocab_size: int, dev
     tokens, biases = zip(*logit_bias)
     if len(tokens) == vocab_size and max(biases) == -math.inf:
         raise UserError("logit_bias bans every token; it must leave at least one")
-    vector = torch.zeros(vocab_size, dtype=torch.float64)
-    vector[list(tokens)] = torch.tensor(biases, dtype=torch.float64)
+    vector = torch.zeros(vocab_size, dtype=torch.float64, device="cpu")
+    vector[list(tokens)] = torch.tensor(biases, dtype=torch.float64, device="cpu")
     return to_device(vector, device)
 
 

@@ -111,9 +111,9 @@ class Sequence:
 
     def penalty_inputs(self, drafts: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
         """If `drafts` come next: which tokens are in the text, and how often each was generated, (V,) both."""
-        tokens = torch.tensor(self.forgotten + self.tokens + drafts)
-        in_text = torch.zeros(vocab_size, dtype=torch.bool)
+        tokens = torch.tensor(self.forgotten + self.tokens + drafts, device="cpu")
+        in_text = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         in_text[tokens] = True
         generated = tokens[len(tokens) - len(drafts) - len(self.completion.token_ids) :]
-        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
         return in_text, counts.scatter_add_(0, generated, torch.ones_like(generated))

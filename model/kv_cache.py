@@ -155,7 +155,7 @@ class KVCache:
         keys, values = (torch.zeros(B, K, size, D, device=self.device, dtype=self.dtype) for _ in range(2))
         if self.device.type == "cpu" and self.dtype == torch.float32:
             # Column-major: q·kᵀ then runs at memory bandwidth (row-major: 3/4 of it). Columns start at cache lines.
-            keys = torch.zeros(B, K, D, -(-size // 16) * 16).transpose(2, 3)[:, :, :size]
+            keys = values.new_zeros(B, K, D, -(-size // 16) * 16).transpose(2, 3)[:, :, :size]
         return keys, values
 
     @property

@@ -43,7 +43,7 @@ def to_device(values: list | Tensor, device: torch.device) -> Tensor:
     is_cuda = device.type == "cuda"
     if isinstance(values, Tensor):
         return (values.pin_memory() if is_cuda else values).to(device, non_blocking=is_cuda)
-    return torch.tensor(values, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
+    return torch.tensor(values, device="cpu", pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
 def configure_backend(device: torch.device) -> None:

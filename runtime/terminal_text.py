@@ -16,6 +16,11 @@ def visible(text: str) -> str:
     return CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
+def unescape(text: str) -> str:
+    r"""A flag's text with \n as a line break and \\ as a backslash: no shell makes a line break in plain quotes."""
+    return re.sub(r"\\([\\n])", lambda match: "\n" if match[1] == "n" else match[1], text)
+
+
 def for_stream(text: str, stream: TextIO | None) -> str:
     """What to print to a stream: visible() where it is a terminal."""
     return visible(text) if stream is not None and stream.isatty() else text

@@ -232,3 +232,38 @@ def test_names_of_activations():
     refused(lambda: MODEL.record(5).__enter__(), "^name is 5; it must be a string")
     refused(lambda: MODEL.patch(5).__enter__(), "^patches is 5")
     refused(lambda: MODEL.attention_weights("a text", "gpt2"), "needs the tokenizer")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"int8": True}, {"window": 16}, {"use_cache": False}, {"speculate": 2}], ids=str
+)
+def test_a_generator_under_other_defaults(options):
+    """torch.set_default_dtype() and torch.set_default_device() of the program around it change nothing."""
+    params = SamplingParams(4, seed=1, repetition_penalty=1.2, logit_bias={3: -1.0})
+    expected = Generator(MODEL, TOKENIZER, **options).generate(["abc", "de"], params)
+    score = Generator(MODEL, TOKENIZER, **options).score("abc")
+    for set_default, other, usual in (
+        (torch.set_default_dtype, torch.float64, torch.float32),
+        (torch.set_default_device, "meta", None),
+    ):
+        set_default(other)
+        try:
+            generator = Generator(MODEL, TOKENIZER, **options)
+            found, rescored = generator.generate(["abc", "de"], params), generator.score("abc")
+        finally:
+            set_default(usual)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        assert rescored == score
+
+
+def test_a_model_in_double_precision_has_a_loss_in_it():
+    model = random_model(1).double()
+    tokens = torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(0))
+    loss, _ = model(tokens, targets=tokens)
+    assert loss.dtype == torch.float64
+    expected = torch.nn.functional.cross_entropy(model(tokens)[0], tokens[0], reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    gradient = torch.autograd.grad(loss, model.embedding.weight)[0]
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(expected, model.embedding.weight)[0], rtol=1e-10, atol=1e-12
+    )

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -26,7 +27,8 @@ class SignalHandler:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalHandler":
-        handled = [number for number in self.NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
+        is_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
+        handled = [number for number in self.NUMBERS if is_main and signal.getsignal(number) != signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 

@@ -16,11 +16,16 @@ COMPILED_CHUNK_ELEMENTS = 5 * 2**27  # in bf16 alone they take as many bytes as 
 MIN_CHUNK_ROWS = 256  # each chunk also reads and writes the whole gradient of the weight
 
 
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """fp32, or fp64 for numbers in fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Cross-entropy of logits (n, V) with targets (n,): its sum in nats, fp32; its gradient, of the logits' dtype."""
     is_counted = targets != IGNORE_INDEX  # (n,)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
-    log_probs = logits.float().log_softmax(dim=-1)  # (n, V)
+    log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
     loss = -(log_probs.gather(1, target)[:, 0] * is_counted).sum()
     if not needs_gradient:
         return loss, None
@@ -34,7 +39,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> 
 def fused_loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """The same, written so that a compiler makes one kernel of it, which only the bf16 logits leave and enter."""
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]  # (n, V), none if ignored
-    log_probs = logits.float().log_softmax(dim=-1)  # (n, V)
+    log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
     loss = -torch.where(is_target, log_probs, 0.0).sum(dim=1).sum()
     if not needs_gradient:
         return loss, None
@@ -67,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
         x_grad = torch.empty_like(x) if needs_x_grad else None  # (N, C)
         w_grad = None  # (V, C)
-        total = x.new_zeros((), dtype=torch.float32)
+        total = x.new_zeros((), dtype=_sum_dtype(x))
         rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS.get(x.device.type, 2**24) // w.shape[0])
         if is_compiled:
             n_chunks = -(-len(x) * w.shape[0] // COMPILED_CHUNK_ELEMENTS)
@@ -95,14 +100,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a·b in fp32, of matrices in any dtype; `total` may be changed."""
+    """total + a·b in fp32 (fp64 of matrices in fp64), of matrices in any dtype; `total` may be changed."""
     if a.is_cuda and a.dtype.itemsize == 2:
         # Not addmm, which would add in place: torch 2.11 has no fake form of it, which memory estimates need.
         product = torch.mm(a, b, out_dtype=torch.float32)
         return product if total is None else total.add_(product)
     if total is None:
-        total = a.new_zeros((len(a), b.shape[1]), dtype=torch.float32)
-    if a.dtype == torch.float32:
+        total = a.new_zeros((len(a), b.shape[1]), dtype=_sum_dtype(a))
+    if a.dtype == total.dtype:
         return torch.addmm(total, a, b, out=total)
     return total.add_(a @ b)
 
@@ -110,7 +115,9 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None, is_compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of softmax(x · weightᵀ) against `targets`, (B, T) int64: (sum in nats, fp32; number of targets).
+    """Cross-entropy of softmax(x · weightᵀ) against `targets`, (B, T) int64: (sum in nats; number of targets).
+
+    The sum is in fp32, or in fp64 where x is.
 
     x (B, T, C), whose dtype the products have; weight (V, C); cached_weight: in x's dtype. IGNORE_INDEX is not counted.
     is_compiled: softmax, loss and gradient of a chunk are compiled; its products are those of libraries in any case.
