@@ -22,9 +22,8 @@ class BatchSampler:
     ) -> None:
         self.device = torch.device("cpu") if device.type == "mps" else device  # Apple's GPUs have no float64
         uniforms = [[one.uniform(len(drafts) + step) for one, drafts in contexts] for step in range(n_steps)]
-        self._uniforms = iter(
-            to_device(torch.tensor(uniforms, dtype=torch.float64, device="cpu"), self.device)
-        )  # of (N,) each
+        numbers = torch.tensor(uniforms, dtype=torch.float64, device="cpu")  # (n_steps, N)
+        self._uniforms = iter(to_device(numbers, self.device))
         groups: dict[SamplingParams, list[int]] = {}
         for row, (sequence, _) in enumerate(contexts):
             groups.setdefault(sequence.sampling_key, []).append(row)

@@ -90,9 +90,8 @@ class DraftModel:
         cache.truncate([min(n, len(sequence.tokens) - 1) for n, sequence in zip(cache.lengths, sequences)])
         unread = [sequence.tokens[n:] for sequence, n in zip(sequences, cache.lengths)]
         for _ in range(length):
-            batch = pad_sequence(
-                [torch.tensor(tokens, device="cpu") for tokens in unread], batch_first=True
-            )  # (B, width)
+            rows = [torch.tensor(tokens, device="cpu") for tokens in unread]
+            batch = pad_sequence(rows, batch_first=True)  # (B, width)
             logits = self.model(batch.to(self.model.device), cache=cache)  # (B, width, V)
             cache.truncate([n - batch.shape[1] + len(tokens) for n, tokens in zip(cache.lengths, unread)])
             last = logits[range(len(sequences)), [len(tokens) - 1 for tokens in unread]].float()  # (B, V)
