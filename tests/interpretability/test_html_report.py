@@ -276,10 +276,3 @@ def test_what_comes_next(shown, visit):
     tokens(tab).nth(shown.T - 1).hover()
     wait_until_painted(tab)
     assert tab.locator("#follows").inner_text() == "The prompt ends here."
-
-
-def test_a_head_whose_weights_are_still_unpacked_is_loading(shown, visit):
-    tab = visit(shown.path)
-    tab.evaluate("() => { matrices.clear(); paintStatus(); paintLines(); }")
-    assert tab.locator("#status").inner_text() == "Layer 1, head 2 is loading."
-    assert tab.locator("#lines-note").inner_text() == "Loading."
