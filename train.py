@@ -22,9 +22,10 @@ def main() -> int:
     from thinker.runtime.process_group import distributed_session
 
     with distributed_session() as dist:
-        from thinker.training.config import load_config
+        from thinker.training.config import check_run_folder, load_config
 
         config = load_config(arguments.config, arguments.overrides)
+        check_run_folder(arguments.config, config, arguments.overrides)
         from thinker.runtime.streams import resilient_output
         from thinker.training.run import train
 

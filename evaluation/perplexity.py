@@ -73,7 +73,7 @@ def estimate_ratio(sums: Tensor, sizes: Tensor, confidence: float) -> Estimate:
     if error is None:
         return Estimate(mean, None, None)
     error *= float(t.ppf((1 + confidence) / 2, int((sizes > 0).sum()) - 1))
-    return Estimate(mean, max(0.0, mean - error), mean + error)  # neither nats nor bits are negative
+    return Estimate(mean, mean - error, mean + error)
 
 
 def text_loss(

@@ -138,14 +138,18 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
         is_text = not isinstance(value, bool | int | float | list | dict | None) and text.strip()[0] not in "'\""
         tree[section][key] = text.strip() if is_text else value  # whole: YAML takes " #2" for a comment
     run = tree.setdefault("run", {})
-    if isinstance(run, dict) and not any(override.strip().startswith("run.dir") for override in overrides):
-        folder, stated = path.resolve().parent, run.get("dir")
-        if (folder / "checkpoints").is_dir() and stated and Path(stated).expanduser().resolve() != folder:
-            reason = "it was copied or moved, or starts from another folder"
-            raise UserError(f"the run of {path} has run.dir={stated}, so {reason}; add run.dir={folder}")
     if isinstance(run, dict) and run.get("dir") is None:
         run["dir"] = str(Path("runs") / path.stem)
     return validate_config(tree)
+
+
+def check_run_folder(path: str | Path, config: Config, overrides: list[str]) -> None:
+    """Raise UserError for the config of a run that was copied or moved, unless run.dir is given."""
+    folder = Path(path).resolve().parent
+    is_given = any(override.strip().startswith("run.dir") for override in overrides)
+    if (folder / "checkpoints").is_dir() and not is_given and Path(config.run.dir).resolve() != folder:
+        reason = "it was copied or moved, or starts from another folder"
+        raise UserError(f"the run of {path} has run.dir={config.run.dir}, so {reason}; add run.dir={folder}")
 
 
 def validate_config(tree: dict[str, Any]) -> Config:
