@@ -67,8 +67,6 @@ class ResilientStream:
 
 @contextlib.contextmanager
 def resilient_output() -> Iterator[None]:
-    """Make standard output and standard error streams that cannot end a training."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(ResilientStream(sys.stdout)))
-        stack.enter_context(contextlib.redirect_stderr(ResilientStream(sys.stderr)))
+    """Make standard output a stream that cannot end a training, as standard error is in every command."""
+    with contextlib.redirect_stdout(ResilientStream(sys.stdout)):
         yield
