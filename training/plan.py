@@ -51,9 +51,11 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if measure:
         check_run_fits(config, device)
     corpus = prepare_training_data(config, tokenizer) if reads_corpus else None
-    if corpus is not None:  # refuse a text that is shorter than a window
-        BatchLoader(PackedDataset(corpus.train, config.data.seq_len, config.data.packing), 1, config.run.seed)
     model_config = config.thinker_config(config.model.vocab_size if corpus is None else corpus.tokenizer.vocab_size)
+    if corpus is not None:
+        data = config.data
+        sequences = PackedDataset(corpus.train, data.seq_len, data.packing, prefix_len=model_config.prefix)
+        BatchLoader(sequences, 1, config.run.seed)  # refuses a text that is shorter than a window
     configure_backend(device)
     settings = resolve_settings(config, model_config, device, precision)
     train = settings.train
@@ -64,9 +66,6 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     flops = flops_per_token(model, config.data.seq_len)
     step_positions = step_tokens = train.batch_size * config.data.seq_len
     if corpus is not None:  # padding, and in conversations all but the answers, is not learned
-        sequences = PackedDataset(
-            corpus.train, config.data.seq_len, config.data.packing, prefix_len=model_config.prefix
-        )
         sample = np.linspace(0, len(sequences) - 1, min(len(sequences), SAMPLED_SEQUENCES)).round()
         step_tokens = train.batch_size * np.mean([(sequences[int(i)][1] != IGNORE_INDEX).sum() for i in sample])
     cache = KVCache(model_config, 1, model_config.max_seq_len, "meta", DTYPES[train.precision])

@@ -276,3 +276,18 @@ def test_what_comes_next(shown, visit):
     tokens(tab).nth(shown.T - 1).hover()
     wait_until_painted(tab)
     assert tab.locator("#follows").inner_text() == "The prompt ends here."
+
+
+def test_a_head_whose_weights_are_still_unpacked_is_loading(shown, visit):
+    said = visit(shown.path).evaluate(
+        """() => {
+            const unpacked = [...matrices];
+            matrices.clear();
+            paintStatus();
+            paintLines();
+            const said = [$("status").textContent, $("lines-note").textContent];
+            for (const [name, weights] of unpacked) matrices.set(name, weights);
+            return said;
+        }"""
+    )
+    assert said == ["Layer 1, head 2 is loading.", "Loading."]
