@@ -31,6 +31,6 @@ def test_threads_share_a_model(frequent_switches, one_thread, options):
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
             model = random_model(1, **options)  # anew: what is shared is made in its first passes
-            order = [index for index in range(len(LENGTHS)) for _ in range(3)]
+            order = [*range(len(LENGTHS))] * 3
             for index, logits in zip(order, pool.map(run, [model] * len(order), order)):
                 torch.testing.assert_close(logits, expected[index], rtol=0, atol=1e-5)

@@ -217,3 +217,37 @@ def test_standard_streams_may_be_closed(tmp_path, closed):
         0,
         ("" if " >&-" in f" {closed}" else "text\n") + ("" if "2>&-" in closed else "message\n"),
     )
+
+
+TWICE = """
+import signal, sys, threading
+from thinker.runtime import interrupts
+from thinker.runtime.errors import run_command
+
+interrupts.TWICE_SECONDS = 1.0
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the tests themselves may ignore it
+
+
+def send_again():
+    while signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        pass
+    signal.raise_signal(signal.SIGTERM)
+    print("again", flush=True)
+
+
+def main():
+    threading.Thread(target=send_again, daemon=True).start()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        print("cleaned up", flush=True)
+
+
+run_command(main)
+"""
+
+
+def test_a_signal_that_comes_twice_at_once_does_not_cut_off_the_cleanup():
+    """As from timeout(1), which signals the process and then its group."""
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (143, "again\ncleaned up\n"), done.stderr
