@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def computed_bytes(step: TrainingStep, n_ranks: int, parallel: str, precision: str, gloo: bool = True) -> float:
-    """Bytes that a rank sends in a step with one micro-batch; docs/scaling-out.md explains the formula.
+    """Bytes that a rank sends in a step with one micro-batch; docs/guides/scaling-out.md explains the formula.
 
     With FSDP2, gloo reduces whole gradients where NCCL reduces only the part that a rank keeps.
     """

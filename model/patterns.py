@@ -1,4 +1,4 @@
-"""Which keys each query attends to, as predicates over absolute positions; docs/attention.md has a picture of each."""
+"""Which keys each query attends to, as predicates over absolute positions; docs/explanations/attention.md has a picture of each."""
 
 from __future__ import annotations
 

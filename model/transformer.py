@@ -237,7 +237,7 @@ class Thinker(nn.Module):
         return open_hooks(self, (), patches)
 
     def activation_names(self) -> list[str]:
-        """All names that can be recorded, in the order of the pass; docs/inspecting.md explains them."""
+        """All names that can be recorded, in the order of the pass; docs/guides/inspecting.md explains them."""
         return list(hook_points(self))
 
     @torch.no_grad()

@@ -277,7 +277,7 @@ def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_two_gpus_learn_as_one_and_save_for_one(tmp_path, parallel):
-    """NCCL: each rank on a GPU of its own, from the commands that docs/scaling-out.md gives."""
+    """NCCL: each rank on a GPU of its own, from the commands that docs/guides/scaling-out.md gives."""
     common = ["data.max_documents=200", "data.seq_len=64", "train.batch_size=8", "train.precision=fp32"]
     common += ["train.compile=false", "optimizer.name=adamw", "optimizer.lr=0.003", "train.max_steps=20"]
     common += ["train.max_minutes=null", "train.device=cuda", f"data.cache_dir={tmp_path / 'cache'}"]

@@ -1,4 +1,4 @@
-"""Write docs/config.md and configs/schema.json from the config's fields: python -m thinker.training.config_docs."""
+"""Write docs/reference/config.md and configs/schema.json from the config's fields: python -m thinker.training.config_docs."""
 
 import json
 from pathlib import Path
@@ -49,5 +49,5 @@ def _type_name(schema: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     root = Path(__file__).resolve().parents[1]
-    (root / "docs" / "config.md").write_text(config_markdown(), encoding="utf-8")
+    (root / "docs" / "reference" / "config.md").write_text(config_markdown(), encoding="utf-8")
     (root / "configs" / "schema.json").write_text(config_schema(), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Every key of a config: its type, its default and, in the text below it, its meaning.
 
-docs/config.md and configs/schema.json are generated from this file (training/config_docs.py).
+docs/reference/config.md and configs/schema.json are generated from this file (training/config_docs.py).
 """
 
 import os
@@ -136,7 +136,7 @@ class DataConfig(ConfigSection):
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of the documents that are held out for validation. Not read with val_tokens."""
     val_tokens: PathText | None = None
-    """Validate on the documents of this file of GPT-2 tokens (docs/gpu.md) instead, and do not train on them."""
+    """Validate on the documents of this file of GPT-2 tokens (docs/guides/gpu.md) instead, and do not train on them."""
     max_documents: Positive | None = None
     """Read at most this many documents; not for a single text file. null: all."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1

@@ -425,7 +425,7 @@ def test_mistakes(command, tiny_run, arguments, message):
 
 def test_the_python_of_the_documentation_runs(four_heads, monkeypatch, tmp_path):
     pytest.importorskip("bertviz")
-    text = (ROOT / "docs" / "inspecting.md").read_text()
+    text = (ROOT / "docs" / "guides" / "inspecting.md").read_text()
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text.split("## From Python")[1].split("## Definitions")[0], re.M)
     code = textwrap.dedent("".join(blocks)).replace(
         "A boy named Jonah loved the goat Pebble. The magic crown", "the cat"

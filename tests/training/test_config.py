@@ -216,7 +216,7 @@ def test_config_survives_yaml():
 
 def test_the_generated_page_and_schema_are_up_to_date():
     hint = "run python -m thinker.training.config_docs"
-    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_markdown(), hint
+    assert (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8") == config_markdown(), hint
     assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == config_schema(), hint
 
 
@@ -235,7 +235,7 @@ def test_every_key_has_a_description():
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda path: path.name
 )
 def test_the_documentation_names_keys_configs_and_pages_that_exist(path):
     """Keys with a value, those in the tables for people who come from nanoGPT, configs, and pages that are linked."""
