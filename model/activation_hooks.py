@@ -57,7 +57,7 @@ def has_open_hooks(model: nn.Module) -> bool:
 
 
 def hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """name -> the module that calls the hook, and its name for the point. docs/guides/inspecting.md has a table of them."""
+    """Map each name to the module that calls the hook and its name for the point (docs/guides/inspecting.md)."""
     points = {"embedding": (model, "embedding")}
     for layer, block in enumerate(model.blocks):
         path = f"blocks.{layer}"

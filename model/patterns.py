@@ -1,4 +1,4 @@
-"""Which keys each query attends to, as predicates over absolute positions; docs/explanations/attention.md has a picture of each."""
+"""Attention patterns: predicates over absolute positions. docs/explanations/attention.md has a picture of each."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def choose_decoding_precision(name: str, device: torch.device) -> str:
     """The precision to sample in; "auto" prefers bf16 on a GPU, and is fp32 on a CPU. Raises UserError.
 
     It does not depend on a measurement, so that a seed always gives the same text. On CPUs, with and without AMX, bf16
-    was hardly faster for one row (docs/explanations/decoding.md), and in some rows its largest logits are exactly equal.
+    was hardly faster for one row (docs/benchmarks.md), and in some rows its largest logits are exactly equal.
     """
     if device.type == "cpu":
         return "fp32" if name == "auto" else name

@@ -1,4 +1,4 @@
-"""Write docs/reference/config.md and configs/schema.json from the config's fields: python -m thinker.training.config_docs."""
+"""Write docs/reference/config.md and configs/schema.json from the fields of the config."""
 
 import json
 from pathlib import Path

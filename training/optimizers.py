@@ -14,7 +14,7 @@ from thinker.training.muon import Muon
 def resolve_learning_rates(
     optimizer_config: OptimizerConfig, model_config: ThinkerConfig, batch_size: int, lr_scale: float = 1.0
 ) -> OptimizerConfig:
-    """The config with every rate that it leaves out, by rules that hold across widths and batches (docs/guides/training.md).
+    """Fill in the learning rates that the config leaves out, by rules for all sizes (docs/explanations/learning-rates.md).
 
     Under Muon a matrix moves by its rate in every direction, whatever its size, so neither lr nor head_lr depends on
     the width. An embedding's row is read alone: its entries, of order one, move by embedding_lr. AdamW moves every

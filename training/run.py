@@ -26,7 +26,7 @@ from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 from thinker.training.wandb_tracking import Tracker
 
-BACKGROUND_CPU_SHARE = 0.005  # of a core, for background saves where training needs every core (docs/explanations/exactness.md)
+BACKGROUND_CPU_SHARE = 0.005  # of a core, for background saves when training needs every core (docs/benchmarks.md)
 
 
 def train(config: Config, dist: DistContext = SINGLE_PROCESS) -> int:
