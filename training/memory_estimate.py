@@ -125,7 +125,7 @@ def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.dev
 
 
 def usable_fraction(device: torch.device) -> float:
-    """The fraction of free memory that tensors can use: allocators lose some between them (docs/guides/training.md)."""
+    """The fraction of free memory that tensors can use: allocators lose the rest to fragmentation."""
     return 0.9 if device.type == "cuda" else 0.6  # 0.6: malloc
 
 

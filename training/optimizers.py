@@ -14,7 +14,7 @@ from thinker.training.muon import Muon
 def resolve_learning_rates(
     optimizer_config: OptimizerConfig, model_config: ThinkerConfig, batch_size: int, lr_scale: float = 1.0
 ) -> OptimizerConfig:
-    """Fill in the learning rates that the config leaves out, by rules for all sizes (docs/explanations/learning-rates.md).
+    """Fill in the learning rates that the config leaves out (docs/explanations/learning-rates.md has the rules).
 
     Under Muon a matrix moves by its rate in every direction, whatever its size, so neither lr nor head_lr depends on
     the width. An embedding's row is read alone: its entries, of order one, move by embedding_lr. AdamW moves every

@@ -18,7 +18,7 @@ from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.optimizers import resolve_learning_rates
 
 # Seconds that compiling the blocks takes, and the share of a step that it saves by width, widest first: measured on a
-# CPU in fp32 (docs/guides/training.md), a guess on a GPU.
+# CPU in fp32 (docs/benchmarks.md), a guess on a GPU.
 COMPILE_COST = {"cpu": (35.0, {384: 0.12, 256: 0.04, 0: 0.0}), "cuda": (60.0, {0: 0.3})}
 SHARDED_SAVE_BYTES = 8e9  # from here on, gathering and writing the weights on one rank keeps the others waiting
 EXPECTED_MFU = 0.4  # for a first guess of a step's time
