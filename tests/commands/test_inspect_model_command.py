@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -421,19 +420,3 @@ def test_a_mistake_is_one_line_and_status_2(run_script, tiny_run):
 def test_mistakes(command, tiny_run, arguments, message):
     with pytest.raises(UserError, match=message):
         command(arguments[0], tiny_run, *arguments[1:])
-
-
-def test_the_python_of_the_documentation_runs(four_heads, monkeypatch, tmp_path):
-    pytest.importorskip("bertviz")
-    text = (ROOT / "docs" / "guides" / "inspecting.md").read_text()
-    blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", text.split("## From Python")[1].split("## Definitions")[0], re.M)
-    code = textwrap.dedent("".join(blocks)).replace(
-        "A boy named Jonah loved the goat Pebble. The magic crown", "the cat"
-    )
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "quickstart").symlink_to(four_heads)
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(code.replace('" goat"', '"a"'), names)
-    assert names["weights"].shape[:3] == (2, 1, 4)
-    assert list(names["cache"])[-1] == "blocks.1.mlp"
