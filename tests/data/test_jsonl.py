@@ -33,11 +33,11 @@ def test_rows_come_back(tmp_path_factory, form):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n' + b"[" * 100_000, "line 2: it is nested too deeply"),
-        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: it is nested too deeply"),
+        (b'{"text": "a"}\n' + b"[" * 100_000, "line 2: the row is nested too deeply"),
+        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: the row is nested too deeply"),
         (
             b'{"text": "a"}\n{"text": \n',
-            "line 2 is not JSON .*; each line must be one whole object, or the file",
+            "line 2 is not valid JSON .*; write one object per line, or one array",
         ),
         (b"7\n", "line 1: a row is int, not an object"),
         (b'{"text": "\\ud83d"}\n', "line 1: .*surrogates not allowed"),

@@ -246,7 +246,7 @@ def test_damaged_tables(tmp_path, name, content, capfd):
     ("source", "options", "message"),
     [
         ("tale", {}, "there are tales, pysource, .*did you mean tales"),
-        ("tales", {"path": "x"}, "data.path is set, but data.source=tales does not read it"),
+        ("tales", {"path": "x"}, "data.path has no effect with data.source=tales"),
         ("pysource", {"config": "x"}, "data.config is set"),
         ("repeated_random", {"column": "x"}, "data.column is set"),
         ("text", {"path": "x", "split": "test"}, "data.split is set"),
@@ -263,7 +263,7 @@ def test_damaged_tables(tmp_path, name, content, capfd):
         ("parquet", {"path": "x", "config": "x"}, "data.config is set"),
         ("tales", {"max_documents": 0}, "data.max_documents=0"),
         ("text", {}, "needs data.path=a file, folder or glob"),
-        ("hub", {}, "needs data.path=a dataset's name or folder"),
+        ("hub", {}, "needs data.path; set it to the name or folder of a dataset"),
         ("text", {"path": "/nowhere/at/all.txt"}, "data.path=/nowhere/at/all.txt does not exist"),
         ("jsonl", {"path": "/nowhere/*.jsonl"}, "matches no jsonl file"),
         ("parquet", {"path": str(ROOT / "data")}, "holds no parquet file"),
@@ -280,7 +280,7 @@ def test_a_folder_at_home_and_a_pipe(tmp_path, monkeypatch):
     (tmp_path / "texts" / "a.txt").write_text("one text")
     assert [document.text for document in open_source("text", path="~/texts").documents()] == ["one text"]
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="data.path=.*pipe is not a regular file; give a file"):
+    with pytest.raises(UserError, match="data.path=.*pipe is not a regular file; set a file"):
         open_source("text", path=str(tmp_path / "pipe"))
 
 

@@ -344,9 +344,13 @@ def test_split_merges_the_lowest_pair_first(token):
             "add_prefix_space is True",
         ),
         ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "split_special_tokens": true}', "split_special"),
-        ("generation_config.json", '{"eos_token_id": -1}', "no ids of EOS tokens .eos_token_id in generation_config"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": -1}',
+            "not valid EOS token ids .eos_token_id in generation_config",
+        ),
         ("generation_config.json", '{"eos_token_id": 5000}', "cannot be used"),
-        ("config.json", '{"eos_token_id": "x"}', "no ids of EOS tokens"),
+        ("config.json", '{"eos_token_id": "x"}', "not valid EOS token ids"),
         ("added_tokens.json", '{"<new>": 900}', "not add the token '<new>'"),
         ("special_tokens_map.json", '{"unk_token": {"content": "<unk>"}}', "not add the token '<unk>'"),
         (
