@@ -76,7 +76,7 @@ class PackedDataset:
         self.stride = seq_len if stride is None else stride
         can_overlap = packing == "contiguous" and prefix_len <= 1
         if not 1 <= self.stride <= seq_len or (self.stride < seq_len and not can_overlap):
-            bounds = f"use 1 to {seq_len} (the context length)"
+            bounds = f"use 1 to the context length, {seq_len}"
             needs = "overlap needs contiguous windows and a model without a prefix"
             raise UserError(f"the stride is {self.stride} tokens; {bounds}; {needs}")
         masked = [shard for shard in tokens.shards if document_masking and shard.loss_mask is not None]

@@ -23,7 +23,7 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
                     line += file.read(MAX_ROW_BYTES)  # an array may span many lines
                 has_begun = has_begun or bool(line.strip())
                 if len(line) >= MAX_ROW_BYTES:
-                    raise ValueError(f"the row is longer than {MAX_ROW_BYTES >> 20} MB; split it")
+                    raise ValueError(f"the row is longer than {MAX_ROW_BYTES >> 20} MB")
                 text = line.decode("utf-8-sig")
                 rows = json.loads(text) if text.strip() else []
                 if b"\\u" in line:  # raises for half of a surrogate pair

@@ -64,7 +64,7 @@ def _check_cache(config: ThinkerConfig, dtype: torch.dtype, cache: KVCache, docu
     if not isinstance(cache, KVCache):
         raise UserError(f"cache is {describe(cache)}; it must come from model.new_cache()")
     if document_ids is not None:
-        raise UserError("document_ids cannot be combined with a cache; pass only one of them")
+        raise UserError("document_ids cannot be combined with a cache; pass only one")
     if (len(cache.layers), cache.head_dim) != (config.n_layers, config.head_dim):
         raise UserError("the cache was made for a model of another shape; create one with model.new_cache()")
     if cache.dtype != dtype:

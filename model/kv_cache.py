@@ -195,8 +195,8 @@ class KVCache:
             raise UserError(f"{used}, so {length} more do not fit; raise max_len in new_cache(max_len=...)")
         if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
             raise UserError(
-                f"{length} positions after {min(starts)} split the bidirectional prefix; pass all of its {self.prefix} "
-                "positions in the first call"
+                f"{length} positions after {min(starts)} split the bidirectional prefix; pass the first {self.prefix} "
+                "positions in one call"
             )
         self.lengths = [start + length for start in starts]
         self.high_water_before = self.high_water

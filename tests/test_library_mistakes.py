@@ -202,17 +202,17 @@ def test_score_refuses_what_is_no_number(n_top):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"document_ids": "x"}, "^document_ids must be a tensor"),
+        ({"document_ids": "x"}, "^document_ids is 'x'; it must be a tensor"),
         ({"document_ids": IDS.float()}, "^document_ids is torch.float32; it must be int64"),
         ({"targets": IDS.float()}, "^targets is torch.float32; it must be int64"),
-        ({"targets": IDS[..., None]}, r"^targets must be a tensor \(2, 3\)"),
+        ({"targets": IDS[..., None]}, r"^targets is .*; it must be a tensor of shape \(2, 3\)"),
         (
             {"targets": IDS.to("meta")},
             r"^targets is on meta, but the model is on cpu; use targets.to\(model.device\)",
         ),
         ({"cache": "x"}, r"^cache is 'x'; it must come from model.new_cache\(\)"),
         ({"cache": OTHER.new_cache(2)}, "model of another shape"),
-        ({"cache": MODEL.new_cache(2), "document_ids": IDS}, "do not go with a cache"),
+        ({"cache": MODEL.new_cache(2), "document_ids": IDS}, "cannot be combined with a cache"),
         ({"cache": MODEL.new_cache(2, 2)}, "cache"),
         ({"cache": MODEL.new_cache(3)}, "cache"),
         ({"targets": IDS, "last_logits_only": True}, "^last_logits_only cannot be combined with targets"),

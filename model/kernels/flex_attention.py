@@ -19,8 +19,7 @@ MIN_HEAD_DIM = 16  # required by the kernel
 class FlexAttention:
     """FlexAttention (Dong et al. 2024, arXiv:2412.05496) for one pattern, prepared once per pass for all layers.
 
-    `query`: positions and ids of queries and keys, (T,) or (B, T) each. On CPUs it computes all scores, without
-    gradients.
+    `query`: positions and ids of queries and keys, (T,) or (B, T) each. On CPUs: all scores, no gradients.
     """
 
     def __init__(self, pattern: Pattern, query: TokenInfo, n_heads: int, alibi_slopes: Tensor | None) -> None:

@@ -102,7 +102,7 @@ def test_what_a_form_cannot_is_refused(trained):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["model.attention=windows(8)"], "there is no windows; did you mean window?"),
+        (["model.attention=windows(8)"], "no pattern windows; did you mean window?"),
         (["model.attention=LG"], "needs model.window"),
         (
             ["model.attention=prefix(4)", "data.document_masking=true"],

@@ -209,7 +209,7 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--context", "1"], "not a list of lengths"),
         (["--confidence", "0.9999999999999999"], "0.9999"),
         (["--long", "--max-tokens", "9"], "--max-tokens goes with --source"),
-        (["--context", "16,32", "--stride", "17", "--device", "cpu"], "use 1 to 16 (the context length)"),
+        (["--context", "16,32", "--stride", "17", "--device", "cpu"], "use 1 to the context length, 16"),
         (["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"], "needs contiguous windows"),
         (["--context", "9999999", "--device", "cpu"], "a --context of 9999999 is longer than the text"),
         (["--stride", "9999999", "--device", "cpu"], "the stride is 9999999 tokens"),

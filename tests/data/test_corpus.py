@@ -100,7 +100,7 @@ def test_mistakes_in_a_file_of_tokens(tmp_path, quick):
     with pytest.raises(UserError, match="is not a file"):
         quick(**options, **path_tokenizer, val_tokens=str(tmp_path))
     for bad in ({}, {"source": "text", "path": str(tmp_path / "a.jsonl")} | path_tokenizer):
-        with pytest.raises(UserError, match="needs a source of documents, and"):
+        with pytest.raises(UserError, match="needs a source of documents and"):
             quick(**{**options, **bad}, val_tokens=str(tmp_path / "val.bin"))
 
 
@@ -320,7 +320,7 @@ def test_a_bound_that_leaves_documents_out_says_so(tmp_path, quick, capsys, fold
 def test_a_vocabulary_smaller_than_asked_for_says_so(tmp_path, quick, capsys):
     (tmp_path / "a.txt").write_text("the cat and the other cat " * 20)
     corpus = quick(source="text", path=str(tmp_path / "a.txt"), tokenizer="bpe:5000")
-    assert f"too short for bpe:5000: the vocabulary has {corpus.tokenizer.vocab_size} tokens" in capsys.readouterr().err
+    assert f"too short for bpe:5000; the vocabulary has only {corpus.tokenizer.vocab_size} tokens" in capsys.readouterr().err
     assert corpus.tokenizer.vocab_size < 300
 
 
@@ -341,7 +341,7 @@ def test_an_empty_split(tmp_path, quick):
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
 def test_wrong_fractions(quick, fraction):
-    with pytest.raises(UserError, match="it must lie between 0 and 1"):
+    with pytest.raises(UserError, match="use a fraction between 0 and 1"):
         quick(source="pysource", val_fraction=fraction)
 
 

@@ -356,7 +356,7 @@ def test_split_merges_the_lowest_pair_first(token):
         (
             "tokenizer.json",
             '{"model": {"type": "New"}, "added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}',
-            "refuses",
+            "rejects",
         ),
         ("tokenizer_config.json", "{}", "no BOS or EOS token"),
     ],
@@ -374,7 +374,7 @@ def test_files_that_are_none_are_refused_by_name(tmp_path, name, content, messag
     [
         (lambda content: content["model"].update(dropout=0.1), "dropout"),
         (lambda content: content["model"].update(continuing_subword_prefix="##"), "continuing_subword_prefix is '##'"),
-        (lambda content: content["added_tokens"][0].update(id=float("inf")), "is not valid"),
+        (lambda content: content["added_tokens"][0].update(id=float("inf")), "has an invalid id"),
         (lambda content: content["added_tokens"].append(content["added_tokens"][0]), "a token twice"),
         (
             lambda content: content["added_tokens"].append(content["added_tokens"][0] | {"id": 9, "content": "e"}),

@@ -275,7 +275,7 @@ def test_defaults_are_put_in():
         ({"type": "yarm", "factor": 2}, "type is 'yarm'; choose from: .*did you mean yarn?"),
         ({"type": ["yarn"], "factor": 2}, r"type is \['yarn'\]; choose from: linear"),
         ({"type": "longrope", "factor": 2}, "type is 'longrope'; choose from: linear, dynamic, yarn, llama3"),
-        ({"rope_type": "yarn"}, "no key 'rope_type'; did you mean type?"),
+        ({"rope_type": "yarn"}, "unknown key 'rope_type'; did you mean type?"),
         ({**YARN, "factor": 2, "original_max_position_embeddings": 8}, "did you mean original_max_seq_len?"),
         ({"type": "linear", "factor": 2, 3: 4}, "model.rope_scaling has an unknown key 3"),
         ({"type": "linear"}, "factor is None; with type linear it must be a number from 1 to"),
