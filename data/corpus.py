@@ -156,7 +156,7 @@ def _build(
             print(f"training {spec} on {source.name} ...", file=sys.stderr)
         tokenizer = make_tokenizer(spec, training_texts())
         if spec.startswith("bpe:") and (size := tokenizer.vocab_size) < int(spec[4:]):
-            print(f"the text is too short for {spec}; the vocabulary has only {size} tokens", file=sys.stderr)
+            print(f"the text is too short for {spec}; the vocabulary has {size} tokens", file=sys.stderr)
     tokenizer.save(folder)
     if val_tokens is not None:
         documents = split_documents(source, val_fraction, read_documents(val_tokens, tokenizer))

@@ -73,7 +73,7 @@ def hook_points(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, Patch]) -> Iterator[ActivationCache]:
     """Record the named activations of every pass and apply the patches; `*` matches one part of a name.
 
-    Later hooks see the patches of earlier hooks. Not for compiled models or threads. Raises UserError for unknown names.
+    Later hooks see earlier patches. Not for compiled models or threads. Raises UserError for unknown names.
     """
     check_types({"patches": Mapping}, {"patches": patches})
     cache, points = ActivationCache(), hook_points(model)

@@ -320,7 +320,7 @@ def test_a_bound_that_leaves_documents_out_says_so(tmp_path, quick, capsys, fold
 def test_a_vocabulary_smaller_than_asked_for_says_so(tmp_path, quick, capsys):
     (tmp_path / "a.txt").write_text("the cat and the other cat " * 20)
     corpus = quick(source="text", path=str(tmp_path / "a.txt"), tokenizer="bpe:5000")
-    assert f"too short for bpe:5000; the vocabulary has only {corpus.tokenizer.vocab_size} tokens" in capsys.readouterr().err
+    assert f"too short for bpe:5000; the vocabulary has {corpus.tokenizer.vocab_size} tokens" in capsys.readouterr().err
     assert corpus.tokenizer.vocab_size < 300
 
 

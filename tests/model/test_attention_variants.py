@@ -390,7 +390,7 @@ def test_far_keys_alone_are_told_apart_in_16_bits(random_model):
         ({"attention": "(window(8)) and (global(2))"}, r"window\(8\) and global\(2\) is not a pattern"),
         ({"attention": "heads(heads(full, window(2)), window(3))"}, "heads cannot be nested"),
         ({"attention": "heads(full, heads(full, window(2)) | window(3))"}, "heads cannot be nested"),
-        ({"attention": "window(4) | token(3, 61)"}, "names token 61, which is not in the vocabulary \(0 to 60\)"),
+        ({"attention": "window(4) | token(3, 61)"}, r"names token 61, which is not in the vocabulary \(0 to 60\)"),
         ({"attention": "bigbird(4, 2, 4, 300)"}, "the maximum is 256"),
         ({"attention": "LG"}, "needs model.window"),
         ({"attention": "full", "window": 4}, "model.window has no effect"),
