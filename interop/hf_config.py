@@ -175,7 +175,7 @@ def hf_model_type(config: ThinkerConfig) -> str:
     if config.qk_norm or config.attention_bias:
         return "qwen3" if config.qk_norm else "qwen2"
     if windows and "full" in layers:
-        raise UserError("cannot export windows in only some layers without QK-norm or biases; use window in all layers")
+        raise UserError("cannot export windows in only some layers; use QK-norm, biases or the same window everywhere")
     return "mistral" if windows else "llama"
 
 

@@ -218,7 +218,7 @@ def test_peft_loads_exported_adapters(make_trainer, base, tmp_path):
     plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
     with pytest.raises(UserError, match="has no adapters"):
         save_adapter(plain, model.config, base, tmp_path / "adapter")
-    with pytest.raises(UserError, match=r"model.max_seq_len is 999, .* which an adapter cannot change"):
+    with pytest.raises(UserError, match=r"model.max_seq_len is 999 but .* which an adapter cannot change"):
         save_adapter(checkpoint, dataclasses.replace(model.config, max_seq_len=999), base, tmp_path / "adapter")
 
 
