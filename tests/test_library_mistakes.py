@@ -223,7 +223,7 @@ def test_arguments_of_a_pass(arguments, message):
 
 
 def test_tokens_and_embeddings_of_a_pass():
-    refused(lambda: MODEL(IDS.to("meta")), "^tokens are on meta")
+    refused(lambda: MODEL(IDS.to("meta")), "^tokens is on meta")
     for dtype in (torch.int64, torch.complex64):
         refused(partial(MODEL, embeddings=torch.ones(2, 3, 32, dtype=dtype)), "^embeddings is ")
 

@@ -204,7 +204,7 @@ def test_hub_on_a_local_folder(tmp_path, streaming, monkeypatch):
     }.items():
         with pytest.raises(UserError, match=message):
             texts("hub", **options, **{wrong: "nope"})
-    with pytest.raises(UserError, match="row 0 .* holds int, not text"):
+    with pytest.raises(UserError, match="row 0 .* is int, not text"):
         texts("hub", **options, column="n")
     assert key("hub", **options) == key("hub", path=str(folder))
     write_jsonl(folder / "test.jsonl", [{"text": "changed", "n": 0}])

@@ -285,7 +285,7 @@ def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
     content["model"]["merges"] = content["model"]["merges"][60:]
     content["model"]["ignore_merges"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(RunError, match="otherwise"):
+    with pytest.raises(RunError, match="differently"):
         verify_hf_export(model, tokenizer, tmp_path)
 
 
