@@ -39,7 +39,7 @@ def test_long_tables_and_plot(run_script, tiny_run, tmp_path):
     assert completed.returncode == 0, completed.stderr
     assert "trained length  32\n" in completed.stdout
     assert "no needle test" in completed.stdout
-    assert completed.stdout.count("beyond the training") == 3
+    assert completed.stdout.count("beyond the trained length") == 3
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -67,7 +67,7 @@ def test_trained_length_and_windows_of_a_short_text(command, tiny_run, tmp_path,
     assert "trained length  16\n" in output
     assert "  16-31  " in output
     assert "the text is shorter; the windows have" in output
-    with pytest.raises(UserError, match="it must be a table such as"):
+    with pytest.raises(UserError, match="use a mapping such as"):
         command(run, "--long", "--rope-scaling", "", "--device", "cpu")
 
 
@@ -184,7 +184,7 @@ def test_learned_positions_limit_long_windows(command, tiny_run, random_model, c
     assert command(tiny_run, "--long", "--windows", 2, "--device", "cpu") == 0
     output = capsys.readouterr().out
     assert "the model has 32 learned positions" in output
-    assert "beyond the training" not in output
+    assert "beyond the trained length" not in output
     with pytest.raises(UserError, match="RoPE"):
         command(tiny_run, "--long", "--rope-scaling", YARN, "--device", "cpu")
 
@@ -209,10 +209,10 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--context", "1"], "not a list of lengths"),
         (["--confidence", "0.9999999999999999"], "0.9999"),
         (["--long", "--max-tokens", "9"], "--max-tokens goes with --source"),
-        (["--context", "16,32", "--stride", "17", "--device", "cpu"], "between 1 and the context length, 16"),
+        (["--context", "16,32", "--stride", "17", "--device", "cpu"], "use 1 to the context length, 16"),
         (["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"], "needs contiguous windows"),
         (["--context", "9999999", "--device", "cpu"], "a --context of 9999999 is longer than the text"),
-        (["--stride", "9999999", "--device", "cpu"], "a stride of 9999999 tokens"),
+        (["--stride", "9999999", "--device", "cpu"], "the stride is 9999999 tokens"),
         (["--tasks", "x", "--include", "nowhere"], "nowhere is not a folder"),
         (["--tasks", "x", "--shots", "-1"], "--shots is -1; it must be at least 0"),
         (["--tasks", " ,"], "--tasks names no task; give some, such as hellaswag"),
@@ -222,7 +222,7 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--long", "--source", "text"], "--path"),
         (["--long", "--path", "README.md"], "--source text"),
         (["--long", "--source", "text", "--path", "nowhere.txt"], "nowhere.txt"),
-        (["--long", "--rope-scaling", "{type: yarn"], "is not a table"),
+        (["--long", "--rope-scaling", "{type: yarn"], "is not a mapping"),
         (["--long", "--rope-scaling", "{type: jarn}"], "did you mean yarn"),
         (["--long", "--checkpoint", "step-7"], "no checkpoint step-7"),
         (["--long", "--device", "tpu"], "tpu"),

@@ -72,7 +72,7 @@ def test_greedy_equals_temperature_zero(tiny_run):
 def test_the_best_checkpoint_and_a_checkpoint_by_path_or_step(tiny_run):
     best = next((tiny_run / "checkpoints").glob("best-*"))
     assert find_checkpoint(tiny_run, "40") == find_checkpoint(tiny_run, "step-00000040")
-    with pytest.raises(UserError, match="has no checkpoint step-00000041; there are: step-00000038, step-00000040"):
+    with pytest.raises(UserError, match="has no checkpoint step-00000041 .available: step-00000038, step-00000040"):
         find_checkpoint(tiny_run, "41")
     common = ["--prompt", "Line", "--greedy", "--max-new-tokens", "15"]
     by_name = run_script(GENERATE, tiny_run, "--checkpoint", "best", *common)
@@ -134,7 +134,7 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--stop", b"caf\xe9"], "stop holds a lone surrogate"),
         (["--max-new-tokens", "many"], "invalid int value"),
         (["--device", "gpu"], "the device gpu is not available; this machine has:"),
-        (["--checkpoint", "newest"], "has no checkpoint newest; there are: step-"),
+        (["--checkpoint", "newest"], "has no checkpoint newest (available: step-"),
         (
             ["--prompt", "word " * 100],
             "the model's context is 32; shorten it to at most 32 tokens, or set with --window",
