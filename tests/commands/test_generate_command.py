@@ -108,7 +108,7 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--stop", ""], "none of them empty"),
         (["--presence-penalty", "nan"], "presence_penalty is nan"),
         (["--frequency-penalty", "inf"], "frequency_penalty is inf"),
-        (["--logit-bias", "5"], "--logit-bias 5 is not a token id, = and a number"),
+        (["--logit-bias", "5"], "--logit-bias 5 is not ID=X, a token id and a number"),
         (["--logit-bias", "5=1", "--logit-bias", "5=-inf"], "token ids, each once"),
         (["--logit-bias", "9999=1"], "logit_bias names the token 9999; the vocabulary ends at"),
         (["--logprobs", "-1"], "logprobs is -1"),
@@ -120,17 +120,17 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--speculate", "2", "--window", "8"], "a window does not go with speculate"),
         (["--no-cache", "--speculate", "2"], "speculate needs the cache"),
         (["--score", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["--score", "x", "--top-k", "5"], "--top-k does not go with --score"),
-        (["--score", "x", "--greedy"], "--greedy does not go with --score"),
-        (["--score", "x", "--prompt", "y"], "--prompt does not go with --score"),
+        (["--score", "x", "--top-k", "5"], "--top-k has no effect with --score"),
+        (["--score", "x", "--greedy"], "--greedy has no effect with --score"),
+        (["--score", "x", "--prompt", "y"], "--prompt has no effect with --score"),
         (["--interactive", "--score", "x"], "not allowed with argument --interactive"),
         (["--greedy", "--temperature", "1"], "not allowed with argument --greedy"),
         (["--interactive", "--prompt-file", "-"], "both read standard input"),
-        (["--interactive", "--json"], "--json does not go with --interactive"),
+        (["--interactive", "--json"], "--json has no effect with --interactive"),
         (["--prompt", "a", "--prompt-file", "b"], "not allowed with argument --prompt"),
         (["--prompt-file", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["--prompt", b"\xff\xfe"], "--prompt is not UTF-8"),
-        (["--chat", "--system", b"\xff\xfe"], "--system is not UTF-8"),
+        (["--prompt", b"\xff\xfe"], "--prompt is not valid UTF-8"),
+        (["--chat", "--system", b"\xff\xfe"], "--system is not valid UTF-8"),
         (["--stop", b"caf\xe9"], "stop holds a lone surrogate"),
         (["--max-new-tokens", "many"], "invalid int value"),
         (["--device", "gpu"], "the device gpu is not available; this machine has:"),
@@ -167,7 +167,7 @@ def test_a_prompt_file_that_is_not_utf8(tiny_run, tmp_path):
         completed = run_script(GENERATE, tiny_run, flag, latin)
         assert (completed.returncode, completed.stdout) == (2, "")
         assert completed.stderr.splitlines() == [
-            f"error: {latin} is not UTF-8 (byte 3); convert it, for example with iconv"
+            f"error: {latin} is not valid UTF-8 (byte 3); convert it, for example with iconv"
         ]
 
 

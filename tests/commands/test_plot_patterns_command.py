@@ -96,7 +96,7 @@ def test_text_from_another_folder(tmp_path):
         (["LLLG"], "LLLG is not a list of layers: the letters are L (model.window) and G (full)"),
         (["random(1, 16777216)"], "random(1, 16777216) has 16,777,216; the maximum is 256"),
         (["linear(16777216)"], "linear(16777216) has 16,777,216; the maximum is 65,536"),
-        (["--length", "0"], "--length is 0; it must be from 1 to 128"),
+        (["--length", "0"], "--length is 0; use 1 to 128"),
         (["--heads", "two"], "invalid int value: 'two'"),
     ],
 )
@@ -112,7 +112,7 @@ def test_mistakes(arguments, message, tmp_path):
     [
         ("nowhere/a.png", "cannot write nowhere/a.png: its folder does not exist or is not writable"),
         (".", "cannot write .: it is a folder"),
-        ("a.jpg", "cannot plot into a.jpg: plots are PNG files; give a name that ends in .png"),
+        ("a.jpg", "cannot write plot a.jpg: plots are PNG files; give a name that ends in .png"),
     ],
 )
 def test_a_file_that_cannot_be_written(png, reason, tmp_path):
