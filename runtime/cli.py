@@ -37,7 +37,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """Create a parser. `examples`: the arguments of command lines to print at the end of the help."""
         super().__init__(**{"formatter_class": HelpFormatter} | options)
         command = f"python {sys.argv[0]}" if sys.argv[0].endswith(".py") else os.path.basename(sys.argv[0])
-        lines = [" ".join((command, *self.prog.split()[1:], example)) for example in examples]
+        lines = [" ".join((command, *self.prog.split()[1:], example)).rstrip() for example in examples]
         self.epilog = "\n  ".join(("examples:", *lines)) if lines else self.epilog
 
     def add_model(self, name: str, metavar: str, model_help: str = "") -> None:

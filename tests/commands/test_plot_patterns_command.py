@@ -111,7 +111,7 @@ def test_mistakes(arguments, message, tmp_path):
     ("png", "reason"),
     [
         ("nowhere/a.png", "cannot write nowhere/a.png: its folder does not exist or is not writable"),
-        (".", "cannot write .: it is a folder"),
+        (".", "cannot write .: it is a folder; give a file name"),
         ("a.jpg", "cannot write plot a.jpg: plots are PNG files; give a name that ends in .png"),
     ],
 )
