@@ -76,5 +76,5 @@ class ChatConversation(Conversation):
         if self._n_unseen and "unseen" not in self._said:
             self._said.add("unseen")
             length = self.generator.context_len
-            yield f"chat longer than the context ({length} tokens): the oldest turns are dropped (see --no-slide)"
+            yield f"the context of {length} tokens is full: the oldest turns of the chat are dropped (see --no-slide)"
         yield from super().news()

@@ -78,15 +78,13 @@ class Generator:
         config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
         if self.tokenizer.vocab_size > config.vocab_size:
             raise UserError(
-                f"the tokenizer has {self.tokenizer.vocab_size} ids and the model {config.vocab_size}; use the model's own"
+                f"the tokenizer has {self.tokenizer.vocab_size} ids, more than the model's {config.vocab_size}"
             )
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; use at least 0, and only with a window")
         if window is not None and not 1 <= window <= config.max_seq_len - sinks:
             limit = f"the trained context ({config.max_seq_len} tokens)"
-            raise UserError(
-                f"window is {window} and sinks is {sinks}; use a window of at least 1, and both within {limit}"
-            )
+            raise UserError(f"window is {window}, sinks is {sinks}; use window >= 1, and a sum of at most {limit}")
         if not 0 <= speculate <= 64:
             raise UserError(f"speculate is {speculate}; use 0 (off) to 64 drafted tokens per step")
         for name, value in {"window": window, "speculate": speculate, "compile": compile}.items():
@@ -94,7 +92,7 @@ class Generator:
                 raise UserError(f"{name} needs the KV cache; use use_cache=True")
         if window is not None and (speculate or compile):
             raise UserError(
-                f"window cannot be combined with {'speculate' if speculate else 'compile'}; use only one of them"
+                f"window cannot be combined with {'speculate' if speculate else 'compile'}; use one of them"
             )
         if (window is not None or compile) and not config.is_plain:
             name, has = "compile" if compile else "window", f"{config.attention}, model.positions={config.positions}"
@@ -102,7 +100,7 @@ class Generator:
         patterns = config.patterns if draft is None else (*config.patterns, *draft.config.patterns)
         if speculate and any(pattern.n_features for pattern in patterns):
             raise UserError(
-                "speculate does not support linear attention, whose state cannot be rolled back; use speculate=0"
+                "speculate does not support linear attention (its state cannot be rolled back); leave it out"
             )
         if draft is None:
             return
@@ -110,13 +108,9 @@ class Generator:
         if not speculate:
             raise UserError("draft needs speculate; set it to the number of tokens to draft per step")
         if n_draft_ids != n_ids:
-            raise UserError(
-                f"the draft model has {n_draft_ids} token ids and the model {n_ids}; use models with one tokenizer"
-            )
+            raise UserError(f"the draft model has {n_draft_ids} token ids, the model {n_ids}; use the same tokenizer")
         if draft.config.prefix > config.prefix:
-            raise UserError(
-                f"the draft model's bidirectional prefix is {draft.config.prefix}; use one of at most {config.prefix}"
-            )
+            raise UserError(f"the draft's bidirectional prefix is {draft.config.prefix}; use at most {config.prefix}")
         if not draft.config.is_unbounded and (config.is_unbounded or length < config.max_cached_len):
             needed = "an unbounded context" if config.is_unbounded else f"at least {config.max_cached_len}"
             raise UserError(f"the draft model's context is {length} tokens; use a draft model with {needed}")
@@ -186,7 +180,7 @@ class Generator:
         return logits
 
     def decode(self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor) -> Iterator[tuple[int, str]]:
-        """Decode from logits (B, 1, V) until every sequence has ended, yielding (sequence.index, newly certain text)."""
+        """Decode from logits (B, 1, V) until all sequences have ended. Yields (sequence.index, newly certain text)."""
         drafter = PromptLookup(self.speculate) if self.speculate else None
         if self.draft is not None:
             drafter = DraftModel(self.draft, self.speculate, self._prefill_unique)

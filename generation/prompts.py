@@ -41,7 +41,7 @@ def params_list(params: SamplingParams | list[SamplingParams] | None, n_prompts:
         raise UserError(f"params is a {type(params).__name__}; pass a SamplingParams or a list of SamplingParams")
     if len(params) != n_prompts:
         raise UserError(
-            f"params has {len(params)} elements for {n_prompts} prompts; pass one per prompt, or one SamplingParams"
+            f"params has {len(params)} elements for {n_prompts} prompts; pass one per prompt, or one for all"
         )
     return list(params)
 
@@ -55,9 +55,7 @@ def token_lists(
     try:
         lists = [[operator.index(token) for token in tokens] for tokens in prompt_tokens]
     except TypeError:
-        raise UserError(
-            "prompt_tokens has a value that is not a token id; pass a list of integers per prompt"
-        ) from None
+        raise UserError("prompt_tokens is not valid; pass a list of token ids (integers) per prompt") from None
     if len(lists) != len(completions):
         raise UserError(f"prompt_tokens has {len(lists)} lists for {len(completions)} prompts; pass one per prompt")
     return lists
@@ -73,7 +71,7 @@ def check_prompt(
         need = f"the model's bidirectional prefix needs at least {prefix}" if prefix else "it needs at least 1"
         raise UserError(f"{start}; {need}")
     if len(tokens) > max_len:
-        raise UserError(f"{start}, but the context is {max_len}; shorten it to at most {max_len} tokens{hint}")
+        raise UserError(f"{start} and the model's context is {max_len}; shorten it to at most {max_len} tokens{hint}")
     last = tokenizer.vocab_size - 1
     for token, _ in logit_bias:
         if token > last:

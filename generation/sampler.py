@@ -88,7 +88,7 @@ def distribution(
 ) -> Tensor:
     """Return sampling probabilities, (B, V) fp32; at temperature 0, 1 for the most likely token.
 
-    Applied in this order: repetition penalty (Keskar et al. 2019, arXiv:1909.05858: divides positive logits of tokens in the
+    In this order: repetition penalty (Keskar et al. 2019, arXiv:1909.05858: divides positive logits of tokens in the
     text by the penalty and multiplies negative ones), presence penalty, frequency penalty, logit bias, temperature,
     top-k, top-p (Holtzman et al. 2020, arXiv:1904.09751), min-p (Nguyen et al. 2024, arXiv:2407.01082). Each filter
     renormalizes its input and keeps the most likely token. Ties go to the lower token id. A row does not depend on

@@ -72,9 +72,7 @@ class SinkCache(KVCache):
         """As KVCache.append, but new positions always fit. Rows of unequal length append one position at a time."""
         is_even = min(self.lengths) == max(self.lengths)
         if length > 1 and not is_even:
-            raise UserError(
-                f"a sink cache with rows of unequal length cannot append {length} positions; append one at a time"
-            )
+            raise UserError(f"rows of a sink cache have unequal lengths; append 1 position at a time, not {length}")
         starts = self.reserve(batch_size, length)
         end, begins = max(self.lengths), to_device(starts, self.device)  # (B,)
         positions = torch.arange(length, device=self.device)

@@ -67,7 +67,9 @@ def describe_context_end(generator: Any, completions: list[Completion], max_new_
     lines = {}
     if any(completion.n_slides for completion in completions):
         length, kept = generator.context_len, kept_when_sliding(generator.context_len)
-        lines["slid"] = f"context of {length} tokens full: continued from the newest {kept} (see --no-slide)"
+        lines["slid"] = (
+            f"the context of {length} tokens is full: the text continues from its newest {kept} (see --no-slide)"
+        )
     if any(one.finish_reason == "length" and len(one.token_ids) < max_new_tokens for one in completions):
         hint = "; use --window N for longer texts" if generator.supports_window else ""
         lines["ended"] = f"stopped at the end of the context ({generator.context_len} tokens){hint}"

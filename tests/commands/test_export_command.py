@@ -79,14 +79,14 @@ def chat_goes_beyond_the_context(run_script, run, options):
     lines = "1?\n2?\n3?\n4?\n" + "5? " * 30 + "\n/undo\n6?\n/show\n"
     turns = run_script(GENERATE, run, *options, input=lines)
     unseen, refused, removed = turns.stderr.splitlines()[1:]
-    assert (turns.returncode, removed) == (0, "removed")
-    assert unseen.startswith("the chat no longer fits into the model's context of 32 tokens: ")
+    assert (turns.returncode, removed) == (0, "removed the last turn")
+    assert unseen.startswith("the context of 32 tokens is full: the oldest turns")
     assert refused.startswith("error: the prompt has ")
     assert [number for number in range(1, 8) if f"user: {number}?" in turns.stdout] == [1, 2, 3, 6]
     stopped = run_script(GENERATE, run, *options, "--no-slide", input=lines)
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stderr.count("error: the prompt has ") > 1
-    assert "does not see" not in stopped.stderr
+    assert "oldest turns" not in stopped.stderr
 
 
 def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, run_script, tiny_run, tmp_path, capsys):
@@ -111,7 +111,7 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     assert "Assistant" not in answer.stdout
     turns = run_script(GENERATE, run, *options, "--interactive", input="7?\n\n/show\n")
     assert turns.returncode == 0, turns.stderr
-    assert turns.stderr.splitlines()[1:] == ["error: a message needs text"]
+    assert turns.stderr.splitlines()[1:] == ["error: the message is empty; type some text"]
     assert turns.stdout.startswith(answer.stdout)
     assert turns.stdout.endswith(f"user: 7?\n\nassistant: {answer.stdout}")
     chat_goes_beyond_the_context(run_script, run, [*options, "--interactive"])
