@@ -181,7 +181,7 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
     if arguments.importance is None:
         with tempfile.TemporaryDirectory() as scratch:
             ids = None if tokenizer is None else used_token_ids(folder, tokenizer, Path(scratch))
-        origin = "the whole vocabulary" if ids is None else "those in the run's text"
+        origin = "the whole vocabulary" if ids is None else "the run's text"
         measured_on = prompt, head_reports.random_repeats(model, ids), origin
         if arguments.over_training:
             paths = checkpoint.list_checkpoints(Path(arguments.model) / "checkpoints")

@@ -98,7 +98,7 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "temperature is -1.0; it must be 0"),
+        (["--temperature", "-1"], "temperature is -1.0; use 0"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "0"], "top_k is 0"),
         (["--min-p", "2"], "min_p is 2.0"),
@@ -263,7 +263,7 @@ def test_interactive_by_pipe(tiny_run):
         "error: temperature is '[[[['; use a number or none",
         f"error: temperature is '{'[' * 40}'; use a number or none",
         "error: seed is []; use a whole number of at least 0",
-        "error: logit_bias is [[1]]; it must have distinct token ids, and for each a number up to ±1e100, or -inf",
+        "error: logit_bias is [[1]]; use distinct token ids, each with a number up to ±1e100 or -inf",
         "error: unknown command /set stop; /help lists commands; did you mean /set?",
         "error: logprobs cannot be set in a session; run generate.py --logprobs N without --interactive",
         "min_p = 0.5",

@@ -79,8 +79,8 @@ linear(9) (a sum over features)
 3.5 keys per query, 12.5 at length 24; cache: a state of 9 sums
 """
 LEGEND = (
-    "rows: queries, columns: keys; ██ attended to, ▓▓ attended to, later than the query, "
-    "░░ attended to through sums over features, · masked\n"
+    "rows: queries, columns: keys; ██ attended to, ▓▓ attended to, after the query, "
+    "░░ attended to (sums over features), · masked\n"
 )
 
 
@@ -161,9 +161,9 @@ def test_the_described_cache_is_what_the_cache_keeps(text):
     shape = {"vocab_size": 9, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 64}
     (layer,) = KVCache(ThinkerConfig(**shape, attention=text), 1, 1000, torch.device("cpu"), None).layers
     if isinstance(layer, LinearLayer):
-        kind = f"a state of {layer.sums.shape[2]} sums"
+        kind = f"{layer.sums.shape[2]} sums"
     elif isinstance(layer, RingLayer):
-        kind = f"a ring of {layer.size - layer.n_global}"
+        kind = f"the newest {layer.size - layer.n_global}"
         if layer.n_global:
             kind = f"the first {layer.n_global} and {kind}"
     else:
