@@ -50,19 +50,13 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--presence-penalty", type=float, default=0.0, help="subtract X from logits of generated tokens")
     group.add_argument("--frequency-penalty", type=float, default=0.0, help="the same, for each occurrence")
     bias = {"type": parse_logit_bias, "action": "append", "default": []}
-    group.add_argument(
-        "--logit-bias", **bias, metavar="ID=X", help="add X to a token's logit; -inf bans it; repeatable"
-    )
+    group.add_argument("--logit-bias", **bias, metavar="ID=X", help="add X to a logit, -inf bans a token; repeatable")
     temperature = group.add_mutually_exclusive_group()
     temperature.add_argument("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy")
     temperature.add_argument("--greedy", action="store_true", help="always choose the most likely token")
     group.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens (default: all)")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="keep top tokens up to total probability P (default: all)"
-    )
-    group.add_argument(
-        "--min-p", type=float, metavar="P", help="drop tokens below P times the top probability (default: none)"
-    )
+    group.add_argument("--top-p", type=float, metavar="P", help="keep top tokens of total probability P (default: 1)")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the top one (default: 0)")
     group.add_argument("--seed", type=int, help="seed for reproducible samples (default: random)")
     stop_help = r"stop before TEXT (\n is a line break, \\ a backslash); repeatable"
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", type=unescape, help=stop_help)

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="training runs in parallel, which share the cores")
     parser.add_argument("--rounds", type=int, default=5, help="timing rounds, with a step of each variant")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/ablation"), help="folder of the runs; finished ones are reused"
+        "--folder", type=Path, default=Path("runs/ablation"), help="folder for runs; finished runs are reused"
     )
     parser.add_argument("--only", nargs="*", metavar="VARIANT", help="variants to run, besides full (default: all)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot losses and speeds relative to full attention")

@@ -24,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run to measure")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of a plain step and a resumable step")
-    parser.add_argument(
-        "--saves", type=int, default=9, help="saves in the foreground, and the same number in the background"
-    )
+    parser.add_argument("--saves", type=int, default=9, help="saves in the foreground and in the background, each")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--windows", type=int, default=64, help="windows of the longest length; shorter lengths use the same text"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/extrapolation"), help="folder of the runs; finished ones are reused"
+        "--folder", type=Path, default=Path("runs/extrapolation"), help="folder for runs; finished runs are reused"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot loss by length")
 

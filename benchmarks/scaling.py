@@ -41,9 +41,7 @@ class PowerLaw:
         if len(losses) < min_points:
             raise UserError(f"{len(losses)} sizes are too few to fit a power law; give at least {min_points}")
         if floor is not None and floor >= min(losses):
-            raise UserError(
-                f"a loss of {min(losses):.4f} is below the floor of {floor:.4f}, so a power law cannot be fitted"
-            )
+            raise UserError(f"a loss of {min(losses):.4f} is below the floor of {floor:.4f}, so no power law fits")
         x, y = np.log(compute), np.log(losses)
         floors = np.array([floor]) if floor is not None else np.linspace(0, min(losses), 2000, endpoint=False)
         slopes, intercepts = np.polyfit(x, np.log(np.array(losses)[:, None] - floors), 1)  # (floors,) each
@@ -63,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--minutes", type=float, help="total training time instead of --tokens-per-parameter")
     parser.add_argument("--jobs", type=int, default=1, help="training runs in parallel, which share the cores")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/scaling"), help="folder of the runs; finished ones are reused"
+        "--folder", type=Path, default=Path("runs/scaling"), help="folder for runs; finished runs are reused"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot to write (default: scaling.png in --folder)")
 

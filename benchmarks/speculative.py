@@ -23,12 +23,8 @@ LN_2 = 0.6931471805599453
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=ROOT / "configs" / "pysource.yaml",
-        help="config to train if --run is not finished (default: configs/pysource.yaml)",
-    )
+    config_help = "config to train if --run is not finished (default: configs/pysource.yaml)"
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "pysource.yaml", help=config_help)
     parser.add_argument("--run", default="runs/pysource", help="run directory of --config")
     parser.add_argument("--prompt", type=int, default=96, help="tokens in each prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens to generate")

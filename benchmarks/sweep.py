@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", metavar="WIDTHxLAYERSxHEADS,...", help="model sizes (default: the config's)")
     parser.add_argument("--jobs", type=int, default=1, help="training runs in parallel, which share the cores")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/sweep"), help="folder of the runs; finished ones are reused"
+        "--folder", type=Path, default=Path("runs/sweep"), help="folder for runs; finished runs are reused"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot losses")
 

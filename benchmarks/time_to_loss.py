@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         data = [load_config(run.config, run.overrides).data for run in [*baselines, candidate]]
         if any(section != data[-1] for section in data):
             raise UserError(
-                f"{arguments.baseline} and {arguments.candidate} read different data; their losses cannot be compared"
+                f"{arguments.baseline} and {arguments.candidate} read different data; use the same data section"
             )
         train_all([*baselines, candidate])
     baseline = min(baselines, key=lambda run: run.loss)

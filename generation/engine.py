@@ -77,9 +77,7 @@ class Generator:
     def _check_options(self, compile: bool, draft: Thinker | None) -> None:
         config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
         if self.tokenizer.vocab_size > config.vocab_size:
-            raise UserError(
-                f"the tokenizer has {self.tokenizer.vocab_size} ids, more than the model's {config.vocab_size}"
-            )
+            raise UserError(f"tokenizer has {self.tokenizer.vocab_size} ids, more than the model's {config.vocab_size}")
         if sinks < 0 or (window is None and sinks):
             raise UserError(f"sinks is {sinks}; use at least 0, and only with a window")
         if window is not None and not 1 <= window <= config.max_seq_len - sinks:
@@ -91,17 +89,13 @@ class Generator:
             if value and not self.use_cache:
                 raise UserError(f"{name} needs the KV cache; use use_cache=True")
         if window is not None and (speculate or compile):
-            raise UserError(
-                f"window cannot be combined with {'speculate' if speculate else 'compile'}; use one of them"
-            )
+            raise UserError(f"window cannot be combined with {'speculate' if speculate else 'compile'}; use only one")
         if (window is not None or compile) and not config.is_plain:
             name, has = "compile" if compile else "window", f"{config.attention}, model.positions={config.positions}"
             raise UserError(f"{name} needs full attention, RoPE and plain scores; this model has model.attention={has}")
         patterns = config.patterns if draft is None else (*config.patterns, *draft.config.patterns)
         if speculate and any(pattern.n_features for pattern in patterns):
-            raise UserError(
-                "speculate does not support linear attention (its state cannot be rolled back); leave it out"
-            )
+            raise UserError("speculate does not support linear attention: its state cannot be rolled back; use 0")
         if draft is None:
             return
         n_ids, n_draft_ids, length = config.vocab_size, draft.config.vocab_size, draft.config.max_cached_len

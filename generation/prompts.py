@@ -40,9 +40,7 @@ def params_list(params: SamplingParams | list[SamplingParams] | None, n_prompts:
     if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
         raise UserError(f"params is a {type(params).__name__}; pass a SamplingParams or a list of SamplingParams")
     if len(params) != n_prompts:
-        raise UserError(
-            f"params has {len(params)} elements for {n_prompts} prompts; pass one per prompt, or one for all"
-        )
+        raise UserError(f"params has {len(params)} elements for {n_prompts} prompts; pass one per prompt or only one")
     return list(params)
 
 

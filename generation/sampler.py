@@ -191,6 +191,4 @@ def sample_from_probs(probs: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = probs.double().cumsum(dim=-1)  # (B, V)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, uniforms.to(probs.device)[:, None].double() * total, right=True)  # (B, 1)
-    return torch.minimum(tokens, (cumulative < total).sum(dim=-1, keepdim=True))[
-        :, 0
-    ]  # rounding may produce a larger id
+    return torch.minimum(tokens, (cumulative < total).sum(dim=-1, keepdim=True))[:, 0]  # rounding may exceed V - 1

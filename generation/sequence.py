@@ -23,9 +23,7 @@ class Completion:
     text: str = ""  # without the prompt and without the stop string
     token_ids: list[int] = field(default_factory=list, repr=False)  # all sampled tokens, including end of text
     logprobs: list[float] = field(default_factory=list, repr=False)  # per token under the unmodified model, in nats
-    top_logprobs: list[dict[int, float]] = field(
-        default_factory=list, repr=False
-    )  # of the most likely tokens, per token
+    top_logprobs: list[dict[int, float]] = field(default_factory=list, repr=False)  # most likely tokens, per token
     finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
     prompt_tokens: int = 0  # including the BOS token
     n_evicted: int = 0  # positions that a sink cache had evicted at the end

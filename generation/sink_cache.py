@@ -84,9 +84,7 @@ class SinkCache(KVCache):
         if self.sinks > 0 and end > self.max_len:
             # A query beyond position sinks + window − 1 attends to the sinks from there.
             nearer = (positions - self.max_len + 1).clamp_min(0)  # (T,) or (B, T)
-            cos, sin = (
-                x / self.rope.attention_scaling for x in self.rope(nearer, end, self.dtype)
-            )  # q and k already include it
+            cos, sin = (x / self.rope.attention_scaling for x in self.rope(nearer, end, self.dtype))  # q, k include it
             slots.rotation = cos, sin if length == 1 else -sin  # queries rotate in the other direction
         if length == 1:
             if not is_even:

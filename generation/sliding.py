@@ -66,10 +66,8 @@ def describe_context_end(generator: Any, completions: list[Completion], max_new_
     """Describe what happened at the end of the context: lines to print once, by name."""
     lines = {}
     if any(completion.n_slides for completion in completions):
-        length, kept = generator.context_len, kept_when_sliding(generator.context_len)
-        lines["slid"] = (
-            f"the context of {length} tokens is full: the text continues from its newest {kept} (see --no-slide)"
-        )
+        kept = f"its newest {kept_when_sliding(generator.context_len)} (see --no-slide)"
+        lines["slid"] = f"the context of {generator.context_len} tokens is full: the text continues from {kept}"
     if any(one.finish_reason == "length" and len(one.token_ids) < max_new_tokens for one in completions):
         hint = "; use --window N for longer texts" if generator.supports_window else ""
         lines["ended"] = f"stopped at the end of the context ({generator.context_len} tokens){hint}"

@@ -85,6 +85,5 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         "{bits_per_byte:.4f} bits per byte".format(**numbers)
     )
     if exact is not None:
-        print(
-            f"in fp32: {exact.bits_per_byte:.4f} bits per byte; change with int8: {100 * numbers['cost_of_int8']:+.3f}%"
-        )
+        change = f"change with int8: {100 * numbers['cost_of_int8']:+.3f}%"
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; {change}")

@@ -91,9 +91,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if (arguments.prompt is None) != is_vector_file:
         raise UserError("explain needs a model with --prompt TEXT, or a JSON file (q, k, v) without --prompt")
     if is_vector_file and (arguments.layer, arguments.head, arguments.checkpoint) != (0, 0, "latest"):
-        raise UserError(
-            f"--layer, --head and --checkpoint have no effect with {arguments.model}, a single head; remove them"
-        )
+        raise UserError(f"--layer, --head and --checkpoint have no effect with {arguments.model}; remove them")
 
 
 def explain_vectors(path: Path, query: int) -> Report:

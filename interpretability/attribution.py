@@ -152,9 +152,7 @@ def patch(
     if clean.shape != corrupt.shape:
         raise UserError(f"the prompts have {len(clean)} and {len(corrupt)} tokens; use prompts of equal length")
     if torch.equal(clean, corrupt):
-        raise UserError(
-            "both prompts have the same tokens; change the corrupt prompt where the prediction depends on it"
-        )
+        raise UserError("both prompts have the same tokens; change the corrupt prompt where it affects the prediction")
     predict = partial(predict_logit, model, target, contrast_token, position)
     with model.record(*names) as cache:
         y_clean = predict(tokens=clean[None]).item()

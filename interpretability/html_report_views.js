@@ -195,7 +195,7 @@ function paintLines() {
   $("lines-note").textContent = !isStored(state.layer, state.head)
     ? "Not available: this report does not store this head."
     : !weights
-    ? "Loading ..."
+    ? "Loading."
     : T <= MANY
       ? "Left: queries. Right: keys. Click a token to lock it."
       : `Left: queries. Right: keys. Shown of ${T} tokens: ${MANY} around the marked token, and the ${MANY} ` +

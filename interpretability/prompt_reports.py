@@ -59,9 +59,7 @@ def likeliest_next_token(model: Thinker, prompt: Prompt, position: int, contrast
     """Return the most likely token after a position. Raises UserError if it is `contrast_token`."""
     token = int(model(prompt.tokens[None])[0, position].argmax())
     if token == contrast_token:
-        raise UserError(
-            "--contrast-token is the most likely next token, which is the default target; add --target TOKEN"
-        )
+        raise UserError("--contrast-token is the most likely next token, the default target; add --target TOKEN")
     return token
 
 

@@ -45,7 +45,7 @@ def test_a_run_as_a_folder_that_opens_there_and_here(run_script, tiny_run, tmp_p
     out = tmp_path / "deep" / "model"
     done = run_script(EXPORT, tiny_run, out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "a qwen3 of" in done.stdout
+    assert ": qwen3, " in done.stdout
     assert "64 greedy tokens equal, 5,000 texts tokenized equally" in done.stdout
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in out.iterdir()} == names | {"tokenizer_config.json"}

@@ -226,7 +226,7 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
     assert table.get_by_role("columnheader").all_inner_texts() == report.columns
     assert table.get_by_role("row").count() == 1 + len(report.rows)
     assert table.locator("tbody tr").nth(5).locator("td").all_inner_texts() == report.rows[5]
-    drawn = tab.get_by_alt_text("A plot of the table")
+    drawn = tab.get_by_alt_text("plot of the report")
     assert drawn.evaluate("one => one.complete && one.naturalWidth") > 500
     html_report.write_html_report(
         tmp_path / "b.html",
@@ -235,7 +235,7 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
         shown.explorer,
     )
     both = visit(tmp_path / "b.html")
-    assert both.get_by_alt_text("A plot of the table").count() == 1
+    assert both.get_by_alt_text("plot of the report").count() == 1
     assert tokens(both).count() == shown.T
 
 
