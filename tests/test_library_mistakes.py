@@ -68,8 +68,8 @@ def test_a_generator_needs_a_model_and_its_tokenizer(pair):
 def test_a_tokenizer_of_another_library_is_refused():
     models = pytest.importorskip("tokenizers.models")
     other = pytest.importorskip("tokenizers").Tokenizer(models.BPE())
-    refused(lambda: Generator(MODEL, other), "needs the model's tokenizer, as load.. returns it, not a Tokenizer")
-    refused(lambda: Generator(MODEL, None), "not None")
+    refused(lambda: Generator(MODEL, other), "^tokenizer is a Tokenizer.*pass the model's tokenizer")
+    refused(lambda: Generator(MODEL, None), "is None")
 
 
 def test_a_generator_in_double_precision():
@@ -88,7 +88,7 @@ def test_numbers_of_any_size_and_kind_are_as_floats():
 
 
 def test_a_stop_string_that_no_text_can_hold_is_refused():
-    refused(lambda: SamplingParams(stop=["caf\udce9"]), "^stop holds a lone surrogate")
+    refused(lambda: SamplingParams(stop=["caf\udce9"]), "^stop contains a lone surrogate")
 
 
 @pytest.mark.filterwarnings("error")
@@ -177,7 +177,7 @@ def test_a_cache_of_another_dtype_is_refused():
 
 def test_a_text_with_lone_surrogates_is_refused():
     for call in (Generator(MODEL, TOKENIZER).score, Generator(MODEL, TOKENIZER).generate):
-        refused(partial(call, "caf\udce9"), "holds a lone surrogate, which no text has")
+        refused(partial(call, "caf\udce9"), "contains a lone surrogate")
 
 
 def test_a_model_loads_whatever_the_default_dtype_is(tiny_run):

@@ -141,4 +141,4 @@ def cell(tab, layer, head):
 
 def share(text):
     """A percentage as a number."""
-    return 0.0 if text.startswith("<") else float(text.split()[0]) / 100
+    return 0.0 if text.startswith("<") else float(text.split("%")[0]) / 100
