@@ -1,10 +1,12 @@
 """Write the generated pages of docs/reference/ and configs/schema.json: python scripts/make_reference.py."""
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ from thinker.runtime.cli import ArgumentParser
 from thinker.runtime.errors import run_command
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = {
+COMMANDS = {  # command: the module with its main()
     "train.py": "thinker.train",
     "generate.py": "thinker.generate",
     "scripts/plan.py": "thinker.scripts.plan",
@@ -41,6 +43,14 @@ CLASSES = {
     "thinker.interpretability.reports": ("Prompt",),
 }
 MODULES = tuple(f"thinker.interpretability.{name}" for name in ("heads", "flow", "attribution", "pruning"))
+EXAMPLE = """import torch
+from thinker import Thinker, ThinkerConfig
+
+model = Thinker(ThinkerConfig(vocab_size=4096, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2))
+tokens = torch.randint(4096, (2, 16))                            # (B, T)
+logits = model(tokens)                                           # (B, T, V)
+loss_sum, n_targets = model(tokens, targets=tokens.roll(-1, 1))  # in nats
+"""
 GENERATED = "`python scripts/make_reference.py` generates this page; do not edit it.\n"
 
 
@@ -61,15 +71,37 @@ def commands_markdown() -> str:
     """The commands, each with its options by group."""
     parts = ["# Commands\n", f"Every command and its options. {GENERATED}"]
     for name, module in COMMANDS.items():
-        parts += _command(f"python {name}", import_module(module).build_parser(), "##")
+        parts += _command(name, _parser_of(name, import_module(module).main), "##")
     return _join(parts)
 
 
+def _parser_of(name: str, main: Callable[[], int]) -> argparse.ArgumentParser:
+    """The parser of a command, caught when it is about to parse: commands build and parse in one function."""
+    names, caught = ("parse_known_args", "parse_known_intermixed_args"), []
+
+    def catch(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        caught.append(parser)
+        raise SystemExit
+
+    originals = {name: getattr(argparse.ArgumentParser, name) for name in names}
+    command_line, sys.argv = sys.argv, [name]
+    try:
+        for method in names:
+            setattr(argparse.ArgumentParser, method, catch)
+        with contextlib.suppress(SystemExit):
+            main()
+    finally:
+        sys.argv = command_line
+        for method, original in originals.items():
+            setattr(argparse.ArgumentParser, method, original)
+    return caught[0]
+
+
 def _command(name: str, parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
-    yield f"{heading} {name.removeprefix('python ')}\n"
+    yield f"{heading} {name}\n"
     yield f"{_sentence(parser.description)}\n"
     if parser.epilog:
-        yield f"```text\n{inspect.cleandoc(parser.epilog)}\n```\n"
+        yield _code(inspect.cleandoc(parser.epilog.removeprefix("examples:\n")))
     subcommands = {}
     for group in parser._action_groups:
         rows = []
@@ -86,9 +118,11 @@ def _command(name: str, parser: argparse.ArgumentParser, heading: str) -> Iterat
 
 
 def _option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    value = parser._get_formatter()._format_args(action, action.metavar or (action.dest.upper()))
-    names = " ".join([", ".join(action.option_strings), value]).strip()
-    meaning = parser._get_formatter()._expand_help(action)
+    formatter = parser._get_formatter()
+    is_flag = bool(action.option_strings)
+    name = formatter._get_default_metavar_for_optional(action) if is_flag else action.dest
+    names = " ".join([", ".join(action.option_strings), formatter._format_args(action, name)]).strip()
+    meaning = formatter._expand_help(action)
     return f"| `{_cell(names)}` | {_cell(meaning)} |"
 
 
@@ -96,7 +130,7 @@ def api_markdown() -> str:
     """The public classes and functions with their signatures and docstrings."""
     parts = ["# Python API\n", f"The public classes and functions. {GENERATED}"]
     package = import_module("thinker")
-    parts += ["## thinker\n", "Import these names from `thinker` itself: `from thinker import load`.\n"]
+    parts += ["## thinker\n", "Import these names from `thinker` itself.\n", f"```python\n{EXAMPLE}```\n"]
     for name in PACKAGE_NAMES:
         parts += _document(name, getattr(package, name))
     for module_name, names in CLASSES.items():
