@@ -47,8 +47,8 @@ EXAMPLE = """import torch
 from thinker import Thinker, ThinkerConfig
 
 model = Thinker(ThinkerConfig(vocab_size=4096, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2))
-tokens = torch.randint(4096, (2, 16))                            # (B, T)
-logits = model(tokens)                                           # (B, T, V)
+tokens = torch.randint(4096, (2, 16))  # (B, T)
+logits = model(tokens)  # (B, T, V)
 loss_sum, n_targets = model(tokens, targets=tokens.roll(-1, 1))  # in nats
 """
 GENERATED = "`python scripts/make_reference.py` generates this page; do not edit it.\n"
