@@ -47,11 +47,7 @@ def kept_when_sliding(context_len: int) -> int:
 
 
 def continue_text(generator: Any, tokens: list[int], n_known: int, params: SamplingParams) -> Sequence:
-    """Return a sequence that continues a text of any length, whose tokens after the first `n_known` are new.
-
-    It drops the tokens that sampling to this length would have dropped, but no new ones. Raises UserError if these (or
-    without sliding, the whole text) do not fit into the context.
-    """
+    """Return a sequence that continues a text whose tokens after the first `n_known` are new. May raise UserError."""
     context_len, n_forgotten = generator.context_len, 0
     if generator.slide and len(tokens) > context_len:
         per_slide = context_len + 1 - kept_when_sliding(context_len)

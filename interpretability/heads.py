@@ -50,10 +50,7 @@ def first_token(weights: Tensor) -> Tensor:
 
 
 def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
-    """Rows of n distinct random tokens of `ids` (or a vocabulary of that size), repeated once: (batch, 2n).
-
-    For induction() and duplicate_token(). Raises UserError if there are fewer than n.
-    """
+    """Repeat n distinct random tokens of `ids` (or a vocabulary size): (batch, 2n). Raises UserError if too few."""
     ids = torch.arange(ids) if isinstance(ids, int) else ids
     if len(ids) < n:
         raise UserError(f"cannot sample {n} distinct tokens from {len(ids)}; use a larger vocabulary")

@@ -181,7 +181,7 @@ def test_every_form_of_model(tmp_path, visit, shape, text):
         view(tab, name)
         tokens(tab).first.hover()
         if name == "Attribution" and "token" in str(shape.get("attention")):
-            assert "No attribution to tokens" in tab.locator("#meaning").inner_text()
+            assert "No contributions of tokens" in tab.locator("#meaning").inner_text()
     tokens(tab).last.click()
     for sides in tab.evaluate("state.sides.map(side => side.tokens.map(([token]) => token))"):
         assert len(sides) <= 36
