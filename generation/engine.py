@@ -36,8 +36,7 @@ STEPS_PER_READ = 16  # on a GPU, to synchronize less often
 class Generator:
     """Generates text with a Thinker: batches, streaming, scores, speculative decoding.
 
-    Works on a copy of the weights, so training the model further does not change the Generator. Raises UserError if
-    options contradict each other, or the model does not support one of them.
+    Works on a copy of the weights. Raises UserError if options contradict each other or do not suit the model.
     """
 
     def __init__(

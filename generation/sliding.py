@@ -17,7 +17,6 @@ def decode_sliding(
     """Decode sequences until every text has ended, sliding those that fill the context.
 
     start(sequences) reads them; it returns their cache and the logits after each, (B, 1, V).
-
     When a sequence has context_len + 1 tokens, it continues from its newest context_len // 2 tokens as a new text. The
     samples equal those of reading these tokens from scratch at every step. Penalties still count the whole text.
     """
