@@ -2,6 +2,7 @@
 # make test   install, run all tests
 # make prove  all tests in full: every kill, full disk, malicious file, compiled run and product of options
 # make lint   style and formatting
+# make docs   write the reference pages and build the documentation as a site, in site/
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --disable-pip-version-check
 
@@ -20,6 +21,11 @@ lint: .venv/ready-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
+docs: .venv/ready-dev
+	.venv/bin/python scripts/make_reference.py
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+	@echo "read it: .venv/bin/python -m http.server --directory site 8000, then open http://localhost:8000"
+
 .venv/ready: requirements.txt pyproject.toml
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@echo "installing the packages of requirements.txt into .venv: a minute or more, most of it for torch"
@@ -31,4 +37,4 @@ lint: .venv/ready-dev
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-.PHONY: demo test prove lint
+.PHONY: demo test prove lint docs

@@ -1,4 +1,4 @@
-"""Loss and speed of each attention variant and position encoding: one small model, several seeds, two corpora."""
+"""Loss and speed of attention variants and position encodings, over seeds and two corpora."""
 
 import argparse
 import statistics
@@ -42,13 +42,15 @@ COMMON_OVERRIDES = ["train.eval_every=null", "train.precision=bf16", "train.comp
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="train for fewer steps, to try the benchmark out")
-    parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, which share the cores")
-    parser.add_argument("--rounds", type=int, default=5, help="timing rounds; each variant makes a step in each")
-    parser.add_argument("--folder", type=Path, default=Path("runs/ablation"), help="finished runs here are reused")
-    parser.add_argument("--only", nargs="*", metavar="VARIANT", help="only these variants; full is always included")
-    parser.add_argument("--png", type=Path, help="plot losses and speeds relative to full attention")
+    parser.add_argument("--seeds", type=int, default=3, help="training runs per variant, with seeds 1 to N")
+    parser.add_argument("--steps", type=int, help="training steps, for a quick test (default: 100 or 120 by corpus)")
+    parser.add_argument("--jobs", type=int, default=2, help="training runs in parallel, which share the cores")
+    parser.add_argument("--rounds", type=int, default=5, help="timing rounds, with a step of each variant")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/ablation"), help="folder for runs; finished runs are reused"
+    )
+    parser.add_argument("--only", nargs="*", metavar="VARIANT", help="variants to run, besides full (default: all)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot losses and speeds relative to full attention")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

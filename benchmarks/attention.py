@@ -1,4 +1,4 @@
-"""Time and memory of each attention pattern by sequence length, with their exponents."""
+"""Time and memory of attention patterns by sequence length."""
 
 import argparse
 import math
@@ -33,22 +33,22 @@ N_DECODED = 20  # tokens per timed call
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--patterns", nargs="*", default=list(PATTERNS), help="as in model.attention of a config")
-    parser.add_argument("--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="kernels to compare")
-    parser.add_argument("--lengths", default="512,1024,2048,4096,8192")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=5, help="rounds; each length is timed in each")
-    parser.add_argument("--png", type=Path, help="plot the times on log axes")
+    parser.add_argument("--patterns", nargs="*", default=list(PATTERNS), help="patterns, as in model.attention")
+    parser.add_argument("--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="attention kernels")
+    parser.add_argument("--lengths", default="512,1024,2048,4096,8192", metavar="N,...", help="increasing lengths")
+    parser.add_argument("--heads", type=int, default=4, help="number of heads")
+    parser.add_argument("--head-dim", type=int, default=64, help="dimension of a head")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"), help="data type of q, k and v")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device to time")
+    parser.add_argument("--repeats", type=int, default=5, help="timing rounds; medians are reported")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot times on log axes")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure each pattern with each kernel at each length and print a table."""
     lengths = [int(text) for text in arguments.lengths.split(",") if text.isdecimal()]
     if not lengths or sorted(lengths) != lengths:
-        raise UserError(f"--lengths {arguments.lengths} must be increasing whole numbers, such as 512,1024")
+        raise UserError(f"--lengths is {arguments.lengths}; use increasing whole numbers, such as 512,1024")
     configure_backend(torch.device(arguments.device))
     cases = [(pattern, kernel) for pattern in arguments.patterns for kernel in arguments.kernels]
     rows: list[dict[str, Any]] = []

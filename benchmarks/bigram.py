@@ -1,4 +1,4 @@
-"""One minute of training on `pysource` compared with a bigram model of the same tokens.
+"""A minute of training on pysource compared with a bigram model.
 
 Trains configs/pysource.yaml on the CPU, counts bigrams in the same training tokens and evaluates both on the same
 validation windows. The bigram model is interpolated with the unigram model by Witten and Bell's rule: the more distinct
@@ -20,8 +20,8 @@ from thinker.training.run import build_trainer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--minutes", type=float, default=1.0, help="training time")
-    parser.add_argument("--run", default="runs/bigram-baseline", help="run directory; trained unless it is finished")
+    parser.add_argument("--minutes", type=float, default=1.0, help="training time in minutes")
+    parser.add_argument("--run", default="runs/bigram-baseline", help="run directory; a finished run is reused")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What exact resuming costs: work in every step, and saving in the foreground and in the background."""
+"""Overhead of exact resuming: per step, and per save in foreground and background."""
 
 import argparse
 import statistics
@@ -21,10 +21,10 @@ from thinker.training.trainer import Trainer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of a bare step and a resumable step")
-    parser.add_argument("--saves", type=int, default=9, help="saves in the foreground, and as many in the background")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run to measure")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
+    parser.add_argument("--rounds", type=int, default=15, help="pairs of a plain step and a resumable step")
+    parser.add_argument("--saves", type=int, default=9, help="saves in the foreground and in the background, each")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

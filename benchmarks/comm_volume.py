@@ -1,4 +1,4 @@
-"""Bytes that each rank sends per step, measured on the loopback device and computed."""
+"""Bytes that each rank sends per step, measured on loopback and computed."""
 
 import argparse
 import multiprocessing
@@ -25,14 +25,14 @@ SETTLE_S = 0.1  # seconds in which the loopback device comes to rest
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes (default 2 and 4)")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, over all ranks")
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of a few steps; medians are reported")
-    parser.add_argument("--steps", type=int, default=3, help="steps in a round")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of processes")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--width", type=int, default=256, help="d_model of the model")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step, summed over ranks")
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"], help="training precision")
+    parser.add_argument("--rounds", type=int, default=5, help="timing rounds; medians are reported")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

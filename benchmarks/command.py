@@ -1,29 +1,46 @@
-"""The command line of the benchmarks: a sub-command for each, and one line of JSON at the end."""
+"""Command line of the benchmarks, with a subcommand for each."""
 
-import argparse
 from importlib import import_module
 
 from thinker.benchmarks.environment import record_result
-from thinker.runtime.cli import output_file, png_file
+from thinker.runtime.cli import ArgumentParser, output_file, png_file
 
-BENCHMARKS = (
-    "ablation", "attention", "bigram", "checkpoint_overhead", "comm_volume", "decode", "decode_lengths",
-    "extrapolation", "gpu", "html_report", "linear_cross_entropy", "scaling", "short_context", "speculative",
-    "sweep", "time_to_loss", "train",
-)  # fmt: skip
+BENCHMARKS = {  # by name, the arguments of two examples
+    "ablation": ("--seeds 3 --png ablation.png", "--steps 10 --only 'window(32)' 'topk(16)'"),
+    "attention": ("--png attention.png", "--patterns full 'window(128)' --lengths 512,1024"),
+    "bigram": ("", "--minutes 5 --run runs/bigram-5"),
+    "checkpoint_overhead": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --saves 3"),
+    "comm_volume": ("", "--ranks 2 --layers 8 --precision fp32"),
+    "decode": ("--shape 124m", "--variants fp32,fp32-compiled,int8,bf16@8"),
+    "decode_lengths": ("--png lengths.png", "--shape 124m --window 512"),
+    "extrapolation": ("--png extrapolation.png", "--seeds 1 --steps 10"),
+    "gpu": ("--part A --out gpu-a", "--part A --out rehearsal --rehearse"),
+    "html_report": ("", "--tokens 256 --layers 6"),
+    "linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
+    "scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
+    "short_context": ("", "--tokens 32 --minutes 1 3"),
+    "speculative": ("", "--drafts 4 8 --temperatures 0 --precisions fp32"),
+    "sweep": ("configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --png sweep.png",
+              "configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --shapes 64x4x2,192x5x6 --jobs 2"),
+    "time_to_loss": ("BASELINE.yaml CANDIDATE.yaml", "BASELINE.yaml CANDIDATE.yaml --tune optimizer.lr=0.004,0.008"),
+    "train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
+}  # fmt: skip
 
 
 def main() -> int:
-    """Run the chosen benchmark and record its result. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Runs one benchmark. The last line of its output is JSON.")
+    """Run a benchmark and record its result. Returns the exit status."""
+    description = "Run a benchmark and print its results, with a line of JSON at the end."
+    parser = ArgumentParser(description=description, examples=("decode --shape 124m", "BENCHMARK --help"))
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    for name in BENCHMARKS:
+    for name, examples in BENCHMARKS.items():
         module = import_module(f"thinker.benchmarks.{name}")
         summary = module.__doc__.strip().splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary)
+        command = commands.add_parser(
+            name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary, examples=examples
+        )
         module.add_arguments(command)
-        if name != "gpu":  # which writes several files
-            command.add_argument("--out", type=output_file, metavar="FILE", help="append the line of JSON to this file")
+        if name != "gpu":  # writes its own files
+            command.add_argument("--out", type=output_file, metavar="FILE", help="append the line of JSON to FILE")
         command.set_defaults(run_benchmark=module.run)
     arguments = parser.parse_args()
     if getattr(arguments, "png", None) is not None:

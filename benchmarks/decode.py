@@ -1,4 +1,4 @@
-"""Decoding speed by precision, batch size and compilation, compared with transformers on the same weights."""
+"""Decoding speed by precision, batch size and compilation, compared with transformers."""
 
 import argparse
 import statistics
@@ -28,21 +28,20 @@ CUDA_VARIANTS = "transformers-bf16,transformers-bf16-compiled,bf16,bf16-compiled
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--shape", default="110m", choices=SHAPES)
+    parser.add_argument("--shape", default="110m", choices=SHAPES, help="size of the model")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--prompt", type=int, default=32, help="tokens in the prompt (default 32)")
-    parser.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds; medians are reported (default 5)")
-    parser.add_argument(
-        "--variants", help="[transformers-]PRECISION[-compiled][@BATCH], separated by commas (default: by device)"
-    )
+    parser.add_argument("--prompt", type=int, default=32, help="tokens in the prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--repeats", type=int, default=5, help="timing rounds; medians are reported")
+    variants_help = "list of [transformers-]PRECISION[-compiled][@BATCH] (default: by device)"
+    parser.add_argument("--variants", metavar="NAME,...", help=variants_help)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time every variant and print a table."""
     device = choose_device(arguments.device)
     if arguments.new < 2 or arguments.prompt < 2 or arguments.repeats < 1:
-        raise UserError("--new and --prompt must be at least 2, --repeats at least 1")
+        raise UserError("--new, --prompt or --repeats is too small; use at least 2, 2 and 1")
     names = arguments.variants or (CUDA_VARIANTS if device.type == "cuda" else CPU_VARIANTS)
     model = make_random_model(arguments.shape, arguments.prompt + arguments.new, device)
     variants = [make_variant(model, name, arguments.prompt, arguments.new) for name in names.split(",")]
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
              "decode_tokens_per_second": variant.batch / step_s, "step_bytes": variant.step_bytes,
              "bandwidth_share": variant.step_bytes / step_s / bandwidth}
         )  # fmt: skip
-    print(f"{'':26} batch  first ms  prefill/s  decode/s  MB per step  of bandwidth")
+    print(f"{'':26} batch  first ms  prefill/s  decode/s  MB per step    bandwidth")
     for row in rows:
         print(
             f"{row['name']:26} {row['batch']:5} {row['first_token_ms']:9.1f} "
@@ -104,7 +103,7 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     supported = [*DTYPES] if is_transformers else [*DTYPES, "int8"]
     if precision not in supported or not (batch_text or "1").isdecimal():
         raise UserError(
-            f"{name} is not a variant; write, for example, transformers-fp32, fp32-compiled, int8 or bf16@8"
+            f"--variants has the unknown {name}; use names such as transformers-fp32, fp32-compiled or bf16@8"
         )
     batch, dtype = int(batch_text or 1), DTYPES.get(precision)
     if dtype is None:  # int8, whose activations have another precision

@@ -1,4 +1,4 @@
-"""Time per token by the number of cached tokens, with a full cache and with a sliding window."""
+"""Time per token by cache length, for a full cache and a sliding window."""
 
 import argparse
 import statistics
@@ -23,11 +23,11 @@ MAX_LEN = max(LENGTHS) + 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--shape", default="110m", choices=SHAPES)
+    parser.add_argument("--shape", default="110m", choices=SHAPES, help="size of the model")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--window", type=int, default=256, help="newest tokens that the sliding window keeps")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds; medians are reported (default 5)")
-    parser.add_argument("--png", type=Path, help="plot the times")
+    parser.add_argument("--window", type=int, default=256, help="length of the sliding window in tokens")
+    parser.add_argument("--repeats", type=int, default=5, help="timing rounds; medians are reported")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot times")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Loss at 1, 2 and 4 times the trained length, for each position encoding and for RoPE scaled after training.
+"""Loss at 1, 2 and 4 times the trained length, by position encoding and RoPE scaling.
 
 The same tokens are predicted each time, the last ones of the longest windows; only the length of their context differs.
 """
@@ -29,20 +29,22 @@ SCALINGS = ("linear", "dynamic", "yarn", "llama3")  # of the model with RoPE, wi
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=CORPORA["pysource"][2])
-    parser.add_argument("--jobs", type=int, default=2, help="training runs at a time, which share the cores")
+    parser.add_argument("--seeds", type=int, default=3, help="training runs per encoding, with seeds 1 to N")
+    parser.add_argument("--steps", type=int, default=CORPORA["pysource"][2], help="training steps")
+    parser.add_argument("--jobs", type=int, default=2, help="training runs in parallel, which share the cores")
     parser.add_argument(
-        "--windows", type=int, default=64, help="of the greatest length; shorter ones cut the same text"
+        "--windows", type=int, default=64, help="windows of the longest length; shorter lengths use the same text"
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/extrapolation"), help="finished runs here are reused")
-    parser.add_argument("--png", type=Path, help="plot the loss by length")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/extrapolation"), help="folder for runs; finished runs are reused"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot loss by length")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train each kind of positions, evaluate the same tokens with each length of context, and print a table."""
     if arguments.windows < 1:
-        raise UserError(f"--windows is {arguments.windows}; it must be at least 1")
+        raise UserError(f"--windows is {arguments.windows}; use at least 1")
     file, batch_size, _ = CORPORA["pysource"]
     path = ROOT / "benchmarks" / "configs" / file
     config = load_config(path, [])

@@ -1,4 +1,4 @@
-"""Everything that a GPU is measured with, in two parts of ten minutes: stages with deadlines, results at once."""
+"""All GPU measurements, in two parts of ten minutes."""
 
 import argparse
 import json
@@ -62,11 +62,11 @@ PARTS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--part", choices=PARTS, help="the half to run")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time of the part (default 9)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results.jsonl, log.txt and pictures")
-    parser.add_argument("--rehearse", action="store_true", help="every stage on the CPU at toy size")
-    parser.add_argument("--imports", action="store_true", help="only list the packages that all of this imports")
+    parser.add_argument("--part", choices=PARTS, help="part to run")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the part in minutes")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results.jsonl, log.txt and plots")
+    parser.add_argument("--rehearse", action="store_true", help="run every stage on the CPU at toy size")
+    parser.add_argument("--imports", action="store_true", help="only list the packages that the benchmark imports")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -74,10 +74,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.imports:
         return {"packages": import_closure()}
     if arguments.part is None or arguments.out is None:
-        raise UserError("gpu needs --part A or B and --out DIR, or --imports")
+        raise UserError("gpu needs --part A --out DIR, --part B --out DIR, or --imports")
     os.environ.update(ENVIRONMENT)
     if not arguments.rehearse and not torch.cuda.is_available():
-        raise UserError("there is no CUDA GPU here; --rehearse runs every stage on the CPU")
+        raise UserError("no CUDA GPU is available; --rehearse runs every stage on the CPU")
     end = time.monotonic() + 60 * arguments.minutes - REPORT_SECONDS
     arguments.out.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(arguments.out / "results.jsonl", arguments.part)

@@ -1,4 +1,4 @@
-"""How fast the HTML report of scripts/inspect_model.py opens and responds in Chromium."""
+"""Speed of the HTML report of scripts/inspect_model.py in Chromium."""
 
 import argparse
 import os
@@ -50,10 +50,10 @@ TIME_FRAMES = """async (action) => {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=5, help="how often each page is opened")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens in the prompt")
+    parser.add_argument("--layers", type=int, default=12, help="layers of the model")
+    parser.add_argument("--heads", type=int, default=12, help="heads per layer")
+    parser.add_argument("--repeats", type=int, default=5, help="times that each page is opened")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
-        raise UserError("this needs Chromium: apt-get install chromium")
+        raise UserError("chromium is not installed; run apt-get install chromium")
     explorer = random_explorer(arguments.tokens, arguments.layers, arguments.heads)
     noise = {head: zlib.compress(os.urandom(len(zlib.decompress(data)))) for head, data in explorer.weights.items()}
     rows = []

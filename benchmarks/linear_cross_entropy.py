@@ -1,4 +1,4 @@
-"""Peak memory and time of the chunked LM head and loss, compared with the plain ones, forward and backward."""
+"""Peak memory and time of the chunked LM head and loss, compared with the plain version."""
 
 import argparse
 import multiprocessing
@@ -17,12 +17,12 @@ from thinker.training.metrics import MemoryMeter
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--vocab", type=int, default=50304)
+    parser.add_argument("--vocab", type=int, default=50304, help="vocabulary size")
     parser.add_argument("--rows", type=int, default=8192, help="tokens in the batch")
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--width", type=int, default=768, help="d_model of the model")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to time")
+    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto", help="precision")
+    parser.add_argument("--repeats", type=int, default=3, help="timing rounds; medians are reported")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

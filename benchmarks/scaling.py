@@ -1,4 +1,4 @@
-"""How the loss falls with compute: models of several sizes and a power law fitted to their losses."""
+"""Loss by compute: train several model sizes and fit a power law."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ class PowerLaw:
         if len(losses) < min_points:
             raise UserError(f"{len(losses)} sizes are too few to fit a power law; give at least {min_points}")
         if floor is not None and floor >= min(losses):
-            raise UserError(
-                f"a loss of {min(losses):.4f} is below the floor of {floor:.4f}, so a power law cannot be fitted"
-            )
+            raise UserError(f"a loss of {min(losses):.4f} is below the floor of {floor:.4f}, so no power law fits")
         x, y = np.log(compute), np.log(losses)
         floors = np.array([floor]) if floor is not None else np.linspace(0, min(losses), 2000, endpoint=False)
         slopes, intercepts = np.polyfit(x, np.log(np.array(losses)[:, None] - floors), 1)  # (floors,) each
@@ -54,15 +52,18 @@ class PowerLaw:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for all sizes")
-    parser.add_argument("--shapes", default="48x2x2,64x3x2,96x3x3,128x4x4,192x4x6", metavar="WIDTHxLAYERSxHEADS,...")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file shared by all sizes")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
+    shapes = {"default": "48x2x2,64x3x2,96x3x3,128x4x4,192x4x6", "metavar": "WIDTHxLAYERSxHEADS,..."}
+    parser.add_argument("--shapes", **shapes, help="model sizes")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--tokens-per-parameter", type=float, help="(default 20, which is compute-optimal)")
-    budget.add_argument("--minutes", type=float, help="total training time; sets the tokens per parameter")
-    parser.add_argument("--jobs", type=int, default=1, help="training runs at a time, which share the cores")
-    parser.add_argument("--folder", type=Path, default=Path("runs/scaling"), help="finished runs here are reused")
-    parser.add_argument("--png", type=Path, help="the plot (default: scaling.png in the folder)")
+    budget.add_argument("--tokens-per-parameter", type=float, help="training tokens (default: 20, compute-optimal)")
+    budget.add_argument("--minutes", type=float, help="total training time instead of --tokens-per-parameter")
+    parser.add_argument("--jobs", type=int, default=1, help="training runs in parallel, which share the cores")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/scaling"), help="folder for runs; finished runs are reused"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot to write (default: scaling.png in --folder)")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

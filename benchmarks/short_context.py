@@ -1,4 +1,4 @@
-"""How much of `tales` a model can learn from the last 16 tokens alone.
+"""Loss on tales of a model that sees only the last 16 tokens.
 
 Trains the quickstart's model on windows of that length, for longer and longer, and measures the loss of whole
 validation stories in which each token is predicted from such a window. A lower bound that no training can beat is
@@ -23,9 +23,9 @@ LN_2 = 0.6932
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--tokens", type=int, default=16, help="length of the window")
-    parser.add_argument("--minutes", type=float, nargs="+", default=[3.0, 6.0, 12.0], help="training times")
-    parser.add_argument("--stories", type=int, default=300, help="validation stories")
+    parser.add_argument("--tokens", type=int, default=16, help="length of the window in tokens")
+    parser.add_argument("--minutes", type=float, nargs="+", default=[3.0, 6.0, 12.0], help="training times in minutes")
+    parser.add_argument("--stories", type=int, default=300, help="number of validation stories")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

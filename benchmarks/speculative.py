@@ -1,4 +1,4 @@
-"""How much speculative decoding gains on a trained model, by draft length and precision, and what int8 costs."""
+"""Speedup of speculative decoding by draft length and precision, and quality loss of int8."""
 
 import argparse
 import statistics
@@ -23,15 +23,16 @@ LN_2 = 0.6931471805599453
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "pysource.yaml", help="trained if necessary")
-    parser.add_argument("--run", default="runs/pysource", help="its run directory")
-    parser.add_argument("--prompt", type=int, default=96, help="tokens in each prompt (default 96)")
-    parser.add_argument("--new", type=int, default=128, help="tokens to generate (default 128)")
-    parser.add_argument("--prompts", type=int, default=20, help="continuations to time (default 20)")
+    config_help = "config to train if --run is not finished (default: configs/pysource.yaml)"
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "pysource.yaml", help=config_help)
+    parser.add_argument("--run", default="runs/pysource", help="run directory of --config")
+    parser.add_argument("--prompt", type=int, default=96, help="tokens in each prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--prompts", type=int, default=20, help="number of prompts")
     parser.add_argument("--drafts", type=int, nargs="+", default=[2, 3, 5, 8, 15], help="draft lengths")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.8])
-    parser.add_argument("--precisions", default="fp32,bf16,int8")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.8], help="temperatures")
+    parser.add_argument("--precisions", default="fp32,bf16,int8", metavar="NAME,...", help="precisions")
+    parser.add_argument("--repeats", type=int, default=3, help="timing rounds; medians are reported")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether a config is near the best of its neighbourhood: one key at a time, at several model sizes."""
+"""Loss when one key of a config varies, at several model sizes."""
 
 import argparse
 from pathlib import Path
@@ -13,14 +13,16 @@ from thinker.training.optimizers import resolve_learning_rates
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("config", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for all runs")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file to vary")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
     parser.add_argument("--vary", action="append", required=True, metavar="KEY=V1,V2,...",
-                        help="values of one key, x0.5 for half of the config's value; may be repeated")  # fmt: skip
+                        help="values of a key; x0.5 multiplies the config's value; repeatable")  # fmt: skip
     parser.add_argument("--shapes", metavar="WIDTHxLAYERSxHEADS,...", help="model sizes (default: the config's)")
-    parser.add_argument("--jobs", type=int, default=1, help="training runs at a time, which share the cores")
-    parser.add_argument("--folder", type=Path, default=Path("runs/sweep"), help="finished runs here are reused")
-    parser.add_argument("--png", type=Path, help="plot the losses")
+    parser.add_argument("--jobs", type=int, default=1, help="training runs in parallel, which share the cores")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/sweep"), help="folder for runs; finished runs are reused"
+    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot losses")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

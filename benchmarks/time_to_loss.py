@@ -1,4 +1,4 @@
-"""How soon a config reaches the final loss of a baseline config on the same data."""
+"""Time until a config reaches the final loss of a baseline config."""
 
 import argparse
 import tempfile
@@ -14,14 +14,14 @@ from thinker.training.config import load_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("baseline", type=Path, help="the config that sets the loss to reach")
-    parser.add_argument("candidate", type=Path, help="the config that is timed until it reaches that loss")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="for both configs")
+    parser.add_argument("baseline", type=Path, metavar="BASELINE", help="config that sets the target loss")
+    parser.add_argument("candidate", type=Path, metavar="CANDIDATE", help="config to time until it reaches this loss")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of both configs")
+    parser.add_argument("--gpt2", action="store_true", help="train GPT-2 of transformers as the baseline, on the CPU")
     parser.add_argument(
-        "--gpt2", action="store_true", help="train transformers' GPT-2 by the baseline config, on the CPU"
+        "--tune", metavar="KEY=V1,V2,...", help="tune a key of the baseline: train each value, keep the best"
     )
-    parser.add_argument("--tune", metavar="KEY=V1,V2,...", help="train the baseline with each value and keep the best")
-    parser.add_argument("--png", type=Path, help="plot the validation losses")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot validation losses")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         data = [load_config(run.config, run.overrides).data for run in [*baselines, candidate]]
         if any(section != data[-1] for section in data):
             raise UserError(
-                f"{arguments.baseline} and {arguments.candidate} read different data; their losses cannot be compared"
+                f"{arguments.baseline} and {arguments.candidate} read different data; use the same data section"
             )
         train_all([*baselines, candidate])
     baseline = min(baselines, key=lambda run: run.loss)

@@ -1,4 +1,4 @@
-"""Speed and memory of a training step, compared with transformers and a plain GPT on the same shape."""
+"""Speed and memory of a training step, compared with transformers."""
 
 import argparse
 import statistics
@@ -61,13 +61,13 @@ MAX_SECONDS = 24 * 3600.0  # of all variants together
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--shape", choices=SHAPES, default="12m")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto")
-    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each variant")
-    parser.add_argument("--no-baseline", action="store_true", help="leave out transformers")
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--png", type=Path, help="plot the speeds")
+    parser.add_argument("--shape", choices=SHAPES, default="12m", help="size of the model")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="device to time")
+    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto", help="precision")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps per variant; medians are reported")
+    parser.add_argument("--no-baseline", action="store_true", help="skip transformers")
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot speeds")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Text in, batches of token ids out: sources, tokenizers, token shards and windows. Knows nothing of the model."""
+"""Data pipeline: sources, tokenizers, token shards and windows. Independent of the model."""

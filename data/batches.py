@@ -1,4 +1,4 @@
-"""Windows of tokens: how a stream is packed into them, and their order, a pure function of (seed, step)."""
+"""Token windows: packing of a stream, and batches whose order is a pure function of (seed, step)."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -21,9 +21,9 @@ ROUNDS = 8
 def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
     """Apply the pseudorandom permutation of range(size) that `key` selects to indices, (n,) int64.
 
-    A Feistel network over the smallest even number of bits that holds size - 1. A value outside range(size) is permuted
-    again until it falls inside (cycle walking, fewer than 4 rounds on average). There is no table, so memory does not
-    depend on size. Raises IndexError for an index outside range(size).
+    A Feistel network over the smallest even number of bits that can represent size - 1. A value outside range(size) is
+    permuted again until it is inside (cycle walking, fewer than 4 rounds on average). There is no table, so memory does
+    not depend on size. Raises IndexError for an index outside range(size).
     """
     if ((indices < 0) | (indices >= size)).any():
         raise IndexError(f"index {indices} is outside range({size})")
@@ -42,27 +42,27 @@ def permute(indices: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer: every bit of x affects every bit of the result (products wrap at 64 bits)."""
+    """Mix bits with SplitMix64's finalizer: every input bit affects every output bit (products wrap at 64 bits)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class PackedDataset:
-    """Token shards cut into windows: seq_len inputs and their targets, which are the tokens one position later.
+    """Token shards split into windows of seq_len inputs and targets; targets are the tokens one position later.
 
-    Every token except the first BOS token of each shard is a target exactly once; nothing is dropped. Padding has BOS
-    as input and IGNORE_INDEX as target.
+    Every token except the first BOS token of each shard is a target exactly once. Padding has BOS as input and
+    IGNORE_INDEX as target.
 
-    "contiguous": windows follow each other through the stream; the last window of a shard is padded.
-    "documents": a window starts at a document's BOS token and holds as many complete documents as fit, in order,
-    followed by padding. A document longer than seq_len is cut into consecutive windows of its own.
+    "contiguous": consecutive windows of the stream; the last window of a shard is padded.
+    "documents": a window starts at a document's BOS token and contains as many complete documents as fit, in order,
+    followed by padding. A document longer than seq_len is split into consecutive windows.
 
     Args:
-        stride: contiguous windows start this many tokens apart (default seq_len). If they overlap, only the last
+        stride: contiguous windows start this many tokens apart (default: seq_len). If they overlap, only the last
             `stride` targets of a window are counted, except in the first window of a shard.
         document_masking: number the documents of a window, so that the model can mask across them (document_ids).
-        prefix_len: the first tokens of each window are context only: what they predict of each other is not counted.
+        prefix_len: the first tokens of each window are context only, without targets among themselves.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class PackedDataset:
         document_masking: bool = False, prefix_len: int = 0,
     ) -> None:  # fmt: skip
         if packing not in get_args(Packing):
-            raise UserError(f"data.packing={packing}: it must be {' or '.join(get_args(Packing))}")
+            raise UserError(f"data.packing={packing}: choose from {', '.join(get_args(Packing))}")
         self.tokens, self.seq_len, self.packing = tokens, seq_len, packing
         self.document_masking, self.prefix_len = document_masking, prefix_len
         self.stride = seq_len if stride is None else stride
         can_overlap = packing == "contiguous" and prefix_len <= 1
         if not 1 <= self.stride <= seq_len or (self.stride < seq_len and not can_overlap):
-            bounds = f"it must be between 1 and the context length, {seq_len}"
-            needs = "contiguous windows and a model without a prefix"
-            raise UserError(f"a stride of {self.stride} tokens: {bounds}, and needs {needs}")
+            bounds = f"use 1 to the context length, {seq_len}"
+            needs = "overlap needs contiguous windows and a model without a prefix"
+            raise UserError(f"the stride is {self.stride} tokens; {bounds}; {needs}")
         masked = [shard for shard in tokens.shards if document_masking and shard.loss_mask is not None]
         if any((shard.tokens[:] == shard.bos_id).sum() > len(shard.offsets) for shard in masked):
-            reason = "the chat template writes the BOS token within conversations too"
-            effect = "conversations cannot be told apart"
-            raise UserError(f"data.document_masking: {reason}, so that {effect}; set it to false")
+            reason = "the chat template also writes the BOS token inside conversations"
+            effect = "conversations cannot be separated"
+            raise UserError(f"data.document_masking=true: {reason}, so {effect}; set it to false")
         self.starts: list[FileArray | np.ndarray] = []  # "documents" only: see _packed_starts
         if packing == "documents":
             self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
@@ -91,15 +91,15 @@ class PackedDataset:
         else:
             rest = [max(0, shard.n_tokens - 1 - seq_len) for shard in tokens.shards]  # targets after the first window
             counts = [1 + -(-n_targets // self.stride) for n_targets in rest]
-        self._first_window = np.cumsum([0, *counts])  # (n_shards + 1,): index of each shard's first window, and the end
+        self._first_window = np.cumsum([0, *counts])  # (n_shards + 1,): first window of each shard, and the end
 
     def __len__(self) -> int:
         return int(self._first_window[-1])
 
     def span(self, index: int) -> tuple[Shard, int, int]:
-        """The shard that holds window `index`, and the positions of its first input and of its last target."""
+        """The shard that contains window `index`, and the positions of its first input and last target."""
         if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
+            raise IndexError(f"window index {index} is outside range({len(self)})")
         shard_index = int(np.searchsorted(self._first_window, index, side="right")) - 1
         shard, local = self.tokens.shards[shard_index], index - int(self._first_window[shard_index])
         if self.packing == "documents":
@@ -130,17 +130,17 @@ class PackedDataset:
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
     def document_ids(self, inputs: Tensor) -> Tensor | None:
-        """(B, T) int64: each token's document in its window, each padding token one; None without document_masking."""
+        """Number each token's document in its window, and each padding token, (B, T) int64; None without masking."""
         return (inputs == self.tokens.shards[0].bos_id).cumsum(dim=1) if self.document_masking else None
 
 
 class BatchLoader:
-    """Training batches, pure functions of (seed, step): every window once per epoch, each epoch in a new order."""
+    """Training batches as pure functions of (seed, step): every window once per epoch, each epoch in a new order."""
 
     def __init__(self, dataset: PackedDataset, batch_size: int, seed: int) -> None:
         n_tokens, seq_len = dataset.tokens.n_tokens, dataset.seq_len
         if n_tokens <= seq_len:
-            needs = f"one window of data.seq_len={seq_len} takes {seq_len + 1}; lower data.seq_len or add text"
+            needs = f"data.seq_len={seq_len} needs {seq_len + 1}; lower data.seq_len or add text"
             raise UserError(f"the training split has {n_tokens} tokens, but {needs}")
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
 
@@ -154,14 +154,14 @@ class BatchLoader:
         return ids.tolist()
 
     def batch(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of a step, each (batch_size, T) int64; `rows` selects those of one rank."""
+        """(inputs, targets) of a step, each (batch_size, T) int64; `rows` selects the rows of a rank."""
         return self.dataset.batch(self.sample_ids(step)[rows])
 
 
 def sequential_batches(
     dataset: PackedDataset, batch_size: int, limit: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `limit` windows (all if None) in order, as batches of (inputs, targets); the last may be smaller.
+    """Yield the first `limit` windows (None: all) in order as (inputs, targets); the last batch may be smaller.
 
     Ranks take turns. A rank without a batch in the last round gets a window whose targets are all IGNORE_INDEX.
     """
@@ -176,10 +176,10 @@ def sequential_batches(
 
 
 def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | None:
-    """-sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats per target.
+    """Entropy floor: -sum ln P / sum (tokens + 1) over the documents in the first `limit` windows, in nats per target.
 
-    No model can have a lower expected loss on exactly these windows, if it sees each document from its beginning. None
-    if the corpus does not know ln P, if a document is cut (as contiguous packing does), or if a prefix is not counted.
+    No model that sees each document from its start can have a lower expected loss on these windows. None if ln P is
+    unknown, if a document is split (as with contiguous packing), or if a prefix has no loss.
     """
     knows_log_probs = all(shard.log_probs is not None for shard in dataset.tokens.shards)
     if dataset.packing != "documents" or dataset.prefix_len > 1 or not knows_log_probs:
@@ -193,25 +193,25 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
         if (np.diff(offsets[: n_documents + 1]) > dataset.seq_len).any():
             return None
         nats -= float(shard.log_probs[:n_documents].sum())
-        targets += int(end) - shard.has_eos * n_documents  # the BOS token after an EOS token is no target
+        targets += int(end) - shard.has_eos * n_documents  # the BOS token after an EOS token is not a target
         count -= min(count, len(starts) - 1)
     return nats / targets
 
 
 def _packed_starts(shard: Shard, seq_len: int) -> FileArray | np.ndarray:
-    """(n_windows + 1,) int64: where each window of "documents" packing starts, and where the last one ends.
+    """(n_windows + 1,) int64: start of each window of "documents" packing, and the end of the last.
 
-    Kept beside the shard in a file that is written at first use, so that memory does not grow with the corpus; only
-    where nothing can be written, in memory. Its last 32 bytes are the sha256 of those before.
+    Written to a file beside the shard at first use, so that memory does not grow with the corpus; kept in memory if the
+    folder is read-only. The last 32 bytes are the sha256 of the rest.
     """
     path = shard.path.with_suffix(f".windows-{seq_len}")
     if path.is_file():
         file = OpenFile(path, DamagedShard)
         kept = file.read(0, file.size, np.uint8)
-        if hashlib.sha256(kept[:-32]).digest() == kept[-32:].tobytes():  # otherwise it is damaged, and written again
+        if hashlib.sha256(kept[:-32]).digest() == kept[-32:].tobytes():  # otherwise damaged: write it again
             return FileArray(file, np.dtype("<i8"), len(kept) // 8 - 4)
     offsets = shard.offsets[:]
-    # If a window starts at document i, the next one starts at next_document[i]: after all that fit, but at least one.
+    # After a window that starts at document i, the next starts at next_document[i]: after all that fit, at least one.
     fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
     next_document = np.maximum(fitting, np.arange(1, len(offsets)))
     firsts, document, steps = [], 0, next_document.tolist()
@@ -219,7 +219,7 @@ def _packed_starts(shard: Shard, seq_len: int) -> FileArray | np.ndarray:
         firsts.append(document)
         document = steps[document]
     begin, end = offsets[firsts], offsets[next_document[firsts]]
-    n_pieces = -(-(end - begin) // seq_len)  # more than 1 only for a document longer than a window
+    n_pieces = -(-(end - begin) // seq_len)  # above 1 only if a document is longer than a window
     piece = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # index within its document
     starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1]).astype("<i8")
     if not can_write(path.parent):

@@ -1,4 +1,4 @@
-"""Conversations rendered by the tokenizer's chat template, and which of their tokens belong to answers."""
+"""Render conversations with the tokenizer's chat template and mark the tokens of answers."""
 
 import re
 
@@ -11,16 +11,16 @@ from thinker.runtime.errors import UserError
 
 
 def render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool = False) -> str:
-    """The conversation as text; with add_generation_prompt it ends where the next answer begins. Raises UserError."""
+    """Render a conversation; with add_generation_prompt it ends where the next answer starts. Raises UserError."""
     return _render(tokenizer, messages, add_generation_prompt, mark_answers=False)[0]
 
 
 def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, bool]]:
-    """The conversation's text in pieces, each with whether it is an answer, including the EOS token after it.
+    """Split a conversation into (text, is an answer) pieces. Answers include the EOS token after them.
 
-    If the template marks answers with {% generation %}, those are used. Otherwise an answer is the difference between
-    the conversation rendered up to and including it, and the one before it with the generation prompt. Raises UserError
-    if the template renders earlier turns differently once later ones follow, because then answers cannot be located.
+    Uses the answers that the template marks with {% generation %}. Otherwise an answer is the difference between the
+    conversation up to and including it, and the conversation before it with the generation prompt. Raises UserError if
+    the template renders earlier turns differently when later turns follow, because then answers cannot be located.
     """
     code = re.sub(r"\{#.*?#\}", "", tokenizer.chat_template or "", flags=re.DOTALL)  # without comments
     if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", code):
@@ -31,8 +31,8 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
             before = render(tokenizer, messages[:number], add_generation_prompt=True)
             after = render(tokenizer, messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
-                reason = "renders a turn differently when others follow, so that answers cannot be located"
-                remedy = "mark them by {% generation %} and {% endgeneration %} in your own (data.chat_template)"
+                reason = "renders a turn differently when others follow, so answers cannot be located"
+                remedy = "mark them with {% generation %} and {% endgeneration %} in your own data.chat_template"
                 raise UserError(f"the chat template {reason}; {remedy}")
             spans.append((len(before), len(before) + _answer_length(tokenizer, after[len(before) :])))
     parts, position = [], 0
@@ -43,7 +43,7 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
 
 
 def _answer_length(tokenizer: Tokenizer, answer: str) -> int:
-    """The length of an answer up to and including its EOS token, without a line break that the template adds."""
+    """Length of an answer including its EOS token, without a newline that the template adds."""
     ends = [name for name, number in tokenizer.special_tokens.items() if number in tokenizer.eos_ids]
     ends += [name for key, name in tokenizer.special_tokens_map.items() if key == "eos_token"]
     stripped = answer.rstrip()
@@ -51,9 +51,9 @@ def _answer_length(tokenizer: Tokenizer, answer: str) -> int:
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (n,) uint32, and which of them belong to answers, (n,) bool. A BOS token at the start is left out.
+    """Encode a conversation: ids, (n,) uint32, and a mask of answers, (n,) bool, without a BOS token at the start.
 
-    Answers are tokenized separately from the text before them, as during generation.
+    Answers are tokenized separately from the text before them, as in generation.
     """
     parts = [(tokenizer.encode(text, allow_special=True), is_answer) for text, is_answer in pieces(tokenizer, messages)]
     ids = np.array([i for part, _ in parts for i in part], np.uint32)
@@ -63,7 +63,7 @@ def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[np.ndarray, n
 
 
 def encode_prompt(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-    """The ids of a conversation up to where the model answers, with the BOS prefix that every text has."""
+    """Encode a conversation up to where the model answers, with the usual BOS prefix."""
     ids = tokenizer.encode(render(tokenizer, messages, add_generation_prompt=True), allow_special=True)
     return ids if ids[:1] == [tokenizer.bos_id] else [*tokenizer.bos_prefix, *ids]
 
@@ -72,7 +72,7 @@ def _render(
     tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool, mark_answers: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     if tokenizer.chat_template is None:
-        need = "conversations need a chat template, and the tokenizer has none"
-        remedy = "start from a model (run.init_from) and give data.chat_template=configs/chat.jinja"
-        raise UserError(f"{need}; to train with a plain one, {remedy}")
+        need = "conversations need a chat template, but the tokenizer has none"
+        remedy = "set run.init_from and data.chat_template=configs/chat.jinja"
+        raise UserError(f"{need}; to train a chat model, {remedy}")
     return chat_template.render(tokenizer, messages, add_generation_prompt, mark_answers)

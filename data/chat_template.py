@@ -1,4 +1,4 @@
-"""Render chat templates in a process of its own: a stranger's template is a program, which may never end."""
+"""Render chat templates in a separate process: an untrusted template is a program that may never end."""
 
 import atexit
 import contextlib
@@ -13,26 +13,26 @@ from typing import Any
 from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 
-CPU_SECONDS = 10  # for one conversation; real templates take less than a millisecond
-MEMORY_BYTES = 2 << 30  # of the whole process; the libraries take less than a tenth
+CPU_SECONDS = 10  # per conversation; real templates take less than a millisecond
+MEMORY_BYTES = 2 << 30  # for the whole process; the libraries use less than a tenth
 MAX_TEXT_CHARS = 1 << 26
-# The process finds packages where this one does. Its standard output becomes its standard error: libraries may print.
+# The process uses the same sys.path. Its standard output goes to standard error, because libraries may print.
 START = "import sys; sys.path[:] = {path!r}; from thinker.data import chat_template; chat_template.serve({seconds})"
 
 
 class Renderer:
     """A process that renders conversations, one per line of JSON.
 
-    Linux ends it after CPU_SECONDS of work on one conversation, or refuses it more than MEMORY_BYTES. macOS bounds the
-    seconds only, and Windows neither.
+    Linux limits it to CPU_SECONDS per conversation and to MEMORY_BYTES, macOS only to CPU_SECONDS. Windows has no
+    limits.
     """
 
     def __init__(self) -> None:
         path = [str(Path(entry).resolve()) for entry in sys.path]
         command = [sys.executable, "-c", START.format(path=path, seconds=CPU_SECONDS)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # each of its threads takes address space
-        # A session of its own: Ctrl-C in the terminal is not for this process.
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # each thread uses address space
+        # In its own session, so that Ctrl-C in the terminal does not reach it.
         self.process = subprocess.Popen(
             command, **pipes, env=environment, text=True, encoding="ascii", start_new_session=True
         )
@@ -47,8 +47,8 @@ class Renderer:
             reply = self.process.stdout.readline()
         if not reply:
             self.close()
-            limits = f"{CPU_SECONDS} s of computing or {MEMORY_BYTES >> 30} GB of memory"
-            raise UserError(f"the chat template does not end, or needs more than {limits} for one conversation")
+            limits = f"{CPU_SECONDS} s or {MEMORY_BYTES >> 30} GB of memory"
+            raise UserError(f"the chat template needs more than {limits} for one conversation; fix the template")
         text, spans, error = json.loads(reply)
         if error is not None:
             raise UserError(error)
@@ -70,17 +70,17 @@ def _renderer() -> Renderer:
 def render(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool, mark_answers: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation as text by the tokenizer's template and, with mark_answers, where the answers are that it marks.
+    """Render a conversation and, with mark_answers, return the spans of answers that the template marks.
 
-    Raises UserError where the template refuses the conversation, is no template, or exceeds the limits; and where
-    transformers is not installed.
+    Raises UserError if the template rejects the conversation, is invalid or exceeds the limits, or if transformers is
+    not installed.
     """
     request = {"template": tokenizer.chat_template, "names": tokenizer.special_tokens_map, "messages": messages}
     return _renderer().render(**request, add_generation_prompt=add_generation_prompt, mark_answers=mark_answers)
 
 
 def serve(cpu_seconds: int) -> None:
-    """What the process does: read requests from standard input until it ends, and answer each."""
+    """Answer requests from standard input until it ends."""
     replies, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         _limit(cpu_seconds)
@@ -93,8 +93,8 @@ def serve(cpu_seconds: int) -> None:
 
 
 def _limit(cpu_seconds: int) -> None:
-    """Bound the memory of this process, and the time that it will have used at the end of one more conversation."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no limits, macOS none for memory
+    """Limit the memory of this process, and its CPU time for the next conversation."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # no limits on Windows, no memory limit on macOS
         import resource
         import time
 
@@ -106,7 +106,7 @@ def _limit(cpu_seconds: int) -> None:
 def _reply(
     template: str, messages: list, add_generation_prompt: bool, mark_answers: bool, names: dict[str, str]
 ) -> tuple[str, list, str | None]:
-    """The text, the spans of its answers, and None; or what is wrong."""
+    """Return the text, the spans of answers, and an error message or None."""
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -118,8 +118,8 @@ def _reply(
         return "", [], "conversations need the library transformers: pip install transformers jinja2"
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program, which can fail in any way
-        return "", [], f"the chat template refuses a conversation: {error or type(error).__name__}"
+    except Exception as error:  # a template can raise any error
+        return "", [], f"the chat template rejects a conversation: {error or type(error).__name__}"
     if len(texts[0]) > MAX_TEXT_CHARS:
-        return "", [], f"the chat template makes {len(texts[0]):,} characters of one conversation"
+        return "", [], f"the chat template renders {len(texts[0]):,} characters for one conversation"
     return texts[0], spans[0] if mark_answers else [], None

@@ -28,15 +28,15 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 from thinker.runtime.reading import read_json
 
-INDEX_FORMAT = 4  # of corpus.json
+INDEX_FORMAT = 4  # format of corpus.json
 BATCH_CHARS = 4 << 20  # characters tokenized together, in threads
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenized corpus: the tokenizer, both splits, the sha256 of all their tokens, and the folder in the cache.
+    """A tokenized corpus: tokenizer, both splits, the sha256 of their tokens, and the folder in the cache.
 
-    That sha256 (of tokens and which are targets) and the tokenizer's content_hash identify it, in the cache as in runs.
+    The sha256 (of tokens and loss masks) and the tokenizer's content_hash identify a corpus in the cache and in runs.
     """
 
     tokenizer: Tokenizer
@@ -51,36 +51,36 @@ def prepare_corpus(
     val_fraction: float = 0.05, cache_dir: str | Path = ".cache", progress: bool = True,
     shard_tokens: int = SHARD_TOKENS, val_tokens: str | None = None, **source_options: Any,
 ) -> Corpus:  # fmt: skip
-    """Tokenize a source into shards on disk, or open the shards that an earlier call with these options made.
+    """Tokenize a source into shards on disk, or open the shards of an earlier call with the same options.
 
-    Validation is the last val_fraction of a single text. Documents go there if their content hash is below
-    val_fraction, so equal documents are always in the same split. The tokenizer is trained on the training split only.
+    The validation split is the last val_fraction of a single text, or the documents whose content hash is below
+    val_fraction, so equal documents are always in the same split. The tokenizer is trained only on the training split.
     Documents without text are skipped with a message. Memory does not grow with the corpus.
 
     Args:
-        tokenizer: a tokenizer, or the name of one: see tokenizer_factory.check_spec.
-        assistant_only_loss: in conversations only the assistant's messages are targets.
-        progress: show bars and messages on standard error.
+        tokenizer: a tokenizer or its name (see tokenizer_factory.check_spec).
+        assistant_only_loss: use only the assistant's messages of conversations as targets.
+        progress: print bars and messages to standard error.
         shard_tokens: a shard is closed after the document that reaches this many tokens.
-        val_tokens: a file of tokens (llmc_tokens.py) whose documents are for validation, and no others. Those of the
-            source that are among them are left out.
-        source_options: of sources.open_source.
+        val_tokens: a file of tokens (llmc_tokens.py) whose documents form the validation split. Equal documents of the
+            source are left out.
+        source_options: passed to sources.open_source.
 
-    Raises UserError for wrong options, and for text that is missing, unreadable, or too little to split.
+    Raises UserError for invalid options, and for text that is missing, unreadable or too short to split.
     """
     kind = check_spec(tokenizer) if isinstance(tokenizer, str) else tokenizer.kind
     if not 0 < val_fraction < 1:
-        raise UserError(f"data.val_fraction={val_fraction}: it must lie between 0 and 1, for example 0.05")
+        raise UserError(f"data.val_fraction={val_fraction}: use a fraction between 0 and 1, for example 0.05")
     opened = open_source(source, **source_options)
     if val_tokens is not None and (kind in ("bpe", "char", "byte") or opened.whole_text):
-        raise UserError("data.val_tokens needs a source of documents, and data.tokenizer=tiktoken:gpt2 or a path")
+        raise UserError("data.val_tokens needs a source of documents and data.tokenizer=tiktoken:gpt2 or a path")
     if val_tokens is not None and not os.path.isfile(val_tokens):
-        raise MissingData(f"data.val_tokens={val_tokens} is not a file")
+        raise MissingData(f"data.val_tokens={val_tokens} is not a file; set the path of a token file")
     spec, tokenizer_key = (load_tokenizer(tokenizer) if kind == "path" else tokenizer), tokenizer
     if isinstance(spec, Tokenizer):
         kind, tokenizer_key = spec.kind, spec.content_hash
     if source == "repeated_random" and kind not in ("byte", "char"):
-        raise UserError(f"data.tokenizer={tokenizer}: data.source=repeated_random needs byte or char")
+        raise UserError(f"data.tokenizer={tokenizer}: use byte or char with data.source=repeated_random")
     parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
     parts += ["assistant_only_loss"] if assistant_only_loss else []
     parts += [] if val_tokens is None else [stamps([val_tokens])]
@@ -90,7 +90,7 @@ def prepare_corpus(
         if folder.exists():
             return _open(folder)
     except DamagedShard as error:
-        print(f"the token cache is damaged and is made again: {error}", file=sys.stderr)
+        print(f"rebuilding the damaged token cache: {error}", file=sys.stderr)
     make_folder(folder.parent, "data.cache_dir")
     with building_folder(folder) as building:
         _build(building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens)
@@ -99,7 +99,7 @@ def prepare_corpus(
 
 
 def find_corpus(sha256: str, tokenizer_hash: str, cache_dir: str | Path) -> Corpus | None:
-    """The corpus in the cache whose identity this is, undamaged; None if there is none."""
+    """Find an undamaged corpus in the cache by its identity; None if there is none."""
     for index in sorted((Path(cache_dir) / "tokens").glob("*/corpus.json")):
         with contextlib.suppress(DamagedShard):
             if read_json(index, DamagedShard).get("sha256") == sha256:
@@ -120,7 +120,7 @@ def _open(folder: Path) -> Corpus:
 
 
 def _publish(building: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name, unless another process has just published the same."""
+    """Rename a finished folder to its final name, unless another process has already published it."""
     try:
         if folder.exists():
             _open(folder)
@@ -138,9 +138,9 @@ def _build(
     folder: Path, source: Source, spec: str | Tokenizer, assistant_only_loss: bool, val_fraction: float,
     val_tokens: str | None, progress: bool, shard_tokens: int,
 ) -> None:  # fmt: skip
-    """Write a corpus into an empty folder. The source is read once: what trains the tokenizer is kept in memory."""
+    """Write a corpus to an empty folder. The source is read once; text for training the tokenizer stays in memory."""
     documents = split_documents(source, val_fraction)
-    sample: list[SplitDocument] = []  # what is read for the tokenizer, from either split: at most about SAMPLE_BYTES
+    sample: list[SplitDocument] = []  # read for the tokenizer, from both splits: about SAMPLE_BYTES at most
 
     def training_texts() -> Iterator[str]:
         for split, document in documents:
@@ -156,7 +156,7 @@ def _build(
             print(f"training {spec} on {source.name} ...", file=sys.stderr)
         tokenizer = make_tokenizer(spec, training_texts())
         if spec.startswith("bpe:") and (size := tokenizer.vocab_size) < int(spec[4:]):
-            print(f"the text is too short for {spec}: the vocabulary has {size} tokens", file=sys.stderr)
+            print(f"the text is too short for {spec}; the vocabulary has {size} tokens", file=sys.stderr)
     tokenizer.save(folder)
     if val_tokens is not None:
         documents = split_documents(source, val_fraction, read_documents(val_tokens, tokenizer))
@@ -188,18 +188,18 @@ def _build(
 def encode_all(
     tokenizer: Tokenizer, documents: list[Document], assistant_only_loss: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """The ids of each document, and which of them are targets (None: all). Raises UserError for mixed kinds of rows."""
+    """Encode documents to (ids, loss mask or None for all). Raises UserError for mixed kinds of rows."""
     if len({document.messages is None for document in documents}) > 1:
-        raise UserError("some rows are conversations and others are text; give them in files of their own")
+        raise UserError("the rows mix conversations and text; put them in separate files")
     if documents[0].messages is None:
         if assistant_only_loss:
-            raise UserError("data.assistant_only_loss=true needs conversations: a data.column with lists of messages")
+            raise UserError("data.assistant_only_loss=true needs conversations; set data.column to lists of messages")
         yield from ((ids, None) for ids in tokenizer.encode_batch([document.text for document in documents]))
         return
     reads_calls = tokenizer.chat_template is None or "tool_calls" in tokenizer.chat_template
     for document in documents:
         if not reads_calls and any("tool_calls" in m and not m.get("content") for m in document.messages):
-            raise UserError(f"{document.where}: a message has only tool_calls, which the chat template does not read")
+            raise UserError(f"{document.where}: a message has only tool_calls, which the chat template ignores")
         ids, answers = chat.encode(tokenizer, document.messages)
         yield ids, answers if assistant_only_loss else np.ones_like(answers)
 

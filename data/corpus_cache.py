@@ -1,8 +1,8 @@
-"""Folders of the token cache: built under a lock, verified whenever they are opened.
+"""Folders of the token cache, built under a lock and verified when they are opened.
 
-KEY/                        a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each of them
+KEY/                        a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each file
 KEY.building-XXXXXXXX/      a corpus under construction
-KEY.building-XXXXXXXX.lock  locked by the process that builds it, until that process ends
+KEY.building-XXXXXXXX.lock  locked by the process that builds the corpus until it ends
 """
 
 import contextlib
@@ -26,13 +26,13 @@ INDEX = "corpus.json"
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Write corpus.json: `index`, and the sha256 of each file in the folder and of corpus.json's own content."""
+    """Write corpus.json with `index`, the sha256 of each file in the folder, and the sha256 of its own content."""
     index = index | {"files": {path.name: sha256_of_file(path) for path in sorted(folder.iterdir())}}
     atomic_write(folder / INDEX, json.dumps(index | {"index_sha256": _hash_of(index)}))
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What write_index() wrote. Raises DamagedShard unless every file is as it was then; reads them all, in threads."""
+    """Read corpus.json and verify all files in threads. Raises DamagedShard if any file has changed."""
     index = read_json(folder / INDEX, DamagedShard)
     if index.pop("index_sha256", None) != _hash_of(index):
         raise DamagedShard(f"{folder / INDEX} does not match its sha256")
@@ -50,12 +50,12 @@ def _hash_of(index: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def building_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, removed at the end unless it was renamed; also when a signal stops a command.
+    """Create a folder beside `folder` and remove it at the end unless it was renamed, even after a signal.
 
-    First it removes what killed processes have left beside it.
+    First removes folders that killed processes left behind.
     """
     for lock_path in folder.parent.glob("*.building-*.lock"):
-        # Timeout: its process is at work. OSError: it lies where files cannot be locked.
+        # Timeout: its process is still running. OSError: the file system has no locks.
         with contextlib.suppress(Timeout, OSError), FileLock(lock_path, timeout=0):
             _remove(lock_path)
     lock_path = folder.with_name(f"{folder.name}.building-{secrets.token_hex(4)}.lock")
@@ -71,6 +71,6 @@ def building_folder(folder: Path) -> Iterator[Path]:
 
 
 def _remove(lock_path: Path) -> None:
-    """Remove the folder of a lock that this process holds, and the lock's file."""
+    """Remove the folder of a lock that this process holds, and the lock file."""
     shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
     lock_path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Token files as llm.c writes them: FineWeb's standard validation tokens, on which published losses are measured."""
+"""Token files in the format of llm.c, such as FineWeb's standard validation tokens, used for published losses."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,9 +15,9 @@ HEADER_BYTES = 1024
 
 
 def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents of a file: a header, then uint16 tokens, each document behind a BOS token. A cut one is left out.
+    """Yield the documents of a file: a header, then uint16 tokens, with a BOS token before each document.
 
-    Raises UserError for a file of another kind, or of another tokenizer.
+    Skips the last document, which may be cut. Raises UserError for other formats or tokenizers.
     """
     try:
         data = np.fromfile(path, np.uint8)
@@ -25,10 +25,10 @@ def read_documents(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]
         raise UserError(f"data.val_tokens={path} cannot be read: {error.strerror}") from error
     header = data[:12].tobytes()
     if header[:8] != HEADER.tobytes() or len(data) != HEADER_BYTES + 2 * int.from_bytes(header[8:], "little"):
-        raise UserError(f"data.val_tokens={path} is not a whole file of tokens such as fineweb_val_000000.bin")
+        raise UserError(f"data.val_tokens={path} is not a complete token file such as fineweb_val_000000.bin")
     tokens = data[HEADER_BYTES:].view("<u2")
     starts = np.flatnonzero(tokens == tokenizer.bos_id)
     if not len(starts) or starts[0] != 0 or tokens.max() >= tokenizer.vocab_size:
-        raise UserError(f"data.val_tokens={path} holds tokens of another tokenizer than data.tokenizer")
+        raise UserError(f"data.val_tokens={path} does not match data.tokenizer; use the tokenizer of the file")
     for start, end in pairwise(starts):
         yield Document(tokenizer.decode(tokens[start + 1 : end].tolist()))

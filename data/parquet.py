@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a file; an empty file has none. Raises errors of pyarrow."""
+    """Yield the rows of a file; an empty file has no rows. Raises errors of pyarrow."""
     from pyarrow.parquet import ParquetFile
 
     if os.path.getsize(path):

@@ -1,4 +1,4 @@
-"""Batches prepared in threads while earlier steps are computed."""
+"""Prefetching of batches in threads."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,16 +14,16 @@ class Batch(NamedTuple):
     """The batch of one optimizer step."""
 
     inputs: Tensor  # (B, T) int64
-    targets: Tensor  # (B, T) int64, IGNORE_INDEX where there is no target
+    targets: Tensor  # (B, T) int64, IGNORE_INDEX for no target
     n_targets: int  # targets other than IGNORE_INDEX
     document_ids: Tensor | None = None  # (B, T) int64, with document_masking only
 
 
 class Prefetcher:
-    """Prepares the next batches of a loader ahead of time; each remains a pure function of its step.
+    """Prepare the next batches of a loader ahead of time; each batch remains a pure function of its step.
 
-    pinned: put them into page-locked memory, which a GPU reads while the host continues. rows: those that this rank
-    gets. num_workers: threads, each preparing one batch; with 0 a batch is made when it is requested.
+    pinned: use page-locked memory, which a GPU reads while the host continues. rows: the rows of this rank.
+    num_workers: number of threads, one batch each; with 0 a batch is prepared when it is requested.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Prefetcher:
         self._pending: dict[int, Future[Batch]] = {}
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step (counted from 0); starts preparing the following ones."""
+        """Return the batch of a step (from 0) and start to prepare the following batches."""
         start = time.perf_counter()
         batch = self._pending[step].result() if step in self._pending else self._make(step)
         following = range(step + 1, step + 1 + self.num_workers)
@@ -44,7 +44,7 @@ class Prefetcher:
         return batch
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def _make(self, step: int) -> Batch:

@@ -1,10 +1,10 @@
-"""Token shards: files with a header that is checked when they are opened; their numbers are read when needed.
+"""Token shards: files whose header is checked on opening and whose contents are read on demand.
 
-The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the BOS token, and the
-last one is also followed by one. If the tokenizer has an EOS token of its own, that ends each document, and the BOS
-token after it is no target. A file consists of these sections, each aligned to 8 bytes: the header; the tokens; the
-position of each document's BOS token and of the closing one; the bytes of text in each document; ln P of each document,
-if known for all; and for conversations one byte per token that says whether the token is a target.
+The tokens of a shard are one stream, `bos d1 bos d2 ... bos dn bos`: every document starts with the BOS token, and
+another BOS token follows the last document. If the tokenizer has a separate EOS token, it ends each document, and the
+BOS token after it is not a target. A file has these sections, each aligned to 8 bytes: the header; the tokens; the
+position of each document's BOS token and of the closing BOS token; the bytes of text per document; ln P per document,
+if known for all; for conversations, one byte per token that marks targets.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SHARD_TOKENS = 1 << 27  # a shard is closed after the document that reaches this
 HAS_LOG_PROBS, HAS_LOSS_MASK = 1, 2  # bits of the header's flags: the optional sections
 # magic, format, bytes per token, vocab_size, n_tokens, n_documents, bytes of text, flags, tokenizer hash
 HEADER = struct.Struct("<8sIIQQQQQ32s")
-HEADER_BYTES = HEADER.size + 8  # with its CRC-32, as 8 bytes
+HEADER_BYTES = HEADER.size + 8  # including the CRC-32, as 8 bytes
 
 
 class DamagedShard(RunError):
-    """A shard file that is incomplete or was written with another tokenizer. It can be made again from the text."""
+    """Error for a shard file that is incomplete or from another tokenizer. It can be rebuilt from the text."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smaller of uint16 and uint32 if it holds every id."""
+    """uint16 if it can represent every id, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -50,20 +50,20 @@ class Shard:
     n_documents: int
     n_bytes: int
     bos_id: int
-    tokens: FileArray  # (n_tokens,) uint16 or uint32, BOS tokens included
-    offsets: FileArray  # (n_documents + 1,) int64, the positions of the documents' BOS tokens, and of the closing one
+    tokens: FileArray  # (n_tokens,) uint16 or uint32, including BOS tokens
+    offsets: FileArray  # (n_documents + 1,) int64, start of each document, and the end of the last
     document_bytes: FileArray  # (n_documents,) int64, bytes of UTF-8 text
     log_probs: FileArray | None = None  # (n_documents,) float64, ln P of each document
     loss_mask: FileArray | None = None  # (n_tokens,) uint8, 1 for tokens that are targets; None: all are
-    has_eos: bool = False  # documents end with an EOS token, so the BOS token after it is no target
+    has_eos: bool = False  # documents end with an EOS token, so the BOS token after it is not a target
 
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer) -> Shard:
-        """Open a shard that was written with this tokenizer. Raises DamagedShard, which names the file."""
+        """Open a shard that was written with this tokenizer. Raises DamagedShard."""
         file = OpenFile(path, DamagedShard)
         head = file.read(0, min(file.size, HEADER_BYTES), np.uint8).tobytes()
         if len(head) < HEADER_BYTES or head[:8] != MAGIC or zlib.crc32(head[:-8]).to_bytes(8, "little") != head[-8:]:
-            raise DamagedShard(f"{path} has no whole header")
+            raise DamagedShard(f"{path} has an incomplete header")
         _, version, item, vocab, n_tokens, n_documents, n_bytes, flags, digest = HEADER.unpack_from(head)
         dtype = token_dtype(tokenizer.vocab_size)
         if version != FORMAT:
@@ -79,17 +79,17 @@ class Shard:
             arrays[name] = FileArray(file, np.dtype(kind), length, end)
             end += _aligned(length * arrays[name].dtype.itemsize)
         if end != file.size:
-            raise DamagedShard(f"{path} has {file.size} bytes, its header says {end}")
+            raise DamagedShard(f"{path} has {file.size} bytes, but its header expects {end}")
         tokens, offsets, bos_id = arrays["tokens"], arrays["offsets"], tokenizer.bos_id
         if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != bos_id or tokens[-1] != bos_id:
-            raise DamagedShard(f"{path} does not begin and end with a document")
+            raise DamagedShard(f"{path} does not start and end with a document")
         return cls(path, n_tokens, n_documents, n_bytes, bos_id, has_eos=bos_id not in tokenizer.eos_ids, **arrays)
 
 
 class ShardWriter:
-    """Writes the documents of one split into `NAME-00000.tokens`, `NAME-00001.tokens`, ... in a folder.
+    """Write the documents of a split to `NAME-00000.tokens`, `NAME-00001.tokens`, ... in a folder.
 
-    Memory: a few numbers per document of the current shard, and for conversations one byte per token.
+    Needs memory for a few numbers per document of the current shard, and for conversations one byte per token.
     """
 
     def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
@@ -107,13 +107,13 @@ class ShardWriter:
         self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False,
         loss_mask: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Append a document, or with continues=True more of the last one: its ids and its number of bytes of text.
+        """Append the ids and text bytes of a document, or with continues=True of the rest of the last document.
 
-        loss_mask: which ids are targets, given for all documents or for none. Conversations contain their EOS tokens.
+        loss_mask: which ids are targets, for all documents or for none. Conversations contain their EOS tokens.
         """
         has_mask = loss_mask is not None
         if self.started and has_mask != bool(self._loss_mask):
-            raise UserError("some rows are conversations and others are text; give them in files of their own")
+            raise UserError("the rows mix conversations and text; put them in separate files")
         if not continues:
             self._finish_document()
             if self._file is not None and self._n_tokens >= self.shard_tokens:
@@ -132,7 +132,7 @@ class ShardWriter:
         if has_mask:
             self._loss_mask += loss_mask.astype(np.uint8).tobytes()
             self.digest.update(loss_mask.tobytes())
-            # If the template does not end the last answer, the token that ends it here is a target as well.
+            # If the template does not end the last answer, the token added here is also a target.
             self._bos_is_target = bool(len(ids) and loss_mask[-1]) and self._last not in self.tokenizer.eos_ids
         self._document_bytes[-1] += n_bytes
 
@@ -160,7 +160,7 @@ class ShardWriter:
         self._n_tokens += len(data) // self._dtype.itemsize
 
     def close(self) -> None:
-        """Finish the current shard, if there is one: sync it to the disk, then rename it."""
+        """Sync the current shard, if any, to disk and rename it."""
         if self._file is None:
             return
         self._finish_document()
@@ -190,7 +190,7 @@ class ShardWriter:
 
 
 class TokenShards:
-    """One split of a corpus: its shards, in order, and their totals, with BOS tokens and in bytes of UTF-8 text."""
+    """One split of a corpus: its shards in order, and totals of tokens (with BOS) and bytes of UTF-8 text."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
@@ -204,7 +204,7 @@ class TokenShards:
 
     @classmethod
     def open(cls, folder: Path, files: list[str], tokenizer: Tokenizer) -> TokenShards:
-        """Open shards by name; raises DamagedShard."""
+        """Open shards by name. Raises DamagedShard."""
         return cls([Shard.open(folder / file, tokenizer) for file in files])
 
 

@@ -1,4 +1,4 @@
-"""Sources of documents: generated corpora, Python's standard library, files, and the Hugging Face hub."""
+"""Document sources: generated corpora, Python's standard library, files, and the Hugging Face hub."""
 
 import contextlib
 import glob
@@ -22,33 +22,33 @@ from thinker.data.messages import Message, check_messages
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.errors import UserError, did_you_mean
 
-OPTIONS = {  # what each source reads besides max_documents and seed
+OPTIONS = {  # options of each source besides max_documents and seed
     **dict.fromkeys(("tales", "pysource", "repeated_random"), ()),
     "text": ("path",),
     **dict.fromkeys(("jsonl", "parquet"), ("path", "column")),
     "hub": ("path", "config", "split", "column", "streaming"),
 }
-GENERATED_DOCUMENTS = 25_000  # of tales and repeated_random, which never end, if max_documents is not set
+GENERATED_DOCUMENTS = 25_000  # default size of tales and repeated_random, which are endless
 PIECE_BYTES = 1 << 20  # a single text is read in pieces of about this size
 REPEAT_ALPHABET = "".join(chr(c) for c in range(33, 127))
 REPEAT_LENGTHS = range(16, 65)
-# Folders beside the standard library's modules: tests, installed packages, bundled wheels, the IDLE editor.
+# Folders to skip beside the standard library's modules: tests, installed packages, bundled wheels, the IDLE editor.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 EXTENSIONS = {"text": "", "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"), "parquet": ".parquet"}
 
 
 class MissingData(UserError):
-    """The text, or a file that belongs to it, is not where the config says."""
+    """Error for text or a related file that is not where the config says."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, or one conversation: `messages`, whose JSON is `text`."""
+    """A text, or a conversation in `messages`, whose JSON is `text`."""
 
     text: str
-    log_prob: float | None = None  # ln P(text) in nats, for the generated sources
+    log_prob: float | None = None  # ln P(text) in nats, for generated sources
     messages: list[Message] | None = None
-    where: str = ""  # the row of a table, for messages about a conversation
+    where: str = ""  # the table row, for messages about a conversation
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Source:
     """A stream of documents that can be read any number of times."""
 
     name: str  # a key of OPTIONS
-    key: str  # changes whenever the documents change (but not when the owner of a hub dataset changes it)
+    key: str  # changes with the documents (except if the owner of a hub dataset changes it)
     documents: Callable[[], Iterator[Document]]  # raises UserError if the text cannot be read
     whole_text: bool = False  # the documents are consecutive pieces of one single text
-    n_documents: int | None = None  # if that is known before reading
+    n_documents: int | None = None  # if known before reading
     n_bytes: int | None = None  # the size of a whole text, in bytes of UTF-8
 
 
@@ -67,30 +67,30 @@ def open_source(
     source: str, *, path: str | None = None, config: str | None = None, split: str | None = None,
     column: str | None = None, streaming: bool | None = None, max_documents: int | None = None, seed: int = 0,
 ) -> Source:  # fmt: skip
-    """Check the options of a source and open it; nothing is read, generated or downloaded yet.
+    """Check the options of a source and open it without reading, generating or downloading anything.
 
     Args:
         source: a key of OPTIONS.
         path: a file, folder or glob (text, jsonl, parquet), or the name or folder of a dataset (hub).
-        config, split, streaming: what to load from the hub, by default the split train, and whether to stream it, as
-            by default, instead of downloading it first.
-        column: the one that holds the text (jsonl, parquet, hub), by default text or, in rows without one, messages.
-        max_documents: an upper bound; for tales and repeated_random None means GENERATED_DOCUMENTS.
-        seed: of the generated sources, tales and repeated_random.
+        config, split, streaming: which part of a hub dataset to load (default split: train), and whether to stream it
+            (default) or download it first.
+        column: the column with the text (jsonl, parquet, hub; default: text, or messages in rows without text).
+        max_documents: upper bound (default: GENERATED_DOCUMENTS for tales and repeated_random, else none).
+        seed: seed of the generated sources, tales and repeated_random.
 
-    Raises UserError for an unknown source, a missing file, or an option that the source does not read.
+    Raises UserError for an unknown source, a missing file, or an option that the source does not use.
     """
     if source not in OPTIONS:
-        raise UserError(f"data.source={source}: there are {', '.join(OPTIONS)}{did_you_mean(source, OPTIONS)}")
+        raise UserError(f"data.source={source}: choose from {', '.join(OPTIONS)}{did_you_mean(source, OPTIONS)}")
     if max_documents is not None and max_documents < 1:
-        raise UserError(f"data.max_documents={max_documents}: it must be at least 1, or null for no bound")
+        raise UserError(f"data.max_documents={max_documents}: use at least 1, or null for no limit")
     values = {"path": path, "config": config, "split": split, "column": column, "streaming": streaming}
     for option, value in values.items():
         if value is not None and option not in OPTIONS[source]:
-            raise UserError(f"data.{option} is set, but data.source={source} does not read it; leave it out")
+            raise UserError(f"data.{option} has no effect with data.source={source}; remove it")
     if "path" in OPTIONS[source] and not path:
-        wanted = "a dataset's name or folder" if source == "hub" else "a file, folder or glob"
-        raise UserError(f"data.source={source} needs data.path={wanted}")
+        wanted = "the name or folder of a dataset" if source == "hub" else "a file, folder or glob"
+        raise UserError(f"data.source={source} needs data.path; set it to {wanted}")
     path = os.path.expanduser(str(path))
     count = max_documents or GENERATED_DOCUMENTS
     if source == "tales":
@@ -108,7 +108,7 @@ def open_source(
         content = platform.python_version(), stamps(files), max_documents
         documents = partial(_read_modules, files)
     elif source == "hub":
-        files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none for a dataset's name
+        files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none if on the hub
         options = config, split or "train", column or "text"  # `streaming` changes no text
         content = path, *options, max_documents, stamps(files)
         rows = partial(_load_dataset, path, config, split=split or "train", streaming=streaming is not False)
@@ -117,7 +117,7 @@ def open_source(
         files = _find_files(source, path)
         if len(files) == 1:
             if max_documents is not None:
-                reason = f"data.path={path} is a single text, which is read whole and split by position"
+                reason = f"data.path={path} is a single text, which is read as a whole"
                 raise UserError(f"data.max_documents is set, but {reason}; set it to null")
             key, n_bytes = _key(source, stamps(files)), os.path.getsize(files[0])
             return Source(source, key, partial(_read_pieces, files[0]), whole_text=True, n_bytes=n_bytes)
@@ -131,10 +131,10 @@ def open_source(
 
 
 def _bounded(documents: Iterable[Document], max_documents: int | None) -> Iterator[Document]:
-    """The first documents, with a message if there are more: the author of the config may have set the bound."""
+    """Yield the first documents. Prints a message if there are more, because the config may come from someone else."""
     for number, document in enumerate(documents):
         if number == max_documents:
-            print(f"data.max_documents: the first {number:,} documents are taken, there are more", file=sys.stderr)
+            print(f"data.max_documents: using only the first {number:,} documents of the source", file=sys.stderr)
             return
         yield document
 
@@ -144,7 +144,7 @@ def _key(*parts: Any) -> str:
 
 
 def stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
-    """What identifies the content of files: absolute path, size and modification time."""
+    """Absolute path, size and modification time, which identify the content of files."""
     status = [(os.path.abspath(file), os.stat(file)) for file in files]
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in status]
 
@@ -156,7 +156,7 @@ def _generate(story: Callable[[int, int], Any], seed: int, count: int) -> Iterat
 
 
 def _repeat(seed: int, index: int) -> Document:
-    """n random printable characters, then the same n again; n is uniform over REPEAT_LENGTHS."""
+    """Generate n random printable characters twice, with n uniform over REPEAT_LENGTHS."""
     rng = random.Random(f"{seed}:{index}")
     n = rng.choice(REPEAT_LENGTHS)
     half = "".join(rng.choices(REPEAT_ALPHABET, k=n))
@@ -173,14 +173,14 @@ def _standard_library() -> list[str]:
 
 def _read_modules(files: list[str]) -> Iterator[Document]:
     for file in files:
-        with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # a few files hold broken encodings on purpose
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # a few test files have broken encodings on purpose
             with tokenize.open(file) as opened:  # in the encoding that the file declares
                 text = opened.read()
             yield Document(text)
 
 
 def _find_files(source: str, path: str) -> list[str]:
-    """The files that match a path, folder or glob, sorted; hidden files and links to folders are skipped."""
+    """Sorted files that match a path, folder or glob, without hidden files and links to folders."""
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path):
@@ -193,8 +193,8 @@ def _find_files(source: str, path: str) -> list[str]:
         reason = "is not a regular file" if os.path.exists(path) else "does not exist"
         if os.path.isdir(path) or glob.has_magic(path):
             wanted = "file" if source == "text" else f"{source} file"
-            reason = f"{'holds' if os.path.isdir(path) else 'matches'} no {wanted}"
-        raise MissingData(f"data.path={path} {reason}; give a file, a folder or a glob such as 'folder/*.txt'")
+            reason = f"{'contains' if os.path.isdir(path) else 'matches'} no {wanted}"
+        raise MissingData(f"data.path={path} {reason}; set a file, a folder or a glob such as 'folder/*.txt'")
     return files
 
 
@@ -204,7 +204,7 @@ def _read_texts(files: list[str]) -> Iterator[Document]:
 
 
 def _read_pieces(file: str) -> Iterator[Document]:
-    """The text of a file in pieces of about PIECE_BYTES characters, cut at the end of a line if possible."""
+    """Yield the text of a file in pieces of about PIECE_BYTES characters, split at line ends if possible."""
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
             while text := opened.read(PIECE_BYTES):
@@ -216,15 +216,15 @@ def _read_pieces(file: str) -> Iterator[Document]:
 
 def _read_tables(source: str, files: list[str], column: str | None) -> Iterator[Document]:
     read = {"jsonl": jsonl, "parquet": parquet}[source].read_rows
-    for file in files:  # one at a time: their other columns may differ
+    for file in files:  # one at a time because other columns may differ
         yield from _read_rows(f"data.path={file}", column, partial(read, file))
 
 
 def _load_dataset(*names: str | None, **options: Any) -> Iterable[dict[str, Any]]:
-    """The rows of a dataset. Raises ValueError for what the library datasets cannot read."""
+    """Yield the rows of a dataset. Raises ValueError if the library datasets cannot read it."""
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors become ours
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # we report its errors
     try:
         yield from datasets.load_dataset(*names, **options)
     except datasets.exceptions.DatasetsError as error:
@@ -232,16 +232,16 @@ def _load_dataset(*names: str | None, **options: Any) -> Iterable[dict[str, Any]
 
 
 def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[Document]:
-    """A document from each row's column: text, or a conversation. A null becomes an empty document."""
+    """Yield a document per row: the column's text or conversation. A null becomes an empty document."""
     try:
         for number, row in enumerate(rows()):
             if column is None:
                 column = "messages" if "messages" in row and "text" not in row else "text"
             if column not in row:
-                hint = did_you_mean(column, row) if number == 0 else ""  # the rows before have it
-                if {"role", "content"} <= row.keys() or "conversations" in row:  # messages in another form
+                hint = did_you_mean(column, row) if number == 0 else ""  # earlier rows have it
+                if {"role", "content"} <= row.keys() or "conversations" in row:  # another format of messages
                     hint = '; write each conversation as {"messages": [{"role": ..., "content": ...}, ...]}'
-                raise UserError(f"data.column={column}: row {number} of {where} has the columns {', '.join(row)}{hint}")
+                raise UserError(f"data.column={column}: row {number} of {where} has columns {', '.join(row)}{hint}")
             text = row[column]
             if isinstance(text, list):
                 row_name = f"data.column={column}: row {number} of {where}"
@@ -250,7 +250,7 @@ def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[
             elif text is None or isinstance(text, str):
                 yield Document(text or "")
             else:
-                raise UserError(f"data.column={column}: row {number} of {where} holds {type(text).__name__}, not text")
+                raise UserError(f"data.column={column}: row {number} of {where} is {type(text).__name__}, not text")
     except (OSError, ValueError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             raise

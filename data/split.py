@@ -1,4 +1,4 @@
-"""Which documents, or which part of a single text, are for training and which for validation."""
+"""Split of documents or of a single text into training and validation."""
 
 import hashlib
 import sys
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from thinker.data.sources import Document, Source
 from thinker.runtime.errors import UserError
 
-SplitDocument = tuple[str, Document]  # "train" or "val", and the document
+SplitDocument = tuple[str, Document]  # ("train" or "val", document)
 
 
 def split_documents(
     source: Source, val_fraction: float, val_documents: Iterable[Document] = ()
 ) -> Iterator[SplitDocument]:
-    """Every document or piece of a single text, with its split; `val_documents`, if any, are all of the second."""
+    """Yield every document or piece of a text with its split; `val_documents`, if any, are the whole "val" split."""
     held_out = set()
     for document in val_documents:
         held_out.add(hashlib.sha256(document.text.encode()).digest())
@@ -27,7 +27,7 @@ def split_documents(
         if not data:
             n_empty += 1
         elif source.whole_text:
-            head = data[: max(cut - position, 0)].decode(errors="ignore")  # the cut moves to the start of a character
+            head = data[: max(cut - position, 0)].decode(errors="ignore")  # move the cut to the start of a character
             tail = document.text[len(head) :]
             position += len(data)
             if head:
@@ -40,25 +40,25 @@ def split_documents(
                 yield "val" if is_val else "train", document
     if n_documents == n_empty:
         wanted = "a file with text" if source.whole_text else "at least two documents with text"
-        raise UserError(f"data.source={source.name}: the corpus is empty; give it {wanted}")
+        raise UserError(f"data.source={source.name}: the corpus is empty; provide {wanted}")
     if n_empty:
-        print(f"{n_empty} of {n_documents} documents hold no text and are left out", file=sys.stderr)
+        print(f"skipping {n_empty} of {n_documents} documents without text", file=sys.stderr)
 
 
 def _hash_share(data: bytes) -> float:
-    """Where between 0 and 1 the hash of a document lies."""
+    """Hash of a document as a fraction from 0 to 1."""
     return int.from_bytes(hashlib.sha256(data).digest()[:4], "big") / 2**32
 
 
 def empty_split_error(split: str, source: Source, val_fraction: float) -> UserError:
-    """The error that a split is empty; it names a val_fraction that works, if there is one."""
-    remedy = "; give it more text"
+    """Error for an empty split, with a val_fraction that works if there is one."""
+    remedy = "; add text"
     if not source.whole_text:
         shares = sorted({_hash_share(document.text.encode()) for document in source.documents() if document.text})
-        remedy = " (equal documents go into the same split); give it more documents"
+        remedy = " (equal documents are in the same split); add documents"
         if len(shares) > 1:
             n_val = max(1, len(shares) // 10)
             fraction = (shares[n_val - 1] + shares[n_val]) / 2
-            remedy += f", or set data.val_fraction={fraction:.4f}, which validates on {n_val} of {len(shares)}"
-    where = f"data.source={source.name}: with data.val_fraction={val_fraction}"
-    return UserError(f"{where} nothing falls into the {split} split{remedy}")
+            remedy += f", or set data.val_fraction={fraction:.4f}, which puts {n_val} of {len(shares)} documents in val"
+    where = f"data.source={source.name}: the {split} split is empty with"
+    return UserError(f"{where} data.val_fraction={val_fraction}{remedy}")

@@ -1,18 +1,18 @@
 """Short children's stories from a probabilistic grammar, each with its exact probability.
 
-`tales.grammar` is text that people can read and edit. A rule is a list of weighted alternatives; an alternative
-consists of four constructs:
+`tales.grammar` is plain text that you can edit. A rule is a list of weighted alternatives, which consist of four
+constructs:
 
-    plain text      stands for itself; `//` begins a new paragraph
-    <rule>          one of that rule's alternatives
+    plain text      literal text; `//` starts a new paragraph
+    <rule>          one of the alternatives of a rule
     {name:list}     a word sampled uniformly from the list and bound to the name; `{:list}` binds nothing
-    {name}          the word that is bound to the name
+    {name}          the word bound to the name
 
-`{a name:list}` and `{a name}` put "a" or "an" in front, `{A name}` does so at the start of a sentence, and a capital in
-`{Name}` or `{:List}` capitalizes the word. `{name.he}` is the form `he` that the word's list declares, a pronoun.
+`{a name:list}` and `{a name}` add "a" or "an", `{A name}` adds it at the start of a sentence, and a capital letter in
+`{Name}` or `{:List}` capitalizes the word. `{name.he}` is a pronoun: the form `he` that the word's list declares.
 
-No choice depends on earlier choices, so probabilities multiply, and the entropy of the whole language is a short sum.
-A story has one derivation only, as the tests verify by parsing, so its probability is that of its choices.
+Choices are independent, so probabilities multiply, and the entropy of the whole language is a short sum. Each story has
+only one derivation, which the tests verify by parsing, so its probability is the product over its choices.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from typing import NamedTuple
 SLOT = re.compile(r"\{(?:([aA]) )?([A-Za-z]*)(?:\.([A-Za-z]+))?(?::([A-Za-z]+))?\}|<([a-z0-9_]+)>")
 WORD_WITH_ARTICLE = re.compile(r"(?:[Aa]n? )?[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*")
 
-Item = dict[str, str]  # a word in all its forms: "" as it is, "^" capitalized, "a" and "A" with article, ".he" pronouns
+Item = dict[str, str]  # the forms of a word: "" plain, "^" capitalized, "a" and "A" with article, ".he" pronouns
 
 
 class Choice(NamedTuple):
     """One random choice of a story."""
 
-    kind: str  # "fact": a slot whose word is mentioned again, "filler": any other slot, "plot": an alternative
-    name: str  # of the slot (of its list if it binds nothing) or of the rule
+    kind: str  # "fact": a slot whose word recurs, "filler": any other slot, "plot": an alternative
+    name: str  # of the slot, of its list if it binds nothing, or of the rule
     value: str  # the sampled word, or the number of the alternative
     log_prob: float  # nats
 
 
 @dataclass(frozen=True)
 class Story:
-    """A story, the choices that made it in the order of the text, and the sum of their log-probabilities in nats."""
+    """A story, its choices in the order of the text, and the sum of their log-probabilities in nats."""
 
     text: str
     choices: tuple[Choice, ...]
@@ -69,7 +69,7 @@ class SampleWord(NamedTuple):
 
 
 class RecallWord(NamedTuple):
-    """A word that was bound before."""
+    """A word that is already bound."""
 
     name: str
     form: str
@@ -91,19 +91,19 @@ class Rule:
         self.name = name
         self.alternatives: list[tuple[Op, ...]] = []
         total = sum(weights)
-        self.cumulative = [weight / total for weight in accumulate(weights)][:-1]  # empty if there is one alternative
+        self.cumulative = [weight / total for weight in accumulate(weights)][:-1]  # empty for a single alternative
         self.choices = [Choice("plot", name, str(n), math.log(weight / total)) for n, weight in enumerate(weights)]
 
 
 class Grammar:
-    """The grammar file, parsed and checked. An AssertionError names the line of a mistake."""
+    """The parsed and checked grammar file. Mistakes raise AssertionError with the line."""
 
     def __init__(self, source: str) -> None:
         self.lists: dict[str, tuple[Item, ...]] = {}
         self.rules: dict[str, Rule] = {}
         self.articles: dict[str, str] = {}
-        self.used: set[str] = set()  # the rules and lists that a story can use
-        unread: list[tuple[Rule, int, str]] = []  # alternatives, which may name later rules
+        self.used: set[str] = set()  # rules and lists that a story can use
+        unread: list[tuple[Rule, int, str]] = []  # alternatives, which may refer to later rules
         line = 0
         for block in re.split(r"\n(?=\S)", "\n" + re.sub(r"(?m)^#.*|[ \t]+$", "", source)):
             head, _, body = block.partition("\n")
@@ -150,7 +150,7 @@ class Grammar:
         return item
 
     def read_text(self, text: str, line: int) -> Iterator[Op]:
-        """The constructs of one line of the grammar."""
+        """Parse a line of the grammar into constructs."""
         assert not re.search(r"[{}<>|]", SLOT.sub("", text)), f"line {line}: cannot read {text}"
         end = 0
         for match in SLOT.finditer(text):
@@ -175,7 +175,7 @@ class Grammar:
             yield Text(text[end:])
 
     def _check(self, rule: Rule, bound: frozenset[str], callers: tuple[str, ...]) -> frozenset[str]:
-        """The names bound after the rule in all its alternatives, given those bound before it."""
+        """Names bound after a rule in all its alternatives, given the names bound before it."""
         assert rule.name not in callers, f"rule {rule.name} calls itself"
         self.used.add(rule.name)
         after = []
@@ -202,11 +202,11 @@ _SOURCE = (Path(__file__).parent / "tales.grammar").read_bytes()
 GRAMMAR = Grammar(_SOURCE.decode("ascii"))
 GRAMMAR_HASH = hashlib.sha256(_SOURCE).hexdigest()
 
-RECALL = "recall"  # the kind of an event that is not a choice: a bound word is mentioned again
+RECALL = "recall"  # kind of an event that is not a choice: a bound word recurs
 
 
 def generate_story(seed: int, index: int) -> Story:
-    """The story number `index` of a seed: always the same, and independent of all others."""
+    """Generate story number `index` of a seed, deterministically and independently of other stories."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     uniform = random.Random(int.from_bytes(digest, "big")).random
     pieces, events, bound = [], [], {}  # texts, Choices, and name -> Item
@@ -236,8 +236,8 @@ def generate_story(seed: int, index: int) -> Story:
 
 
 def story_of(text: str, events: list[Choice]) -> Story:
-    """A story from the events in the order of its text: its choices, and the recalls that make a slot a fact."""
-    # A pronoun does not count as a recall: the word itself need not be remembered.
+    """Create a story from its events in text order: choices, and recalls, which turn a slot into a fact."""
+    # A pronoun is not a recall, because it does not require remembering the word.
     recalled = {event.name for event in events if event.kind == RECALL and not event.value.startswith(".")}
     chosen = (event for event in events if event.kind != RECALL)
     choices = tuple(e._replace(kind="fact") if e.kind == "filler" and e.name in recalled else e for e in chosen)

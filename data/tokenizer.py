@@ -1,4 +1,4 @@
-"""Text to token ids and back, by tiktoken."""
+"""Tokenizers based on tiktoken."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ FILE_NAME = "thinker-tokenizer.json"
 FILE_FORMAT = 2
 MAX_VOCAB = 1 << 20
 PIECE_CHARS = 1 << 16  # rustbpe's and tiktoken's regular expressions overflow their stack on a million spaces
-PROBE = "A cat's 2 Émigrés,\n\n\tΩ 中文 🙂  \u200d x"  # every pattern must split it and lose nothing
+PROBE = "A cat's 2 Émigrés,\n\n\tΩ 中文 🙂  \u200d x"  # every pattern must split it without loss
 BOS_TOKEN = "<|bos|>"
 ONE_CHARACTER = r"(?s)."
 
 
 class Tokenizer:
-    """Text to token ids and back. Each id below `vocab_size` is a byte string, a special token, or unused (a gap).
+    """Convert text to token ids and back. Each id below `vocab_size` is a byte string, a special token or a gap.
 
-    Special tokens stand for no text: `decode`, `decode_bytes` and `token_bytes` give nothing for them. Exceptions are
-    `non_special_added_tokens`, which stand for their names and are recognized in any text.
+    Special tokens have no text: `decode`, `decode_bytes` and `token_bytes` skip them. The exception are
+    `non_special_added_tokens`, whose text is their name and which are recognized in any text.
 
     Attributes:
         kind: "byte", "char", "bpe", "tiktoken:NAME", or "hf" for an imported one.
         vocab_size: the largest id + 1.
         special_tokens: name -> id, of all added tokens.
-        bos_token, bos_id: the token that begins every document, and so also ends the one before.
-        eos_ids: the tokens that end a text; only the BOS token unless imported. eos_id: the first of them.
-        bos_prefix: what a prompt begins with: [bos_id] or nothing.
+        bos_token, bos_id: the token that starts every document and so ends the previous document.
+        eos_ids: tokens that end a text; only the BOS token unless imported. eos_id: the first EOS token.
+        bos_prefix: ids at the start of a prompt: [bos_id] or [].
         chat_template: the Jinja template that renders a conversation as text, or None.
-        special_tokens_map: what the template calls bos_token, eos_token, ... -> their names.
+        special_tokens_map: bos_token, eos_token, ... in the template -> name of the token.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class Tokenizer:
     ) -> None:  # fmt: skip
         """tokens: the bytes of each id, None for a special token or a gap.
 
-        pattern: the regular expression that splits text before merging. add_bos: prompts begin with the BOS token.
-        normalizer: applied to text first, "NFC" or None. Raises ValueError if it could not encode every text.
+        pattern: regular expression that splits text before merging. add_bos: start prompts with the BOS token.
+        normalizer: "NFC" or None, applied to text first. Raises ValueError if some text could not be encoded.
         """
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
         are_distinct = len(ranks) == sum(token is not None for token in tokens) and b"" not in ranks
         if not (256 <= len(tokens) <= MAX_VOCAB and are_distinct and all(bytes([b]) in ranks for b in range(256))):
-            raise ValueError("the tokens must hold all 256 bytes, no string twice, no empty one, and at most 2**20")
+            raise ValueError("the tokens must be distinct, not empty, at most 2**20, and include all 256 bytes")
         ids = list(special_tokens.values())
         if any(not 0 <= i < len(tokens) or tokens[i] is not None for i in ids):  # two names may share an id
-            raise ValueError("a special token's id is out of range, or belongs to an ordinary token")
+            raise ValueError("the id of a special token is out of range or belongs to an ordinary token")
         ends_with_gap = tokens[-1] is None and len(tokens) - 1 not in ids
         if bos_token not in special_tokens or "" in special_tokens or ends_with_gap:
-            raise ValueError("the BOS token or the last id is no token, or a special token has no name")
+            raise ValueError("the BOS token or the last id is not a token, or a special token has no name")
         self.kind, self.pattern, self.normalizer, self.chat_template = kind, pattern, normalizer, chat_template
         self.vocab_size, self._tokens = len(tokens), tokens
         self.special_tokens, self.non_special_added_tokens = dict(special_tokens), non_special_added_tokens or []
@@ -84,7 +84,7 @@ class Tokenizer:
             raise ValueError("the normalizer is not NFC, or a non-special added token is not an added token")
         texts = [kind, *self.special_tokens_map.values(), *([] if chat_template is None else [chat_template])]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError("its kind, its chat template or a name in special_tokens_map is not a string")
+            raise ValueError("its kind, chat template or a name in special_tokens_map is not a string")
         self._added_bytes = {special_tokens[name]: name.encode() for name in self.non_special_added_tokens}
         options = {"mergeable_ranks": ranks, "special_tokens": self.special_tokens}
         self._encoding = tiktoken.Encoding(kind, pat_str=pattern, **options)
@@ -93,18 +93,18 @@ class Tokenizer:
         return f"{type(self).__name__}({self.kind}, {self.vocab_size:,} ids, BOS {self.bos_token!r})"
 
     def with_chat_template(self, template: str) -> Tokenizer:
-        """A copy with another chat template."""
+        """Return a copy with another chat template."""
         other = copy.copy(self)
         other.chat_template = template
         vars(other).pop("content_hash", None)
         return other
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
-        """The ids of a text, without a BOS token. Names of special tokens are plain text unless allow_special."""
+        """Encode a text without a BOS token. Names of special tokens are plain text unless allow_special is set."""
         return self._ids(text, allow_special).tolist()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of many texts, encoded in threads; special names are plain text. Each a 1-D array of uint32."""
+        """Encode texts in threads to 1-D arrays of uint32. Names of special tokens are plain text."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(self._ids, texts))
 
@@ -120,13 +120,13 @@ class Tokenizer:
     def _encode(self, text: str) -> np.ndarray:
         try:
             if self.normalizer is not None:
-                from tokenizers import normalizers  # its Unicode tables are those the model was trained with
+                from tokenizers import normalizers  # uses the Unicode tables that the model was trained with
 
                 text = normalizers.NFC().normalize_str(text)
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self._encode(replace_surrogates(text))
-        except ValueError:  # a run of a million spaces overflows the stack of tiktoken's regular expressions
+        except ValueError:  # a million spaces overflow the stack of tiktoken's regular expressions
             if len(text) < PIECE_CHARS:
                 raise
             half = len(text) // 2
@@ -134,25 +134,25 @@ class Tokenizer:
         except BaseException as error:  # a Rust panic is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
-            raise UserError(f"the tokenizer's pattern {self.pattern[:80]!r} cannot split every text") from error
+            raise UserError(f"the tokenizer's pattern {self.pattern[:80]!r} cannot split the text") from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD. Raises ValueError for an id out of range."""
+        """Decode ids to text; invalid UTF-8 becomes U+FFFD. Raises ValueError for an id out of range."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of ids, concatenated. Raises ValueError for an id out of range."""
+        """Decode ids to bytes. Raises ValueError for an id out of range."""
         return b"".join(map(self.token_bytes, ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id: b"" for a special token or a gap. Raises ValueError for an id out of range."""
+        """Return the bytes of one id, b"" for a special token or a gap. Raises ValueError for an id out of range."""
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         return self._tokens[token_id] or self._added_bytes.get(token_id, b"")
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 of everything that decides how text is encoded, as 64 hexadecimal digits."""
+        """sha256, in 64 hexadecimal digits, of everything that affects how text is encoded."""
         text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -165,24 +165,24 @@ class Tokenizer:
         return content | {"chat_template": self.chat_template, "special_tokens_map": self.special_tokens_map}
 
     def save(self, folder: str | Path) -> Path:
-        """Write `thinker-tokenizer.json` into an existing folder (to a temporary name, then renamed)."""
+        """Write `thinker-tokenizer.json` to an existing folder, atomically."""
         path = Path(folder) / FILE_NAME
         atomic_write(path, json.dumps({**self._content(), "sha256": self.content_hash}, indent=0))
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read what save() wrote; path is the folder or the file. Raises UserError if the file is damaged."""
+        """Load a saved tokenizer from its folder or file. Raises UserError if the file is damaged."""
         path = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
         content = read_json(path)
         version, stated_hash = content.pop("format", None), content.pop("sha256", None)
         try:
             if version != FILE_FORMAT:
-                raise ValueError(f"it has format {version}, and this version reads format {FILE_FORMAT}")
+                raise ValueError(f"it has format {version}, but this version reads format {FILE_FORMAT}")
             encoded = content.pop("tokens")
             tokens = [None if token is None else base64.b64decode(token, validate=True) for token in encoded]
             tokenizer = cls(tokens=tokens, **content)
-            if tokenizer.content_hash != stated_hash:  # also if a key is missing or a value has another type
+            if tokenizer.content_hash != stated_hash:  # also detects missing keys and wrong types
                 raise ValueError("its content does not match its sha256")
             if tokenizer.decode(tokenizer.encode(PROBE)) != PROBE:
                 raise ValueError("its pattern loses text")
@@ -192,5 +192,5 @@ class Tokenizer:
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which UTF-8 cannot hold."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,15 +1,15 @@
-"""Conversion between our tokenizers and Hugging Face's tokenizer.json and tokenizer_config.json, both ways.
+"""Conversion from and to Hugging Face's tokenizer.json and tokenizer_config.json.
 
-A byte-level BPE becomes a tiktoken encoding, which is five times as fast (docs/experiments.md), if that gives the same
+A byte-level BPE becomes a tiktoken encoding, which is five times as fast (docs/experiments.md), if it produces the same
 ids for every text. This is verified in two steps:
 
 1. The merges. tiktoken merges the pair whose token has the lowest id; Hugging Face follows a list. The two agree if the
-   list makes tokens in the order of their ids, and if each token's bytes, merged by lower ids alone, end as two parts
-   that are a pair of the list. (Until a token is made, merges inside its bytes happen as they would alone, so no other
-   two parts of it can ever be adjacent.)
-2. The regular expression that splits text, read by another library: compared on texts that are hard to split.
+   list creates tokens in the order of their ids, and if merging each token's bytes with only lower ids leaves two parts
+   that are a pair of the list. (Until a token is created, merges inside its bytes do not depend on the text around it,
+   so no other two parts of it can ever be adjacent.)
+2. The regular expression, which another library interprets. Both are compared on texts that are hard to split.
 
-Every other tokenizer is run by the library `tokenizers` itself.
+All other tokenizers run with the library `tokenizers`.
 """
 
 import re
@@ -23,7 +23,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json, read_text
 
 POSSESSIVE = r"(\{\d*,?\d*\})\+"  # possessive for tiktoken, a repeated group for `tokenizers`
-# How ByteLevel splits text by default; and how it does after Digits has split off every digit.
+# How ByteLevel splits text by default, and after Digits has separated every digit.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT2_DIGITS = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 HARD_TEXTS = [
@@ -36,10 +36,10 @@ HARD_TEXTS = [
 
 
 def read(folder: Path) -> Tokenizer:
-    """Read the tokenizer of a Hugging Face folder: as a tiktoken encoding if that is equal, else as an HFTokenizer.
+    """Read the tokenizer of a Hugging Face folder, as a tiktoken encoding if equivalent, else as an HFTokenizer.
 
-    The EOS tokens are those of generation_config.json, else of config.json, else of tokenizer_config.json. Raises
-    UserError if the files are missing, broken, or ask for something that is not supported.
+    EOS tokens come from generation_config.json, else config.json, else tokenizer_config.json. Raises UserError if files
+    are missing, damaged or need unsupported features.
     """
     content = read_json(folder / FILE_NAME)
     names = (hf.CONFIG_NAME, "generation_config.json", "config.json")
@@ -66,7 +66,7 @@ def read(folder: Path) -> Tokenizer:
             for text in HARD_TEXTS
             for allow_special in (False, True)
         )
-    except UserError:  # tiktoken cannot run the pattern
+    except UserError:  # tiktoken does not support the pattern
         is_equal = False
     return by_tiktoken if is_equal else by_library
 
@@ -76,7 +76,7 @@ def _read_optional(path: Path) -> dict:
 
 
 def _tokens_elsewhere(folder: Path, config: dict) -> list[Any]:
-    """The tokens, as names or dictionaries, that transformers adds to those of tokenizer.json."""
+    """Tokens, as names or dictionaries, that transformers adds to those in tokenizer.json."""
     if "added_tokens_decoder" in config:
         declared = [*config["added_tokens_decoder"].values()]
     else:  # the format before that key
@@ -90,11 +90,11 @@ def _tokens_elsewhere(folder: Path, config: dict) -> list[Any]:
 
 
 def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
-    """The tokenizer as a tiktoken encoding; None if step 1 above fails, or if a setting has no equivalent there."""
+    """Convert to a tiktoken encoding; None if step 1 above fails or a setting has no equivalent in tiktoken."""
     content = tokenizer.content
     model, normalizer = content["model"], (content.get("normalizer") or {}).get("type")
     pattern = _pattern(content.get("pre_tokenizer"))
-    is_plain_bpe = model.get("type") == "BPE" and not model.get("byte_fallback")  # HFTokenizer refuses other options
+    is_plain_bpe = model.get("type") == "BPE" and not model.get("byte_fallback")  # HFTokenizer rejects other options
     is_byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
     if not (is_plain_bpe and is_byte_level) or pattern is None or normalizer not in (None, "NFC"):
         return None
@@ -123,7 +123,7 @@ def as_tiktoken(tokenizer: HFTokenizer) -> Tokenizer | None:
 
 
 def _same_merges(model: dict, ranks: dict[bytes, int]) -> bool:
-    """Whether tiktoken merges as the list of merges says: step 1 above."""
+    """Whether tiktoken merges in the same way as the list of merges (step 1 above)."""
     pairs: dict[int, set[tuple[bytes, bytes]]] = {}
     newest = -1
     for merge in model["merges"]:
@@ -147,7 +147,7 @@ def _same_merges(model: dict, ranks: dict[bytes, int]) -> bool:
 
 
 def split(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
-    """The parts that remain when the bytes of a token are merged into tokens of a rank lower than `below`."""
+    """Merge the bytes of a token into tokens of ranks lower than `below` and return the remaining parts."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 1:
         pair_ranks = [ranks.get(parts[i] + parts[i + 1], below) for i in range(len(parts) - 1)]
@@ -160,7 +160,7 @@ def split(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
 
 
 def _pattern(pre_tokenizer: dict | None) -> str | None:
-    """The regular expression that splits text as a pre-tokenizer does, or None if its form is not known."""
+    """Regular expression equivalent to a pre-tokenizer, or None if its form is unknown."""
     steps = pre_tokenizer or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     kinds = [step.get("type") for step in steps]
@@ -178,10 +178,10 @@ def _pattern(pre_tokenizer: dict | None) -> str | None:
 
 
 def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template into a folder, as AutoTokenizer reads them.
+    """Write tokenizer.json, tokenizer_config.json and the chat template to a folder for AutoTokenizer.
 
-    `AutoTokenizer(text)` gives tokenizer.encode(text, allow_special=True) after tokenizer.bos_prefix. Possessive
-    counts, `{1,3}+`, are written without the +: the library `tokenizers` would read them as repeated groups.
+    `AutoTokenizer(text)` returns tokenizer.bos_prefix and tokenizer.encode(text, allow_special=True). Possessive counts
+    such as `{1,3}+` are written without the +, because the library `tokenizers` reads them as repeated groups.
     """
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(folder)
@@ -210,18 +210,18 @@ def write(tokenizer: Tokenizer, folder: str | Path, max_length: int) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": names.get("bos_token")}
     config |= {"eos_token": names.get("eos_token"), "pad_token": names.get("pad_token", names.get("eos_token"))}
     config |= {hf.ADD_BOS_KEY: bool(tokenizer.bos_prefix), "clean_up_tokenization_spaces": False}
-    config["padding_side"] = "left"  # generate() would continue the padding on the right
+    config["padding_side"] = "left"  # with padding on the right, generate() would continue the padding
     config |= {"model_max_length": max_length, "model_input_names": ["input_ids", "attention_mask"]}
     template = tokenizer.chat_template
     if template is not None and tokenizer.bos_prefix and "bos_token" not in template:
-        template = "{{ bos_token }}" + template  # apply_chat_template() adds none by itself
+        template = "{{ bos_token }}" + template  # apply_chat_template() does not add it
     hf.write_files(Path(folder), content, config, template)
 
 
 def merges_of(tokenizer: Tokenizer) -> list[list[str]]:
-    """The pairs of parts that make the tokens, in order, in printable characters."""
+    """Merges that create the tokens, in order, in printable characters."""
     ranks = {token: number for number, token in enumerate(tokenizer._tokens) if token is not None}
-    pairs = (split(token, ranks, number) for token, number in ranks.items())  # by rising id
+    pairs = (split(token, ranks, number) for token, number in ranks.items())  # by increasing id
     return [[_printed(part) for part in parts] for parts in pairs if len(parts) == 2]
 
 

@@ -1,1 +1,1 @@
-"""How good a Thinker is, in numbers."""
+"""Evaluation of models."""

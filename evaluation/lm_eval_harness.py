@@ -1,4 +1,4 @@
-"""Adapter to EleutherAI's lm-evaluation-harness, which defines the tasks that papers report."""
+"""Adapter for EleutherAI's lm-evaluation-harness and its standard tasks."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ MAX_NEW_TOKENS = 256  # unless the task sets it
 
 
 class ThinkerLM(TemplateLM):
-    """A Thinker as the harness's LM; tokenizes, truncates and scores like the harness's adapter for transformers."""
+    """A Thinker as an LM of the harness; tokenizes, truncates and scores like its adapter for transformers."""
 
     def __init__(self, model: Thinker, tokenizer: Tokenizer, batch_size: int = 16) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ThinkerLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text that has none: the BOS token, or else the EOS token."""
+        """Context of a text without context: the BOS token, or else the EOS token."""
         return self.tokenizer.special_tokens.get(self.tokenizer.special_tokens_map.get("bos_token"), self.eot_token_id)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -48,7 +48,7 @@ class ThinkerLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(ln P of the continuation, whether it is what greedy decoding gives) per (text, context, continuation)."""
+        """Per (text, context, continuation), ln P of the continuation and whether greedy decoding produces it."""
         results: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))  # by length
         with tqdm(total=len(order), desc="scoring", disable=disable_tqdm) as bar:
@@ -58,7 +58,7 @@ class ThinkerLM(TemplateLM):
                 inputs = pad_sequence([torch.tensor(row[:-1]) for row in rows], batch_first=True)
                 hidden = hidden_states(self.model, inputs.to(self.model.device))  # (B, T, C)
                 for index, (i, row) in enumerate(zip(batch, rows)):
-                    targets = torch.tensor(requests[i][2][-(len(row) - 1) :])  # without what was truncated
+                    targets = torch.tensor(requests[i][2][-(len(row) - 1) :])  # without truncated tokens
                     n = len(targets)
                     logits = self.model.lm_head(hidden[index, len(row) - 1 - n : len(row) - 1]).float().cpu()  # (n, V)
                     nats = logits.log_softmax(dim=-1).gather(1, targets[:, None]).double().sum().item()
@@ -90,21 +90,21 @@ class ThinkerLM(TemplateLM):
             params = sampling_params(options)
             n_new = params.max_new_tokens
             if n_new >= self.max_length:
-                raise UserError(f"the task generates {n_new} tokens; the model's context is {self.max_length}")
+                raise UserError(f"the task generates {n_new} tokens, which do not fit the context of {self.max_length}")
             tokens = self.tok_encode(context)[n_new - self.max_length :] or [self.prefix_token_id]
             texts.append(self.generator.generate([context], params, [tokens])[0].text)
         return texts
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """Convert a task's generation_kwargs. Raises UserError for one that is not supported."""
+    """Convert the generation_kwargs of a task. Raises UserError for unsupported options."""
     options = dict(normalize_gen_kwargs(options, MAX_NEW_TOKENS))
     temperature, do_sample = options.pop("temperature", 1.0), options.pop("do_sample")
     params = {"temperature": temperature if do_sample else 0.0, "max_new_tokens": options.pop("max_gen_toks")}
     params["stop"] = [text for text in options.pop("until") if text]
     params |= {name: options.pop(name) for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in options}
     if options:
-        raise UserError(f"the task generates with {next(iter(options))}, which is not supported")
+        raise UserError(f"the task uses the unsupported generation option {next(iter(options))}")
     return SamplingParams(**params)
 
 
@@ -112,16 +112,16 @@ def run_tasks(
     model: Thinker, tokenizer: Tokenizer, names: list[str], include: Path | None = None, n_shots: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """The results of each task: {task: {metric: value, metric_stderr: standard error, questions: their number}}.
+    """Run tasks and return {task: {metric: value, metric_stderr: standard error, questions: number of questions}}.
 
-    `names`: tasks of the harness, such as hellaswag, whose data it downloads, or of the YAML files in the folder
-    `include`. `n_shots`: examples before each question, by default set by the task. `limit`: use only so many questions
+    `names`: tasks of the harness, such as hellaswag, whose data it downloads, or tasks of YAML files in the folder
+    `include`. `n_shots`: examples before each question (default: set by the task). `limit`: maximum number of questions
     per task. Raises UserError for a task that is unknown or cannot run, for example without its data.
     """
     from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
-    evaluator.get_git_commit_hash = str  # it runs git, which complains where there is no repository; we do not read it
+    evaluator.get_git_commit_hash = str  # unused; it runs git, which complains outside a repository
     folder = None if include is None else str(include)
     manager = TaskManager(include_path=folder, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):  # loading the harness's own tasks takes seconds
@@ -134,7 +134,7 @@ def run_tasks(
         output = evaluator.simple_evaluate(ThinkerLM(model, tokenizer), tasks=names, task_manager=manager, **options)
     except UserError:
         raise
-    except Exception as error:  # tasks are programs that may raise anything: missing data, too few examples
+    except Exception as error:  # tasks can raise any error, such as for missing data
         raise UserError(f"the harness cannot run {', '.join(names)}: {type(error).__name__}: {error}") from error
     results = {}
     for name, metrics in output["results"].items():

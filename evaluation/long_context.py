@@ -1,4 +1,4 @@
-"""Loss by position, in texts longer than the model was trained on."""
+"""Loss by position in texts longer than the trained length."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -25,12 +25,12 @@ LOGIT_ROWS = 256  # positions whose logits are in memory at once
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions start..end-1: mean loss and its standard error, in nats per token."""
+    """Mean loss and standard error at positions start..end-1, in nats per token."""
 
     start: int
     end: int
     loss: float
-    error: float | None  # over windows, since tokens of one window are correlated; None for a single window
+    error: float | None  # over windows, because tokens in a window are correlated; None for a single window
     n_tokens: int
 
 
@@ -49,17 +49,17 @@ class PositionLosses:
 
     @property
     def by_position(self) -> Tensor:
-        """The mean over windows at each position, (T,); NaN where no window has a token."""
+        """Mean over windows at each position, (T,); NaN if no window has a token there."""
         return self.nats.nanmean(dim=0)
 
     def segment(self, start: int, end: int) -> Segment:
-        """The mean over all tokens at these positions, with its standard error over windows."""
+        """Mean over all tokens at these positions, with its standard error over windows."""
         part = self.nats[:, start:end]
         counts = (~part.isnan()).sum(dim=1)  # (N,)
         return Segment(start, end, *ratio_with_error(part.nansum(dim=1), counts), int(counts.sum()))
 
     def segments(self) -> list[Segment]:
-        """Both halves of the trained length, then multiples of it; segments without tokens are left out."""
+        """Both halves of the trained length, then multiples of it, without empty segments."""
         length, T = self.trained_length, self.nats.shape[1]
         edges = sorted({0, length // 2, *range(length, T, length), T})
         return [self.segment(start, end) for start, end in pairwise(edges) if self.counts[start:end].any()]
@@ -70,12 +70,12 @@ class PositionLosses:
         for part in self.segments():
             positions = f"{part.start}-{part.end - 1}"
             error = "" if part.error is None else f"{part.error:.4f}"
-            note = "  beyond the training" if part.start >= self.trained_length else ""
+            note = "  beyond the trained length" if part.start >= self.trained_length else ""
             lines.append(f"{positions:>15}  {part.loss:12.4f}  {error:>9}  {part.n_tokens:9,}{note}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: the segments, and the loss and the number of tokens at each position."""
+        """Return the segments, and the loss and number of tokens at each position, for JSON."""
         counts = self.counts.tolist()
         means = [loss if count else None for loss, count in zip(self.by_position.tolist(), counts)]
         return {"segments": [asdict(part) for part in self.segments()], "by_position": means, "counts": counts}
@@ -87,13 +87,13 @@ def ratio_with_error(sums: Tensor, sizes: Tensor) -> tuple[float, float | None]:
     Cochran 1977, Sampling Techniques, equation 2.46: the error of a ratio of two sums.
     """
     n, total = int((sizes > 0).sum()), sizes.sum().item()
-    mean = (sums.sum() / total).item()  # nan if there is nothing
+    mean = (sums.sum() / total).item()  # NaN without tokens
     spread = (sums - mean * sizes).square().sum().item()
     return mean, math.sqrt(spread * n / (n - 1)) / total if n > 1 else None
 
 
 def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> PackedDataset:
-    """Contiguous windows of `length` tokens across documents; shorter if learned positions or tokens run out."""
+    """Contiguous windows of `length` tokens across documents, shorter if learned positions or tokens run out."""
     length = min(length, max(shard.n_tokens - 1 for shard in tokens.shards))
     if config.positions == "learned":
         length = min(length, config.max_seq_len)
@@ -101,26 +101,26 @@ def long_windows(config: ThinkerConfig, tokens: TokenShards, length: int) -> Pac
 
 
 def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None:
-    """Scale RoPE from now on, for example by {"type": "linear", "factor": 4}, perhaps as YAML; UserError if invalid."""
+    """Set RoPE scaling, for example {"type": "linear", "factor": 4}, as a dict or YAML. Raises UserError."""
     if model.rope is None:
-        raise UserError(f"model.positions is {model.config.positions}: there is no RoPE to scale")
+        raise UserError(f"model.positions is {model.config.positions}; RoPE scaling needs rope")
     if isinstance(scaling, str):
         try:
             scaling = yaml.safe_load(scaling)
         except yaml.YAMLError as error:
-            raise UserError(f"{scaling!r} is not a table such as {{type: linear, factor: 4}}") from error
+            raise UserError(f"{scaling!r} is not a mapping such as {{type: linear, factor: 4}}") from error
     model.rope = Rope(model.config.head_dim, model.config.rope_theta, RopeScaling.from_dict(scaling))
 
 
 def hidden_states(model: Thinker, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
-    """The final hidden states, (B, T) -> (B, T, C): Thinker.forward without the logits, which may not fit in memory."""
+    """Final hidden states, (B, T) -> (B, T, C), without the logits, which may not fit in memory."""
     return model.forward_blocks(tokens, model.make_context(tokens, tokens, document_ids))
 
 
 def loss_by_position(
     model: Thinker, windows: PackedDataset, batch_size: int, limit: int = 0, trained: int = 0, progress: bool = False
 ) -> PositionLosses:
-    """The loss of each token in the first `limit` windows (0: all); `trained`: the trained length (0: max_seq_len)."""
+    """Loss of each token in the first `limit` windows (0: all); `trained`: the trained length (0: max_seq_len)."""
 
     def token_losses(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
         chunks = hidden_states(model, inputs, document_ids).flatten(0, 1).split(LOGIT_ROWS)  # (n, C) each

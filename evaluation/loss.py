@@ -1,4 +1,4 @@
-"""The loss over windows of tokens: the loop that every evaluation shares, and the validation loss of a training run."""
+"""Loss over windows of tokens: the loop shared by all evaluations, and the validation loss of a training run."""
 
 import contextlib
 import math
@@ -30,8 +30,8 @@ def batch_losses(
 ) -> Iterator[tuple[Tensor, Any]]:  # fmt: skip
     """Yield (targets, compute_loss(inputs, targets, document_ids)) per batch of the first `limit` windows, in order.
 
-    The tensors are (B, T), on the model's device for compute_loss; the model is in evaluation mode until the loop ends.
-    Each of several processes takes its share of the batches.
+    Tensors are (B, T), on the model's device for compute_loss; the model is in evaluation mode until the loop ends.
+    Several processes share the batches.
     """
     was_training = model.training
     model.eval()
@@ -45,7 +45,7 @@ def batch_losses(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Nats per token, bits per byte of text, and the corpus's own entropy (nats per token) if it is known."""
+    """Nats per token, bits per byte of text, and the entropy floor of the corpus (nats per token) if known."""
 
     loss: float
     bits_per_byte: float
@@ -55,9 +55,9 @@ class Evaluation:
 
 @dataclass
 class Evaluator:
-    """Measures the loss on the first `limit` windows of the validation set; several processes share the work.
+    """Measure the loss on the first `limit` windows of the validation split; several processes share the work.
 
-    Raises UserError where these windows have no target.
+    Raises UserError if these windows have no targets.
     """
 
     windows: PackedDataset
@@ -65,25 +65,25 @@ class Evaluator:
     byte_lengths: np.ndarray
     limit: int | None = None
     dist: DistContext = field(default_factory=lambda: SINGLE_PROCESS)
-    progress: bool = False  # a bar on standard error if it takes longer than PROGRESS_DELAY
+    progress: bool = False  # show a progress bar after PROGRESS_DELAY
 
     def __post_init__(self) -> None:
         self.n_windows = min(self.limit or len(self.windows), len(self.windows))
         if not any((self.windows[i][1] != IGNORE_INDEX).any() for i in range(self.n_windows)):
-            reasons = "answers (data.assistant_only_loss), or text beyond the model's bidirectional prefix"
+            reasons = "no answers (data.assistant_only_loss) or no text beyond the bidirectional prefix"
             remedy = "raise train.eval_sequences or data.val_fraction"
-            raise UserError(f"the {self.n_windows} validation sequences hold nothing to predict: {reasons}; {remedy}")
+            raise UserError(f"the {self.n_windows} validation sequences have no targets: {reasons}; {remedy}")
         self.floor = entropy_floor(self.windows, self.limit)
 
     def __call__(self, model: Thinker, stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        """The loss of `model`; None if stop(), called after each batch, is True."""
+        """Compute the loss of `model`; None if stop(), called after each batch, returns True."""
         device = "cpu" if model.device.type == "mps" else model.device  # Apple's GPUs have no float64
-        nats = torch.zeros((), dtype=torch.float64, device=device)  # on the device: synchronizes once, at the end
+        nats = torch.zeros((), dtype=torch.float64, device=device)  # on the device, to synchronize only once at the end
         n_tokens, n_bytes = 0, 0.0
 
         def loss_sum(inputs: Tensor, targets: Tensor, document_ids: Tensor | None) -> Tensor:
             missing = self.batch_size - len(inputs)
-            if missing and inputs.is_cuda:  # or a compiled model would be compiled for the short last batch, too
+            if missing and inputs.is_cuda:  # avoids compiling the model again for a short last batch
                 below = (0, 0, 0, missing)
                 inputs, targets = F.pad(inputs, below), F.pad(targets, below, value=IGNORE_INDEX)
                 document_ids = None if document_ids is None else F.pad(document_ids, below)
@@ -92,7 +92,7 @@ class Evaluator:
         losses = batch_losses(model, self.windows, self.batch_size, loss_sum, self.limit, self.dist)
         n_batches = -(-self.n_windows // (self.batch_size * self.dist.world_size))
         bar = tqdm(desc="evaluating", total=n_batches, leave=False, delay=PROGRESS_DELAY, disable=not self.progress)
-        with contextlib.closing(losses), bar:  # restores the model's mode if stopped
+        with contextlib.closing(losses), bar:  # restores the model's mode after a stop
             for targets, loss in losses:
                 bar.update()
                 counted = targets[targets != IGNORE_INDEX]

@@ -1,14 +1,14 @@
-"""The needle test on `tales`: a fact was mentioned n tokens ago; does the model still use it?
+"""Needle test on `tales`: does the model use a fact that was mentioned n tokens ago?
 
 A needle is a story of the grammar, cut where a fact's word occurs for the second time. The word follows the same phrase
 both times (`from Flint`, `the magic lantern`), so the phrase determines which fact is meant. Stories continue for about
 140 tokens after a fact. For longer distances, encounters of the hero are inserted between the first two paragraphs, in
-the grammar's own words (`go // meet kind`), until the farthest fact is about n tokens away: sentences that the model
-was trained on, but never that many of them.
+the grammar's own words (`go // meet kind`), until the farthest fact is about n tokens away: the model
+was trained on such sentences, but never on so many in one story.
 
-The distance, between the first tokens of the two mentions, is within n/16 of n, and the word occurs nowhere else. An
-answer is right if the word is likelier than all others of its list in the grammar, of which those that are a prefix of
-another (`ball`, `balloon`) are left out, since they could never be less likely.
+The distance between the first tokens of the two mentions is within n/16 of n, and the word occurs nowhere else. An
+answer is correct if the word is more likely than all other words of its list in the grammar. Words that are a prefix of
+another (`ball`, `balloon`) are left out, because they could never be less likely.
 """
 
 import re
@@ -27,11 +27,11 @@ from thinker.evaluation.long_context import hidden_states
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
-PHRASES = {  # fact name (and name of its word list): what precedes the fact's word at both mentions
+PHRASES = {  # name of a fact and its word list -> phrase before the fact's word
     "town": "from", "hobby": "loved", "friend": "friend", "thing": "magic", "password": "was", "pet": "the",
     "food": "some", "look": "very", "wild": "old",
 }  # fmt: skip
-GRAMMAR = tales.GRAMMAR  # expanded here in parts; tales.generate_story() expands whole stories
+GRAMMAR = tales.GRAMMAR  # expanded in parts; tales.generate_story() expands whole stories
 WORDS = {name: [item[""] for item in GRAMMAR.lists[name]] for name in PHRASES}
 VALUES = {
     name: [word for word in words if not any(other != word and other.startswith(word) for other in words)]
@@ -43,7 +43,7 @@ MAX_PREFIXES_PER_BATCH = 16
 
 
 class Needle(NamedTuple):
-    """A text and the value that continues it after a space."""
+    """A text, and the value that continues it after a space."""
 
     text: str
     value: str
@@ -53,7 +53,7 @@ class Needle(NamedTuple):
 
 
 def expand(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]) -> str:
-    """Expand part of the grammar as tales.generate_story() does, if all alternatives have the same weight."""
+    """Expand part of the grammar like tales.generate_story(), for alternatives of equal weight."""
     text = ""
     for op in ops:
         match op:
@@ -70,13 +70,13 @@ def expand(ops: Iterable[tales.Op], random: Random, bound: dict[str, tales.Item]
 
 
 def find_needles(text: str, facts: dict[str, str], tokenizer: Tokenizer) -> list[Needle]:
-    """Every fact of a text that occurs a second time after its phrase, at any distance."""
+    """Find all facts of a text that recur after their phrase, at any distance."""
     tokens, needles = tokenizer.encode(text), []
     lengths = [len(tokenizer.token_bytes(token)) for token in tokens]
-    # The first may start below 0: some tokenizers add a space before the text, which is ASCII.
+    # The first token may start below 0, because some tokenizers add a space before the text, which is ASCII.
     token_starts = accumulate(lengths, initial=len(text) - sum(lengths))
     token_index = {start: index for index, start in enumerate(token_starts)}
-    words = [(match.start() - 1, match.group()) for match in re.finditer(r"[\w-]+", text)]  # from the space before
+    words = [(match.start() - 1, match.group()) for match in re.finditer(r"[\w-]+", text)]  # including the space before
     for name, phrase in PHRASES.items():
         if facts.get(name) not in VALUES[name]:
             continue
@@ -100,7 +100,7 @@ def story_needles(tokenizer: Tokenizer, distance: int, random: Random) -> list[N
         encounter = expand(GRAMMAR.read_text("\n\n<go>\n\n<meet> <kind>", 0), random, bound)
         length = len(tokenizer.encode(encounter))
         if length >= 2 * n_missing:
-            break  # would overshoot by more than is missing
+            break  # would overshoot by more than the missing tokens
         encounters += encounter
         n_missing -= length
     if encounters:
@@ -109,7 +109,7 @@ def story_needles(tokenizer: Tokenizer, distance: int, random: Random) -> list[N
 
 
 def make_needles(tokenizer: Tokenizer, distance: int, n_examples: int, seed: int) -> list[Needle]:
-    """`n_examples` needles from different stories, fewer if few stories have that distance; determined by `seed`."""
+    """Create `n_examples` needles from different stories, or fewer if few stories fit; determined by `seed`."""
     random = Random(f"{seed}:{distance}")
     candidates = (story_needles(tokenizer, distance, random) for _ in range(MAX_STORIES * n_examples))
     return [random.choice(needles) for needles in islice(filter(None, candidates), n_examples)]
@@ -133,16 +133,16 @@ def log_probs(model: Thinker, context: list[int], values: list[list[int]]) -> Te
 def needle_test(
     model: Thinker, tokenizer: Tokenizer, distance: int, n_examples: int = 64, seed: int = 0
 ) -> dict[str, Any]:
-    """Accuracy at a distance, its standard error √(p(1 − p)/n), the mean probability of the right value, and chance.
+    """Measure accuracy at a distance, its standard error √(p(1 − p)/n), mean probability of the answer, and chance.
 
-    If the test is impossible (no positions left, no such story), "unreachable" has the reason instead.
+    If the test is impossible (too few positions, no suitable story), "unreachable" contains the reason.
     """
     needles, rows, prefix = make_needles(tokenizer, distance, n_examples, seed), [], model.config.prefix
     try:
         if not needles:
             raise UserError("no story repeats a fact at that distance")
         if min(len(needle.tokens) for needle in needles) < prefix:
-            raise UserError(f"the model reads its first {prefix} tokens both ways, so it would see the answer")
+            raise UserError(f"the bidirectional prefix of {prefix} tokens contains the answer")
         for needle in needles:
             values = [tokenizer.encode(f" {value}") for value in VALUES[needle.name]]
             nats, answer = log_probs(model, needle.tokens, values), VALUES[needle.name].index(needle.value)
@@ -156,7 +156,7 @@ def needle_test(
 
 
 def format_table(results: list[dict[str, Any]]) -> str:
-    """The results of needle_test, one line per distance."""
+    """Format the results of needle_test(), one line per distance."""
     lines = [f"{'distance':>15}  {'accuracy':>12}  {'error':>6}  {'probability':>11}  {'chance':>6}"]
     numbers = "{accuracy:12.3f}  {error:6.3f}  {probability:11.3f}  {chance:6.3f}"
     for result in results:

@@ -41,10 +41,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class TextLoss:
-    """The loss over windows of a text; `by_position` has the loss of every token."""
+    """Loss over windows of a text; `by_position` contains the loss of every token."""
 
     context_length: int
-    stride: int  # each window counts its last `stride` tokens: all, unless windows overlap
+    stride: int  # tokens counted per window, from its end; all unless windows overlap
     n_tokens: int
     n_bytes: int
     n_windows: int
@@ -59,7 +59,7 @@ class TextLoss:
         return Estimate(*(x if x is None else math.exp(min(x, 700.0)) for x in vars(self.nats_per_token).values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return a dictionary for JSON."""
         estimates = ("nats_per_token", "perplexity", "bits_per_byte")
         tree = vars(self) | {name: vars(getattr(self, name)) for name in estimates}
         return tree | {"by_position": self.by_position.to_dict()}
@@ -82,8 +82,8 @@ def text_loss(
 ) -> TextLoss:  # fmt: skip
     """Loss, perplexity and bits per byte over the first `limit` windows (0: all), with intervals of this confidence.
 
-    `byte_lengths`: the number of bytes of each token id (data.text_bytes). `trained`: the length of
-    the training windows, by default max_seq_len. Raises UserError if none of the counted tokens has text.
+    `byte_lengths`: number of bytes of each token id (data.text_bytes). `trained`: length of the training windows
+    (default: max_seq_len). Raises UserError if none of the counted tokens has text.
     """
     batch_size = max(1, BATCH_TOKENS // windows.seq_len)
     losses = loss_by_position(model, windows, batch_size, limit, trained, progress=True)
@@ -92,8 +92,8 @@ def text_loss(
     n_bytes = torch.where(is_counted, token_bytes, 0).sum(dim=1)  # (N,)
     nats, counts = losses.nats.nansum(dim=1), is_counted.sum(dim=1)  # (N,) each
     if not n_bytes.any():
-        raise UserError("the tokens to predict have no text, so bits per byte are undefined")
-    # Neighboring tokens and windows are correlated, so the samples are blocks of them.
+        raise UserError("the target tokens have no text, so bits per byte are undefined; use another text")
+    # Samples are blocks, because neighboring tokens and windows are correlated.
     block_tokens = max(windows.seq_len, min(MIN_BLOCK_TOKENS, int(counts.sum()) // 32))
     block = torch.arange(len(counts)) // max(1, block_tokens // windows.stride)  # (N,)
     blocks = [torch.zeros(int(block[-1]) + 1).double().index_add(0, block, x.double()) for x in (nats, counts, n_bytes)]
@@ -104,13 +104,13 @@ def text_loss(
 
 
 def format_excess(loss: float, floor: float, digits: int) -> str:
-    """How a loss compares with the lowest possible: "12.3% above" or, from twice as much on, "3.1 times"."""
+    """Compare a loss with the floor: "12.3% above", or "3.1 times" from a factor of 2."""
     ratio = loss / floor
     return f"{ratio:.{digits}f} times" if ratio >= 2 else f"{ratio - 1:.{digits}%} above"
 
 
 def format_table(losses: list[TextLoss]) -> str:
-    """One line per context length: the estimates with their intervals and, if known, the distance to the floor."""
+    """Format one line per context length: estimates with intervals and, if known, the distance to the floor."""
     rows = [["context", "tokens", "nats per token", "perplexity", "bits per byte", "against the floor"]]
     for loss in losses:
         estimates = [loss.nats_per_token.format(4), loss.perplexity.format(2), loss.bits_per_byte.format(4)]
@@ -122,10 +122,10 @@ def format_table(losses: list[TextLoss]) -> str:
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path) -> TokenShards:
-    """Write the first documents of a source to shards in `folder`, until there are `max_tokens` tokens.
+    """Write the first documents of a source to shards in `folder`, up to `max_tokens` tokens.
 
-    The last document is kept in full. A source that is a single text is cut, and no token that ends it is a target:
-    Generator.score() counts the same tokens.
+    The last document is kept in full. A single text is cut, and no token that ends it is a target, so that the tokens
+    are the same as in Generator.score().
     """
     writer, n_left = ShardWriter(folder, "text", tokenizer), max_tokens
     n_texts = n_lost = 0
@@ -145,7 +145,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
         bar.total = bar.n  # the text may have fewer or more tokens
     warn_of_lost_text(n_lost, n_texts)
     if n_left == max_tokens:
-        raise UserError(f"data.source={source.name}: there is no text to be predicted")
+        raise UserError(f"data.source={source.name}: the source has no text to predict; choose another")
     writer.close()
     tokens = TokenShards.open(folder, writer.files, tokenizer)
     if not source.whole_text:

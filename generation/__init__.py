@@ -1,4 +1,4 @@
-"""Sampling: text in, text out."""
+"""Text generation."""
 
 from thinker.generation.engine import Generator
 from thinker.generation.sampler import SamplingParams

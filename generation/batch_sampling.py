@@ -1,4 +1,4 @@
-"""Sampling the next tokens of a batch of sequences, one step at a time or several between two reads of the device."""
+"""Sample the next tokens of a batch of sequences."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,9 @@ from thinker.runtime.device import to_device
 
 
 class BatchSampler:
-    """Samples a token per row and step where the logits are; the host waits for nothing.
+    """Samples one token per row and step on the device of the logits, without synchronizing with the host.
 
-    `contexts`: for each row its sequence and the drafts that come before the token. Rows whose parameters shape the
-    distribution alike are sampled together.
+    `contexts`: per row, its sequence and the drafts before the token. Rows with equal parameters are sampled together.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class BatchSampler:
             self._groups.append((params, index, in_text, counts))
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits (N, V) to tokens (N,), which count as text for the next call."""
+        """Sample tokens (N,) from logits (N, V). The next call counts them as part of the text."""
         logits, uniforms = logits.to(self.device), next(self._uniforms)
         if len(self._groups) == 1 and self._groups[0][2] is None:  # the usual case, without a copy
             return sample(logits, self._groups[0][0], uniforms, None, None)
@@ -54,10 +53,9 @@ class BatchSampler:
 def sample_steps(
     sequences: list[Sequence], logits: Tensor, n_steps: int, step: Callable[[Tensor], Tensor]
 ) -> list[list[SampledToken]]:
-    """Sample `n_steps` tokens of every sequence, and read them from the device once.
+    """Sample `n_steps` tokens per sequence, and copy them to the host once.
 
-    `logits` (B, 1, V): after the sequences. `step`: tokens (B, 1) to the logits after them, (B, 1, V). The last tokens
-    are not passed to it.
+    `logits` (B, 1, V): after the sequences. `step`: tokens (B, 1) to the next logits, not called for the last.
     """
     vocab_size = sequences[0].tokenizer.vocab_size
     sampler = BatchSampler([(sequence, []) for sequence in sequences], vocab_size, logits.device, n_steps)
@@ -83,14 +81,13 @@ def sample_steps(
 
 @torch.no_grad()
 def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tensor) -> list[list[SampledToken]]:
-    """Sample the next tokens of every sequence: one, and one more for each draft that equals the sampled token.
+    """Sample one token per sequence, and one more for each accepted draft.
 
-    A draft never decides anything: every position is sampled from the model's own distribution with the random number
-    of that position, and a draft that equals the result only means that the next position's logits are available.
-    So speculation gives exactly the tokens of plain decoding, greedy or sampled.
+    Every position is sampled from the model's own distribution, with the random number of that position. A draft is
+    accepted if it equals the sampled token, so speculation produces the tokens of plain decoding, greedy or sampled.
 
-    `drafts`: per sequence, the tokens that the model read after its last one. `logits` (B, 1 + longest draft, V): after
-    the last token and each draft. Returns per sequence the tokens, their log-probabilities, and those of the likeliest.
+    `drafts`: per sequence, the tokens that the model read after its last token. `logits` (B, 1 + longest draft, V):
+    after the last token and each draft. Returns tokens, log-probabilities and top log-probabilities per sequence.
     """
     rows = [(index, offset) for index, draft in enumerate(drafts) for offset in range(len(draft) + 1)]  # N
     indices, offsets = map(list, zip(*rows))
@@ -108,12 +105,12 @@ def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tens
 
 
 def sample_tokens(contexts: list[tuple[Sequence, list[int]]], logits: Tensor) -> list[int]:
-    """Sample one token per row of logits (N, V); contexts: the row's sequence and the drafts that follow it."""
+    """Sample one token per row of logits (N, V). `contexts`: as in BatchSampler."""
     return BatchSampler(contexts, logits.shape[1], logits.device)(logits).tolist()
 
 
 def top_logprobs(logprobs: Tensor, n: int) -> dict[int, float]:
-    """The n likeliest tokens of (V,) and their log-probabilities, the likeliest first."""
+    """Return the n most likely tokens of (V,) with their log-probabilities, in descending order."""
     if not n:
         return {}
     values, tokens = logprobs.topk(min(n, len(logprobs)))

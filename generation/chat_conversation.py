@@ -1,4 +1,4 @@
-"""A chat in several turns: messages rendered by the model's template, of which the cache keeps what has been read."""
+"""A chat in several turns, rendered with the model's chat template."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion
 from thinker.runtime.errors import UserError
 
-ANSWER_SHARE = 1 / 4  # of the context that is left for an answer, at most
+ANSWER_SHARE = 1 / 4  # largest part of the context to reserve for an answer
 
 
 class ChatConversation(Conversation):
-    """Messages of the user and answers of the model, after an optional system message.
+    """User messages and model answers, after an optional system message.
 
-    An interrupted answer keeps what the model said until then. If the Generator slides, the model does not see the
-    oldest turns of a chat that does not fit into the context with room for an answer; the system message stays.
+    An interrupted answer keeps the text generated so far. If the Generator slides, the oldest turns are dropped from
+    the context when the chat and an answer do not fit; the system message stays.
     """
 
     greeting = "Type a message; /help lists the commands."
-    description = "Whatever you type is a message, and the model answers it."
+    description = "Each line that you type is a message, and the model answers it."
     continues_text = False
 
     def __init__(self, generator: Generator, system: str | None = None) -> None:
@@ -33,17 +33,17 @@ class ChatConversation(Conversation):
         """Start a new chat, with the same system message."""
         super().reset()
         self.messages: list[Message] = list(self.system)
-        self._n_unseen = 0  # turns that the model did not see when it answered last
+        self._n_unseen = 0  # turns dropped from the context in the last answer
 
     @property
     def text(self) -> str:
-        """All messages, one per paragraph."""
+        """The messages, one per paragraph."""
         return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
 
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
-        """Send a message, then yield the answer; UserError, with nothing changed, if it is empty or does not fit."""
+        """Send a message and yield the answer. Raises UserError, with nothing changed, if it is empty or too long."""
         if not text.strip():
-            raise UserError("a message needs text")
+            raise UserError("the message is empty; type some text")
         generator, n_unseen = self.generator, 0
         if generator.slide:
             max_len = generator.context_len - min(params.max_new_tokens, ANSWER_SHARE * generator.context_len)
@@ -59,25 +59,22 @@ class ChatConversation(Conversation):
             self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def encode(self, text: str, n_unseen: int = 0) -> list[int]:
-        """The tokens of the chat and a new message, up to where the model answers, without its `n_unseen` first turns.
-
-        The system message is always among them.
-        """
+        """Encode the system message, the chat without its first `n_unseen` turns, and a new message."""
         start = len(self.system)
         messages = [*self.system, *self.messages[start + 2 * n_unseen :], {"role": "user", "content": text}]
         return chat.encode_prompt(self.generator.tokenizer, messages)
 
     def undo(self) -> bool:
-        """Remove the last message and its answer. Returns whether there was one."""
+        """Remove the last message and its answer. Returns False if there is none."""
         if not self.turn_starts:
             return False
         del self.messages[self.turn_starts.pop() :]
         return True
 
     def news(self) -> Iterator[str]:
-        """As in a Conversation; and that the model does not see the oldest turns."""
+        """As in Conversation; also reports that old turns were dropped."""
         if self._n_unseen and "unseen" not in self._said:
             self._said.add("unseen")
-            fits = f"the chat no longer fits into the model's context of {self.generator.context_len} tokens"
-            yield f"{fits}: the model does not see its oldest turns; --no-slide stops"
+            length = self.generator.context_len
+            yield f"the context of {length} tokens is full: the oldest turns of the chat are dropped (see --no-slide)"
         yield from super().news()

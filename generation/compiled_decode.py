@@ -1,4 +1,4 @@
-"""The one-token step compiled once, whatever the lengths; on a GPU replayed as a CUDA graph."""
+"""The decoding step, compiled once for all lengths, and on a GPU captured as a CUDA graph."""
 
 import time
 import weakref
@@ -22,31 +22,30 @@ CAPACITY_MULTIPLE = 128  # positions
 
 
 class CompiledThinker:
-    """model(tokens, cache=cache) for one position per row, through torch.compile; for models that are `is_plain`.
+    """model(tokens, cache=cache) for one position per row, through torch.compile. For `is_plain` models only.
 
-    On a CPU the length of the cache is a symbol of the one compiled program, which serves batches of one: larger ones
-    spend their time in products that compiling does not change. On a GPU the step runs in a bucket: rows are rounded up
-    to a power of two, the cache's max_len to a multiple of 128, and both are symbols of the program; a single row has a
-    program of its own. Each bucket is captured as a CUDA graph. Only the newest is kept, to bound the memory.
+    On a CPU the cache length is a dynamic dimension. Only batches of one row are compiled, since larger ones are bound
+    by matrix products. On a GPU, rows are rounded up to a power of two and the cache's max_len to a multiple of 128.
+    Each such bucket is captured as a CUDA graph; only the newest one is kept, to bound memory.
     """
 
     def __init__(self, model: Thinker, use_buckets: bool | None = None) -> None:
-        """`use_buckets`: by default on a GPU."""
+        """`use_buckets` (default: on a GPU)."""
         self.model = model
         on_cpu, on_cuda = (model.device.type == kind for kind in ("cpu", "cuda"))
         self.uses_buckets = on_cuda if use_buckets is None else use_buckets
-        # The pattern matcher would put SDPA back, and copy the keys. Kernels called from C++ save 3.5 % of a step.
+        # The pattern matcher would restore SDPA, which copies the keys. Kernels called from C++ save 3.5% of a step.
         options = {"pattern_matcher": False, "cpp_wrapper": on_cpu, "size_asserts": False}
-        # None: of a bucket only the dimensions that it marks are symbols. With True, heads and widths would be, too.
+        # None: only dimensions that a bucket marks are dynamic. With True, heads and widths would be dynamic, too.
         step, dynamic = (_bucket_step, None) if self.uses_buckets else (_step, True)
         self._compiled = torch.compile(_with_own_code(step), dynamic=dynamic, fullgraph=True, options=options)
         self._bucket: _Bucket | None = None
-        self.compile_seconds = 0.0  # of the steps before which a program was compiled, or a CUDA graph captured
+        self.compile_seconds = 0.0  # spent on compiling and on capturing CUDA graphs
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """tokens (B, 1) -> logits (B, 1, V)."""
         if has_open_hooks(self.model):
-            raise UserError("activations of a compiled model cannot be recorded or patched; leave compile out")
+            raise UserError("activations of a compiled model cannot be recorded or patched; use compile=False")
         if self.uses_buckets:
             positions = cache.reserve(*tokens.shape)
             shape = 1 << (len(tokens) - 1).bit_length(), -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
@@ -63,7 +62,7 @@ class CompiledThinker:
         context.rope = self.model.rope(context.positions, context.end, self.model.dtype)
         start = time.perf_counter()
         logits = self._compiled(self.model, tokens, context, cache)
-        self.compile_seconds = self.compile_seconds or time.perf_counter() - start  # the first step compiles
+        self.compile_seconds = self.compile_seconds or time.perf_counter() - start  # compiled in the first step
         return logits
 
 
@@ -82,14 +81,14 @@ def _bucket_step(model: Thinker, tokens: Tensor, positions: Tensor, rope_table: 
 
 
 def _with_own_code(function: FunctionType) -> FunctionType:
-    """A copy to compile: dynamo allows 8 programs per code object, which all models of a process would share."""
+    """Copy a function to compile: dynamo allows 8 programs per code object, which all models would share."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 class _Bucket:
-    """The tensors of a step for up to `n_rows` rows and `capacity` positions; on a GPU captured as a CUDA graph.
+    """Tensors of a step with up to `n_rows` rows and `capacity` positions; on a GPU captured as a CUDA graph.
 
-    The rows that a batch lacks are padding: they sit at position 0, and nobody reads their logits.
+    Missing rows of a batch are padding at position 0, whose logits are not used.
     """
 
     def __init__(self, model: Thinker, step: Callable[..., Tensor], n_rows: int, capacity: int) -> None:
@@ -103,9 +102,9 @@ class _Bucket:
         for layer in self.buffers.layers:
             for tensor in (layer.keys, layer.values):
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, 2])
-        self._owner: Callable[[], KVCache | None] = lambda: None  # a weak reference to the last cache that came
-        self._keys: list[Tensor | None] = [None] * len(self.buffers.layers)  # what its layers got
-        # Not a lambda: that would refer to self, and keep the memory until the next garbage collection.
+        self._owner: Callable[[], KVCache | None] = lambda: None  # weak reference to the adopted cache
+        self._keys: list[Tensor | None] = [None] * len(self.buffers.layers)  # of its layers
+        # Not a lambda, which would refer to self and keep the memory until the next garbage collection.
         self._step = partial(step, model, self.tokens, self.positions, rope_table, self.buffers)
         self._graph: torch.cuda.CUDAGraph | None = None
         if model.device.type == "cuda":
@@ -115,7 +114,7 @@ class _Bucket:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):  # compiles; what it writes is cleared by adopt()
+            for _ in range(2):  # compiles; adopt() clears what it writes
                 self._step()
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
@@ -123,9 +122,9 @@ class _Bucket:
             self._logits = self._step()
 
     def adopt(self, cache: KVCache) -> None:
-        """Make the layers of the cache views of the buffers, with their contents; the cache before gets tensors again.
+        """Move a cache into the buffers, as views of them; the previous cache gets its own tensors back.
 
-        Layer by layer, so that an interruption leaves every layer whole.
+        Works layer by layer, so that an interruption leaves every layer intact.
         """
         if all(self._holds(cache)):
             return
@@ -138,18 +137,18 @@ class _Bucket:
         B, length = len(cache.lengths), max(cache.lengths)
         for index, (buffer, layer) in enumerate(zip(self.buffers.layers, cache.layers)):
             for stored, contents in ((buffer.keys, layer.keys), (buffer.values, layer.values)):
-                stored.zero_()  # a nan of an earlier text would come through the mask, since 0 · nan is nan
+                stored.zero_()  # a nan of an earlier text would pass the mask, since 0 · nan is nan
                 stored[:B, :, :length] = contents[:, :, :length]
             keys, values = (stored[:B, :, : cache.max_len] for stored in (buffer.keys, buffer.values))
             self._keys[index] = keys
             cache.layers[index] = replace(layer, keys=keys, values=values)
 
     def _holds(self, cache: KVCache) -> list[bool]:
-        """For each layer of the cache, whether it lies in the buffers; after select() it does not."""
+        """Whether each layer of the cache is a view of the buffers; false after select()."""
         return [layer.keys is keys for layer, keys in zip(cache.layers, self._keys)]
 
     def run(self, tokens: Tensor, positions: list[int]) -> Tensor:
-        """tokens (B, 1) and the position of each -> logits (B, 1, V)."""
+        """Tokens (B, 1) and their positions -> logits (B, 1, V)."""
         B, n_rows = len(tokens), self.shape[0]
         self.tokens[:B].copy_(tokens)
         padded = [[position] for position in positions] + [[0]] * (n_rows - B)

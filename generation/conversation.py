@@ -1,4 +1,4 @@
-"""A text that the user and the model write in turns; its KV cache is kept from turn to turn."""
+"""A text that the user and the model write in turns, with a KV cache that is kept between turns."""
 
 import operator
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from thinker.model import KVCache
 
 
 class Conversation:
-    """The text so far as token ids, and a cache; one that cannot go back (it has evicted positions) is made anew.
+    """The text so far as token ids, and its cache, which is rebuilt if it has evicted positions.
 
-    An interrupted turn keeps the tokens sampled until then. A text longer than the context slides as one that was
-    sampled at once does, if the Generator slides: what the model reads of it depends on its length alone.
+    An interrupted turn keeps the tokens sampled so far. If the Generator slides, a text longer than the context slides
+    as in one call: what the model reads depends only on the text's length.
     """
 
     greeting = "Type the beginning of a text; /help lists the commands."
-    description = "Whatever you type is appended to the text, and the model continues it; an empty line: just that."
-    continues_text = True  # what the user writes and what the model writes are one text
+    description = "Each line that you type is appended to the text, then the model continues; it may be empty."
+    continues_text = True  # user and model write the same text
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self._cache: KVCache | None = None
-        self._read: list[int] = []  # the cache holds these tokens, but perhaps not the last one
+        self._read: list[int] = []  # tokens in the cache, possibly without the last one
         self.reset()
 
     def reset(self) -> None:
@@ -43,7 +43,7 @@ class Conversation:
         return self.generator.tokenizer.decode(self.tokens)
 
     def reply(self, text: str, params: SamplingParams) -> Iterator[str]:
-        """Append `text`, then yield the model's continuation; UserError, with nothing changed, if it does not fit."""
+        """Append `text` and yield the continuation. Raises UserError, with nothing changed, if it does not fit."""
         tokenizer = self.generator.tokenizer
         tokens = self.tokens + tokenizer.encode(check_text(text, "the text")) or [tokenizer.bos_id]
         sequence = continue_text(self.generator, tokens, len(self.tokens), params)
@@ -56,14 +56,14 @@ class Conversation:
                 self.tokens.pop()  # the user continues the same text
 
     def undo(self) -> bool:
-        """Remove the last turn, the user's text and the model's. Returns whether there was one."""
+        """Remove the last turn of user and model. Returns False if there is none."""
         if not self.turn_starts:
             return False
         del self.tokens[self.turn_starts.pop() :]
         return True
 
     def news(self) -> Iterator[str]:
-        """What the last turn met at the end of the context, a line each; nothing that has been said of this text."""
+        """Yield a line per event at the end of the context in the last turn, each once per text."""
         lines = describe_context_end(self.generator, [self._last.completion], self._last.params.max_new_tokens)
         yield from (line for name, line in lines.items() if name not in self._said)
         self._said |= lines.keys()
@@ -73,16 +73,16 @@ class Conversation:
         return (piece for _, piece in decode_sliding(self.generator, [sequence], self._prefill))
 
     def _prefill(self, sequences: list[Sequence]) -> tuple[KVCache, Tensor]:
-        """Read those tokens of the one sequence that the cache does not hold. Returns it and logits, (1, 1, V)."""
+        """Read the tokens of the one sequence that are not in the cache. Returns cache and logits (1, 1, V)."""
         generator, cache, tokens = self.generator, self._cache, sequences[0].tokens
-        n_cached = sum(takewhile(bool, map(operator.eq, self._read[:-1], tokens[:-1])))  # at least one is to be read
+        n_cached = sum(takewhile(bool, map(operator.eq, self._read[:-1], tokens[:-1])))  # at least one must be read
         if n_cached < generator.config.prefix:
-            n_cached = 0  # tokens that attend to each other in both directions are read in one pass
-        self._read = []  # until the passes are done
+            n_cached = 0  # a bidirectional prefix must be read in one pass
+        self._read = []  # invalid until the passes are done
         if cache is None or not cache.can_truncate([n_cached]):
             max_len = generator.config.max_seq_len + generator.speculate + 1  # a ring buffer is smaller than that
             cache, n_cached = generator.new_cache(generator.model, 1, max_len), 0
         cache.truncate([n_cached])
         logits = generator.prefill(generator.model, [tokens[n_cached:]], cache)
-        self._cache, self._read = cache, tokens  # which grow with every sampled token
+        self._cache, self._read = cache, tokens  # both grow with every sampled token
         return cache, logits

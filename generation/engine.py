@@ -1,4 +1,4 @@
-"""Prefill, then decoding token by token, for a batch of prompts of different lengths."""
+"""Generator: prefill and decoding for batches of prompts of different lengths."""
 
 import itertools
 import math
@@ -29,35 +29,34 @@ from thinker.runtime.finite import check_computed
 from thinker.runtime.type_checks import check_types, describe
 
 Params = SamplingParams | list[SamplingParams] | None
-PREFILL_CHUNK = 512  # positions per pass: bounds the memory that a long prompt needs
-STEPS_PER_READ = 16  # on a GPU, which then need not wait for the host after every step
+PREFILL_CHUNK = 512  # positions per pass; bounds the memory for long prompts
+STEPS_PER_READ = 16  # on a GPU, to synchronize less often
 
 
 class Generator:
     """Generates text with a Thinker: batches, streaming, scores, speculative decoding.
 
-    It works on a copy of the weights, laid out for inference: the model you pass stays as it is, and training it
-    further does not change the Generator. Raises UserError if the options contradict each other, or the model does not
-    support one of them.
+    Works on a copy of the weights, so training the model further does not change the Generator. Raises UserError if
+    options contradict each other, or the model does not support one of them.
     """
 
     def __init__(
         self,
         model: Thinker,
-        tokenizer: Tokenizer,  # the one that the model was trained with
-        use_cache: bool = True,  # False recomputes every position at every step, to compare
+        tokenizer: Tokenizer,  # as used in training
+        use_cache: bool = True,  # False: recompute all positions at every step, for comparison
         *,
-        dtype: torch.dtype | str | None = None,  # of weights, activations and cache, or its name: "bf16"
+        dtype: torch.dtype | str | None = None,  # of weights, activations and cache; also a name, such as "bf16"
         int8: bool = False,  # store the weights in int8 (generation.int8.Int8Linear)
-        compile: bool = False,  # run the one-token step through torch.compile, on a GPU as a CUDA graph
-        window: int | None = None,  # remember only the newest `window` positions, for texts of any length
-        sinks: int = 0,  # with `window`, also remember the first `sinks` positions
-        slide: bool = False,  # at the end of the context go on from its newest half, read again (generation.sliding)
-        speculate: int = 0,  # draft this many tokens per step, by prompt lookup or by `draft`; the text stays the same
-        draft: Thinker | None = None,  # a smaller model with the same tokenizer, for `speculate`
+        compile: bool = False,  # compile the decoding step with torch.compile; on a GPU, capture a CUDA graph
+        window: int | None = None,  # attend to the newest `window` positions, in texts of any length
+        sinks: int = 0,  # with `window`, also attend to the first `sinks` positions
+        slide: bool = False,  # continue from the newest half when the context is full (generation.sliding)
+        speculate: int = 0,  # tokens to draft per step, by prompt lookup or `draft`; the text is the same
+        draft: Thinker | None = None,  # smaller model with the same tokenizer, for `speculate`
     ) -> None:
         if not isinstance(tokenizer, Tokenizer):
-            raise UserError(f"a Generator needs the model's tokenizer, as load() returns it, not {describe(tokenizer)}")
+            raise UserError(f"tokenizer is {describe(tokenizer)}; pass the model's tokenizer, as returned by load()")
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
@@ -71,44 +70,44 @@ class Generator:
         self.model = prepare_for_inference(model, dtype, int8)
         self.decode_model = CompiledThinker(self.model) if compile else self.model
         self.draft = None if draft is None else prepare_for_inference(draft, dtype, int8)
-        # Tokens per row that are sampled before the host reads them; those after the end of a text are dropped.
+        # Tokens per row to sample before the host reads them; those after the end of a text are dropped.
         can_drop = use_cache and not speculate and window is None and self.model.device.type == "cuda"
         self.steps_per_read = STEPS_PER_READ if can_drop else 1
 
     def _check_options(self, compile: bool, draft: Thinker | None) -> None:
         config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
         if self.tokenizer.vocab_size > config.vocab_size:
-            raise UserError(f"the tokenizer has {self.tokenizer.vocab_size} ids, the model {config.vocab_size}")
+            raise UserError(f"tokenizer has {self.tokenizer.vocab_size} ids, more than the model's {config.vocab_size}")
         if sinks < 0 or (window is None and sinks):
-            raise UserError(f"sinks is {sinks}; it must be at least 0, and goes with a window")
+            raise UserError(f"sinks is {sinks}; use at least 0, and only with a window")
         if window is not None and not 1 <= window <= config.max_seq_len - sinks:
-            limit = f"the model's context, {config.max_seq_len}: it was not trained on tokens further apart"
-            raise UserError(f"a window of {window} and {sinks} sinks; it must be at least 1, both at most {limit}")
+            limit = f"the trained context ({config.max_seq_len} tokens)"
+            raise UserError(f"window is {window}, sinks is {sinks}; use window >= 1, and a sum of at most {limit}")
         if not 0 <= speculate <= 64:
-            raise UserError(f"speculate is {speculate}; it must lie between 0 (none) and 64 drafted tokens per step")
+            raise UserError(f"speculate is {speculate}; use 0 (off) to 64 drafted tokens per step")
         for name, value in {"window": window, "speculate": speculate, "compile": compile}.items():
             if value and not self.use_cache:
-                raise UserError(f"{name} needs the cache; it does not go with use_cache=False")
+                raise UserError(f"{name} needs the KV cache; use use_cache=True")
         if window is not None and (speculate or compile):
-            raise UserError(f"a window does not go with {'speculate' if speculate else 'compile'}")
+            raise UserError(f"window cannot be combined with {'speculate' if speculate else 'compile'}; use only one")
         if (window is not None or compile) and not config.is_plain:
             name, has = "compile" if compile else "window", f"{config.attention}, model.positions={config.positions}"
             raise UserError(f"{name} needs full attention, RoPE and plain scores; this model has model.attention={has}")
         patterns = config.patterns if draft is None else (*config.patterns, *draft.config.patterns)
         if speculate and any(pattern.n_features for pattern in patterns):
-            raise UserError("speculate must drop rejected drafts, and a linear layer's state cannot be rolled back")
+            raise UserError("speculate does not support linear attention: its state cannot be rolled back; use 0")
         if draft is None:
             return
         n_ids, n_draft_ids, length = config.vocab_size, draft.config.vocab_size, draft.config.max_cached_len
         if not speculate:
-            raise UserError("a draft model needs speculate, the number of tokens to draft per step")
+            raise UserError("draft needs speculate; set it to the number of tokens to draft per step")
         if n_draft_ids != n_ids:
-            raise UserError(f"the draft model has {n_draft_ids} token ids and the model {n_ids}: use one tokenizer")
+            raise UserError(f"the draft model has {n_draft_ids} token ids, the model {n_ids}; use the same tokenizer")
         if draft.config.prefix > config.prefix:
-            raise UserError(f"the draft's bidirectional prefix of {draft.config.prefix} is longer than the model's")
+            raise UserError(f"the draft's bidirectional prefix is {draft.config.prefix}; use at most {config.prefix}")
         if not draft.config.is_unbounded and (config.is_unbounded or length < config.max_cached_len):
-            longer = "texts, which have no end" if config.is_unbounded else config.max_cached_len
-            raise UserError(f"the draft model's context is {length} tokens, shorter than the model's {longer}")
+            needed = "an unbounded context" if config.is_unbounded else f"at least {config.max_cached_len}"
+            raise UserError(f"the draft model's context is {length} tokens; use a draft model with {needed}")
 
     def __repr__(self) -> str:
         where = f"{self.model.dtype} on {self.model.device}"
@@ -117,11 +116,10 @@ class Generator:
     def generate(
         self, prompts: str | list[str], params: Params = None, prompt_tokens: list[list[int]] | None = None
     ) -> list[Completion]:
-        """Continue all prompts in one batch; equal prompts are read once. A string is one prompt: a list of one.
+        """Continue prompts in one batch; equal prompts are read once.
 
-        `params`: one for all prompts, where prompt i is sampled with seed + i; or one per prompt. `prompt_tokens`: by
-        default those of encode(). Raises UserError if a prompt does not fit into the context, or the parameters do not
-        fit the prompts.
+        `params`: one for all prompts, where prompt i is sampled with seed + i, or one per prompt. `prompt_tokens`: by
+        default, encode(prompt). Raises UserError if a prompt does not fit into the context, or `params` is invalid.
         """
         completions = [Completion(prompt) for prompt in checks.prompt_list(prompts)]
         for _ in self.stream_batch(completions, params, prompt_tokens):
@@ -129,16 +127,13 @@ class Generator:
         return completions
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
-        """Continue one prompt, yielding text as it is generated; joined, the pieces are generate()'s text."""
+        """Continue one prompt, yielding text as it is generated; the joined pieces equal the text of generate()."""
         return (piece for _, piece in self.stream_batch([Completion(checks.check_text(prompt, "the prompt"))], params))
 
     def stream_batch(
         self, completions: list[Completion], params: Params = None, prompt_tokens: list[list[int]] | None = None
     ) -> Iterator[tuple[int, str]]:
-        """Fill in a Completion(prompt) per prompt; parameters and errors as for generate().
-
-        Yields (index of the completion, the text that became certain).
-        """
+        """Fill in Completions, yielding (index, newly certain text). Parameters and errors as in generate()."""
         params = checks.params_list(params, len(completions))
         tokens = checks.token_lists(prompt_tokens, completions, self.encode)
         sequences = [self.new_sequence(*each) for each in zip(itertools.count(), completions, params, tokens)]
@@ -146,43 +141,40 @@ class Generator:
         yield from decode_sliding(self, sequences, start)
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, after the BOS token if the model was trained with one."""
+        """Encode a prompt, with a BOS token if the model was trained with one."""
         ids = self.tokenizer.encode(checks.check_text(prompt, "the prompt"))
         return [*self.tokenizer.bos_prefix, *ids] or [self.tokenizer.bos_id]
 
     def new_sequence(self, index: int, completion: Completion, params: SamplingParams, tokens: list[int]) -> Sequence:
-        """A sequence that starts with `tokens` and may grow by max_new_tokens, or as far as the context allows.
-
-        Raises UserError if the tokens do not fit into the context, or the logit bias not to the vocabulary.
-        """
-        hint = ", or set with --window how many of the newest tokens to remember" if self.supports_window else ""
+        """Create a sequence that starts with `tokens`. Raises UserError if the tokens or the logit bias are invalid."""
+        hint = ", or use --window N to attend to the newest N tokens" if self.supports_window else ""
         checks.check_prompt(tokens, self.tokenizer, self.config, self.context_len, hint, params.logit_bias)
         completion.prompt_tokens = len(tokens)
-        # The model never reads the last token, so n positions allow n + 1 tokens.
+        # The model does not read the last token, so n positions allow n + 1 tokens.
         n_new = min(params.max_new_tokens, self.context_len + 1 - len(tokens))
         n_later = params.max_new_tokens - n_new if self.slide else 0
         return Sequence(index, completion, params, list(tokens), n_new, self.tokenizer, n_later)
 
     def new_cache(self, model: Thinker, batch_size: int, max_len: int) -> KVCache:
-        """An empty cache; a sink cache if there is a window."""
+        """Create an empty cache; with a window, a sink cache."""
         if self.window is not None:
             return SinkCache(model, batch_size, self.window, self.sinks)
         return model.new_cache(batch_size, max_len, slack=max(self.speculate, self.steps_per_read - 1))
 
     @property
     def chunk_len(self) -> int:
-        """Positions per prefill pass; a bidirectional prefix is always read in one pass."""
+        """Positions per prefill pass; a bidirectional prefix needs a single pass."""
         return max(PREFILL_CHUNK, self.config.prefix)
 
     @torch.no_grad()
     def prefill(self, model: Thinker, tokens: list[list[int]], cache: KVCache) -> Tensor:
-        """Read tokens (B, T) into a cache; returns the logits after the last ones, (B, 1, V)."""
+        """Read tokens (B, T) into a cache. Returns the logits after the last tokens, (B, 1, V)."""
         for chunk in torch.tensor(tokens, device=model.device).split(self.chunk_len, dim=1):
             logits = model(chunk, cache=cache, last_logits_only=True)
         return logits
 
     def decode(self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor) -> Iterator[tuple[int, str]]:
-        """Sample from logits (B, 1, V) on until every sequence has ended. Yields (sequence.index, certain text)."""
+        """Decode from logits (B, 1, V) until all sequences have ended. Yields (sequence.index, newly certain text)."""
         drafter = PromptLookup(self.speculate) if self.speculate else None
         if self.draft is not None:
             drafter = DraftModel(self.draft, self.speculate, self._prefill_unique)
@@ -214,22 +206,22 @@ class Generator:
 
     @torch.no_grad()
     def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:
-        """The log-probability of every token of a text, computed by the same passes as generation.
+        """Compute the log-probability of every token of a text.
 
-        A text longer than the context is read in windows that overlap by half, and every token is counted once, after
-        at least half a context. With `window`, the text is read in one pass. Tokens inside a bidirectional prefix are
-        not predicted and not counted.
+        A text longer than the context is read in windows that overlap by half; every token is counted once, after at
+        least half a context. With `window`, the text is read in one pass. Tokens inside a bidirectional prefix are not
+        counted.
 
-        `n_top`: also return the log-probabilities of this many likeliest tokens per position. `progress`: show a bar
-        if it takes long. Raises UserError if the whole text lies inside the model's bidirectional prefix.
+        `n_top`: number of top log-probabilities per position. `progress`: show a progress bar for long texts. Raises
+        UserError if the whole text is inside the bidirectional prefix.
         """
         if type(n_top) is not int or n_top < 0:
-            raise UserError(f"n_top is {describe(n_top)}; it must be a whole number of at least 0")
+            raise UserError(f"n_top is {describe(n_top)}; use a whole number of at least 0")
         ids = self.tokenizer.encode(checks.check_text(text, "the text"))
         tokens = [self.tokenizer.bos_id, *ids]
         n_skipped = max(0, self.config.prefix - 1)  # ids inside the prefix
         if n_skipped and len(ids) <= n_skipped:
-            prefix = f"the model's bidirectional prefix of {n_skipped + 1}"
+            prefix = f"the model's bidirectional prefix ({n_skipped + 1}); use a longer text"
             raise UserError(f"the text has {len(tokens)} tokens, all inside {prefix}")
         logprobs: list[float] = []
         likeliest: list[dict[int, float]] = []
@@ -242,7 +234,7 @@ class Generator:
                 logits = self.model(torch.tensor([chunk], device=self.model.device), cache=cache)[0]
                 logits = logits[:, : self.tokenizer.vocab_size].float()  # ids above the tokenizer's are padding
                 n_counted = n_skipped + len(logprobs)
-                new = logits.log_softmax(dim=-1)[max(0, n_counted - chunk_start) :]  # (T, V), those not yet counted
+                new = logits.log_softmax(dim=-1)[max(0, n_counted - chunk_start) :]  # (T, V), not yet counted
                 targets = torch.tensor(ids[n_counted : chunk_start + len(chunk)], device=new.device)
                 bar.update(len(targets))
                 if len(targets):
@@ -254,7 +246,7 @@ class Generator:
         return Score(ids[n_skipped:], logprobs, likeliest, count_bytes(self.tokenizer, text, ids, n_skipped))
 
     def _prefill_unique(self, model: Thinker, sequences: list[Sequence], slack: int) -> tuple[KVCache | None, Tensor]:
-        """Read each distinct prompt once, those of equal length together. Returns a cache and logits, (B, 1, V)."""
+        """Read each distinct prompt once, equal lengths together. Returns a cache and logits, (B, 1, V)."""
         if not self.use_cache:
             return None, self._uncached_logits(sequences)
         max_len = max(len(sequence.tokens) + sequence.n_remaining for sequence in sequences) + slack
@@ -280,7 +272,7 @@ class Generator:
     def _decode_step(
         self, sequences: list[Sequence], cache: KVCache | None, drafter: PromptLookup | DraftModel | None
     ) -> tuple[list[list[int]], Tensor]:
-        """Read each sequence's newest token and its drafts. Returns the drafts and the logits after each, (B, T, V)."""
+        """Read the newest token and drafts of each sequence. Returns drafts and the logits after each, (B, T, V)."""
         if cache is None:
             return [[] for _ in sequences], self._uncached_logits(sequences)
         cache.truncate([len(sequence.tokens) - 1 for sequence in sequences])  # drops rejected drafts
@@ -294,6 +286,6 @@ class Generator:
 
     @torch.no_grad()
     def _uncached_logits(self, sequences: list[Sequence]) -> Tensor:
-        """The logits after each sequence, (B, 1, V), by one pass over all of its tokens."""
+        """Compute the logits after each sequence, (B, 1, V), in one pass over all its tokens."""
         rows = (torch.tensor([sequence.tokens], device=self.model.device) for sequence in sequences)
         return torch.cat([self.model(row, last_logits_only=True) for row in rows])

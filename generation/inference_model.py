@@ -1,4 +1,4 @@
-"""A model laid out for inference: the same forward pass with fused, and perhaps quantized, matrices."""
+"""A model for inference: the same forward pass with fused and optionally quantized matrices."""
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,8 @@ from thinker.runtime.errors import UserError
 def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, int8: bool = False) -> Thinker:
     """Copy a Thinker for sampling; the original does not change.
 
-    Matrices with the same input (q, k and v; gate and up) are fused into one. Decoding is bound by reading the weights,
-    and int8 weights have a quarter of fp32's bytes. `int8` quantizes all matrices, including the head, tied or not; the
-    embedding, activations and cache have `dtype`.
+    Matrices with the same input (q, k and v; gate and up) are fused. `int8` quantizes all matrices and the LM head,
+    tied or not, to a quarter of the bytes of fp32. The embedding, activations and KV cache have `dtype`.
     """
 
     def fuse(*linears: Linear) -> nn.Module:
@@ -31,9 +30,9 @@ def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, in
         return fused
 
     if has_open_hooks(model):
-        raise UserError("open hooks are not copied; record or patch generator.model instead")
+        raise UserError("the model has open hooks, which are not copied; record or patch generator.model instead")
     with torch.device("meta"):
-        copy = Thinker(model.config)  # without memory for its weights
+        copy = Thinker(model.config)  # without allocating weights
     for new_block, old_block in zip(copy.blocks, model.blocks):
         new, old = new_block.attention, old_block.attention
         new.qkv_proj, new.o_proj = fuse(old.q_proj, old.k_proj, old.v_proj), fuse(old.o_proj)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 class Int8Linear(nn.Module):
     """A linear layer with int8 weights: symmetric, one scale per output channel, weight ≈ quantized · scale.
 
-    On a CPU, the activations are quantized too, with one scale per position. The int8 product is exact, so a row's
-    result does not depend on the other rows (LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339, equation 4). On
-    other devices, and on CPUs whose int8 product overflows, the weights are cast to the dtype of the activations, which
-    is an extra pass over them, except for a single row where the model is compiled.
+    On a CPU, activations are quantized too, with one scale per position. The int8 product is exact, so a row does not
+    depend on other rows (LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339, equation 4). On other devices, and on
+    CPUs whose int8 product overflows, the weights are first cast to the dtype of the activations. This costs an extra
+    pass, except for a single row in a compiled model.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -32,7 +32,7 @@ class Int8Linear(nn.Module):
             product = torch._int_mm(x_int8, self.quantized.t())  # (N, n_out) int32
             y = (product * (x_scale * self.scale)).to(x.dtype).view(*x.shape[:-1], -1)
         elif torch.compiler.is_compiling() and x.numel() == x.shape[-1]:
-            # One position: the compiler fuses this into one kernel, which reads the weights as int8.
+            # One position: the compiler fuses this into one kernel that reads int8 weights.
             y = ((self.quantized * x.flatten().float()).sum(dim=1) * self.scale).to(x.dtype).view(*x.shape[:-1], -1)
         else:
             y = F.linear(x, self.quantized.to(x.dtype)) * self.scale.to(x.dtype)
@@ -40,6 +40,6 @@ class Int8Linear(nn.Module):
 
 
 def int8_matmul_is_exact() -> bool:
-    """Whether this CPU multiplies int8 without overflow; CPUs without VNNI may saturate sums of pairs at 16 bits."""
+    """Whether this CPU multiplies int8 without overflow. Without VNNI, sums of pairs may saturate at 16 bits."""
     largest = torch.full((2, 64), 127, dtype=torch.int8, device="cpu")
     return bool((torch._int_mm(largest, -largest.t()) == -64 * 127 * 127).all())

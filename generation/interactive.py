@@ -1,4 +1,4 @@
-"""The interactive session of generate.py: turns, commands that begin with a slash, Ctrl-C."""
+"""Interactive session of generate.py: turns, slash commands, Ctrl-C."""
 
 import contextlib
 import dataclasses
@@ -11,22 +11,22 @@ from thinker.generation.sampler import SamplingParams
 from thinker.generation.terminal import log, print_text
 from thinker.runtime.errors import UserError, did_you_mean
 
-HELP = r"""\n in what you type is a line break. Ctrl-C ends the model's turn and keeps what it wrote.
+HELP = r"""Type \n for a line break, and // for / at the start of a line. Ctrl-C stops the model and keeps its text.
 /undo             remove the last turn
 /reset            start a new text
 /show             print the text so far
-/set NAME VALUE   such as /set temperature 0.5; /set alone lists all settings
-/quit             leave (so does Ctrl-D); start a line with // to write a text that starts with /"""
+/set NAME VALUE   change a setting, such as /set temperature 0.5; without arguments, list all settings
+/quit             quit (or press Ctrl-D)"""
 COMMANDS = ("/undo", "/reset", "/show", "/set", "/help", "/quit")
 
 
 def run_interactive(conversation: Conversation, prompt: str, params: SamplingParams) -> None:
-    """Write a text, or a chat, in turns with the user until they leave."""
+    """Run a text or chat in turns until the user quits."""
     sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        with contextlib.suppress(ImportError):  # missing on some platforms; input() works without it
-            import readline  # noqa: F401  (gives input() a history and line editing)
+        with contextlib.suppress(ImportError):  # not on every platform; optional
+            import readline  # noqa: F401  (adds history and line editing to input())
         log(conversation.greeting)
     interrupt = _InterruptHandler()
     if prompt:
@@ -45,10 +45,10 @@ def run_interactive(conversation: Conversation, prompt: str, params: SamplingPar
 
 
 class _InterruptHandler:
-    """Ctrl-C, however often pressed, ends the model's turn or the line being typed, but not the session."""
+    """Makes Ctrl-C end the model's turn or the line being typed, but not the session."""
 
     def __init__(self) -> None:
-        self.is_reading = False  # raises only then: elsewhere an exception could fall between two lines of our code
+        self.is_reading = False  # the handler raises only while reading: elsewhere it could interrupt any line
         self.pressed = False
         signal.signal(signal.SIGINT, self._handle)
 
@@ -72,7 +72,7 @@ def _read_line(is_terminal: bool, interrupt: _InterruptHandler) -> str | None:
                 log("")
             return None
         except (KeyboardInterrupt, SystemError):  # input() raises SystemError if it is interrupted twice
-            log("\n(Ctrl-D or /quit leaves)")
+            log("\n(press Ctrl-D or type /quit to quit)")
 
 
 def _print_reply(conversation: Conversation, text: str, params: SamplingParams, interrupt: _InterruptHandler) -> None:
@@ -89,43 +89,43 @@ def _print_reply(conversation: Conversation, text: str, params: SamplingParams, 
 
 
 def _run_command(conversation: Conversation, words: list[str], params: SamplingParams) -> SamplingParams:
-    """Run a /command; returns the sampling parameters to use from now on."""
+    """Run a slash command. Returns the sampling parameters for the next turns."""
     name, *rest = words
     if name == "/help":
         log(f"{conversation.description}\n{HELP}")
     elif name == "/undo":
-        log("removed" if conversation.undo() else "there is no turn to remove")
+        log("removed the last turn" if conversation.undo() else "no turn to remove")
     elif name == "/reset":
         conversation.reset()
-        log("a new text")
+        log("started a new text")
     elif name == "/show":
         print(conversation.text, flush=True)
     elif name == "/set" and len(rest) == 2:
         field = rest[0].replace("-", "_")
         params = _set_param(params, field, rest[1])
-        log(f"{rest[0]} is {getattr(params, field)}")
+        log(f"{rest[0]} = {getattr(params, field)}")
     elif words == ["/set"]:
-        log(*(f"{field} {value}" for field, value in dataclasses.asdict(params).items() if field != "logprobs"))
+        log(*(f"{field} = {value}" for field, value in dataclasses.asdict(params).items() if field != "logprobs"))
     else:
-        raise UserError(f"{' '.join(words)} is not a command; /help lists them{did_you_mean(name, COMMANDS)}")
+        raise UserError(f"unknown command {' '.join(words)}; /help lists commands{did_you_mean(name, COMMANDS)}")
     return params
 
 
 def _set_param(params: SamplingParams, name: str, value: str) -> SamplingParams:
     names = [field.name for field in dataclasses.fields(params)]
     if name == "logprobs":
-        raise UserError("logprobs are not shown in turns; run generate.py --logprobs N without --interactive")
+        raise UserError("logprobs cannot be set in a session; run generate.py --logprobs N without --interactive")
     if name not in names:
-        raise UserError(f"there is no setting {name}{did_you_mean(name, names)}; /set alone lists all")
+        raise UserError(f"unknown setting {name}{did_you_mean(name, names)}; /set lists all settings")
     if value.lower() == "none":
         return dataclasses.replace(params, **{name: getattr(SamplingParams, name)})
     if name == "stop":
         return dataclasses.replace(params, stop=(value.replace("\\n", "\n"),))
     try:
-        number = json.loads(value)  # or a list, of logit_bias
+        number = json.loads(value)  # or a list, for logit_bias
     except (ValueError, RecursionError):
         try:
-            number = float(value)  # also .5
+            number = float(value)  # accepts .5
         except ValueError:
-            raise UserError(f"{name} is {value[:40]!r}; it must be a number, or none") from None
+            raise UserError(f"{name} is {value[:40]!r}; use a number or none") from None
     return dataclasses.replace(params, **{name: number})

@@ -1,4 +1,4 @@
-"""Logits to sampling probabilities to tokens: pure functions, used by everything that samples."""
+"""Pure functions from logits to probabilities to tokens."""
 
 import math
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from thinker.runtime.device import to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.type_checks import describe
 
-_LIMIT = 1e100  # of penalties and biases, so that float64 never overflows
-_RANGES = {  # field of SamplingParams: type, lowest and highest value, and the range in words
+_LIMIT = 1e100  # for penalties and biases; prevents overflow in float64
+_RANGES = {  # by field of SamplingParams: type, lowest and highest value, range in words
     "max_new_tokens": (Integral, 1, math.inf, "a whole number of at least 1"),
-    "temperature": (Real, 0, _LIMIT, "0 (greedy) or a number of at most 1e100"),
+    "temperature": (Real, 0, _LIMIT, "0 (greedy) or a number up to 1e100"),
     "top_k": (Integral, 1, math.inf, "a whole number of at least 1"),
     "top_p": (Real, math.ulp(0.0), 1, "a number in (0, 1]"),
     "min_p": (Real, 0, 1, "a number in [0, 1]"),
@@ -26,46 +26,46 @@ _RANGES = {  # field of SamplingParams: type, lowest and highest value, and the 
     "logprobs": (Integral, 0, math.inf, "a whole number of at least 0"),
     "seed": (Integral, 0, math.inf, "a whole number of at least 0"),
 }
-_ROUNDING = 1e-12  # relative: sums and exponentials in float64 that are closer than this count as equal
-_TOP_P_CANDIDATES = 1024  # top-p first tries to find its tokens among this many
+_ROUNDING = 1e-12  # relative difference below which float64 values count as equal
+_TOP_P_CANDIDATES = 1024  # number of tokens that top-p considers first
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; UserError if a value is invalid. A `logit_bias` dict and a `stop` list are stored as tuples."""
+    """Sampling parameters. Raises UserError for invalid values; stores `logit_bias` and `stop` as tuples."""
 
     max_new_tokens: int = 256
-    temperature: float = 1.0  # 0: greedy, always the likeliest token
-    top_k: int | None = None  # keep the k likeliest tokens
-    top_p: float | None = None  # keep the likeliest tokens whose probabilities add up to at least this
-    min_p: float | None = None  # keep tokens with at least this fraction of the likeliest token's probability
+    temperature: float = 1.0  # 0: greedy, always the most likely token
+    top_k: int | None = None  # keep the k most likely tokens
+    top_p: float | None = None  # keep the fewest top tokens with at least this total probability
+    min_p: float | None = None  # keep tokens with at least this fraction of the highest probability
     repetition_penalty: float = 1.0  # above 1: tokens in the text, including the prompt, become less likely
-    presence_penalty: float = 0.0  # subtracted from the logit of every token generated so far
-    frequency_penalty: float = 0.0  # subtracted from a token's logit once per time it was generated
+    presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
+    frequency_penalty: float = 0.0  # subtracted from logits per occurrence in the generated text
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit); -inf bans the token
-    logprobs: int = 0  # also report the log-probabilities of this many likeliest tokens per position
-    seed: int = 0  # row i of a batch is sampled with seed + i, independently of the other rows
-    stop: tuple[str, ...] = ()  # end before the first of these strings
+    logprobs: int = 0  # number of top log-probabilities to report per position
+    seed: int = 0  # row i of a batch is sampled with seed + i, independently of other rows
+    stop: tuple[str, ...] = ()  # stop before the first of these strings
 
     def __post_init__(self) -> None:
         for name, (kind, lowest, highest, expected) in _RANGES.items():
             value, is_optional = getattr(self, name), getattr(SamplingParams, name) is None
             if not (_is_number(value, kind, lowest, highest) or (value is None and is_optional)):
-                raise UserError(f"{name} is {describe(value)}; it must be {expected}")
-            if value is not None:  # also numbers of NumPy and fractions
+                raise UserError(f"{name} is {describe(value)}; use {expected}")
+            if value is not None:  # converts NumPy numbers and fractions
                 object.__setattr__(self, name, int(value) if kind is Integral else float(value))
         if not isinstance(self.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in self.stop):
-            raise UserError(f"stop is {describe(self.stop)}; it must be a list of strings, none of them empty")
+            raise UserError(f"stop is {describe(self.stop)}; use a list of non-empty strings")
         if any("\ud800" <= char <= "\udfff" for text in self.stop for char in text):
-            raise UserError("stop holds a lone surrogate, which no text has; convert it to UTF-8")
+            raise UserError("stop contains a lone surrogate, which is not valid text; decode it as UTF-8")
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "logit_bias", _sorted_pairs(self.logit_bias))
 
 
 def _is_number(value: object, kind: type, lowest: float, highest: float) -> bool:
     is_kind = isinstance(value, kind) and not isinstance(value, bool)
-    number = value.item() if isinstance(value, np.number) else value  # NumPy warns where float32 cannot hold a bound
-    return is_kind and lowest <= number <= highest  # not for NaN
+    number = value.item() if isinstance(value, np.number) else value  # NumPy warns if float32 cannot represent a bound
+    return is_kind and lowest <= number <= highest  # False for NaN
 
 
 def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
@@ -78,7 +78,7 @@ def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         is_valid = False
     if not is_valid:
-        expected = "it must have token ids, each once, and for each a number up to ±1e100, or -inf"
+        expected = "use distinct token ids, each with a number up to ±1e100 or -inf"
         raise UserError(f"logit_bias is {describe(biases)}; {expected}")
     return tuple((int(token), float(bias)) for token, bias in pairs)
 
@@ -86,17 +86,17 @@ def _sorted_pairs(biases: object) -> tuple[tuple[int, float], ...]:
 def distribution(
     logits: Tensor, params: SamplingParams, in_text: Tensor | None = None, counts: Tensor | None = None
 ) -> Tensor:
-    """The probabilities that tokens are sampled with, (B, V) fp32; at temperature 0, 1 for the likeliest token.
+    """Return sampling probabilities, (B, V) fp32; at temperature 0, 1 for the most likely token.
 
     In this order: repetition penalty (Keskar et al. 2019, arXiv:1909.05858: divides positive logits of tokens in the
     text by the penalty and multiplies negative ones), presence penalty, frequency penalty, logit bias, temperature,
     top-k, top-p (Holtzman et al. 2020, arXiv:1904.09751), min-p (Nguyen et al. 2024, arXiv:2407.01082). Each filter
-    works on the renormalized output of the one before it, and keeps the likeliest token. Ties go to the lower token id.
-    A row's result does not depend on the other rows: on a CPU it is bitwise the same.
+    renormalizes its input and keeps the most likely token. Ties go to the lower token id. A row does not depend on
+    other rows; on a CPU it is bitwise the same in any batch.
 
     `logits`: (B, V), below +inf and not all -inf in a row; -inf gives probability 0. `in_text`: (B, V) boolean, True
     for tokens of the row's prompt and generated text. `counts`: (B, V), how many times each token was generated in the
-    row. Raises UserError if the logit bias bans every token.
+    row. Raises UserError if the logit bias bans all tokens.
     """
     scores = _adjust(logits, params, in_text, counts).double()
     if params.temperature == 0:
@@ -109,14 +109,14 @@ def distribution(
         probs = _filter_ranked(scores, probs, params)
     elif not params.min_p:
         return probs.float()
-    if params.min_p:  # relative to the likeliest token, so the probabilities need not sum to 1 here
+    if params.min_p:  # relative to the most likely token, so no renormalization is needed
         probs = probs.masked_fill(probs < params.min_p * (1 - _ROUNDING) * probs.amax(dim=-1, keepdim=True), 0)
-    total = probs.cumsum(dim=-1)[:, -1:]  # sum() may add up a single row in another order than the same row of a batch
+    total = probs.cumsum(dim=-1)[:, -1:]  # unlike cumsum(), sum() may depend on the batch size
     return (probs / total).float()
 
 
 def _filter_ranked(scores: Tensor, probs: Tensor, params: SamplingParams) -> Tensor:
-    """Apply top-k, then top-p, to scores and their probabilities (B, V); the other tokens get probability 0."""
+    """Apply top-k, then top-p, to scores and probabilities (B, V); other tokens get probability 0."""
     top_p = 1.0 if params.top_p is None else params.top_p
     if params.top_k is not None:
         tokens = _rank(scores, min(params.top_k, scores.shape[1]))  # (B, k)
@@ -134,13 +134,13 @@ def _filter_ranked(scores: Tensor, probs: Tensor, params: SamplingParams) -> Ten
 
 
 def _rank(scores: Tensor, count: int) -> Tensor:
-    """The `count` tokens of highest score, (B, count), best first, ties by id; all V tokens if V is smaller."""
+    """Return the `count` highest-scoring tokens, (B, count), best first, ties by id; at most V."""
     V = scores.shape[1]
-    if 4 * count >= V:  # sorting a large vocabulary would dominate the time of sampling
+    if 4 * count >= V:  # sorting a large vocabulary would dominate sampling time
         return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     best, tokens = scores.topk(count)
     is_above, is_tied = scores > best[:, -1:], scores == best[:, -1:]  # (B, V)
-    if scores.is_cuda or (is_above | is_tied).sum() > tokens.numel():  # a GPU's host must not wait for the answer
+    if scores.is_cuda or (is_above | is_tied).sum() > tokens.numel():  # on a GPU, do not synchronize with the host
         n_missing = count - is_above.sum(dim=-1, keepdim=True)
         is_kept = is_above | (is_tied & (is_tied.cumsum(dim=-1) <= n_missing))
         ids = torch.arange(V, device=scores.device)
@@ -151,7 +151,7 @@ def _rank(scores: Tensor, count: int) -> Tensor:
 
 
 def _adjust(scores: Tensor, params: SamplingParams, in_text: Tensor | None, counts: Tensor | None) -> Tensor:
-    """Apply penalties and bias to scores (B, V), in float64 if there are any; arguments as for distribution()."""
+    """Apply penalties and bias to scores (B, V), in float64 if there are any. Arguments as in distribution()."""
     if params.logit_bias or in_text is not None or counts is not None:
         scores = scores.double()
     if in_text is not None and params.repetition_penalty != 1:
@@ -168,10 +168,10 @@ def _adjust(scores: Tensor, params: SamplingParams, in_text: Tensor | None, coun
 
 @lru_cache(maxsize=8)
 def _bias_vector(logit_bias: tuple[tuple[int, float], ...], vocab_size: int, device: torch.device) -> Tensor:
-    """The logit bias of every token, (V,) float64. Raises UserError if it bans all of them."""
+    """Return the logit bias of every token, (V,) float64. Raises UserError if it bans all tokens."""
     tokens, biases = zip(*logit_bias)
     if len(tokens) == vocab_size and max(biases) == -math.inf:
-        raise UserError("logit_bias bans every token; it must leave at least one")
+        raise UserError("logit_bias bans every token; leave at least one")
     vector = torch.zeros(vocab_size, dtype=torch.float64, device="cpu")
     vector[list(tokens)] = torch.tensor(biases, dtype=torch.float64, device="cpu")
     return to_device(vector, device)
@@ -180,7 +180,7 @@ def _bias_vector(logit_bias: tuple[tuple[int, float], ...], vocab_size: int, dev
 def sample(
     logits: Tensor, params: SamplingParams, uniforms: Tensor, in_text: Tensor | None, counts: Tensor | None
 ) -> Tensor:
-    """Sample one token per row, (B,) int64; arguments as for distribution() and sample_from_probs()."""
+    """Sample one token per row, (B,) int64; arguments as in distribution() and sample_from_probs()."""
     if params.temperature == 0:
         return _adjust(logits, params, in_text, counts).argmax(dim=-1)  # ties: the lowest id
     return sample_from_probs(distribution(logits, params, in_text, counts), uniforms)
@@ -191,4 +191,4 @@ def sample_from_probs(probs: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = probs.double().cumsum(dim=-1)  # (B, V)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, uniforms.to(probs.device)[:, None].double() * total, right=True)  # (B, 1)
-    return torch.minimum(tokens, (cumulative < total).sum(dim=-1, keepdim=True))[:, 0]  # rounding may give an id beyond
+    return torch.minimum(tokens, (cumulative < total).sum(dim=-1, keepdim=True))[:, 0]  # rounding may exceed V - 1

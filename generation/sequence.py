@@ -1,4 +1,4 @@
-"""One sequence during generation: its tokens, text and random numbers, and when it ends."""
+"""State and results of a sequence during generation."""
 
 import math
 import random
@@ -12,33 +12,33 @@ from thinker.generation.sampler import SamplingParams
 from thinker.generation.streaming import TextStreamer
 from thinker.runtime.finite import check_computed
 
-SampledToken = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the likeliest tokens
+SampledToken = tuple[int, float, dict[int, float]]  # token, log-probability, top log-probabilities
 
 
 @dataclass
 class Completion:
-    """A prompt and what was generated from it."""
+    """A prompt and its generated text."""
 
     prompt: str
     text: str = ""  # without the prompt and without the stop string
-    token_ids: list[int] = field(default_factory=list, repr=False)  # all that were sampled, also an end-of-text token
-    logprobs: list[float] = field(default_factory=list, repr=False)  # of each under the unmodified model, in nats
-    top_logprobs: list[dict[int, float]] = field(default_factory=list, repr=False)  # of the likeliest, per token
+    token_ids: list[int] = field(default_factory=list, repr=False)  # all sampled tokens, including end of text
+    logprobs: list[float] = field(default_factory=list, repr=False)  # per token under the unmodified model, in nats
+    top_logprobs: list[dict[int, float]] = field(default_factory=list, repr=False)  # most likely tokens, per token
     finish_reason: str = "length"  # "stop": end of text or a stop string; "length": max_new_tokens or a full context
     prompt_tokens: int = 0  # including the BOS token
-    n_evicted: int = 0  # positions that a sink cache no longer held at the end
-    n_slides: int = 0  # times that the text went on from its newest half (generation/sliding.py)
-    drafted: int = 0  # tokens that speculation proposed
-    accepted: int = 0  # of these, tokens that were sampled
+    n_evicted: int = 0  # positions that a sink cache had evicted at the end
+    n_slides: int = 0  # times that the text continued from its newest half (generation/sliding.py)
+    drafted: int = 0  # speculated tokens
+    accepted: int = 0  # drafted tokens that were accepted
 
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a text is under the model, after the BOS token."""
+    """Likelihood of a text under the model, after the BOS token."""
 
     token_ids: list[int]
-    logprobs: list[float]  # of each token given all before it, in nats
-    top_logprobs: list[dict[int, float]]  # per position, of the likeliest tokens
+    logprobs: list[float]  # of each token given all earlier tokens, in nats
+    top_logprobs: list[dict[int, float]]  # of the most likely tokens, per position
     n_bytes: int
 
     def __repr__(self) -> str:
@@ -52,38 +52,38 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Per byte of UTF-8; 0 for an empty text."""
+        """Bits per byte of UTF-8; 0 for an empty text."""
         return self.nats / math.log(2) / max(self.n_bytes, 1)
 
 
 @dataclass
 class Sequence:
-    """Prompt and sampled tokens of one completion, its random numbers, and when it ends."""
+    """Tokens, random numbers and limits of one completion."""
 
     index: int
     completion: Completion
     params: SamplingParams
     tokens: list[int]
-    n_remaining: int  # tokens that may still be sampled
+    n_remaining: int  # tokens left to sample
     tokenizer: Tokenizer
-    n_after_sliding: int = 0  # tokens that may be sampled beyond the context
-    forgotten: list[int] = field(default_factory=list)  # tokens before `tokens`, from before sliding
+    n_after_sliding: int = 0  # tokens left to sample beyond the context
+    forgotten: list[int] = field(default_factory=list)  # tokens before `tokens`, dropped by sliding
 
     def __post_init__(self) -> None:
         self.streamer = TextStreamer(self.tokenizer, self.params.stop)
-        # The parameters that shape the distribution: sequences with the same key are sampled in one batch.
+        # Parameters that shape the distribution: sequences with equal keys are sampled in one batch.
         self.sampling_key = replace(self.params, seed=0, max_new_tokens=1, stop=(), logprobs=0)
         self._random, self._uniforms = random.Random(self.params.seed), []
 
     def uniform(self, offset: int) -> float:
-        """The random number in [0, 1) that samples the token `offset` positions ahead, however often it is asked."""
+        """Return the random number in [0, 1) of the token `offset` positions ahead, the same in every call."""
         index = len(self.completion.token_ids) + offset
         while len(self._uniforms) <= index:
             self._uniforms.append(self._random.random())
         return self._uniforms[index]
 
     def extend(self, sampled: list[SampledToken]) -> tuple[str, bool]:
-        """Add tokens up to the one that ends the text. Returns the text that became certain, and whether it ended."""
+        """Add tokens up to the end of the text. Returns the newly certain text, and whether the text has ended."""
         completion, streamer = self.completion, self.streamer
         tokens = [token for token, *_ in sampled]
         n_to_eos = next((n for n, token in enumerate(tokens, 1) if token in self.tokenizer.eos_ids), None)
@@ -110,7 +110,7 @@ class Sequence:
         return text, is_eos or streamer.stopped or self.n_remaining == 0
 
     def penalty_inputs(self, drafts: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
-        """If `drafts` come next: which tokens are in the text, and how often each was generated, (V,) both."""
+        """Return which tokens are in the text with `drafts`, and how often each was generated, (V,) both."""
         tokens = torch.tensor(self.forgotten + self.tokens + drafts, device="cpu")
         in_text = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         in_text[tokens] = True

@@ -1,4 +1,4 @@
-"""A cache of bounded memory for texts of any length: attention sinks and the newest keys."""
+"""KV cache of bounded size for texts of any length: attention sinks and a sliding window."""
 
 from dataclasses import dataclass
 
@@ -20,21 +20,21 @@ from thinker.runtime.errors import UserError
 class SinkSlots(CacheSlots):
     """Adds the positions from which queries attend to the sinks."""
 
-    rotation: tuple[Tensor, Tensor] | None = None  # of the sinks towards a single query, or of queries towards them
-    is_sink: Tensor | None = None  # (S,), keys of a pass over several positions
-    has_new_sinks: Tensor | None = None  # (B, 1, 1, 1), the rows whose sinks are not all written yet; None: no row
+    rotation: tuple[Tensor, Tensor] | None = None  # of the sinks for a single query, or of queries for the sinks
+    is_sink: Tensor | None = None  # (S,), in a pass over several positions
+    has_new_sinks: Tensor | None = None  # (B, 1, 1, 1), rows with unwritten sinks; None: no row
 
 
 @dataclass
 class SinkLayer(RingLayer):
-    """A ring whose global positions are sinks; in `keys` these are rotated anew for each decoded token."""
+    """A ring buffer whose global positions are sinks; `keys` holds them rotated for the current token."""
 
     sinks: Tensor  # (B, K, n_global, D), the keys of the sinks with RoPE at their own positions
     tensors = ("keys", "values", "sinks")
     no_truncate_reason = "a sink cache that has evicted positions cannot go back"
 
     def update(self, q: Tensor, k: Tensor, v: Tensor, slots: SinkSlots) -> tuple[Tensor, Tensor, Tensor]:
-        """As RingLayer.update; several queries come back with twice the width, to attend to sinks from nearer."""
+        """As RingLayer.update, but several queries get twice the width, to attend to sinks from nearer."""
         n = self.n_global
         if k.shape[2] > 1 and slots.kv_len is not None:
             self.keys[:, :, :n] = self.sinks
@@ -44,8 +44,8 @@ class SinkLayer(RingLayer):
         if slots.rotation is not None and q.shape[2] == 1:
             self.keys[:, :, :n] = apply_rotary_emb(self.sinks, slots.rotation)  # `keys` is a view of them
         elif slots.rotation is not None:
-            # A score is the product of q and k, each rotated by its own position. To attend to the sinks from another
-            # position, rotate the query once more: with both forms side by side, each half meets its own kind of keys.
+            # To attend to the sinks from another position, the query is rotated once more. With both versions side by
+            # side, each half meets its own kind of keys.
             is_sink = slots.is_sink[:, None]  # (S, 1)
             q = torch.cat((q, apply_rotary_emb(q, slots.rotation)), dim=-1)  # (B, H, T, 2D)
             keys = torch.cat((keys * ~is_sink, keys * is_sink), dim=-1)
@@ -53,10 +53,10 @@ class SinkLayer(RingLayer):
 
 
 class SinkCache(KVCache):
-    """Keeps the first `sinks` positions and the newest `window`, and evicts those between.
+    """Keeps the first `sinks` positions and the newest `window`, and evicts the others.
 
     Without sinks this is sliding-window attention. With sinks (Xiao et al. 2023, arXiv:2309.17453), a query attends to
-    them from position sinks + window − 1 at most, so that no distance grows beyond what the cache holds.
+    them from position sinks + window − 1 at most, so that no distance exceeds the size of the cache.
     """
 
     def __init__(self, model: Thinker, batch_size: int, window: int, sinks: int = 0) -> None:
@@ -69,10 +69,10 @@ class SinkCache(KVCache):
         return SinkLayer(keys, values, self.slack, self.sinks, keys[:, :, : self.sinks].clone())
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
-        """As KVCache.append; new positions always fit. Rows of unequal length take one at a time."""
+        """As KVCache.append, but new positions always fit. Rows of unequal length append one position at a time."""
         is_even = min(self.lengths) == max(self.lengths)
         if length > 1 and not is_even:
-            raise UserError("rows of unequal length take one position at a time in a sink cache")
+            raise UserError(f"rows of a sink cache have unequal lengths; append 1 position at a time, not {length}")
         starts = self.reserve(batch_size, length)
         end, begins = max(self.lengths), to_device(starts, self.device)  # (B,)
         positions = torch.arange(length, device=self.device)
@@ -84,8 +84,8 @@ class SinkCache(KVCache):
         if self.sinks > 0 and end > self.max_len:
             # A query beyond position sinks + window − 1 attends to the sinks from there.
             nearer = (positions - self.max_len + 1).clamp_min(0)  # (T,) or (B, T)
-            cos, sin = (x / self.rope.attention_scaling for x in self.rope(nearer, end, self.dtype))  # q, k have it
-            slots.rotation = cos, sin if length == 1 else -sin  # queries rotate the other way
+            cos, sin = (x / self.rope.attention_scaling for x in self.rope(nearer, end, self.dtype))  # q, k include it
+            slots.rotation = cos, sin if length == 1 else -sin  # queries rotate in the other direction
         if length == 1:
             if not is_even:
                 is_filled = ring.slot_positions(begins + 1, slots.kv_len) != INVALID_POSITION

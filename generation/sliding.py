@@ -1,4 +1,4 @@
-"""Texts longer than the context: at the border the model goes on from the newest half, read again from position 0."""
+"""Texts longer than the context: when it is full, the model continues from the newest half, read from position 0."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,13 +14,12 @@ from thinker.model import KVCache
 def decode_sliding(
     generator: Any, sequences: list[Sequence], start: Callable[[list[Sequence]], tuple[KVCache | None, Tensor]]
 ) -> Iterator[tuple[int, str]]:
-    """Decode sequences, and again all those that stopped at the border, until every text has ended.
+    """Decode sequences until every text has ended, sliding those that fill the context.
 
-    start(sequences) reads them: it returns a cache that holds them and the logits after each, (B, 1, V).
+    start(sequences) reads them; it returns their cache and the logits after each, (B, 1, V).
 
-    A sequence slides alone: when it has context_len + 1 tokens, the last of which the model has not read, it reads the
-    newest context_len // 2 as a text of their own. What it samples is as if every step had read these tokens from
-    scratch, in a batch too. Penalties still count the whole text.
+    When a sequence has context_len + 1 tokens, it continues from its newest context_len // 2 tokens as a new text. The
+    samples equal those of reading these tokens from scratch at every step. Penalties still count the whole text.
     """
     while sequences:
         yield from generator.decode(sequences, *start(sequences))
@@ -43,15 +42,15 @@ def _slide(sequence: Sequence, context_len: int) -> None:
 
 
 def kept_when_sliding(context_len: int) -> int:
-    """The number of tokens that are read again."""
+    """Number of tokens that are kept when a text slides."""
     return max(1, context_len // 2)
 
 
 def continue_text(generator: Any, tokens: list[int], n_known: int, params: SamplingParams) -> Sequence:
-    """A sequence that goes on from a text of any length, whose tokens after the first `n_known` are new.
+    """Return a sequence that continues a text of any length, whose tokens after the first `n_known` are new.
 
-    It has forgotten what a text that was sampled to this length has, but no new tokens. Raises UserError if these do
-    not fit into the context, or the whole text where the Generator does not slide.
+    It drops the tokens that sampling to this length would have dropped, but no new ones. Raises UserError if these (or
+    without sliding, the whole text) do not fit into the context.
     """
     context_len, n_forgotten = generator.context_len, 0
     if generator.slide and len(tokens) > context_len:
@@ -64,17 +63,17 @@ def continue_text(generator: Any, tokens: list[int], n_known: int, params: Sampl
 
 
 def describe_context_end(generator: Any, completions: list[Completion], max_new_tokens: int) -> dict[str, str]:
-    """What happened to texts at the end of the Generator's context: a name for each thing, and the line to say once."""
+    """Describe what happened at the end of the context: lines to print once, by name."""
     lines = {}
     if any(completion.n_slides for completion in completions):
-        newest = f"the newest {kept_when_sliding(generator.context_len)} tokens are read again there; --no-slide stops"
-        lines["slid"] = f"longer than the model's context of {generator.context_len} tokens: {newest}"
+        kept = f"its newest {kept_when_sliding(generator.context_len)} (see --no-slide)"
+        lines["slid"] = f"the context of {generator.context_len} tokens is full: the text continues from {kept}"
     if any(one.finish_reason == "length" and len(one.token_ids) < max_new_tokens for one in completions):
-        hint = "; with --window W it continues, remembering the newest W tokens" if generator.supports_window else ""
-        lines["ended"] = f"the text ends where the model's context does, at {generator.context_len} tokens{hint}"
+        hint = "; use --window N for longer texts" if generator.supports_window else ""
+        lines["ended"] = f"stopped at the end of the context ({generator.context_len} tokens){hint}"
     sinks, window = generator.sinks, generator.window
     end = sinks + max(completion.n_evicted for completion in completions)
     if end > sinks:
-        evicted = f"evicted at the end: tokens {sinks + 1} to {end} of {end + window + 1}"
-        lines["evicted"] = f"{evicted}; remembered: the first {sinks} and the newest {window}"
+        evicted = f"evicted tokens {sinks + 1} to {end} of {end + window + 1}"
+        lines["evicted"] = f"{evicted}; the window keeps the first {sinks} and the newest {window}"
     return lines

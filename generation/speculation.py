@@ -1,7 +1,4 @@
-"""Speculative decoding: drafts of the next tokens, so that one pass of the model may confirm several.
-
-Drafts never change the text (see batch_sampling.sample_next).
-"""
+"""Speculative decoding: drafts of tokens to verify in one pass. They never change the text (see sample_next())."""
 
 import itertools
 import operator
@@ -16,14 +13,14 @@ from thinker.generation.batch_sampling import sample_tokens
 from thinker.generation.sequence import Sequence
 from thinker.model import KVCache, Thinker, ThinkerConfig
 
-NGRAM_SIZES = (4, 3, 2, 1)  # tokens at the end of the text to find earlier in it, the longest match first
+NGRAM_SIZES = (4, 3, 2, 1)  # lengths of the text's ending to look up, longest first
 
 
 class PromptLookup:
-    """Drafts what followed the last earlier occurrence of the text's ending (Saxena 2023, "prompt lookup decoding").
+    """Drafts what followed the last occurrence of the text's ending ("prompt lookup decoding", Saxena 2023).
 
-    Needs no second model; pays off where a text repeats itself: code, names, quotations, lists. The drafts of a
-    sequence grow while they are accepted and shrink when they are not.
+    Needs no second model and helps with repetitive text: code, names, quotations, lists. Drafts grow while they are
+    accepted and shrink when they are not.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -31,20 +28,20 @@ class PromptLookup:
         self.indexes: dict[int, _NgramIndex] = {}
 
     def propose(self, sequences: list[Sequence]) -> list[list[int]]:
-        """Up to `max_len` tokens per sequence, perhaps none."""
+        """Draft 0 to `max_len` tokens per sequence."""
         return [self.indexes.setdefault(one.index, _NgramIndex(self.max_len)).propose(one) for one in sequences]
 
     def select(self, indices: list[int]) -> None:
-        """Do nothing: the n-grams of a sequence are stored by its index."""
+        """Do nothing: n-grams are stored by the index of the sequence."""
 
 
 class _NgramIndex:
-    """What followed the last occurrence of each n-gram of one text."""
+    """Position after the last occurrence of each n-gram of a text."""
 
     def __init__(self, max_len: int) -> None:
         self.next_position: dict[tuple[int, ...], int] = {}  # n-gram: position of the token after it
-        self.n_indexed = 0  # tokens whose n-grams are in the index
-        self.max_len = self.length = max_len  # length: of the next draft
+        self.n_indexed = 0  # tokens in the index
+        self.max_len = self.length = max_len  # of the next draft
         self.draft, self.draft_start = [], 0
 
     def propose(self, sequence: Sequence) -> list[int]:
@@ -54,7 +51,7 @@ class _NgramIndex:
             n_accepted = sum(itertools.takewhile(bool, matches))
             all_accepted = n_accepted == len(self.draft)
             self.length = min(2 * self.length, self.max_len) if all_accepted else n_accepted + 1
-        for end in range(self.n_indexed + 1, len(tokens)):  # nothing follows the last token yet
+        for end in range(self.n_indexed + 1, len(tokens)):  # the last token has no successor yet
             for n in NGRAM_SIZES:
                 if n <= end:
                     self.next_position[tuple(tokens[end - n : end])] = end
@@ -67,18 +64,18 @@ class _NgramIndex:
 
 
 class DraftModel:
-    """Drafts what a smaller model would sample (Leviathan et al. 2023, arXiv:2211.17192).
+    """Drafts by sampling from a smaller model (Leviathan et al. 2023, arXiv:2211.17192).
 
-    Both models sample a position with the same random number, so they agree whenever their distributions do.
+    Both models sample a position with the same random number, so similar distributions yield the same token.
     """
 
     def __init__(self, model: Thinker, max_len: int, prefill: Callable[..., tuple[KVCache, Tensor]]) -> None:
-        # prefill(model, sequences, slack) returns a cache that holds the sequences, and the logits after them.
+        # prefill(model, sequences, slack) returns a cache of the sequences and the logits after them.
         self.model, self.max_len, self.prefill = model, max_len, prefill
         self.cache: KVCache | None = None
 
     def propose(self, sequences: list[Sequence]) -> list[list[int]]:
-        """`max_len` tokens per sequence, fewer near its end."""
+        """Draft `max_len` tokens per sequence, fewer near its end."""
         drafts: list[list[int]] = [[] for _ in sequences]
         n_remaining = max(sequence.n_remaining for sequence in sequences)
         length = min(self.max_len, max_draft_len(self.model.config, sequences), n_remaining - 1)
@@ -109,7 +106,7 @@ class DraftModel:
 
 
 def max_draft_len(config: ThinkerConfig, sequences: list[Sequence]) -> int:
-    """How many drafts fit after the longest sequence, to whose length all are padded."""
+    """Number of drafts that fit after the longest sequence, to which all are padded."""
     if config.positions == "learned" or config.max_cached_len < config.max_seq_len:
         return max(0, config.max_cached_len - max(len(sequence.tokens) for sequence in sequences))
     return sys.maxsize

@@ -1,4 +1,4 @@
-"""Streaming detokenizer: tokens to text, safe where characters or stop strings span several tokens."""
+"""Streaming detokenizer, correct when characters or stop strings span several tokens."""
 
 import codecs
 
@@ -6,23 +6,22 @@ from thinker.data.tokenizer import Tokenizer
 
 
 class TextStreamer:
-    """Decodes token by token; the text it returns is never revised, and is returned as early as possible.
+    """Decodes token by token, returning text as early as possible and never revising it.
 
-    - The joined pieces equal all tokens' bytes decoded at once, with U+FFFD for invalid UTF-8 (The Unicode Standard,
-      section 3.9: one U+FFFD per maximal subpart). A character that spans tokens appears when it is complete, a U+FFFD
-      as soon as no further byte can prevent it. Special tokens have no text.
-    - The text ends at the token, or finish(), that completes a stop string, and is cut where the earliest one begins;
-      later calls return "". A suffix that may be the beginning of a stop string is held back until that is decided.
+    - The joined pieces equal all bytes decoded at once, with U+FFFD for invalid UTF-8 (The Unicode Standard, section
+      3.9: one per maximal subpart). Special tokens have no text.
+    - The text is cut before the earliest stop string, and later calls return "". A suffix that may begin a stop string
+      is held back until that is certain.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, stop
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.pending = ""  # decoded text that may be the beginning of a stop string
+        self.pending = ""  # decoded text that may begin a stop string
         self.stopped = False
 
     def feed(self, *tokens: int) -> str:
-        """Add tokens; returns the text that became certain, perhaps ""."""
+        """Add tokens. Returns the newly certain text, or ""."""
         text = self.decoder.decode(self.tokenizer.decode_bytes(tokens))
         unfinished = self.decoder.getstate()[0]
         # Python waits for the third byte of a surrogate, for errors="surrogatepass"; here each byte is a U+FFFD.
@@ -31,7 +30,7 @@ class TextStreamer:
         return self._release(text)
 
     def finish(self) -> str:
-        """The rest of the text, after the last token."""
+        """Return the rest of the text after the last token."""
         text = self._release(self.decoder.decode(b"", final=True)) + self.pending
         self.pending = ""
         return text

@@ -1,4 +1,4 @@
-"""What generate.py prints: samples as they are generated, and scores."""
+"""Terminal output of generate.py: samples and scores."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ def log(*lines: str) -> None:
 def print_samples(
     generator: Generator, prompt: str, tokens: list[int], params: SamplingParams, n_samples: int, show_logprobs: bool
 ) -> None:
-    """Generate samples after `tokens` together: stream the first one, print the others after it, separated by ---."""
+    """Generate a batch of samples: stream the first, then print the others, separated by ---."""
     completions = [Completion(prompt) for _ in range(n_samples)]
     start, first = time.perf_counter(), ""
     print_text(prompt)
@@ -43,7 +43,7 @@ def print_samples(
     n_tokens = sum(len(completion.token_ids) for completion in completions)
     text = f"{n_tokens} tokens, {n_tokens / seconds:.0f} tokens/s{first}"
     if compile_seconds:
-        text += f", after compiling for {compile_seconds:.1f} s"
+        text += f", after {compile_seconds:.1f} s of compiling"
     if generator.speculate:
         accepted = sum(completion.accepted for completion in completions)
         text += f"; {accepted} of {sum(completion.drafted for completion in completions)} drafted tokens accepted"
@@ -52,7 +52,7 @@ def print_samples(
 
 
 def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[str]:
-    """One line per token: its log-probability in nats, its text, and the likeliest tokens at its position."""
+    """Format a line per token: its log-probability in nats, its text and the most likely tokens."""
 
     def quote(token: int) -> str:
         return json.dumps(generator.tokenizer.decode([token]) or f"<{token}>", ensure_ascii=False)
@@ -64,11 +64,11 @@ def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[
 
 
 def print_score(generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool) -> None:
-    """Print how likely a text is. `exact`: the score of the fp32 model, to compare an int8 model with."""
+    """Print the likelihood of a text. `exact`: the score of the fp32 model, for comparison with int8."""
     n_tokens, bits = len(score.token_ids), score.bits_per_byte
     context = generator.context_len
-    windows = f", in windows of the context, {context}, that overlap by half" if n_tokens > context else ""
-    log(f"counted: all tokens, not the end of the text{windows}")
+    windows = f", in windows of {context} tokens that overlap by half" if n_tokens > context else ""
+    log(f"counted: all tokens without the end of the text{windows}")
     numbers = {"tokens": n_tokens, "bytes": score.n_bytes, "nats": score.nats}
     numbers |= {"nats_per_token": score.nats / max(n_tokens, 1), "bits_per_byte": bits}
     if exact is not None:
@@ -81,8 +81,9 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
     for line in logprob_lines(generator, score) if show_logprobs else ():
         print(line)
     print(
-        "{tokens} tokens, {bytes} bytes: {nats:.4f} nats in all, {nats_per_token:.4f} nats per token, "
+        "{tokens} tokens, {bytes} bytes: {nats:.4f} nats in total, {nats_per_token:.4f} nats per token, "
         "{bits_per_byte:.4f} bits per byte".format(**numbers)
     )
     if exact is not None:
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; int8 costs {100 * numbers['cost_of_int8']:+.3f} %")
+        change = f"change with int8: {100 * numbers['cost_of_int8']:+.3f}%"
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; {change}")

@@ -1,4 +1,4 @@
-"""Models in other formats: Hugging Face folders, peft adapters, GGUF. load() opens any folder."""
+"""Models in other formats: Hugging Face folders, peft adapters, GGUF. load() opens any of them."""
 
 from thinker.interop.load import load
 

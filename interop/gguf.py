@@ -1,4 +1,4 @@
-"""Export to GGUF, the single-file format of llama.cpp and tools built on it."""
+"""Export to GGUF, the single-file format of llama.cpp and related tools."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.finite import check_weights
 
-# Split patterns and their names in llama.cpp; LLAMA3 and WORDS split alike.
+# Split patterns and their names in llama.cpp; LLAMA3 and WORDS are equivalent.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,15 +29,15 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 
 
 def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker") -> None:
-    """Write a GGUF file of f16 or f32 matrices and f32 vectors, then read it back and compare every tensor and token.
+    """Write a GGUF file with f16 or f32 matrices and f32 vectors, then read it back and compare tensors and tokens.
 
-    Raises UserError if llama.cpp cannot run this model or split text this way, or gguf is not installed; RunError if
-    the file does not read back as written.
+    Raises UserError if llama.cpp does not support the model or tokenizer, or gguf is not installed; RunError if the
+    file differs from what was written.
     """
     try:
         import gguf
     except ImportError as error:
-        raise UserError("writing GGUF needs the library gguf: pip install gguf") from error
+        raise UserError("GGUF export needs the library gguf; run pip install gguf") from error
     config = model.config
     architecture, scaling = hf_model_type(config), config.rope_scaling or {"type": None}
     reasons = {
@@ -47,10 +47,10 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     }
     for reason, applies in reasons.items():
         if applies:
-            raise UserError(f"a model with {reason} cannot be written as GGUF: llama.cpp would compute something else")
+            raise UserError(f"cannot export a model with {reason} to GGUF; llama.cpp does not support it")
     texts, types = zip(*_tokens(tokenizer, config.vocab_size))
     writer = gguf.GGUFWriter(path, architecture)
-    fields = {  # of the header: each has a method of the writer, add_...
+    fields = {  # of the header; the writer has an add_... method for each
         "name": name, "file_type": gguf.LlamaFileType.ALL_F32 if dtype == "f32" else gguf.LlamaFileType.MOSTLY_F16,
         "vocab_size": config.vocab_size, "context_length": config.max_seq_len, "embedding_length": config.d_model,
         "block_count": config.n_layers, "feed_forward_length": config.d_ff, "head_count": config.n_heads,
@@ -60,7 +60,7 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     }  # fmt: skip
     if scaling["type"] == "linear":
         fields |= {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": scaling["factor"]}
-    # llama.cpp needs at least one merge; this one is of characters that stand for no bytes, so it never applies.
+    # llama.cpp needs at least one merge; these characters represent no bytes, so it never applies.
     merges = [" ".join(pair) for pair in merges_of(tokenizer) or [("▁", "▁")]]
     fields |= {"tokenizer_model": "gpt2", "tokenizer_pre": SPLITS.get(tokenizer.pattern, "gpt-2")}
     fields |= {"token_list": texts, "token_types": types, "token_merges": merges, "bos_token_id": tokenizer.bos_id}
@@ -80,16 +80,16 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     found = {tensor.name: tensor.data.reshape(arrays[tensor.name].shape) for tensor in reader.tensors}
     same = found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
     if not same or tuple(reader.get_field("tokenizer.ggml.tokens").contents()) != texts:
-        raise RunError(f"{path} does not read back as written")
+        raise RunError(f"{path} differs from what was written; export it again")
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
-    """Every id's text, in GPT-2's printable characters, and its type. Raises UserError for unsupported tokenizers."""
+    """Text of each id in GPT-2's printable characters, and its type. Raises UserError for unsupported tokenizers."""
     if isinstance(tokenizer, HFTokenizer) or tokenizer.normalizer is not None:
-        raise UserError("GGUF needs a byte-level tokenizer without a normalizer")
+        raise UserError("GGUF export needs a byte-level tokenizer without a normalizer; use bpe or byte")
     only_bytes = tokenizer.pattern == ONE_CHARACTER and not merges_of(tokenizer) and tokenizer.kind != "char"
     if tokenizer.pattern not in SPLITS and not only_bytes:
-        raise UserError(f"llama.cpp cannot split text as a {tokenizer.kind} tokenizer does; use bpe or byte")
+        raise UserError(f"llama.cpp does not support the split pattern of {tokenizer.kind}; use bpe or byte")
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     tokens = []
     for number in range(vocab_size):
@@ -104,7 +104,7 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
 
 
 def _arrays(model: Thinker, architecture: str, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """Every tensor under llama.cpp's name."""
+    """All tensors by their names in llama.cpp."""
     import gguf
 
     config, arrays = model.config, {}
@@ -112,14 +112,14 @@ def _arrays(model: Thinker, architecture: str, dtype: torch.dtype) -> dict[str, 
     for ours, tensor in model_tensors(model).items():
         key = names.get_name(to_hf_name(ours), try_suffixes=(".weight", ".bias"))
         found = re.fullmatch(r"blocks\.\d+\.attention\.[qk]_proj\.(?:weight|bias)", ours)
-        if architecture == "llama" and found:  # llama.cpp rotates neighbours, (0, 1), (2, 3), ..., not halves
+        if architecture == "llama" and found:  # llama.cpp rotates neighbors, (0, 1), (2, 3), ..., not halves
             halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])  # (H, 2, D/2, ...)
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         tensor = tensor.detach().cpu().to(dtype if tensor.dim() == 2 else torch.float32)
-        check_weights([(f"{ours} as {tensor.dtype}", tensor)], "GGUF")  # f16 ends at 65,504
+        check_weights([(f"{ours} as {tensor.dtype}", tensor)], "GGUF")  # the maximum of f16 is 65,504
         arrays[key] = tensor.numpy()
     if (config.rope_scaling or {}).get("type") == "llama3":
         plain = Rope(config.head_dim, config.rope_theta).frequencies()
         scaled = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(config.rope_scaling)).frequencies()
-        arrays["rope_freqs.weight"] = (plain / scaled).float().numpy()  # what each pair's angle is divided by
+        arrays["rope_freqs.weight"] = (plain / scaled).float().numpy()  # divisor of each pair's angle
     return arrays

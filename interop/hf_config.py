@@ -1,4 +1,4 @@
-"""config.json of transformers, both ways: which of its models computes what ours does, and the reverse."""
+"""Conversion between ThinkerConfig and config.json of transformers."""
 
 import re
 from typing import Any
@@ -25,7 +25,7 @@ READ = {
     "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers",
     "layer_types", "no_rope_layers", "no_rope_layer_interval", ORIGINAL_LENGTH, *SIZES,
 }  # fmt: skip
-# Keys that change the result, with the only value that Thinker computes.
+# Keys that change the result, with the only value that Thinker supports.
 REQUIRED_VALUES = {
     "hidden_act": "silu",
     **dict.fromkeys(("mlp_bias", "attention_bias", "is_encoder_decoder", "rope_interleaved", "use_mrope"), False),
@@ -45,7 +45,7 @@ IGNORED = {
     "transformers.js_config", "unsloth_version", "unsloth_fixed", "_attn_implementation_autoset",
     "_attn_implementation",
 }  # fmt: skip
-TYPES = {  # of the keys whose type ThinkerConfig does not check
+TYPES = {  # of keys whose type ThinkerConfig does not check
     **dict.fromkeys(("architectures", "layer_types", "no_rope_layers"), list),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
     **dict.fromkeys(("sliding_window", "max_window_layers", "no_rope_layer_interval", ORIGINAL_LENGTH, *SIZES), int),
@@ -55,13 +55,13 @@ TYPE_NAMES = {list: "a list", dict: "a mapping", bool: "true or false", int: "a 
 
 
 def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
-    """The ThinkerConfig of what a config.json describes. Raises UserError naming the key that is not supported."""
-    # A null is not a missing key for these two: Mistral has a window by default, Qwen fewer KV heads than query heads.
+    """Convert a config.json to a ThinkerConfig. Raises UserError for an unsupported key or value."""
+    # A null differs from a missing key: Mistral has a window by default, and Qwen fewer KV heads than query heads.
     nulls, model_type = {name for name, value in values.items() if value is None}, values.get("model_type")
     values = {name: value for name, value in values.items() if value is not None}
     _check_values(values, model_type)
     if model_type != "llama" and "num_key_value_heads" not in values.keys() | nulls:
-        raise UserError("config.json lacks num_key_value_heads")
+        raise UserError("config.json has no num_key_value_heads; add it")
     theta, scaling = _read_rope(values, 2e6 if model_type == "smollm3" else 1e4)
     fields = {ours: values[theirs] for theirs, ours in SIZES.items()}
     fields |= {"n_kv_heads": values.get("num_key_value_heads"), "rope_theta": theta, "rope_scaling": scaling}
@@ -70,12 +70,12 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
     fields["tie_embeddings"] = values.get("tie_word_embeddings", model_type == "smollm3")
     fields["qk_norm"] = model_type == "qwen3"
     fields = {name: value for name, value in fields.items() if value is not None}
-    n_layers = ThinkerConfig.from_dict(fields).n_layers  # refuses wrong numbers before lists are built from them
+    n_layers = ThinkerConfig.from_dict(fields).n_layers  # rejects wrong numbers before lists are built from them
     if model_type == "smollm3":
         every = values.get("no_rope_layer_interval", 4)
         uses_rope = values.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(n_layers)])
         if len(uses_rope) != n_layers or any(flag not in (0, 1) for flag in uses_rope):
-            raise UserError(f"config.json: no_rope_layers is {uses_rope}; a 0 or a 1 for each layer is wanted")
+            raise UserError(f"config.json: no_rope_layers is {uses_rope}; it must be a list of 0 or 1 per layer")
         fields["no_rope_layers"] = [layer for layer in range(n_layers) if not uses_rope[layer]] or None
     if "sliding_window" in nulls:
         values["sliding_window"] = None
@@ -84,29 +84,29 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
 
 
 def _check_values(values: dict[str, Any], model_type: Any) -> None:
-    """Raise UserError for a model type, key, type or value that is not supported, and for a missing size."""
+    """Raise UserError for an unsupported model type, key, type or value, or a missing size."""
     if model_type not in [*ARCHITECTURES]:  # it may be of any type
-        known = f"known are {', '.join(ARCHITECTURES)}{did_you_mean(str(model_type), ARCHITECTURES)}"
+        known = f"choose from {', '.join(ARCHITECTURES)}{did_you_mean(str(model_type), ARCHITECTURES)}"
         raise UserError(f"config.json: model_type is {model_type!r}; {known}")
     for name, kind in TYPES.items():
         value = values.get(name)
         smallest = 0 if name == "max_window_layers" else 1
         if value is not None and (type(value) is not kind or (kind is int and value < smallest)):
-            raise UserError(f"config.json: {name} is {value!r}; {TYPE_NAMES[kind]} is wanted")
+            raise UserError(f"config.json: {name} is {value!r}; it must be {TYPE_NAMES[kind]}")
     for name, value in values.items():
         has_bias = name == "attention_bias" and model_type == "qwen2"
         if name in REQUIRED_VALUES and value != REQUIRED_VALUES[name] and not has_bias:
-            raise UserError(f"config.json: {name} is {value!r}; Thinker computes with {REQUIRED_VALUES[name]!r}")
+            raise UserError(f"config.json: {name} is {value!r}; Thinker supports only {REQUIRED_VALUES[name]!r}")
         if name not in READ | REQUIRED_VALUES.keys() | IGNORED:
-            raise UserError(f"config.json has an unknown key {name}, which may change what a {model_type} computes")
+            raise UserError(f"config.json has an unsupported key {name}, which may change the output of {model_type}")
     if not any(str(name).endswith("ForCausalLM") for name in values.get("architectures", ["ForCausalLM"])):
-        raise UserError(f"config.json: architectures is {values['architectures']}; a language model is wanted")
+        raise UserError(f"config.json: architectures is {values['architectures']}; it must contain a ...ForCausalLM")
     if missing := [name for name in SIZES if name not in values]:
-        raise UserError(f"config.json lacks {missing[0]}")
+        raise UserError(f"config.json has no {missing[0]}; add it")
 
 
 def _read_windows(values: dict[str, Any], model_type: str, n_layers: int, no_rope_layers: list[int]) -> str | list[str]:
-    """The attention pattern of the layers. A sliding_window counts the query itself, as our window(n) does."""
+    """Attention pattern of the layers. Like our window(n), sliding_window includes the query itself."""
     window = values.get("sliding_window", None if model_type == "smollm3" else 4096)
     if model_type == "llama" or (model_type != "mistral" and not values.get("use_sliding_window", False)):
         window = None
@@ -116,44 +116,44 @@ def _read_windows(values: dict[str, Any], model_type: str, n_layers: int, no_rop
     layer_types = values.get("layer_types", default)
     patterns = {"full_attention": "full"} | ({"sliding_attention": f"window({window})"} if window else {})
     if len(layer_types) != n_layers or any(kind not in [*patterns] for kind in layer_types):
-        wanted = f"for each layer one of {', '.join(patterns)} is wanted"
+        wanted = f"it must list one of {', '.join(patterns)} per layer"
         raise UserError(f"config.json: layer_types is {layer_types}; {wanted}")
     if layer_types != default and model_type in ("llama", "mistral"):  # versions of transformers disagree here
-        raise UserError(f"config.json: layer_types is {layer_types}, but this {model_type} has only {default[0]}")
+        raise UserError(f"config.json: layer_types is {layer_types}, but this {model_type} supports only {default[0]}")
     layers = [patterns[kind] for kind in layer_types]
     return layers[0] if len(set(layers)) == 1 else layers
 
 
 def _read_rope(values: dict[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
-    """The base and our scaling, from rope_scaling, which takes precedence, or rope_parameters."""
+    """RoPE base and scaling from rope_scaling or, with lower precedence, rope_parameters."""
     rope = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None) or values.get("rope_theta", default_theta)
     kind = rope.pop("rope_type", None) or rope.get("type", "default")
     rope = {name: value for name, value in rope.items() if value is not None and name != "type"}
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError("config.json: partial_rotary_factor must be 1: Thinker rotates all of a head's width")
+        raise UserError("config.json: partial_rotary_factor is not 1; Thinker supports only 1 (RoPE on the whole head)")
     if kind == "default" and not rope.keys() - {ORIGINAL_LENGTH}:
         return theta, None
     if kind not in ("linear", "dynamic", "yarn", "llama3"):
-        raise UserError(f"config.json: rope_type is {kind!r}; known are default, linear, dynamic, yarn, llama3")
+        raise UserError(f"config.json: rope_type is {kind!r}; choose from default, linear, dynamic, yarn, llama3")
     max_length = values["max_position_embeddings"]
     if kind == "dynamic":
         rope[ORIGINAL_LENGTH] = max_length  # transformers ignores any other value
     elif kind != "linear":
         rope[ORIGINAL_LENGTH] = values.get(ORIGINAL_LENGTH) or rope.get(ORIGINAL_LENGTH, max_length)
     if kind != "linear" and (type(rope[ORIGINAL_LENGTH]) is not int or rope[ORIGINAL_LENGTH] < 1):
-        raise UserError(f"config.json: {ORIGINAL_LENGTH} is {rope[ORIGINAL_LENGTH]!r}; {TYPE_NAMES[int]} is wanted")
+        raise UserError(f"config.json: {ORIGINAL_LENGTH} is {rope[ORIGINAL_LENGTH]!r}; it must be {TYPE_NAMES[int]}")
     if kind == "yarn":
         rope.setdefault("factor", max_length / rope[ORIGINAL_LENGTH])
         if "attention_factor" in rope or not (rope.get("mscale") and rope.get("mscale_all_dim")):
             rope = {name: value for name, value in rope.items() if not name.startswith("mscale")}
     if unknown := [name for name in rope if name not in ROPE_SCALING]:
-        raise UserError(f"config.json: rope_scaling has a key {unknown[0]}, which is unknown")
+        raise UserError(f"config.json: rope_scaling has an unsupported key {unknown[0]}; remove it")
     return theta, {"type": kind} | {ROPE_SCALING[name]: value for name, value in rope.items()}
 
 
 def hf_model_type(config: ThinkerConfig) -> str:
-    """The model_type that computes what this model does. Raises UserError with the reason where there is none."""
+    """Return the equivalent model_type of transformers. Raises UserError with the reason if there is none."""
     layers = [pattern.text for pattern in config.patterns]
     windows = {text for text in layers if text != "full"}
     is_one_window = len(windows) <= 1 and all(re.fullmatch(r"window\(\d+\)", text) for text in windows)
@@ -162,25 +162,25 @@ def hf_model_type(config: ThinkerConfig) -> str:
         "model.attn_logit_softcap": config.attn_logit_softcap is not None,
         "model.attention_sinks": config.attention_sinks,
         "model.n_kv_heads_per_layer": config.n_kv_heads_per_layer is not None,
-        "model.attention_bias beside model.qk_norm": config.attention_bias and config.qk_norm,
+        "both model.attention_bias and model.qk_norm": config.attention_bias and config.qk_norm,
         f"model.attention={config.attention}": not is_one_window,
     }
     for obstacle, applies in obstacles.items():
         if applies:
-            raise UserError(f"no transformers architecture computes a model with {obstacle}; it cannot be exported")
+            raise UserError(f"cannot export a model with {obstacle}; no transformers architecture supports it")
     if config.no_rope_layers:
         if config.qk_norm or config.attention_bias or windows:
-            raise UserError("only smollm3 has model.no_rope_layers, and neither QK-norm, biases nor windows with it")
+            raise UserError("cannot export model.no_rope_layers with QK-norm, biases or windows; smollm3 has none")
         return "smollm3"
     if config.qk_norm or config.attention_bias:
         return "qwen3" if config.qk_norm else "qwen2"
     if windows and "full" in layers:
-        raise UserError("without QK-norm or biases, no transformers architecture has windows in some layers only")
+        raise UserError("cannot export windows in only some layers; use QK-norm, biases or the same window everywhere")
     return "mistral" if windows else "llama"
 
 
 def to_hf_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A config.json of this model, in keys that older versions read as well. Raises UserError as hf_model_type()."""
+    """Create a config.json with keys that older versions also read. Raises the errors of hf_model_type()."""
     model_type = hf_model_type(config)
     values = {"architectures": [ARCHITECTURES[model_type]], "model_type": model_type}
     values |= {theirs: getattr(config, ours) for theirs, ours in SIZES.items()}
@@ -196,7 +196,7 @@ def to_hf_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str
         scaling = vars(RopeScaling.from_dict(config.rope_scaling))
         scaling = {name: value for name, value in scaling.items() if value is not None}
         kind = scaling.pop("type")
-        if kind == "dynamic":  # transformers takes the length of the pretraining from here
+        if kind == "dynamic":  # transformers reads the pretraining length from here
             values["max_position_embeddings"] = scaling.pop("original_max_seq_len")
         hf_keys = {ours: theirs for theirs, ours in ROPE_SCALING.items()}
         values["rope_scaling"] = {"rope_type": kind} | {hf_keys[name]: value for name, value in scaling.items()}
@@ -215,7 +215,7 @@ def to_hf_config(config: ThinkerConfig, tokenizer: Tokenizer | None) -> dict[str
 
 
 def special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """bos, eos and pad, always written: the default ids of transformers belong to other vocabularies."""
+    """bos, eos and pad, always set because the default ids of transformers belong to other vocabularies."""
     if tokenizer is None:
         return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     eos = tokenizer.eos_ids if len(tokenizer.eos_ids) > 1 else tokenizer.eos_id

@@ -1,4 +1,4 @@
-"""The same model as a Hugging Face folder, both ways: config.json, generation_config.json and safetensors."""
+"""Import and export of Hugging Face folders: config.json, generation_config.json and safetensors."""
 
 import json
 import os
@@ -31,28 +31,28 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def to_hf_name(name: str) -> str:
-    """The name that transformers has for one of our parameters."""
+    """Name of one of our parameters in transformers."""
     return ".".join(HF_NAMES.get(part, part) for part in name.split("."))
 
 
 def load_pretrained(folder: Path) -> Thinker:
-    """The model in a Hugging Face folder, ready to sample from, in fp32.
+    """Load the model in a Hugging Face folder in fp32, ready to sample from.
 
-    Raises UserError for what is not supported, CorruptCheckpoint where files are missing or do not fit together.
+    Raises UserError for unsupported models, CorruptCheckpoint if files are missing or inconsistent.
     """
     values = read_json(folder / "config.json")
     config, files = from_hf_config(values), _find_tensors(folder)
-    if config.n_layers > len(files):  # building that many blocks could take forever
-        raise CorruptCheckpoint(f"{folder} has fewer tensors than its configuration has layers ({config.n_layers})")
+    if config.n_layers > len(files):  # building so many blocks could take forever
+        raise CorruptCheckpoint(f"{folder} has fewer tensors than config.json has layers ({config.n_layers})")
     with torch.device("meta"):
-        model = Thinker(config)  # takes no memory for weights that are about to be replaced
+        model = Thinker(config)  # uses no memory for weights that are replaced below
     expected = {to_hf_name(name): name for name in model_tensors(model)}
-    unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}  # old files also hold RoPE's frequencies
+    unused = {name for name in files if name.endswith("rotary_emb.inv_freq")}  # RoPE's frequencies in old files
     unused |= {LM_HEAD} if config.tie_embeddings else set()
     if missing := sorted(expected.keys() - files.keys()):
         raise CorruptCheckpoint(f"{folder} has no tensor {missing[0]}")
     if unknown := sorted(files.keys() - expected.keys() - unused):
-        raise UserError(f"{folder} has a tensor {unknown[0]}, which a {values['model_type']} does not have")
+        raise UserError(f"{folder} has an unknown tensor {unknown[0]}, which is not part of {values['model_type']}")
     tensors, parameters = {}, model.state_dict()
     for path in sorted(set(files.values())):
         with open_safetensors(path) as file:
@@ -60,9 +60,9 @@ def load_pretrained(folder: Path) -> Thinker:
                 stored, wanted = file.get_slice(name), list(parameters[expected[name]].shape)
                 if stored.get_dtype() not in ("F32", "BF16", "F16") or stored.get_shape() != wanted:
                     found = f"{stored.get_dtype()} {stored.get_shape()}"
-                    raise CorruptCheckpoint(f"{path}: {name} is {found}; its configuration asks for {wanted}")
-                tensors[expected[name]] = file.get_tensor(name).to(torch.float32, copy=True)  # not mapped
-    if config.tie_embeddings and LM_HEAD in files:  # versions of transformers differ in whether they use it
+                    raise CorruptCheckpoint(f"{path}: {name} is {found}; config.json expects {wanted}")
+                tensors[expected[name]] = file.get_tensor(name).to(torch.float32, copy=True)  # no memory map
+    if config.tie_embeddings and LM_HEAD in files:  # not all versions of transformers use it
         with open_safetensors(files[LM_HEAD]) as file:
             if not torch.equal(file.get_tensor(LM_HEAD).float(), tensors["embedding.weight"]):
                 raise UserError(f"{folder}: {LM_HEAD} differs from the embedding, but config.json ties them")
@@ -73,26 +73,26 @@ def load_pretrained(folder: Path) -> Thinker:
 
 
 def _find_tensors(folder: Path) -> dict[str, Path]:
-    """The name of each tensor -> its file. As in transformers, a single file takes precedence over an index."""
+    """Map each tensor name to its file. As in transformers, a single file takes precedence over an index."""
     if (folder / SINGLE_FILE).is_file():
         with open_safetensors(folder / SINGLE_FILE) as file:
             return dict.fromkeys(file.keys(), folder / SINGLE_FILE)
     if not (folder / INDEX).is_file():
         pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]), None)
-        hint = f"; {pickled.name} is a pickle, which can run anything: convert it to safetensors" if pickled else ""
+        hint = f"; {pickled.name} is a pickle, which can run any code; convert it to safetensors" if pickled else ""
         raise CorruptCheckpoint(f"{folder} has neither {SINGLE_FILE} nor {INDEX}{hint}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     file_name = re.compile(r"[\w.-]+\.safetensors")
     if not isinstance(weight_map, dict) or not all(file_name.fullmatch(str(file)) for file in weight_map.values()):
-        raise CorruptCheckpoint(f"{folder / INDEX} lists no files of tensors")
+        raise CorruptCheckpoint(f"{folder / INDEX} lists no tensor files")
     return {name: folder / file for name, file in weight_map.items()}
 
 
 def save_pretrained(model: Thinker, tokenizer: Tokenizer | None, folder: Path, max_shard_bytes: int = 5 << 30) -> None:
-    """Write config.json, generation_config.json and the weights into an existing, empty folder.
+    """Write config.json, generation_config.json and the weights to an existing, empty folder.
 
     Weights keep their precision; beyond `max_shard_bytes` they are split into several files with an index. Raises
-    UserError where no model type of transformers computes what this model does.
+    UserError if transformers has no equivalent model type.
     """
     config = to_hf_config(model.config, tokenizer)
     config["torch_dtype"] = str(next(iter(model.state_dict().values())).dtype).removeprefix("torch.")
@@ -111,11 +111,11 @@ def save_pretrained(model: Thinker, tokenizer: Tokenizer | None, folder: Path, m
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for file, tensors in zip(files, shards):
         write_tensors(tensors, folder / file)
-        shutil.copymode(folder / "config.json", folder / file)  # safetensors lets only the owner read it
+        shutil.copymode(folder / "config.json", folder / file)  # safetensors makes it readable only by the owner
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises RunError where that fails, as on a full disk."""
+    """Write a safetensors file. Raises RunError on failure, such as a full disk."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -123,5 +123,5 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON file that people can read too."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A model card: what a model is, what it was trained on and how well, for people who find its folder."""
+"""Model card with architecture, training data and losses."""
 
 from pathlib import Path
 
@@ -23,17 +23,17 @@ def model_card(
     model: Thinker, tokenizer: Tokenizer | None, run: Path | None, step: int, name: str, verification: str,
     base: Path | None = None, adapter: str = "",
 ) -> str:  # fmt: skip
-    """README.md of an exported model, in Markdown under the keys that the hub reads.
+    """Create README.md of an exported model, in Markdown after the metadata that the hub reads.
 
-    It shows the config of `run`, its run directory, and the losses up to `step`, when its weights were saved, and what
-    was compared with transformers, `verification`.
-    base: the model that it is an adapter for, if it is one; `adapter`: the adapter's rank and size.
+    Shows the config of the run directory `run`, the losses at `step`, when the weights were saved, and the checks
+    against transformers, `verification`.
+    base: the base model, for an adapter; `adapter`: its rank and size.
     """
     config, about = model.config, ""
     head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["thinker"]}
-    if base is not None:  # AutoModelForCausalLM opens both, by way of peft
+    if base is not None:  # AutoModelForCausalLM opens both with peft
         head |= {"library_name": "peft", "base_model": str(base)}
-        about = f"A LoRA adapter ({adapter}), trained with Thinker for the model in `{base}`. Both together:\n\n"
+        about = f"A LoRA adapter ({adapter}), trained with Thinker for the model in `{base}`. Together they form:\n\n"
     about += (
         f"A decoder-only language model of {sum(parameter.numel() for parameter in model.parameters()):,} parameters, "
         f"trained with Thinker: {config.n_layers} layers of width {config.d_model}, {config.n_heads} query and "
@@ -48,14 +48,14 @@ def model_card(
 {about}
 
 {_example(tokenizer)}
-{_training(run, step)}## Checked
+{_training(run, step)}## Verification
 
-Against transformers, when this folder was written: {verification}.
+Checked against transformers when this folder was written: {verification}.
 """
 
 
 def _example(tokenizer: Tokenizer | None) -> str:
-    """How to sample from it, in Python that runs as it stands."""
+    """Runnable Python code that samples from the model."""
     if tokenizer is not None and tokenizer.chat_template is not None:
         begun = f'"{tokenizer.bos_token}" + text' if tokenizer.bos_prefix else "text"
         code = f"""messages = [{{"role": "user", "content": "Who are you?"}}]
@@ -69,7 +69,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64, do_sample=Tru
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = "."  # where this file lies
+folder = "."  # the folder of this file
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 {code}
@@ -78,7 +78,7 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 
 
 def _training(run: Path | None, step: int) -> str:
-    """What it read, its losses at a step, and the config; nothing without a config."""
+    """Training data, losses at a step, and the config; empty without a config."""
     if run is None or not (run / "config.yaml").is_file():
         return ""
     config, tree, losses = read_text(run / "config.yaml"), read_yaml(run / "config.yaml"), {}
@@ -92,4 +92,4 @@ def _training(run: Path | None, step: int) -> str:
         values = {key: f"{x:,}" if isinstance(x, int) else f"{x:.4f}" for key, x in losses.items()}
         rows = [f"| {words} | {values[key]} |" for key, words in ROWS.items() if key in values]
         lines += [f"| at step {step:,} | |", "|---|---|", *rows, ""]
-    return "\n".join([*lines, "The config:", "", "```yaml", config.strip(), "```", "", ""])
+    return "\n".join([*lines, "Config:", "", "```yaml", config.strip(), "```", "", ""])

@@ -1,4 +1,4 @@
-"""LoRA adapters in the format of the library peft, both ways: a small folder beside the model that it was made for."""
+"""Import and export of LoRA adapters in the format of the library peft."""
 
 import math
 import re
@@ -18,7 +18,7 @@ from thinker.runtime.reading import checked_pattern
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
-# Keys that are read, or do not change the result; any other must be empty, whatever it means.
+# Keys that are read or do not change the result; all other keys must be empty.
 KNOWN = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights"}
 KNOWN |= {"task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "layers_pattern"}
 KNOWN |= {"megatron_config", "megatron_core", "qalora_group_size"}
@@ -26,19 +26,19 @@ SAFE_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # inits that 
 
 
 def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Path) -> str:
-    """Write a checkpoint's LoRA adapter into an existing folder; returns its rank and size in words.
+    """Write a checkpoint's LoRA adapter to an existing folder and return its rank and size as text.
 
-    base: where peft finds the base model. Raises UserError if the checkpoint has no adapter, or its model, `config`,
-    differs from the base by more than an adapter can express.
+    base: the folder where peft finds the base model. Raises UserError if the checkpoint has no adapter, or its model,
+    `config`, differs from the base in a way that an adapter cannot express.
     """
     ours, theirs = config.to_dict(), from_hf_config(read_json(base / "config.json")).to_dict()
     for name in ("max_seq_len", "rope_scaling"):
         if ours[name] != theirs[name]:
-            difference = f"model.{name} is {ours[name]}, in {base} it is {theirs[name]}"
+            difference = f"model.{name} is {ours[name]} but {theirs[name]} in {base}"
             raise UserError(f"{difference}, which an adapter cannot change; export without --adapter")
     shapes = {name: shape for name, (_, *shape) in read_header(checkpoint).items()}
     if RANK_OF not in shapes:
-        raise UserError(f"{checkpoint} has no adapters: it was not trained with train.lora_rank")
+        raise UserError(f"{checkpoint} has no adapters; train with train.lora_rank or export without --adapter")
     like = {name: torch.empty(shape, device="meta") if ".lora_" in name else None for name, shape in shapes.items()}
     adapters = load_tensors(checkpoint, MODEL, like)
     rank, scale = shapes[RANK_OF][0], adapters[RANK_OF.replace("lora_A", "lora_scale")].item()
@@ -51,22 +51,22 @@ def save_adapter(checkpoint: Path, config: ThinkerConfig, base: Path, folder: Pa
 
 
 def load_adapter(folder: Path) -> tuple[Thinker, Path]:
-    """The model with an adapter merged, and its base's folder. Raises UserError for unknown adapters or bases."""
+    """Load a model with its adapter merged, and return the base's folder. Raises UserError if unsupported."""
     config = read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; LORA is known")
+        raise UserError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; only LORA is supported")
     for name, value in config.items():
         if name not in KNOWN and not (value is False or value in (None, {}, [], "none")):
-            raise UserError(f"{folder / CONFIG}: {name} is {value!r}, which is not known here")
+            raise UserError(f"{folder / CONFIG}: {name} is {value!r}, which is not supported; leave it empty")
     if (init := config.get("init_lora_weights")) not in SAFE_INITS:
-        raise UserError(f"{folder / CONFIG}: init_lora_weights={init!r} has changed the base model's weights too")
+        raise UserError(f"{folder / CONFIG}: init_lora_weights={init!r} is not supported; it changes the base model")
     rank, alpha, name = config.get("r"), config.get("lora_alpha"), str(config.get("base_model_name_or_path"))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise CorruptCheckpoint(f"{folder / CONFIG}: r and lora_alpha are {rank!r} and {alpha!r}")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     base = next(filter(is_hf_folder, (Path(name), folder / name, folder.absolute().parent / Path(name).name)), None)
     if base is None:
-        raise UserError(f"{folder} was made for {name}, which is no folder here: put it beside the adapter")
+        raise UserError(f"the base model {name} of {folder} does not exist; put it beside the adapter")
     model = load_pretrained(base)
     weights = {to_hf_name(name): weight for name, weight in model.named_parameters()}
     with open_safetensors(folder / WEIGHTS) as file, torch.no_grad():
@@ -75,7 +75,7 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
             matrix = re.sub(r"\.lora_A\.weight$", ".weight", name.removeprefix(PREFIX))
             other = name.replace("lora_A", "lora_B")
             if matrix not in weights or other not in names:
-                raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} belongs to no matrix of the model in {base}")
+                raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} matches no matrix of the model in {base}")
             A, B, weight = file.get_tensor(name).float(), file.get_tensor(other).float(), weights[matrix]
             if A.dim() != 2 or (*B.shape[:1], *A.shape[1:]) != (*weight.shape,) or B.shape[1:] != A.shape[:1]:
                 raise CorruptCheckpoint(f"{folder / WEIGHTS}: {name} does not fit the matrix of the model in {base}")
@@ -84,17 +84,17 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
             weight += scale * (B @ A)
             names -= {name, other}
     if names:
-        raise UserError(f"{folder / WEIGHTS} has a tensor {min(names)}, which is not known here")
+        raise UserError(f"{folder / WEIGHTS} has an unsupported tensor {min(names)}")
     return model, base
 
 
 def _is_target(module: str, targets: Any) -> bool:
-    """Whether peft adapts a matrix: by the end of its name, or by a regular expression for all of it."""
+    """Whether peft adapts a matrix, by the end of its name or a regular expression for the whole name."""
     if isinstance(targets, str):
         try:
             return targets == "all-linear" or bool(re.fullmatch(checked_pattern(targets), module))
         except re.error as error:
-            raise UserError(f"{CONFIG}: target_modules is {targets!r}, no regular expression: {error}") from error
+            raise UserError(f"{CONFIG}: target_modules is {targets!r}, not a regular expression: {error}") from error
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise UserError(f"{CONFIG}: target_modules is {targets!r}; a list of names, or a regular expression, is wanted")
+        raise UserError(f"{CONFIG}: target_modules is {targets!r}; use a list of names or a regular expression")
     return any(module == target or module.endswith(f".{target}") for target in targets)

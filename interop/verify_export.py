@@ -1,4 +1,4 @@
-"""Check that an exported folder or file computes what the Thinker does, with transformers or llama.cpp."""
+"""Verify with transformers or llama.cpp that an export computes the same as the model."""
 
 import random
 import sys
@@ -18,14 +18,14 @@ from thinker.interop.verify_text import TOLERANCE, is_likeliest, verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
 
-MAX_POSITIONS = 256  # whose logits are compared
+MAX_POSITIONS = 256  # compared logits
 MAX_GREEDY_TOKENS = 64
 TEXTS_PER_BATCH = 500
 KINDS = "0123456789", " \t\n\r\u00a0\u3000\x0b\u0085", "\0\x01\x1b\x7f\ufeff\u200b\u200d\u0301", "aeiou'.,-_/\\(){}<|>"
 
 
 def adversarial_texts(names: list[str]) -> Iterator[str]:
-    """Endless random texts: letters of every Unicode category, digits, spaces, controls, names of special tokens."""
+    """Yield random texts: letters of every Unicode category, digits, spaces, controls, names of special tokens."""
     rng = random.Random(0)
     by_category: dict[str, list[str]] = {}
     for point in rng.sample(range(sys.maxunicode + 1), 100_000):
@@ -43,29 +43,29 @@ def adversarial_texts(names: list[str]) -> Iterator[str]:
 def _check_greedy(
     model: Thinker, tokens: Tensor, steps: int, next_logits: Callable[[Tensor], Tensor], who: str
 ) -> None:
-    """Compare greedy tokens, decoded with a cache. next_logits: the new tokens (1, T) -> (1, T, V) or (1, 1, V)."""
+    """Compare greedy tokens, decoded with a cache. next_logits: new tokens (1, T) -> (1, T, V) or (1, 1, V)."""
     cache = model.new_cache(1, tokens.shape[1] + steps)
     for step in range(steps):
         logits = model(tokens, cache=cache, last_logits_only=True)[0, -1]  # (V,)
         other_token = int(next_logits(tokens)[0, -1].argmax())
         tokens = logits.argmax()[None, None]  # (1, 1)
         if not is_likeliest(logits, other_token):
-            raise RunError(f"{who} chooses another token at greedy step {step}; nothing was written")
+            raise RunError(f"{who} chooses a different token at greedy step {step}; nothing was written")
 
 
 @torch.no_grad()
 def verify_hf_export(
     model: Thinker, tokenizer: Tokenizer | None, folder: Path, n_texts: int = 5000, base: Path | None = None
 ) -> str:
-    """Compare an exported folder, as transformers opens it, with the model and tokenizer it was written from.
+    """Compare an exported folder, opened with transformers, with the original model and tokenizer.
 
-    base: the folder of the base model, where the exported one holds a peft adapter. Returns what was compared, in
-    words. Raises RunError where they differ, UserError without transformers.
+    base: the folder of the base model, if the export is a peft adapter. Returns a summary of the checks. Raises
+    RunError if results differ, UserError without transformers.
     """
     try:
         import transformers
     except ImportError as error:
-        raise UserError("checking the export needs the library transformers: pip install transformers") from error
+        raise UserError("verifying the export needs the library transformers; run pip install transformers") from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32).eval()
@@ -73,7 +73,7 @@ def verify_hf_export(
     if base is not None:
         from peft import PeftModel
 
-        with warnings.catch_warnings():  # peft's use of transformers
+        with warnings.catch_warnings():  # from peft's use of transformers
             warnings.simplefilter("ignore", FutureWarning)
             hf_model = PeftModel.from_pretrained(hf_model, folder).eval()
     model, length = model.to("cpu").eval(), min(MAX_POSITIONS, model.config.max_seq_len)
@@ -81,11 +81,11 @@ def verify_hf_export(
     logits = model(tokens)  # (2, T, V)
     difference, largest = (logits - hf_model(tokens).logits).abs().max().item(), logits.abs().max().item()
     if not difference <= TOLERANCE * max(1.0, largest):
-        raise RunError(f"transformers computes other logits: they differ by {difference:.2g}; nothing was written")
-    steps = int(min(MAX_GREEDY_TOKENS, model.rope.max_static_len - 4))  # dynamic RoPE's cache ends at that length
+        raise RunError(f"the logits of transformers differ by {difference:.2g}; nothing was written")
+    steps = int(min(MAX_GREEDY_TOKENS, model.rope.max_static_len - 4))  # maximum of a cache with dynamic RoPE
     hf_logits = partial(hf_model, past_key_values=cache, use_cache=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # newer versions call past_key_values otherwise
+        warnings.simplefilter("ignore", FutureWarning)  # newer versions rename past_key_values
         _check_greedy(model, tokens[:1, :4], steps, lambda x: hf_logits(x).logits, "transformers")
     compared = f"logits of up to {largest:.0f} within {difference:.1e} at {length} positions"
     compared += f", {steps} greedy tokens equal"
@@ -98,8 +98,8 @@ def verify_hf_export(
         while batch := list(islice(texts, TEXTS_PER_BATCH)):
             for text, ids in zip(batch, hf_tokenizer(batch, add_special_tokens=False)["input_ids"]):
                 if tokenizer.encode(text, allow_special=True) != ids:
-                    reason = ": for a qwen2 it splits text as Qwen does, whatever the files say" if is_qwen else ""
-                    raise RunError(f"transformers tokenizes {text!r} otherwise{reason}; nothing was written")
+                    reason = " (for qwen2 it always splits text like Qwen)" if is_qwen else ""
+                    raise RunError(f"transformers tokenizes {text!r} differently{reason}; nothing was written")
             bar.update(len(batch))
     compared += f", {n_texts:,} texts tokenized equally"
     return compared if base is not None else f"{compared}, {verify_text(model, tokenizer, hf_model, hf_tokenizer)}"
@@ -107,17 +107,17 @@ def verify_hf_export(
 
 @torch.no_grad()
 def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_texts: int = 1000) -> str:
-    """Compare a GGUF file, as llama.cpp opens it, with the model and tokenizer it was written from.
+    """Compare a GGUF file, opened with llama.cpp, with the original model and tokenizer.
 
-    exact: its weights are fp32; rounded ones may choose another token, so only texts are compared. Returns what was
-    compared, in words. Raises RunError where they differ.
+    exact: the weights are fp32; rounded weights may choose other tokens, so only tokenization is compared. Returns a
+    summary of the checks. Raises RunError if results differ.
     """
     try:
         from llama_cpp import Llama
     except ImportError:
         return "not compared with llama.cpp, which is not installed (pip install llama-cpp-python)"
     steps, tokens = min(MAX_GREEDY_TOKENS, model.config.max_seq_len - 4), torch.tensor([[tokenizer.bos_id, 0, 1, 2]])
-    options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # a cache of fp32
+    options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # fp32 cache
     llama = Llama(str(path), n_ctx=steps + 4, logits_all=True, **options)
 
     def next_logits(tokens: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n
         if exact:
             _check_greedy(model, tokens, steps, next_logits, "llama.cpp")
         for text in islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts):
-            encoded = tokenizer.encode(text, allow_special=True)  # a "\0" ends a text in C
+            encoded = tokenizer.encode(text, allow_special=True)  # "\0" ends a string in C
             if "\0" not in text and llama.tokenize(text.encode(), add_bos=False, special=True) != encoded:
-                raise RunError(f"llama.cpp tokenizes {text!r} otherwise; nothing was written")
+                raise RunError(f"llama.cpp tokenizes {text!r} differently; nothing was written")
     finally:
         llama.close()
-    greedy = f"{steps} greedy tokens equal, " if exact else "weights rounded, tokens not compared (--dtype f32 would), "
+    greedy = f"{steps} greedy tokens equal, " if exact else "tokens not compared (weights rounded; use --dtype f32), "
     return f"compared with llama.cpp: {greedy}{n_texts:,} texts tokenized equally"

@@ -1,4 +1,4 @@
-"""Check that the obvious three lines of transformers continue a prompt as our Generator does, BOS token included."""
+"""Verify that generate() of transformers continues a prompt like our Generator, including the BOS token."""
 
 import operator
 from itertools import takewhile
@@ -12,19 +12,19 @@ from thinker.generation import Generator, SamplingParams
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError
 
-PROMPT = "The"  # few tokens, so that it fits the shortest context
+PROMPT = "The"  # short enough for any context
 MAX_NEW_TOKENS = 60
-TOLERANCE = 1e-5  # of logits: relative to the largest one, or to 1
+TOLERANCE = 1e-5  # of logits, relative to the largest logit or 1
 
 
 def is_likeliest(logits: Tensor, token: int) -> bool:
-    """Whether no logit (V,) is above the token's by more than rounding, which may swap two that are nearly equal."""
+    """Whether the token's logit is the largest of (V,) up to rounding, which may swap nearly equal logits."""
     return bool(logits.max() - logits[token] <= TOLERANCE * max(1.0, logits.abs().max().item()))
 
 
 def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenizer: Any) -> str:
-    """Compare the texts. Returns what was compared, in words; raises RunError where they differ."""
-    # Dynamic RoPE changes its angles beyond this length, here and there at other moments.
+    """Compare the texts and return a summary. Raises RunError if they differ."""
+    # Beyond this length dynamic RoPE changes its angles, in transformers at other steps than here.
     n_new = max(1, int(min(MAX_NEW_TOKENS, model.rope.max_static_len - 8)))
     ours = Generator(model, tokenizer).generate(PROMPT, SamplingParams(max_new_tokens=n_new, temperature=0))
     n_tokens, padding = len(ours[0].token_ids), [*range(tokenizer.vocab_size, model.config.vocab_size)] or None
@@ -39,5 +39,5 @@ def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenize
         logits = model(torch.tensor([output[:n_equal].tolist()]))[0, -1, : tokenizer.vocab_size]
         if is_likeliest(logits, int(output[n_equal])):
             n = n_equal - len(prompt)
-            return f"the text after {PROMPT!r} equal for {n} tokens, until two are likeliest by the same logit"
+            return f"the text after {PROMPT!r} equal for {n} tokens, up to a tie of the largest logits"
     raise RunError(f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; nothing was written")

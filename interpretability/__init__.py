@@ -1,1 +1,1 @@
-"""Pictures of what a model may do and what it does."""
+"""Attention, attribution and pruning of trained models, with plots."""

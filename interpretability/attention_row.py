@@ -1,4 +1,4 @@
-"""One attention row as a report, number by number: of a model's head, or of vectors in a file, without a model."""
+"""Report on one attention row, of a head or of vectors in a JSON file."""
 
 import argparse
 import math
@@ -13,30 +13,30 @@ from thinker.interpretability.reports import ATTENTION_AXES, Panel, Report, deci
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_json
 
-MAX_KEYS = 2048  # in a file: the pictures are of all pairs
+MAX_KEYS = 2048  # in a file; plots show all pairs
 
 
 @dataclass(frozen=True)
 class HeadScores:
-    """What one head computes for T queries, the last ones of S positions, and S keys; (T, S) each unless noted."""
+    """Intermediate values of one head for S keys and T queries, at the last T positions; (T, S) each unless noted."""
 
     labels: list[str]  # of the S positions
     head_dim: int
     raw: Tensor  # QKᵀ
     scaled: Tensor  # ÷ √D
-    capped: Tensor  # the same without a cap
+    capped: Tensor  # equals `scaled` without a cap
     bias: Tensor  # 0 where masked
     visible: Tensor  # bool
     weights: Tensor
     values: Tensor  # (S, D)
-    output: Tensor  # (T, D), what the head made of it
-    sink: float | None = None  # a score that takes weight from all keys
+    output: Tensor  # (T, D), output of the head
+    sink: float | None = None  # score of the attention sink
     has_cap: bool = False
     has_bias: bool = False
 
 
 def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], data: dict[str, Any]) -> Report:
-    """Every number of one row (Vaswani et al. 2017, eq. 1), and the matrices that it is a row of."""
+    """Report one row of attention (Vaswani et al. 2017, eq. 1) and the matrices that contain it."""
     position = len(head.labels) - len(head.raw) + query
     scores = head.capped + head.bias
     row, mask, norms = head.weights[query], head.visible[query], head.values.norm(dim=-1)  # (S,) each
@@ -47,8 +47,8 @@ def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], d
     sink_share = 0.0 if head.sink is None else math.exp(head.sink - largest)
     output, actual = row @ head.values, head.output[query]  # (D,) each
     footer = f"Σ exp = {total + sink_share:.4f}"
-    footer += "; " if head.sink is None else f", including {sink_share:.4f} of the sink; "
-    footer += f"the weighted sum of the values has norm {output.norm():.4f}, the head's output {actual.norm():.4f}"
+    footer += "; " if head.sink is None else f", of which the sink has {sink_share:.4f}; "
+    footer += f"norm of the weighted sum of values: {output.norm():.4f}, of the head's output: {actual.norm():.4f}"
     steps = {"q·k": head.raw[query], f"÷ √{head.head_dim}": head.scaled[query]}
     if head.has_cap:
         steps["capped"] = head.capped[query]
@@ -69,16 +69,16 @@ def report_attention_row(head: HeadScores, query: int, header: dict[str, Any], d
 
 
 def _panels(head: HeadScores, scores: Tensor, query: int) -> list[Panel]:
-    """The matrices from raw scores to what each value adds."""
+    """Plot the matrices from raw scores to weighted values."""
     labels, hidden, panels = [f"{i} {text}" for i, text in enumerate(head.labels)], ~head.visible, []
     added = head.weights * head.values.norm(dim=-1)
     for title, values, signed in (
         ("raw scores: QKᵀ", head.raw, True),
         (f"scores: QKᵀ ÷ √{head.head_dim}{' + …' if head.has_cap or head.has_bias else ''}", scores, True),
         ("scores after the mask", scores.masked_fill(hidden, torch.nan), True),
-        ("softmax: the weights", head.weights.masked_fill(hidden, torch.nan), False),
+        ("attention weights: softmax", head.weights.masked_fill(hidden, torch.nan), False),
         ("softmax without the mask", scores.softmax(dim=-1), False),
-        ("weight · |v|: what each value adds", added.masked_fill(hidden, torch.nan), False),
+        ("weight · |v|: contribution of each value", added.masked_fill(hidden, torch.nan), False),
     ):
         queries = labels[len(labels) - len(values) :]
         panels.append(Panel(title, values, queries, labels, signed, highlighted_row=query, axis_labels=ATTENTION_AXES))
@@ -86,43 +86,43 @@ def _panels(head: HeadScores, scores: Tensor, query: int) -> list[Panel]:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise UserError unless explain is given a model with a prompt, or a JSON file of vectors without one."""
+    """Raise UserError unless `explain` has a model and a prompt, or a JSON file and no prompt."""
     is_vector_file = arguments.model.endswith(".json") and not Path(arguments.model).is_dir()
     if (arguments.prompt is None) != is_vector_file:
-        raise UserError("explain reads a MODEL with a --prompt, or a JSON file with q, k and v without one")
+        raise UserError("explain needs a model with --prompt TEXT, or a JSON file (q, k, v) without --prompt")
     if is_vector_file and (arguments.layer, arguments.head, arguments.checkpoint) != (0, 0, "latest"):
-        raise UserError(f"{arguments.model} is one head without a model; leave out --layer, --head and --checkpoint")
+        raise UserError(f"--layer, --head and --checkpoint have no effect with {arguments.model}; remove them")
 
 
 def explain_vectors(path: Path, query: int) -> Report:
-    """Attention over the vectors in a JSON file, {"q": [[...], ...], "k": ..., "v": ...}, explained for one query.
+    """Explain attention over the vectors in a JSON file, {"q": [[...], ...], "k": ..., "v": ...}, for one query.
 
-    The queries are those of the last positions, of all where there are as many as keys. Optional: "tokens", a label
-    per key, and "causal", false where a query attends to later keys too. Raises UserError for anything else.
+    Queries belong to the last positions. Optional keys: "tokens" (a label per key) and "causal" (default: true).
+    Raises UserError for other content.
     """
     content = read_json(path)
     if unknown := content.keys() - {"q", "k", "v", "tokens", "causal"}:
-        raise UserError(f"{path} has the key {min(unknown)!r}; it may have q, k, v, tokens and causal")
+        raise UserError(f"{path} has the unknown key {min(unknown)!r} (available: q, k, v, tokens, causal)")
     q, k, v = (_matrix(path, name, content.get(name)) for name in ("q", "k", "v"))
     T, S = len(q), len(k)
     if q.shape[1] != k.shape[1] or len(v) != S or T > S:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items())
-        wanted = "q and k must be equally wide, v as long as k, and q no longer than k"
+        wanted = "q and k need the same width, v as many rows as k, and q at most as many"
         raise UserError(f"{path}: the shapes are {shapes}; {wanted}")
     if not -T <= query < T:
-        raise UserError(f"--query is {query}; {path} has {T} queries, counted from 0")
+        raise UserError(f"--query is {query}; {path} has {T} queries, use {-T} to {T - 1}")
     labels, causal = content.get("tokens", [""] * S), content.get("causal", True)
     if not (isinstance(labels, list) and len(labels) == S and all(isinstance(text, str) for text in labels)):
-        raise UserError(f"{path}: tokens must be a list of {S} texts, one per key")
+        raise UserError(f"{path}: tokens is not a list of {S} strings; give one string per key")
     if not isinstance(causal, bool):
-        raise UserError(f"{path}: causal is {causal!r}; it must be true or false")
+        raise UserError(f"{path}: causal is {causal!r}; use true or false")
     raw = q @ k.T  # (T, S)
     scaled = raw * q.shape[1] ** -0.5
     visible = torch.ones(T, S, dtype=torch.bool)
     visible = visible.tril(S - T) if causal else visible
     weights = scaled.masked_fill(~visible, -torch.inf).softmax(dim=-1)
     if not raw.isfinite().all():
-        raise UserError(f"{path}: the products of q and k are too large to be computed")
+        raise UserError(f"{path}: q·k overflows; use smaller vectors")
     head = HeadScores(
         labels, q.shape[1], raw, scaled, scaled, torch.zeros(T, S).double(), visible, weights, v, weights @ v
     )
@@ -130,15 +130,15 @@ def explain_vectors(path: Path, query: int) -> Report:
 
 
 def _matrix(path: Path, name: str, value: Any) -> Tensor:
-    """Rows of equally many finite numbers as a float64 tensor. Raises UserError."""
+    """Convert rows of equal length to a float64 tensor. Raises UserError."""
     if not (isinstance(value, list) and value and all(isinstance(row, list) and row for row in value)):
-        raise UserError(f"{path}: {name} must be a list of vectors, such as [[1, 0.5], [0, -1]]")
+        raise UserError(f"{path}: {name} is not a list of vectors; write it as [[1, 0.5], [0, -1]]")
     if len(value) > MAX_KEYS or len({len(row) for row in value}) > 1:
-        raise UserError(f"{path}: {name} must have at most {MAX_KEYS} vectors, all of the same length")
+        raise UserError(f"{path}: {name} has {len(value)} vectors; use at most {MAX_KEYS}, all of one length")
     try:
         matrix = torch.tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise UserError(f"{path}: {name} holds something other than numbers: {error}") from error
+        raise UserError(f"{path}: {name} contains values that are not numbers: {error}") from error
     if matrix.dim() != 2 or not matrix.isfinite().all():
-        raise UserError(f"{path}: {name} must be a list of vectors of finite numbers")
+        raise UserError(f"{path}: {name} contains infinite or nested values; use vectors of finite numbers")
     return matrix

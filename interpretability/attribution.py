@@ -1,7 +1,7 @@
-"""What makes up a prediction: which tokens, which heads, which layers.
+"""Attribution of a prediction to tokens, heads and layers.
 
-A prediction is the logit of token `target` at one position, minus that of `contrast_token` if one is given.
-Prompts are (T,) token ids; a position below 0 counts from the end.
+A prediction is the logit of token `target` at one position, minus that of `contrast_token`, if any.
+Prompts are (T,) token ids. Negative positions count from the end.
 """
 
 from collections.abc import Sequence
@@ -21,28 +21,28 @@ TOKENS_PER_BATCH = 2**13
 
 
 def logit_difference(logits: Tensor, target: int, contrast_token: int | None = None, position: int = -1) -> Tensor:
-    """The prediction of each text: logits (B, T, V) -> (B,)."""
+    """Compute the prediction of each text: logits (B, T, V) -> (B,)."""
     at_position = logits[:, position].float()  # (B, V)
     return at_position[:, target] - (0 if contrast_token is None else at_position[:, contrast_token])
 
 
 def predict_logit(model: Thinker, target: int, contrast_token: int | None, position: int, **inputs: Tensor) -> Tensor:
-    """The prediction of each text, (B,), by one position's logits; inputs: tokens= (B, T) or embeddings= (B, T, C)."""
+    """Predict at one position only, (B,). `inputs`: tokens= (B, T) or embeddings= (B, T, C)."""
     with model.patch({"norm": lambda x: x[:, [position]]}):
         return logit_difference(model(**inputs), target, contrast_token)
 
 
 def require_grad_from_embedding(x: Tensor) -> Tensor:
-    """A patch of "embedding" that makes all later activations differentiable, even if the weights are frozen."""
+    """Patch "embedding" so that later activations are differentiable even with frozen weights."""
     return x.detach().requires_grad_()
 
 
 def gradient_times_attention(
     model: Thinker, tokens: Tensor, target: int, contrast_token: int | None = None, position: int = -1
 ) -> Tensor:
-    """S = A ⊙ ∂y/∂A, signed: what each attention weight adds to y, to first order; (layers, H, T, T).
+    """S = A ⊙ ∂y/∂A, the signed first-order contribution of each attention weight to y; (layers, H, T, T).
 
-    As in Hao et al. 2021 (arXiv:2004.11207), at the weights themselves instead of along a path to them.
+    As in Hao et al. 2021 (arXiv:2004.11207), but at the weights instead of along a path to them.
     """
     names = "blocks.*.attention.weights"
     patches = {names: lambda x: x, "embedding": require_grad_from_embedding}
@@ -60,12 +60,12 @@ def integrated_gradients(
 ) -> tuple[Tensor, float, float]:  # fmt: skip
     """(x − x′) · ∫₀¹ ∂y/∂x (x′ + α (x − x′)) dα on embeddings x, summed over their width (Sundararajan et al. 2017).
 
-    Gauss–Legendre quadrature (arXiv:1703.01365 uses equal steps), from 32 points, doubled up to 512 until the error of
-    the sum, which should be y(x) − y(x′), is within the tolerance, relative to that or to 1.
-    baseline: x′, a token at every position, or an embedding (C,) or (T, C); by default the mean of all tokens'. Not
-    zero: a pre-norm model hardly depends on the length of x, until at 10⁻⁵ of it everything changes at once.
+    Uses Gauss–Legendre quadrature (arXiv:1703.01365 uses equal steps) with 32 points, doubled up to 512 until the sum
+    equals y(x) − y(x′) within the tolerance, relative to this or to 1.
+    baseline: x′, a token at every position, or an embedding (C,) or (T, C); by default the mean embedding. Zero is a
+    poor choice: a pre-norm model hardly depends on the scale of x until it is about 10⁻⁵.
 
-    Returns what each token adds, (T,); y(x′); the sum's error.
+    Returns the contribution of each token, (T,); y(x′); the error of the sum.
     """
     prediction = target, contrast_token, position
     with torch.no_grad():
@@ -91,7 +91,7 @@ def integrated_gradients(
 
 
 class LogitComponents(NamedTuple):
-    """What each component adds to the logit (difference): heads (layers, H), MLPs (layers,), and the embedding."""
+    """Contributions to a logit (difference): heads (layers, H), MLPs (layers,) and the embedding."""
 
     embedding: float
     heads: Tensor
@@ -106,7 +106,7 @@ def direct_logit_attribution(
     """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[contrast_token]) for each component c of x_L = Σ c, at one position.
 
     Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, "A Mathematical Framework for
-    Transformer Circuits", without its approximation of the norm).
+    Transformer Circuits").
     """
     last = f"blocks.{len(model.blocks) - 1}"
     with model.record("embedding", "blocks.*.attention.heads", "blocks.*.mlp", last) as cache:
@@ -128,9 +128,9 @@ def direct_logit_attribution(
 
 @torch.no_grad()
 def logit_lens(model: Thinker, tokens: Tensor, position: int | slice = slice(None)) -> Tensor:
-    """W_U · norm_final(x_l): the logits as if the model ended after a layer, (layers + 1, positions, V).
+    """W_U · norm_final(x_l): the logits if the model ended after a layer, (layers + 1, positions, V).
 
-    nostalgebraist 2020. Index 0 is the embedding, the last are the model's logits. `position`: an index or a slice.
+    From nostalgebraist 2020. Index 0 is the embedding, the last index the model's logits. `position`: index or slice.
     """
     with model.record("embedding", "blocks.*") as cache:
         model(tokens[None])
@@ -145,26 +145,26 @@ def patch(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Activation patching (Meng et al. 2022, arXiv:2202.05262; Heimersheim and Nanda 2024, arXiv:2404.15255).
 
-    Runs the corrupt prompt once per name and position, with that activation taken from the clean prompt. Returns the
-    share that it restores, {name: (T,)}: (y(patched) − y(corrupt)) / (y(clean) − y(corrupt)).
-    Raises UserError if the prompts differ in length, y is the same for both, or an activation has no positions.
+    Runs the corrupt prompt once per name and position, with this activation taken from the clean prompt. Returns the
+    restored share, {name: (T,)}: (y(patched) − y(corrupt)) / (y(clean) − y(corrupt)).
+    Raises UserError if the prompts differ in length, y is equal for both, or an activation has no positions.
     """
     if clean.shape != corrupt.shape:
-        raise UserError(f"the prompts must have equally many tokens: {len(clean)} and {len(corrupt)}")
+        raise UserError(f"the prompts have {len(clean)} and {len(corrupt)} tokens; use prompts of equal length")
     if torch.equal(clean, corrupt):
-        raise UserError("both prompts have the same tokens; the corrupt one must differ where the prediction looks")
+        raise UserError("both prompts have the same tokens; change the corrupt prompt where it affects the prediction")
     predict = partial(predict_logit, model, target, contrast_token, position)
     with model.record(*names) as cache:
         y_clean = predict(tokens=clean[None]).item()
     y_corrupt = predict(tokens=corrupt[None]).item()
-    if abs(y_clean - y_corrupt) <= 1e-5 * max(1.0, abs(y_clean)):  # shares of a rounding error would mean nothing
-        raise UserError(f"the target's logit is {y_clean:.4f} in both prompts; give prompts or a target that differ")
+    if abs(y_clean - y_corrupt) <= 1e-5 * max(1.0, abs(y_clean)):  # otherwise shares would be rounding errors
+        raise UserError(f"the target's logit is {y_clean:.4f} in both prompts; use other prompts or another target")
     T, restored = len(clean), {}
     for name, activation in cache.items():
         if activation.dim() != 3 or activation.shape[1] != T:
-            raise UserError(f"{name} cannot be patched by position; use the residual stream, an output or one head")
+            raise UserError(f"{name} cannot be patched by position; use the residual stream, a layer output or a head")
         predictions = []
-        # Each row is the corrupt prompt, patched where the identity matrix is True: at one position.
+        # Each row is the corrupt prompt, patched at one position (where the identity matrix is True).
         for rows in torch.eye(T, dtype=torch.bool, device=corrupt.device).split(max(1, TOKENS_PER_BATCH // T)):
             with model.patch({name: partial(torch.where, rows[..., None], activation)}):
                 predictions.append(predict(tokens=corrupt.expand(len(rows), T)))

@@ -1,4 +1,4 @@
-"""Reports on change: heads over training, two models side by side, head importance and pruning."""
+"""Reports that compare models: over training, side by side, and with heads removed."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,7 +21,7 @@ COMPARED = ("entropy", "distance", "previous", "first", "induction")
 def report_over_training(
     steps: Iterable[tuple[int, Callable[[], Thinker]]], prompt: Prompt | None, random: Tensor, origin: str
 ) -> Report:
-    """The highest score of each measure at each checkpoint of a run, and whose; random, origin: see report_heads()."""
+    """Report the highest score of each measure, and its head, per checkpoint. See report_heads()."""
     scores = {}
     for step, load_model in tqdm(list(steps), desc="measuring", unit=" checkpoints"):
         scores[step] = score_heads(load_model(), random if prompt is None else prompt.tokens[None], random)
@@ -35,7 +35,7 @@ def report_over_training(
         rows.append([step, *(f"{value:.3f} ({labels[head]})" for value, head in best)])
     data = {"steps": [*scores], "heads": labels} | {name: values.tolist() for name, values in curves.items()}
     panels = [Panel(TITLES[key], curves[key], step_labels, labels, vmax=1.0, style="lines") for key in reversed(shown)]
-    header = {"random": describe_random(random, origin), "cells": "the highest score, and (layer.head)"}
+    header = {"random": describe_random(random, origin), "cells": "highest score (layer.head)"}
     header["checkpoints"] = f"{len(scores)}, steps {step_labels[0]} to {step_labels[-1]}"
     return Report(header, ["step", *shown], rows, data, panels, panels_per_row=2)
 
@@ -44,12 +44,12 @@ def report_over_training(
 def compare(
     one: Thinker, other: Thinker, prompt: Prompt | None, random: Tensor, origin: str, names: tuple[str, str]
 ) -> Report:
-    """Two models on the prompt, or else on `random`: how differently each head attends, its scores, the predictions.
+    """Compare attention, head scores and predictions of two models on the prompt, or else on `random`.
 
-    With different numbers of heads, only by their predictions. Raises UserError if their vocabularies differ in size.
+    With different numbers of heads, only predictions. Raises UserError if the vocabularies differ in size.
     """
     if one.config.vocab_size != other.config.vocab_size:
-        raise UserError("the two models have vocabularies of different sizes: they do not read the same tokens")
+        raise UserError("the models have vocabularies of different sizes; compare models with the same tokenizer")
     models = one, other
     tokens = random if prompt is None else prompt.tokens[None]
     logprobs = [model(tokens).float().log_softmax(dim=-1) for model in models]
@@ -57,11 +57,11 @@ def compare(
     agreement = (logprobs[0].argmax(dim=-1) == logprobs[1].argmax(dim=-1)).float().mean().item()
     footer = f"predictions: KL(first ‖ second) = {kl.mean():.4f} nats per token; same top token at {agreement:.1%}"
     data: dict[str, Any] = {"models": names, "kl_divergence": kl.mean().item(), "top_token_agreement": agreement}
-    header = {"first": names[0], "second": names[1], "JS": "Jensen–Shannon divergence of the two heads, nats"}
+    header = {"first": names[0], "second": names[1], "JS": "Jensen–Shannon divergence between the two heads (nats)"}
     header["random"] = describe_random(random, origin)
     n_heads = [[block.attention.n_heads for block in model.blocks] for model in models]
     if n_heads[0] != n_heads[1]:
-        header["heads"] = f"{n_heads[0]} and {n_heads[1]} per layer, so they cannot be compared one by one"
+        header["heads"] = f"{n_heads[0]} and {n_heads[1]} per layer, so only predictions are compared"
         by_position = kl.mean(dim=0).cpu()  # (T,)
         data["by_position"] = by_position.tolist()
         columns = {"position": [str(position) for position in range(len(by_position))]}
@@ -69,7 +69,7 @@ def compare(
             columns["token"] = prompt.labels
         columns["KL"] = [f"{x:.4f}" for x in data["by_position"]]
         labels = columns["position"] if prompt is None else prompt.numbered()
-        panel = Panel("KL of the predictions, by position (nats)", by_position[None], [""], labels)
+        panel = Panel("KL divergence of predictions by position (nats)", by_position[None], [""], labels)
         return Report(header, [*columns], [*zip(*columns.values())], data, [panel], footer)
     scores = [score_heads(model, tokens, random) for model in models]
     weights = zip(*(model.attention_weights(tokens) for model in models))
@@ -81,7 +81,7 @@ def compare(
         changes = [" → ".join(f"{part[name][layer, head]:.3f}" for part in scores) for name in COMPARED]
         rows.append([str(layer), str(head), f"{divergence[layer, head]:.4f}", *changes])
     labels = head_labels(divergence)
-    panels = [Panel("Jensen–Shannon divergence of the two heads (nats)", divergence, *labels)]
+    panels = [Panel("Jensen–Shannon divergence between the two heads (nats)", divergence, *labels)]
     for name in ("previous", "induction", "entropy"):
         difference = scores[1][name] - scores[0][name]
         panels.append(Panel(f"{TITLES[name]}: second minus first", difference, *labels, signed=True))
@@ -101,7 +101,7 @@ UNITS = {
 def _importance(
     model: Thinker, texts: Texts, method: str, by_group: bool
 ) -> tuple[heads.Importance, dict[tuple[int, int], list[str]], dict[str, Any]]:
-    """The importance of heads or groups, its cells in a table by (layer, head), and its numbers."""
+    """Measure importance. Returns it, its table cells by (layer, head), and its values for JSON."""
     if method == "gradient":
         importance = heads.importance_by_gradient(model, *texts, by_group)
     else:
@@ -112,7 +112,7 @@ def _importance(
 
 
 def report_importance(model: Thinker, texts: Texts, method: str) -> Report:
-    """The importance of each head, largest first, with 95 % intervals over texts."""
+    """Report the importance of each head, in descending order, with 95% intervals over texts."""
     importance, cells, data = _importance(model, texts, method, by_group=False)
     value = importance.value
     rows = [[*map(str, pair), *cells[pair]] for pair in sorted(cells, key=lambda pair: -value[pair])]
@@ -124,10 +124,10 @@ def report_importance(model: Thinker, texts: Texts, method: str) -> Report:
 def report_pruning(
     model: Thinker, texts: Texts, method: str, count: int | None, groups: list[tuple[int, int]] | None
 ) -> tuple[Thinker, Report]:
-    """The model without `groups`, or the `count` groups least important to half the texts, and its loss on the rest."""
+    """Prune `groups`, or the `count` least important ones on half the texts; measure the loss on the other half."""
     half = len(texts[0]) // 2
     if half < 2:
-        raise UserError(f"{len(texts[0])} texts are too few: half of them choose, the others measure; give at least 4")
+        raise UserError(f"{len(texts[0])} texts are too few to choose heads and measure the loss; use at least 4")
     choosing, measuring = ((texts[0][part], texts[1][part]) for part in (slice(half), slice(half, None)))
     pruning.prune(model, groups or [])  # fail before long work
     pruning.check_count(model, len(groups or []) if count is None else count)
@@ -144,7 +144,7 @@ def report_pruning(
         "importance": UNITS[method],
         "loss": f"{loss_before:.4f} nats per token before, {loss_after:.4f} after",
         "cost": "{} [{}, {}]".format(*(decimal(x, 4, "+") for x in (cost.mean, cost.low, cost.high))),
-        "texts": f"{half} to choose by, {len(before)} others to measure on, of {texts[0].shape[1]} tokens",
+        "texts": f"{half} to choose heads, {len(before)} to measure the loss, {texts[0].shape[1]} tokens each",
         "parameters": f"{sizes[0]:,} before, {sizes[1]:,} after",
     }
     kind, renumbered = "head" if model.config.n_heads == model.config.n_kv_heads else "KV head", []
@@ -153,7 +153,7 @@ def report_pruning(
         if remaining != list(range(len(remaining))):
             renumbered.append(f"layer {layer}: {', '.join(map(str, remaining))}")
     if renumbered:
-        header["new numbers"] = f"{kind}s are numbered from 0 again; {'; '.join(renumbered)}"
+        header["new numbers"] = f"{kind}s renumbered from 0: {'; '.join(renumbered)}"
     data = {"pruned": pruned} | data
     data |= {"loss_before": loss_before, "loss_after": loss_after, "parameters": sizes, "cost": vars(cost)}
     order = sorted(cells, key=lambda pair: value[pair])

@@ -1,4 +1,4 @@
-"""One attention row, number by number."""
+"""Computation of one attention row of a model."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from thinker.runtime.errors import UserError
 
 @torch.no_grad()
 def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -> Report:
-    """Every number of one attention row (Vaswani et al. 2017, eq. 1). Raises UserError for linear attention."""
+    """Explain one attention row step by step (Vaswani et al. 2017, eq. 1). Raises UserError for linear attention."""
     attention = model.blocks[layer].attention
     if isinstance(attention, LinearAttention):
-        raise UserError(f"layer {layer} is linear attention: it has sums over features instead of scores")
+        raise UserError(f"layer {layer} is linear attention, which has no scores; use another --layer")
     path, query = f"blocks.{layer}.attention", query % len(prompt.tokens)
     names = [f"{path}.{part}" for part in ("q", "k", "v", "weights", "heads")]
     with model.record(*names) as cache:
@@ -28,7 +28,7 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     cap = model.config.attn_logit_softcap
     capped = scaled if cap is None else cap * torch.tanh(scaled / cap)
     bias, visible = _bias_and_mask(model, prompt.tokens, layer, head, capped)
-    shared = f", which shares KV head {kv_head}" if len(q) > len(k) else ""
+    shared = f" (KV head {kv_head})" if len(q) > len(k) else ""
     found = HeadScores(
         prompt.labels, q.shape[-1], raw, scaled, capped, bias, visible, weights[head], v[kv_head], z[head],
         sink=None if attention.sinks is None else attention.sinks[head].item(),
@@ -39,7 +39,7 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
 
 
 def _bias_and_mask(model: Thinker, tokens: Tensor, layer: int, head: int, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """What is added to one head's scores (0 where masked), and which keys are visible: scores (T, T) -> (T, T) each."""
+    """Return the bias of one head (0 where masked) and its visible keys: scores (T, T) -> (T, T) each."""
     T, builder = len(tokens), model.mask_builder
     shape = 1, model.blocks[layer].attention.n_heads, T, T
     token_info = TokenInfo(torch.arange(T, device=model.device), token_id=tokens if builder.by_token else None)

@@ -1,4 +1,4 @@
-"""How much of each token arrives at a position through all layers (Abnar & Zuidema 2020, arXiv:2005.00928)."""
+"""Attention flow through all layers (Abnar & Zuidema 2020, arXiv:2005.00928)."""
 
 from itertools import accumulate
 
@@ -9,9 +9,9 @@ from thinker.runtime.errors import UserError
 
 
 def with_residual(weights: Tensor) -> Tensor:
-    """Ã = (mean over heads of A + I) / 2, a layer's attention with its residual; (L, H, T, T) -> (L, T, T)."""
+    """Ã = (mean over heads of A + I) / 2, attention with the residual connection; (L, H, T, T) -> (L, T, T)."""
     eye = torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)
-    return (weights.nanmean(dim=1) + eye) / 2  # nan where a layer has no such head
+    return (weights.nanmean(dim=1) + eye) / 2  # nan for missing heads
 
 
 def rollout(weights: Tensor) -> Tensor:
@@ -20,14 +20,14 @@ def rollout(weights: Tensor) -> Tensor:
 
 
 def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
-    """The maximum flow from (L, i) to (0, j), edges between layers having the capacities Ã; (L, H, T, T) -> (T, T).
+    """Maximum flow from (L, i) to (0, j) with capacities Ã between layers; (L, H, T, T) -> (T, T).
 
-    Slow: T² flows in a graph of L·T nodes. `position`: for this query only, (T,). Raises UserError without networkx.
+    Slow: T² flows in a graph of L·T nodes. `position`: only this query, (T,). Raises UserError without networkx.
     """
     try:
         import networkx
     except ImportError as error:
-        raise UserError("maximum flow needs the library networkx: pip install networkx") from error
+        raise UserError("maximum flow needs the package networkx; run pip install networkx") from error
 
     capacities, graph = with_residual(weights).double().cpu(), networkx.DiGraph()
     layers, T = len(capacities), capacities.shape[-1]

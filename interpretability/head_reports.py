@@ -1,4 +1,4 @@
-"""Scores of all heads, on a prompt or on random tokens, and their report."""
+"""Scores of all heads on a prompt or random tokens."""
 
 from collections.abc import Callable
 
@@ -20,16 +20,16 @@ MEASURES = {
 }
 MEASURES_ON_REPEATS = {"duplicate": heads.duplicate_token, "induction": heads.induction}
 TITLES = {
-    "entropy": "entropy (nats)", "normalised": "normalised entropy", "distance": "mean distance (tokens)",
+    "entropy": "entropy (nats)", "normalised": "normalized entropy", "distance": "mean distance (tokens)",
     "previous": "weight of the previous token", "first": "weight of the first token",
     "duplicate": "duplicate-token score", "induction": "induction score",
 }  # fmt: skip
-UNBOUNDED = ("entropy", "distance")  # the other measures lie between 0 and 1
+UNBOUNDED = ("entropy", "distance")  # other measures are between 0 and 1
 
 
 @torch.no_grad()
 def measure_heads(model: Thinker, tokens: Tensor, measures: dict[str, Callable]) -> dict[str, list[Tensor]]:
-    """Each measure of attention weights (B, H, T, T), averaged over texts: tokens (B, T) -> (H, ...) per layer."""
+    """Apply each measure to the attention weights (B, H, T, T): tokens (B, T) -> means (H, ...) per layer."""
     results: dict[str, list[Tensor]] = {name: [] for name in measures}
 
     def record(weights: Tensor) -> Tensor:
@@ -43,26 +43,26 @@ def measure_heads(model: Thinker, tokens: Tensor, measures: dict[str, Callable])
 
 
 def random_repeats(model: Thinker, ids: Tensor | None = None, n: int = 24, batch: int = 8) -> Tensor:
-    """repeated_random_tokens() of `ids`, by default the whole vocabulary; fewer for a short context; (batch, 2n)."""
+    """repeated_random_tokens() of `ids` (default: the vocabulary), (batch, 2n); shorter for a short context."""
     ids = torch.arange(model.config.vocab_size) if ids is None else ids
     n = min(n, len(ids), model.config.max_seq_len // 2)
     return heads.repeated_random_tokens(ids, n, batch).to(model.device)
 
 
 def score_heads(model: Thinker, tokens: Tensor, random: Tensor) -> dict[str, Tensor]:
-    """All measures on tokens (B, T), induction and duplicate-token scores on random_repeats(): (layers, H) each."""
+    """Compute all measures, (layers, H) each: induction and duplicate-token on `random`, the others on `tokens`."""
     scores = measure_heads(model, tokens, MEASURES) | measure_heads(model, random, MEASURES_ON_REPEATS)
     return {name: pad_sequence(x, batch_first=True, padding_value=torch.nan) for name, x in scores.items()}
 
 
 def describe_random(random: Tensor, origin: str) -> str:
-    """Where the induction scores come from."""
-    return f"{random.shape[1] // 2} random tokens of {origin}, repeated once"
+    """Describe the tokens of the induction scores."""
+    return f"{random.shape[1] // 2} random tokens from {origin}, repeated once"
 
 
 @torch.no_grad()
 def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: str) -> Report:
-    """All measures of every head, on the prompt or else on random_repeats(), whose tokens come from `origin`."""
+    """Report all measures of every head on the prompt, or else on `random`, tokens from `origin`."""
     tokens = random if prompt is None else prompt.tokens[None]
     scores = score_heads(model, tokens, random)
     divergence = measure_heads(model, tokens, {"js": heads.pairwise_js_divergence})["js"]  # (H, H) per layer
@@ -77,7 +77,7 @@ def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: 
     panels += [Panel(TITLES[name], x, *labels, vmax=None if name in UNBOUNDED else 1.0) for name, x in scores.items()]
     repeats = describe_random(random, origin)
     header = {"measured on": repeats if prompt is None else f"the prompt; duplicate and induction on {repeats}"}
-    header["most similar"] = "the most similar head of the layer, and its Jensen–Shannon divergence (nats)"
+    header["most similar"] = "most similar head in the layer (Jensen–Shannon divergence in nats)"
     data = {name: to_json(x) for name, x in scores.items()} | {"js_divergence": [x.tolist() for x in divergence]}
     n = random.shape[1] // 2
     uniform = sum(1 / (i + 1) for i in range(n, 2 * n)) / n
@@ -86,11 +86,11 @@ def report_heads(model: Thinker, prompt: Prompt | None, random: Tensor, origin: 
 
 
 def _tile_attention_maps(model: Thinker, tokens: Tensor, max_side: int = 64) -> Tensor:
-    """The maps of all heads side by side, separated by nan; each cell of a long text shows its largest weight."""
+    """Tile the attention maps of all heads, separated by nan. Cells of long texts show their largest weight."""
 
     def downsample(weights: Tensor) -> Tensor:
         maps = F.max_pool2d(weights.float(), -(-weights.shape[-1] // max_side), ceil_mode=True)  # (1, H, S, S)
-        # Relative to the largest weight beyond the first token, which often outweighs all others.
+        # Relative to the largest weight, ignoring the first token, which often dominates.
         return (maps / maps[..., 1:].amax(dim=(2, 3), keepdim=True).clamp_min(1e-9)).clamp_max(1)
 
     maps = measure_heads(model, tokens, {"maps": downsample})["maps"]

@@ -1,6 +1,6 @@
-"""Measures of attention heads: what a head attends to, in one number each, and its importance to the loss.
+"""Measures of attention heads and of their importance to the loss.
 
-Weights are (..., T, T), rows are queries and positions count from 0; logarithms are natural. T is at least 2.
+Weights are (..., T, T) with T >= 2, rows are queries, positions count from 0, logarithms are natural.
 """
 
 import math
@@ -23,8 +23,8 @@ from thinker.runtime.errors import UserError
 def entropy(weights: Tensor, normalised: bool = False) -> Tensor:
     """Mean over rows of −Σ_j A_ij ln A_ij, with 0 ln 0 = 0, in nats; (..., T, T) -> (...).
 
-    A uniform row i has ln(i + 1). Normalised: mean over rows i ≥ 1 of the row's entropy / ln(n), from 0 to 1, where n
-    is i + 1 or, in a bidirectional prefix, the number of positions that the row attends to.
+    A uniform row i has ln(i + 1). Normalized: mean over rows i ≥ 1 of entropy / ln(n), from 0 to 1, where n is i + 1
+    or, in a bidirectional prefix, the number of positions that the row attends to.
     """
     rows = torch.special.entr(weights).sum(dim=-1)  # (..., T)
     if not normalised:
@@ -56,7 +56,7 @@ def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int 
     """
     ids = torch.arange(ids) if isinstance(ids, int) else ids
     if len(ids) < n:
-        raise UserError(f"{n} distinct tokens cannot be sampled from a vocabulary of {len(ids)}")
+        raise UserError(f"cannot sample {n} distinct tokens from {len(ids)}; use a larger vocabulary")
     generator = torch.Generator().manual_seed(seed)
     rows = torch.stack([ids[torch.randperm(len(ids), generator=generator)[:n]] for _ in range(batch)])  # (B, n)
     return rows.repeat(1, 2)
@@ -65,7 +65,7 @@ def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int 
 def induction(weights: Tensor) -> Tensor:
     """On repeated_random_tokens(): mean over i = n..2n−1 of A[i, i − n + 1]; (..., 2n, 2n) -> (...).
 
-    Olsson et al. 2022 (arXiv:2209.11895): the head attends to what followed the same token before; a perfect one has 1.
+    Olsson et al. 2022 (arXiv:2209.11895): attends to the token after an earlier occurrence; 1 is perfect.
     """
     n = weights.shape[-1] // 2
     return weights.diagonal(1 - n, -2, -1)[..., 1:].mean(dim=-1)
@@ -77,13 +77,13 @@ def duplicate_token(weights: Tensor) -> Tensor:
 
 
 def pairwise_js_divergence(weights: Tensor) -> Tensor:
-    """How differently two heads attend: mean over rows of their JS divergence; (..., H, T, T) -> (..., H, H).
+    """Mean over rows of the JS divergence of two heads; (..., H, T, T) -> (..., H, H).
 
     JS(P, Q) = H((P + Q)/2) − (H(P) + H(Q))/2 in nats, 0 (equal) to ln 2 (Lin 1991, IEEE Trans. Inf. Theory 37:145).
     """
     n_heads, entropies = weights.shape[-3], torch.special.entr(weights).sum(dim=-1)  # (..., H, T)
     divergence = weights.new_zeros(*weights.shape[:-3], n_heads, n_heads)
-    for head in range(n_heads):  # all pairs at once would take H times the memory
+    for head in range(n_heads):  # all pairs at once would need H times the memory
         mixed = torch.special.entr((weights + weights[..., head : head + 1, :, :]) / 2).sum(dim=-1)
         divergence[..., head, :] = (mixed - (entropies + entropies[..., head : head + 1, :]) / 2).mean(dim=-1)
     return divergence.clamp_min(0)
@@ -91,7 +91,7 @@ def pairwise_js_divergence(weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Importance:
-    """The importance of each head (or group) and its 95 % interval, (layers, H) each; nan where there is no head."""
+    """Importance of each head (or group) with its 95% interval, (layers, H) each; nan for missing heads."""
 
     value: Tensor
     low: Tensor
@@ -99,7 +99,7 @@ class Importance:
 
 
 def losses(model: Thinker, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-    """The mean cross-entropy of each text, in nats per token; targets as importance_by_ablation(): (N, T) -> (N,)."""
+    """Mean cross-entropy of each text, in nats per token: (N, T) -> (N,). See importance_by_ablation()."""
     return torch.cat([_losses(model, *batch) for batch in _batches(model, tokens, targets)])
 
 
@@ -110,7 +110,7 @@ def _losses(model: Thinker, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """(tokens, targets) in batches whose logits stay below 256 MiB."""
+    """Split tokens and targets into batches with at most 256 MiB of logits."""
     if targets is None:
         tokens, targets = tokens[:, :-1], tokens[:, 1:]
     rows = max(1, 2**26 // (tokens.shape[1] * model.config.vocab_size))
@@ -121,10 +121,10 @@ def _batches(model: Thinker, tokens: Tensor, targets: Tensor | None) -> list[tup
 def importance_by_ablation(
     model: Thinker, tokens: Tensor, ablation: str = "zero", targets: Tensor | None = None, by_group: bool = False
 ) -> Importance:
-    """What ablating each head costs: the mean over texts of CE(with its output replaced) − CE, in nats per token.
+    """Loss increase per ablated head: mean over texts of CE(ablated) − CE, in nats per token.
 
-    tokens: (N, T), at least two texts; the interval is over their paired differences.
-    ablation: "zero", or "mean": the head's mean output over all texts and positions.
+    tokens: (N, T), at least two texts; the interval is of their paired differences.
+    ablation: replace the output with "zero" or "mean", its mean over all texts and positions.
     targets: (N, T), IGNORE_INDEX where no loss counts; by default the next tokens.
     by_group: ablate all query heads of a KV head together, (layers, K).
     """
@@ -151,13 +151,13 @@ def importance_by_ablation(
 
 
 def _groups(attention: Any, by_group: bool) -> list[range]:
-    """The query heads to ablate together: those of each KV head, or each alone."""
+    """List the query heads to ablate together: of each KV head, or single heads."""
     size = attention.n_heads // attention.n_kv_heads if by_group else 1
     return [range(head, head + size) for head in range(0, attention.n_heads, size)]
 
 
 def _estimate(values: list[Tensor]) -> Importance:
-    """Means over texts with their intervals: (H, N) per layer -> (layers, H) each."""
+    """Estimate means over texts with intervals: (H, N) per layer -> (layers, H) each."""
     ones, layers = torch.ones(values[0].shape[-1]), []
     for layer in values:
         rows = [vars(estimate_ratio(row, ones, 0.95)).values() for row in layer.cpu()]
@@ -170,7 +170,7 @@ def importance_by_gradient(
 ) -> Importance:
     """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
 
-    z (T, D) is a head's output, L the mean loss of a text x. The interval is over texts and scaled like the value.
+    z (T, D) is a head's output, L the mean loss of a text x. The interval is over texts, scaled like the value.
     Arguments as in importance_by_ablation().
     """
     by_layer: list[list[Tensor]] = [[] for _ in model.blocks]  # (H, B) per batch

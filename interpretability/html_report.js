@@ -1,11 +1,11 @@
-// What happens: user input changes `state`, and whatever depends on it is painted in the next frame.
+// Events: user input changes `state`; parts that depend on it are repainted in the next frame.
 
 // ---- painting ------------------------------------------------------------------------------------------------------
 
-const parts = []; // {key: what it depends on, paint}
+const parts = []; // {key: dependencies, paint}
 let waiting = false;
 
-/** Paint what depends on something that has changed, once a frame. */
+/** Repaint the parts whose dependencies have changed, once per frame. */
 function update(changes = {}) {
   Object.assign(state, changes);
   if (waiting) return;
@@ -36,7 +36,7 @@ function setTheme(name) {
   update();
 }
 
-/** Access the browser's storage for this file; null where the browser refuses that. */
+/** Access the browser's storage for this file; null if the browser denies it. */
 function useStorage(change) {
   try {
     return change(window.localStorage);
@@ -72,7 +72,7 @@ async function openHead(layer, head) {
 function selectHead(layer, head) {
   state.wanted = `${layer}-${head}`;
   openHead(layer, head).then((name) => {
-    if (name === state.wanted) update({ layer, head, from: "choice" }); // unless another one was chosen meanwhile
+    if (name === state.wanted) update({ layer, head, from: "choice" }); // unless another head was chosen meanwhile
   });
 }
 
@@ -110,7 +110,7 @@ function setView(view) {
 
 // ---- the prompt ----------------------------------------------------------------------------------------------------
 
-/** The index that an arrow key moves to in a row of `count` elements; null for another key. */
+/** Index that a key moves to in a row of `count` elements; null for other keys. */
 function step(key, place, count) {
   const to = { ArrowLeft: place - 1, ArrowRight: place + 1, Home: 0, End: count - 1 }[key];
   return to === undefined ? null : Math.max(0, Math.min(count - 1, to));
@@ -152,7 +152,7 @@ function startTokens() {
   $("unlock").addEventListener("click", unlock);
 }
 
-/** The button above or below: the nearest one in the next line. */
+/** The nearest button in the next line above or below. */
 function beside(buttons, place, lines) {
   const boxes = buttons.map((button) => button.getBoundingClientRect()), own = boxes[place];
   const middle = (box) => box.left + box.width / 2;
@@ -168,18 +168,18 @@ function beside(buttons, place, lines) {
 
 const MEASURES = {
   none: ["none", ""],
-  contribution: ["adds to the prediction", "Bars: what the head adds to the prediction (orange) or takes from it (purple)."],
-  entropy: ["entropy", "Bars: mean entropy of its rows, in nats: how widely it attends."],
-  normalised: ["entropy, normalised", "Bars: entropy, relative to uniform attention."],
-  distance: ["distance", "Bars: how many tokens back it attends, on average."],
-  previous: ["previous token", "Bars: mean weight of the token before."],
+  contribution: ["contribution", "Bars: positive (orange) or negative (purple) contribution to the prediction."],
+  entropy: ["entropy", "Bars: mean entropy of attention, in nats; high values mean broad attention."],
+  normalised: ["normalized entropy", "Bars: entropy relative to uniform attention."],
+  distance: ["distance", "Bars: mean distance to attended tokens."],
+  previous: ["previous token", "Bars: mean weight of the previous token."],
   first: ["first token", "Bars: mean weight of the first token."],
   itself: ["itself", "Bars: mean weight of the token itself."],
 };
 
 function startGrid() {
   const grid = $("grid"), { layers, heads } = facts, size = Math.max(30, Math.min(56, Math.floor(360 / heads)));
-  grid.style.gridTemplateColumns = `max-content repeat(${heads}, minmax(22px, ${size}px))`; // narrower where the card is
+  grid.style.gridTemplateColumns = `max-content repeat(${heads}, minmax(22px, ${size}px))`; // narrower in a narrow card
   const role = (name, tag, properties, ...inside) => {
     const element = make(tag, properties, ...inside);
     element.setAttribute("role", name);
@@ -240,7 +240,7 @@ function headTip(layer, head) {
   const suffix = isStored(layer, head) ? "" : "\nthumbnail and scores only";
   return `${headName(layer, head)}\n${facts.summaries[layer][head]}\nentropy ${score("entropy")} · distance ${score("distance")}\n` +
     `previous ${score("previous")} · first ${score("first")} · itself ${score("itself")}\n` +
-    `adds ${signed(facts.attribution.heads[layer][head])} to the prediction${suffix}`;
+    `contribution ${signed(facts.attribution.heads[layer][head])}${suffix}`;
 }
 
 function paintThumbnails(cells) {
@@ -260,7 +260,7 @@ function paintCells(cells) {
   const shares = !["contribution", "entropy", "distance"].includes(measure);
   const top = shares ? 1 : Math.max(...values.flat().map(Math.abs), 1e-9);
   $("measure").value = measure;
-  $("measure-note").textContent = MEASURES[measure][1] || "Point at a head, or click to open it. Rows are queries, columns keys.";
+  $("measure-note").textContent = MEASURES[measure][1] || "Hover over a head for its scores, click to open it. Rows are queries, columns are keys.";
   cells.forEach((row, layer) => row.forEach((cell, head) => {
     const suffix = isStored(layer, head) ? "" : ", thumbnail and scores only";
     cell.ariaSelected = layer === state.layer && head === state.head;
@@ -280,7 +280,7 @@ function startExplorer(thumbnails) {
   const { start, layers, heads } = facts;
   Object.assign(state, start, { thumbnails, locked: false, hovered: null, pair: null, direction: "from", measure: "none" });
   Object.assign(state, { depth: layers, focus: start.position, cell: [start.layer, start.head] });
-  $("size").textContent = `${T} tokens · ${layers} ${layers > 1 ? "layers" : "layer"} of ${heads} ${heads > 1 ? "heads" : "head"}`;
+  $("size").textContent = `${T} tokens · ${layers} ${layers > 1 ? "layers" : "layer"} with ${heads} ${heads > 1 ? "heads" : "head"}`;
   $("banner").textContent = facts.banner;
   $("banner").hidden = !facts.banner;
   $("layer").max = layers - 1;

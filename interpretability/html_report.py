@@ -1,4 +1,4 @@
-"""One HTML file to explore what a model does with a prompt; it needs no server, no network, no other file."""
+"""Self-contained HTML report to explore a model on a prompt."""
 
 import base64
 import html
@@ -26,24 +26,24 @@ from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_computed
 
-MAX_WEIGHTS = 144 * 512 * 513 // 2  # in one file: 12 layers of 12 heads at 512 tokens, which open in a few seconds
-THUMBNAIL_SIDE = 48  # at most
-N_LIKELIEST, N_LENS = 10, 5  # likeliest tokens listed for the next token, and after each layer
+MAX_WEIGHTS = 144 * 512 * 513 // 2  # in a file: 12 layers of 12 heads at 512 tokens open in a few seconds
+THUMBNAIL_SIDE = 48  # pixels, at most
+N_LIKELIEST, N_LENS = 10, 5  # most likely tokens for the next token, and after each layer
 LOGITS_PER_BATCH = 1 << 24
 SCRIPTS = ("html_report_draw.js", "html_report_views.js", "html_report.js")
 
 
 @dataclass(frozen=True)
 class Explorer:
-    """What the interactive part shows."""
+    """Data of the interactive part."""
 
-    facts: dict[str, Any]  # numbers and names, as html_report.js reads them
-    thumbnails: Tensor  # (layers, H, side, side) bytes of round(255 √w), w the largest weight that each cell covers
-    weights: dict[tuple[int, int], bytes]  # (layer, head) -> the same, deflated: rows to the diagonal, or whole
+    facts: dict[str, Any]  # numbers and names for html_report.js
+    thumbnails: Tensor  # (layers, H, side, side) bytes of round(255 √w), w the largest weight in a cell
+    weights: dict[tuple[int, int], bytes]  # (layer, head) -> deflated bytes of rows up to the diagonal, or whole rows
 
 
 def choose_heads(layers: int, heads: int, count: int, first: tuple[int, int]) -> set[tuple[int, int]]:
-    """`count` (layer, head), including `first`, spread evenly over the layers and over the heads of each."""
+    """Choose `count` (layer, head) pairs, including `first`, spread evenly over layers and heads."""
     chosen = set()
     for step in range(layers):
         layer = (first[0] + step) % layers
@@ -57,26 +57,26 @@ def make_explorer(
     model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None = None, contrast_token: int | None = None,
     position: int = -1, layer: int = 0, head: int = 0, view: str = "attention",
 ) -> Explorer:  # fmt: skip
-    """Run the model over the prompt, keeping only one layer's weights in memory.
+    """Run the model on the prompt, with the weights of one layer in memory at a time.
 
-    target, contrast_token, position: the prediction to attribute; by default the likeliest token after `position`.
-    layer, head, view: shown first; the view is attention, attribution or lens.
+    target, contrast_token, position: the prediction to attribute; by default the most likely token after `position`.
+    layer, head, view: initial selection; the view is attention, attribution or lens.
 
-    Raises UserError if not even one head of the prompt fits into a file, RunError if the logits are not finite.
+    Raises UserError if the prompt is too long for a single head, RunError if the logits are not finite.
     """
     config, T = model.config, len(prompt.tokens)
     bidirectional, layers, H = config.prefix > 0, config.n_layers, config.n_heads
     size = T * T if bidirectional else T * (T + 1) // 2  # weights of a head
     if size > MAX_WEIGHTS:
         longest = math.isqrt(MAX_WEIGHTS) if bidirectional else (math.isqrt(8 * MAX_WEIGHTS + 1) - 1) // 2
-        raise UserError(f"the prompt has {T} tokens; the longest that an HTML report can show has {longest}")
+        raise UserError(f"the prompt has {T} tokens; an HTML report can show at most {longest}")
     count, position = min(layers * H, MAX_WEIGHTS // size), position % T
     scores, thumbnails, weights = _read_weights(model, prompt.tokens, choose_heads(layers, H, count, (layer, head)))
     facts = {"labels": prompt.labels, "tokens": prompt.tokens.tolist(), "bidirectional": bidirectional}
     facts |= {"layers": layers, "heads": H, "scores": scores, "summaries": _summaries(model, scores), "banner": ""}
     if count < layers * H:
         facts["banner"] = f"{T:,} tokens × {layers * H} heads are too many for one report: "
-        facts["banner"] += f"{count} heads can be opened, the others show thumbnails and scores only"
+        facts["banner"] += f"{count} heads can be opened, the others have only thumbnails and scores"
     facts |= _predictions(model, prompt.tokens)
     facts["attribution"] = _attribution(model, tokenizer, prompt, target, contrast_token, position)
     listed = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}
@@ -88,7 +88,7 @@ def make_explorer(
 def _read_weights(
     model: Thinker, tokens: Tensor, chosen: set[tuple[int, int]]
 ) -> tuple[dict[str, list[list[float]]], Tensor, dict[tuple[int, int], bytes]]:
-    """The scores of all heads, (layers, H) each, their thumbnails, and the deflated weights of the chosen ones."""
+    """Compute scores (layers, H) and thumbnails of all heads, and deflated weights of the chosen heads."""
     measures = {**MEASURES, "itself": lambda weights: weights.diagonal(dim1=-2, dim2=-1).mean(dim=-1)}
     scores, thumbnails, deflated = {name: [] for name in measures}, [], {}
     T = len(tokens)
@@ -101,7 +101,7 @@ def _read_weights(
         weights = F.pad(weights, (0, 0, 0, 0, 0, model.config.n_heads - len(weights)))  # zeros for pruned heads
         for name, measure in measures.items():
             scores[name].append(_round(measure(weights).tolist()))
-        # Roots keep more digits of small weights; the error is at most √w/255.
+        # Roots keep more precision for small weights; the error is at most √w/255.
         roots = (weights.clamp(0, 1).sqrt() * 255).round().to(torch.uint8).cpu()
         thumbnails.append(F.adaptive_max_pool2d(roots.float()[None], side)[0].to(torch.uint8))
         for head in (head for at_layer, head in chosen if at_layer == layer):
@@ -123,12 +123,12 @@ def _summaries(model: Thinker, scores: dict[str, list[list[float]]]) -> list[lis
 
 
 def _round(values: Iterable[float]) -> list[float]:
-    """Five digits, to keep the file small."""
+    """Round to five digits, to keep the file small."""
     return [float(f"{value:.5g}") for value in values]
 
 
 def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
-    """Flat lists: `likeliest` (T, 10), `lens` (layers + 1, T, 5), `next_probability` and `next_rank` of true tokens."""
+    """Compute flat lists: `likeliest` (T, 10), `lens` (layers + 1, T, 5), `next_probability` and `next_rank`."""
     with model.record("embedding", "blocks.*") as cache:
         model(tokens[None])
     rows = max(1, LOGITS_PER_BATCH // model.config.vocab_size)
@@ -157,7 +157,7 @@ def _predictions(model: Thinker, tokens: Tensor) -> dict[str, Any]:
 def _attribution(
     model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, contrast_token: int | None, position: int
 ) -> dict[str, Any]:
-    """What makes up the prediction: `by_token` (T,), `heads` (layers, H), `mlps` (layers,), `embedding`, `logit`."""
+    """Attribute the prediction: `by_token` (T,), `heads` (layers, H), `mlps` (layers,), `embedding`, `logit`."""
     data = prompt_reports.report_attribution(model, tokenizer, prompt, target, contrast_token, position).data
     facts = {"description": f"logit of {data['prediction']} after position {position}", "position": position}
     facts |= {"logit": data["logit"], "embedding": data["embedding"], "mlps": _round(data["mlps"])}
@@ -171,11 +171,11 @@ def _attribution(
 def write_html_report(
     path: Path, title: str, report: Report | None, explorer: Explorer | None, fold: bool = False
 ) -> None:
-    """Write the file; `fold` hides the report's table at first. Raises UserError if that fails."""
+    """Write the file. `fold` collapses the table of the report. Raises UserError on failure."""
     folder, scripts = Path(__file__).parent, []
     if explorer is not None:
-        facts = json.dumps(explorer.facts, allow_nan=False, separators=(",", ":"))  # all but ASCII is escaped
-        facts = facts.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})  # so that no text can close the element
+        facts = json.dumps(explorer.facts, allow_nan=False, separators=(",", ":"))  # escapes non-ASCII characters
+        facts = facts.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})  # text cannot close the element
         blobs = {"thumbnails": zlib.compress(explorer.thumbnails.numpy().tobytes())}
         blobs |= {f"w-{layer}-{head}": data for (layer, head), data in explorer.weights.items()}
         scripts.append(f'<script type="application/json" id="facts">{facts}</script>')
@@ -192,8 +192,8 @@ def write_html_report(
     if explorer is None:
         text = re.sub(r"<!--explorer-->.*?<!--/explorer-->", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--/?explorer-->\n?", "", text)
-    text = re.sub(r"<!--(\w+)-->", lambda match: parts[match[1]], text)  # one pass: inserted text is not searched
-    path.write_text(text, encoding="utf-8", errors="replace")  # a command line may hold half a character
+    text = re.sub(r"<!--(\w+)-->", lambda match: parts[match[1]], text)  # one pass, so inserted text is not searched
+    path.write_text(text, encoding="utf-8", errors="replace")  # a command line may contain invalid UTF-8
 
 
 def _base64(data: bytes) -> str:
@@ -201,16 +201,16 @@ def _base64(data: bytes) -> str:
 
 
 def _report(report: Report, fold: bool) -> str:
-    """The command's report as a table that needs no script."""
+    """Format the report as a table that needs no script."""
     header = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(str(v))}</dd>" for k, v in report.header.items())
     columns = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in report.columns)
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in report.rows)
     buffer = io.BytesIO()
     plot_panels(report.panels, buffer, "", report.panels_per_row)
     return f"""<details class="card" id="report"{"" if fold else " open"}>
-<summary>The command's table</summary>
+<summary>Report of the command</summary>
 <dl>{header}</dl>
-<img alt="A plot of the table" src="data:image/png;base64,{_base64(buffer.getvalue())}">
+<img alt="plot of the report" src="data:image/png;base64,{_base64(buffer.getvalue())}">
 <div class="scroll" role="region" aria-label="table of the report" tabindex="0">
 <table><thead><tr>{columns}</tr></thead><tbody>
 {rows}</tbody></table></div>

@@ -1,23 +1,23 @@
-// Drawing primitives: elements, colours, packed bytes, heatmaps with axes, the tip beside the pointer. Nothing about models.
+// Drawing primitives: elements, colors, packed bytes, heatmaps with axes, tooltips. Independent of models.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
 
-/** An element with properties and what is inside it. Text is always text, never markup. */
+/** Create an element with properties and children. Strings are text, never markup. */
 function make(tag, properties = {}, ...inside) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...inside);
   return element;
 }
 
-/** The inflated bytes of a script element, as a buffer. */
+/** Inflate the bytes of a script element. */
 async function unpack(id) {
   const text = atob($(id).textContent), bytes = new Uint8Array(text.length);
   for (let at = 0; at < text.length; at++) bytes[at] = text.charCodeAt(at);
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 }
 
-/** Where to draw: the context of a canvas made `width` x `height` CSS pixels large, sharp on any screen. */
+/** Resize a canvas to `width` x `height` CSS pixels, sharp on any screen. Returns its context. */
 function sized(canvas, width, height) {
   const dense = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * dense);
@@ -29,11 +29,11 @@ function sized(canvas, width, height) {
   return context;
 }
 
-// ---- colours -------------------------------------------------------------------------------------------------------
+// ---- colors --------------------------------------------------------------------------------------------------------
 
 const colours = { version: 0 };
 
-/** A ramp of `count` colours through stops: packed for image data, as CSS, and the ink that can be read on each. */
+/** A ramp of `count` colors through stops: packed for image data, as CSS, and a readable text color for each. */
 function ramp(stops, count) {
   const found = { packed: new Uint32Array(count), css: [], ink: [] };
   for (let at = 0; at < count; at++) {
@@ -43,12 +43,12 @@ function ramp(stops, count) {
     const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
     found.packed[at] = (255 << 24) | (rgb[2] << 16) | (rgb[1] << 8) | rgb[0];
     found.css.push(`rgb(${rgb})`);
-    found.ink.push(luminance > 0.179 ? "#000" : "#fff"); // the better of the two has a contrast of 4.5 at least
+    found.ink.push(luminance > 0.179 ? "#000" : "#fff"); // the better of the two has a contrast of at least 4.5
   }
   return found;
 }
 
-/** Take the colours of the theme from the style sheet. */
+/** Read the colors of the theme from the style sheet. */
 function readColours() {
   const probe = make("i", { hidden: true });
   document.body.append(probe);
@@ -63,17 +63,17 @@ function readColours() {
   colours.version++;
 }
 
-/** The index of a signed value among the signed colours. */
+/** Index of a signed value in the signed colors. */
 const signedIndex = (value, top) => 255 + Math.round(255 * Math.max(-1, Math.min(1, value / top)));
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
 
-const percent = (share) => (share < 0.00005 ? "< 0.01 %" : `${(100 * share).toFixed(share < 0.0995 ? 2 : 1)} %`);
+const percent = (share) => (share < 0.00005 ? "< 0.01%" : `${(100 * share).toFixed(share < 0.0995 ? 2 : 1)}%`);
 const signed = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(3)}`;
 
 // ---- the tip -------------------------------------------------------------------------------------------------------
 
-/** Show text beside a place on the screen, inside the window; nothing without text. */
+/** Show a tooltip near a point, inside the window; hide it without text. */
 function tip(text, x = 0, y = 0) {
   const box = $("tip");
   box.hidden = !text;
@@ -84,7 +84,7 @@ function tip(text, x = 0, y = 0) {
   box.style.transform = `translate(${left}px, ${Math.max(4, above)}px)`;
 }
 
-/** The tip of an element that has the keyboard's focus. */
+/** Show a tooltip below a focused element. */
 function tipBelow(element, text) {
   const place = element.getBoundingClientRect();
   tip(text, place.left - 10, place.bottom - 10);
@@ -94,9 +94,9 @@ function tipBelow(element, text) {
 
 const FONT = '11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace';
 
-/** A matrix as colours, its axes labelled where there is room, with a cross that can be moved. */
+/** A matrix as colors, with labels if there is room, and a movable cross. */
 class Heatmap {
-  /** `pointed(row, column, event)` as the pointer moves over cells, without arguments when it leaves; `clicked(row, column)`. */
+  /** Calls `pointed(row, column, event)` over cells, `pointed()` when the pointer leaves, and `clicked(row, column)`. */
   constructor(box, pointed, clicked) {
     Object.assign(this, { box, pointed, clicked });
     this.canvas = make("canvas");
@@ -114,16 +114,16 @@ class Heatmap {
     });
   }
 
-  /** Draw. `index(row, column)`: of a colour of `ramp`, or -1 for an empty cell; `rows`, `columns`: labels. */
+  /** Draw. `index(row, column)`: index into `ramp`, or -1 for an empty cell; `rows`, `columns`: labels. */
   show({ rows, columns, index, ramp, labelled = true }) {
     const [R, C] = (this.shape = [rows.length, columns.length]), dense = window.devicePixelRatio || 1;
-    const room = Math.min(640, this.box.clientWidth), largest = 30; // pixels: of all, of a cell
+    const room = Math.min(640, this.box.clientWidth), largest = 30; // pixels: total, per cell
     const measure = sized(this.canvas, 10, 10);
     measure.font = FONT;
     const longest = (labels, most) =>
       Math.min(most, Math.ceil(Math.max(...labels.map((text) => measure.measureText(text).width)))) + 8;
     let left = R <= 80 && labelled ? longest(rows, 130) : 34;
-    const fit = (cell) => (cell * dense >= 1 ? Math.floor(cell * dense) / dense : cell); // whole pixels of the screen
+    const fit = (cell) => (cell * dense >= 1 ? Math.floor(cell * dense) / dense : cell); // whole screen pixels
     this.cw = this.ch = Math.min(largest, fit(Math.max(60, room - left) / C));
     const named = { rows: labelled && R <= 80 && this.ch >= 11, columns: labelled && this.cw >= 11 };
     if (!named.rows) left = 34;
@@ -140,7 +140,7 @@ class Heatmap {
       context.fillText(text, left - 5, top + (at + 0.5) * this.ch, left - 6);
     }, this.ch);
     this.axis(context, columns, named.columns, (at, text) => {
-      const half = named.columns ? 0 : context.measureText(text).width / 2; // a number must not leave the canvas
+      const half = named.columns ? 0 : context.measureText(text).width / 2; // keep numbers inside the canvas
       context.save();
       context.translate(Math.min(left + (at + 0.5) * this.cw, left + this.width - half), top - 5);
       if (named.columns) context.rotate(-Math.PI / 2);
@@ -150,14 +150,14 @@ class Heatmap {
     }, this.cw);
   }
 
-  /** Labels where there is room, else the numbers of some. */
+  /** Labels if there is room, else some numbers. */
   axis(context, labels, named, write, cell) {
     if (named) return labels.forEach((text, at) => write(at, text));
     const interval = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000].find((step) => step * cell >= 36);
     for (let at = 0; at < labels.length; at += interval ?? labels.length) write(at, String(at));
   }
 
-  /** One pixel a cell; where the screen has fewer, each shows the largest of those that it covers, of either sign. */
+  /** One pixel per cell; if the screen has fewer, each shows its largest absolute value. */
   bitmap(index, ramp, dense) {
     const [R, C] = this.shape;
     const [height, width] = [Math.min(R, Math.round(this.height * dense)), Math.min(C, Math.round(this.width * dense))];
@@ -176,7 +176,7 @@ class Heatmap {
     return canvas;
   }
 
-  /** [row, column] under the pointer, or null. */
+  /** [row, column] at the pointer, or null. */
   cellAt(event) {
     const place = this.canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - place.left - this.left) / this.cw);
@@ -196,7 +196,7 @@ class Heatmap {
   }
 }
 
-/** A strip of a ramp's colours between words or numbers: ticks are [text, share of the width] in order. */
+/** Draw a strip of a ramp's colors between two labels, with a note. */
 function legend(box, ramp, from, to, note) {
   const canvas = make("canvas", { width: ramp.css.length, height: 1 }), image = new ImageData(ramp.css.length, 1);
   new Uint32Array(image.data.buffer).set(ramp.packed);

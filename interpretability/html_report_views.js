@@ -1,10 +1,10 @@
-// What is shown of a model: `facts` are its numbers, `state` is what the reader has chosen. html_report.js says when to paint.
+// Views: `facts` has the values to show, `state` the selection. html_report.js decides when to paint.
 
 const facts = $("facts") && JSON.parse($("facts").textContent);
 const T = facts?.labels.length ?? 0;
-const MANY = 36; // tokens on each side of the lines
-const LISTED = 15; // of what a prediction is made of
-const matrices = new Map(); // "layer-head" -> Matrix, of those that have been opened
+const MANY = 36; // tokens on each side of the attention lines
+const LISTED = 15; // contributions
+const matrices = new Map(); // "layer-head" -> Matrix, for opened heads
 const state = {};
 
 const range = (count) => Array.from({ length: count }, (_, at) => at);
@@ -12,7 +12,7 @@ const numbered = (at) => `${at} ${facts.labels[at]}`;
 const headName = (layer, head) => `Layer ${layer}, head ${head}`;
 const depthName = (depth) => (depth ? `layer ${depth - 1}` : "embedding");
 
-/** The weights of one head as bytes b, (b/255)² each; -1 above the diagonal, where keys are masked. */
+/** Weights of a head as bytes b, (b/255)² each; -1 for masked keys above the diagonal. */
 class Matrix {
   constructor(bytes) {
     this.bytes = bytes;
@@ -29,25 +29,25 @@ class Matrix {
 const isStored = (layer, head) => $(`w-${layer}-${head}`) !== null;
 const matrix = () => matrices.get(`${state.layer}-${state.head}`);
 
-/** The token shown everywhere: the locked one, else the one pointed at, else the last one chosen. */
+/** The current token: locked, else hovered, else last chosen. */
 const at = () => (state.locked ? state.position : (state.hovered ?? state.position));
 
-/** The byte between the shown token and another one, in the chosen direction. */
+/** The byte between the current token and another one, in the chosen direction. */
 const between = (other, from = at()) => (state.direction === "from" ? matrix().at(from, other) : matrix().at(other, from));
 const asWeight = (byte) => ((Math.max(0, byte) / 255) ** 2).toFixed(2);
 
-/** The tokens with the largest weights, largest first. */
+/** Tokens with the largest weights, in descending order. */
 function strongest(count, from = at()) {
   const all = range(T).filter((other) => between(other, from) > 0);
   return all.sort((a, b) => between(b, from) - between(a, from) || a - b).slice(0, count);
 }
 
-/** Probability of the token that really follows `position`, after `depth` layers. */
+/** Probability of the actual next token after `position`, after `depth` layers. */
 const nextProbability = (depth, position) => facts.next_probability[depth * (T - 1) + position];
 
 // ---- the prompt ----------------------------------------------------------------------------------------------------
 
-/** The colour index of a token, -1 for none, and its value in words. */
+/** The color index of a token (-1 for none) and its value in words. */
 function tokenValue(token) {
   if (state.view === "attention") {
     const byte = matrix() ? between(token) : -1;
@@ -57,11 +57,11 @@ function tokenValue(token) {
     const { by_token } = facts.attribution;
     if (!by_token) return [-1, ""];
     const top = Math.max(...by_token.map(Math.abs), 1e-9);
-    return [signedIndex(by_token[token], top), `adds ${signed(by_token[token])}`];
+    return [signedIndex(by_token[token], top), `contribution ${signed(by_token[token])}`];
   }
-  if (token === T - 1) return [-1, "nothing follows"];
+  if (token === T - 1) return [-1, "end of the prompt"];
   const share = nextProbability(state.depth, token);
-  return [Math.round(255 * Math.sqrt(share)), `${percent(share)} for ‘${facts.labels[token + 1]}’, which follows`];
+  return [Math.round(255 * Math.sqrt(share)), `${percent(share)} for the next token ‘${facts.labels[token + 1]}’`];
 }
 
 function paintTokens() {
@@ -103,23 +103,23 @@ function paintStatus() {
     const most = matrix() ? strongest(3).map((other) => `${numbered(other)} (${asWeight(between(other))})`) : [];
     words = `In ${headName(state.layer, state.head).toLowerCase()}, token ${numbered(shown)}${lock} ${verb} ${most.join(", ") || "nothing"}.`;
     if (!matrix()) words = `${headName(state.layer, state.head)} is loading.`;
-    if (!isStored(state.layer, state.head)) words = `${headName(state.layer, state.head)} cannot be opened in this report.`;
+    if (!isStored(state.layer, state.head)) words = `${headName(state.layer, state.head)} is not stored in this report.`;
   }
   $("status").textContent = words;
   $("unlock").hidden = !state.locked;
-  const verb = state.direction === "from" ? "that the marked token gives to" : "that the marked token gets from";
+  const verb = state.direction === "from" ? "from the marked token to" : "to the marked token from";
   $("meaning").textContent = {
-    attention: `Colour: the weight ${verb} each token, in one head.`,
+    attention: `Color: attention weight ${verb} each token, in one head.`,
     attribution: facts.attribution.by_token
-      ? `Colour: what each token adds to the ${facts.attribution.description} (orange) or takes from it (purple).`
-      : `No attribution to tokens: ${facts.attribution.reason}.`,
-    lens: `Colour: the probability of the token that really follows, if the model stopped after ${depthName(state.depth)}.`,
+      ? `Color: positive (orange) or negative (purple) contribution to the ${facts.attribution.description}.`
+      : `No contributions of tokens: ${facts.attribution.reason}.`,
+    lens: `Color: probability of the actual next token after ${depthName(state.depth)}.`,
   }[state.view];
 }
 
 // ---- what comes next -----------------------------------------------------------------------------------------------
 
-/** One line of a list of bars. `size`: of the bar, from -1 to 1; `whole`: per cent of the width that 1 takes. */
+/** A line in a list of bars. `size`: length from -1 to 1; `whole`: percentage of the width for 1. */
 function bar(name, size, number, { whole = 100, marked = false, click = null } = {}) {
   const filled = make("i", { className: size < 0 ? "below-zero" : "" });
   filled.style.width = `${Math.abs(size) * whole}%`;
@@ -142,7 +142,7 @@ function paintNext() {
   const share = nextProbability(facts.layers, shown);
   $("follows").textContent = shown === T - 1
     ? "The prompt ends here."
-    : `Really follows: ‘${facts.labels[shown + 1]}’ with ${percent(share)}, rank ${facts.next_rank[shown]}`;
+    : `Actual next token: ‘${facts.labels[shown + 1]}’ (${percent(share)}, rank ${facts.next_rank[shown]})`;
 }
 
 // ---- one head ------------------------------------------------------------------------------------------------------
@@ -158,17 +158,17 @@ function paintHead(map) {
     `previous ${score("previous").toFixed(2)} · first ${score("first").toFixed(2)} · itself ${score("itself").toFixed(2)}`;
   $("not-stored").hidden = stored;
   if (!stored) {
-    $("not-stored").textContent = "This head cannot be opened: the report does not store all of them. Its thumbnail, enlarged:";
+    $("not-stored").textContent = "This report does not store all heads. Enlarged thumbnail of this head:";
     const labels = range(facts.side).map((place) => String(Math.floor((place * T) / facts.side)));
     map.show({ rows: labels, columns: labels, index: thumbnailIndex(layer, head), ramp: colours.heat, labelled: false });
   } else if (weights) {
     map.show({ rows: facts.labels, columns: facts.labels, index: (q, k) => weights.at(q, k), ramp: colours.heat });
   }
   map.canvas.ariaLabel = `${headName(layer, head)}: ${facts.summaries[layer][head]}. Rows are queries, columns are keys.`;
-  legend($("map-legend"), colours.heat, "0", "1", "weight; colours go by its root, the middle is ¼");
+  legend($("map-legend"), colours.heat, "0", "1", "attention weight (square-root scale; the middle is ¼)");
 }
 
-/** The index of a thumbnail's cells; cells wholly above the diagonal show nothing. */
+/** Color index of thumbnail cells; cells above the diagonal are empty. */
 function thumbnailIndex(layer, head) {
   const { side } = facts, begin = (layer * facts.heads + head) * side * side;
   return (row, column) => (column > row && !facts.bidirectional ? -1 : state.thumbnails[begin + row * side + column]);
@@ -182,7 +182,7 @@ function paintCross(map) {
 
 // ---- lines ---------------------------------------------------------------------------------------------------------
 
-/** Which tokens stand on the left (queries) and on the right (keys). */
+/** Choose the tokens on the left (queries) and right (keys). */
 function chooseLines() {
   if (T <= MANY) return [range(T), range(T)];
   const begin = Math.max(0, Math.min(T - MANY, at() - MANY / 2)), own = range(MANY).map((place) => begin + place);
@@ -193,12 +193,12 @@ function chooseLines() {
 function paintLines() {
   const canvas = $("lines"), weights = matrix();
   $("lines-note").textContent = !isStored(state.layer, state.head)
-    ? "No lines: this head cannot be opened."
+    ? "Not available: this report does not store this head."
     : !weights
     ? "Loading."
     : T <= MANY
       ? "Left: queries. Right: keys. Click a token to lock it."
-      : `Left: queries. Right: keys. Of ${T} tokens: ${MANY} around the marked one, and the ${MANY} ` +
+      : `Left: queries. Right: keys. Shown of ${T} tokens: ${MANY} around the marked token, and the ${MANY} ` +
         `${state.direction === "from" ? "that it attends to most" : "that attend to it most"}.`;
   if (!weights) return sized(canvas, canvas.parentElement.clientWidth - 34, 1);
   if (state.from !== "lines" || !state.sides) state.sides = chooseLines().map(placed);
@@ -243,7 +243,7 @@ function paintLines() {
   canvas.ariaLabel = `lines between tokens; ${numbered(shown)}: ${most}`;
 }
 
-/** Tokens below each other: [token, y] each, with a gap wherever some are left out. */
+/** Place tokens in a column, [token, y] each, with gaps for omitted tokens. */
 function placed(tokens) {
   const found = { tokens: [], gaps: [], height: 0 };
   let y = 10;
@@ -280,13 +280,13 @@ function paintParts(select) {
   show("by-part", parts);
   $("parts-what").textContent = `The ${description} is ${logit.toFixed(4)}.`;
   $("token-sum").textContent = by_token
-    ? `What each adds, by integrated gradients; they add up to ${sum(tokens).toFixed(4)}; with the ${baseline_logit.toFixed(4)} of the baseline that is the logit.`
-    : `None: ${reason}.`;
-  $("part-sum").textContent = `What each writes straight into the logit (direct logit attribution); a head opens by a click. They add up to ${sum(parts).toFixed(4)}.`;
+    ? `Integrated gradients. Sum: ${sum(tokens).toFixed(4)}, plus ${baseline_logit.toFixed(4)} of the baseline, equals the logit.`
+    : `Not available: ${reason}.`;
+  $("part-sum").textContent = `Direct logit attribution. Sum: ${sum(parts).toFixed(4)}. Click a head to open it.`;
   $("parts-missed").hidden = !by_token || Math.abs(completeness_error) < 0.05 * Math.max(1, Math.abs(sum(tokens) - completeness_error));
   $("parts-missed").textContent =
-    `Read the tokens' values with care: they should add up to ${by_token && (sum(tokens) - completeness_error).toFixed(4)}, the ` +
-    `logit minus the baseline's, and miss it by ${by_token && Math.abs(completeness_error).toFixed(4)}, the error of the integration.`;
+    `Inaccurate values: the sum should be ${by_token && (sum(tokens) - completeness_error).toFixed(4)} (logit minus ` +
+    `baseline), but the integration has an error of ${by_token && Math.abs(completeness_error).toFixed(4)}.`;
 }
 
 function paintLens(choose) {
@@ -294,9 +294,9 @@ function paintLens(choose) {
   $("depth").value = state.depth;
   $("depth").ariaValueText = depthName(state.depth);
   $("depth-name").textContent = depthName(state.depth);
-  $("lens-after").textContent = `What the model would predict after ${numbered(shown)}, layer by layer; a click on a row colours the tokens by it.`;
-  const words = ["", "likeliest", ...range(k - 1).map((place) => `${place + 2}.`)];
-  if (follows) words.push(`follows: ‘${facts.labels[shown + 1]}’`);
+  $("lens-after").textContent = `Predictions after ${numbered(shown)}, layer by layer. Click a row to color the tokens by it.`;
+  const words = ["", "most likely", ...range(k - 1).map((place) => `${place + 2}.`)];
+  if (follows) words.push(`actual: ‘${facts.labels[shown + 1]}’`);
   const head = make("tr", {}, ...words.map((text) => make("th", { scope: "col", textContent: text })));
   const cell = (text, share) => {
     const index = Math.round(255 * Math.sqrt(share)), number = make("span", { className: "share", textContent: percent(share) });

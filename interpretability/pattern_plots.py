@@ -1,4 +1,4 @@
-"""Plots of attention patterns: which keys each query attends to, in colors or in characters."""
+"""Plots of attention patterns, as images or text."""
 
 import math
 import textwrap
@@ -17,26 +17,26 @@ GALLERY = (
     "strided(6) & window(20)", "longformer(4, 4, 2)", "bigbird(4, 2, 4, 2)", "prefix(8)", "topk(4)",
     "heads(window(4), dilated(16, 4), strided(5), full)", "linear(16)",
 )  # fmt: skip
-TOKEN_INTERVAL = 7  # in the example, every 7th token is one that token() names
-# Values of cells are indices into these.
+TOKEN_INTERVAL = 7  # in the example, every 7th token is in token()
+# Cell values; indices into MEANINGS, MARKS and COLORS.
 FUTURE, MASKED, FUTURE_VISIBLE, VISIBLE, SUMMED = range(5)
-MEANINGS = "", "masked", "attended to, later than the query", "attended to", "attended to through sums over features"
+MEANINGS = "", "masked", "attended to, after the query", "attended to", "attended to (sums over features)"
 MARKS = "  ", "· ", "▓▓", "██", "░░"
 COLORS = "#ffffff", "#e9edf2", ORANGE, BLUE, "#a9c6e8"
 
 
 @dataclass
 class PatternPlot:
-    """One pattern: its cells (H, T, T), one row per query, and what to write beside them."""
+    """Cells (H, T, T) of a pattern, one row per query, with a title and notes."""
 
     title: str
-    note: str  # what is only an example
+    note: str  # about the example tokens and scores
     cells: Tensor
     facts: list[str]
 
 
 def example_mask(pattern: Pattern, length: int, n_heads: int) -> Tensor:
-    """True where a query attends to a key, (H, T, T), on example tokens and random scores."""
+    """Return which keys a query attends to, (H, T, T), for example tokens and random scores."""
     position, head = torch.arange(length), torch.arange(n_heads)[:, None, None]
     ids = torch.tensor(pattern.tokens or [-1])
     is_named = position % TOKEN_INTERVAL == TOKEN_INTERVAL // 2
@@ -47,12 +47,12 @@ def example_mask(pattern: Pattern, length: int, n_heads: int) -> Tensor:
 
 
 def describe_cache(pattern: Pattern) -> str:
-    """Which keys and values a KV cache keeps (model/kv_cache.py)."""
+    """Describe the keys and values that a KV cache keeps (model/kv_cache.py)."""
     if pattern.n_features:
-        return f"a state of {pattern.n_features} sums"
+        return f"{pattern.n_features} sums"
     if not pattern.fits_ring_buffer:
         return "all"
-    ring = f"a ring of {max(1, pattern.max_distance)}"
+    ring = f"the newest {max(1, pattern.max_distance)}"
     return f"the first {pattern.n_global} and {ring}" if pattern.n_global else ring
 
 
@@ -64,9 +64,9 @@ def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> Pat
     elif n_heads is None:
         n_heads = min(pattern.min_heads, 16) if pattern.min_heads > 1 else 4
     notes = {
-        f"every {TOKEN_INTERVAL}th token is one": pattern.tokens,
-        "an example: random scores": pattern.by_score,
-        "a sum over features": pattern.n_features > 0,
+        f"every {TOKEN_INTERVAL}th token matches": pattern.tokens,
+        "example with random scores": pattern.by_score,
+        "sums over features": pattern.n_features > 0,
     }
     mask, shown = example_mask(pattern, length, n_heads), SUMMED if pattern.n_features else VISIBLE
     cells = MASKED * example_mask(CAUSAL, length, n_heads) + (shown - MASKED) * mask
@@ -77,7 +77,7 @@ def make_pattern_plot(text: str, length: int, n_heads: int | None = None) -> Pat
 
 
 def to_text(plot: PatternPlot) -> str:
-    """For a terminal: two characters per cell, which makes it square."""
+    """Format a plot as text, with two characters per cell so that cells are square."""
     lines = [plot.title + (f" ({plot.note})" if plot.note else "")]
     for head, rows in enumerate(plot.cells.tolist()):
         if len(plot.cells) > 1:
@@ -87,18 +87,18 @@ def to_text(plot: PatternPlot) -> str:
 
 
 def _used_cells(plots: list[PatternPlot]) -> list[int]:
-    """The kinds of cells to explain in a legend."""
+    """List the kinds of cells for the legend."""
     return [kind for kind in (VISIBLE, FUTURE_VISIBLE, SUMMED, MASKED) if any((x.cells == kind).any() for x in plots)]
 
 
 def text_legend(plots: list[PatternPlot]) -> str:
-    """What the characters of to_text() mean, in one line."""
+    """Format the legend of to_text() as one line."""
     meanings = [f"{MARKS[cell].strip()} {MEANINGS[cell]}" for cell in _used_cells(plots)]
     return f"rows: queries, columns: keys; {', '.join(meanings)}\n"
 
 
 def plot_patterns(plots: list[PatternPlot]) -> tuple[Any, list[Any]]:
-    """The figure and its axes: a square per pattern, with its heads side by side, and the legend."""
+    """Plot a square per pattern and a legend. Returns the figure and its axes."""
     columns = min(5, len(plots) + 1)
     rows, side = -(-(len(plots) + 1) // columns), 2.4 if columns == 5 else 3
     figure, (default_axes,) = new_figure(side * columns, (side + 0.7) * rows)
@@ -121,7 +121,7 @@ def plot_patterns(plots: list[PatternPlot]) -> tuple[Any, list[Any]]:
 
 
 def plot_pattern(axes: Any, plot: PatternPlot) -> None:
-    """One pattern's square; cells are one unit wide, the first at the upper left corner."""
+    """Plot one pattern, with cells of unit size from the upper left corner."""
     from matplotlib.colors import ListedColormap
 
     heads, length, _ = plot.cells.shape

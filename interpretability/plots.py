@@ -1,4 +1,4 @@
-"""Plots of panels: heatmaps, colored text, tables, lines."""
+"""Plots of report panels: heatmaps, colored text, tables, lines."""
 
 import math
 import textwrap
@@ -10,13 +10,13 @@ import numpy as np
 from thinker.interpretability.reports import Panel, decimal
 from thinker.runtime.plot_style import GREY, new_figure, plain_text, save_figure
 
-ANNOTATED = 200  # at most this many cells show their value
-LABELLED = 64  # at most this many rows or columns have labels
-LINE = 88  # characters of colored text
+ANNOTATED = 200  # maximum number of cells with values
+LABELLED = 64  # maximum number of row or column labels
+LINE = 88  # characters per line of colored text
 
 
 def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, panels_per_row: int = 1) -> None:
-    """Plot all panels, `panels_per_row` side by side, as a PNG. Raises UserError if it cannot be written."""
+    """Plot panels as a PNG, `panels_per_row` side by side. Raises UserError if it cannot be written."""
     widths, tall = zip(*map(_size, panels))
     heights = [max(tall[start : start + panels_per_row]) for start in range(0, len(panels), panels_per_row)]
     figure, _ = new_figure(max(6.0, min(16.0, max(widths) * panels_per_row)), sum(heights) + 0.4)
@@ -33,7 +33,7 @@ def plot_panels(panels: list[Panel], file: Path | BinaryIO, title: str, panels_p
 
 
 def _size(panel: Panel) -> tuple[float, float]:
-    """Width and height in inches."""
+    """Return width and height in inches."""
     if panel.style == "lines":
         return 9.0, 4.0
     if panel.style == "text":
@@ -41,14 +41,14 @@ def _size(panel: Panel) -> tuple[float, float]:
     widest, column = 8.0, 0.42
     if panel.cells is not None:
         widest, column = 16.0, 0.25 + 0.075 * max(len(text) for row in panel.cells for text in row)
-    tiles = panel.values.shape[0] > len(panel.rows)  # attention maps side by side, which are square
+    tiles = panel.values.shape[0] > len(panel.rows)  # square attention maps side by side
     row = 4.4 / len(panel.columns) if tiles else 0.34
     width = min(widest, max(5.0, column * len(panel.columns) + 2.5))
     return width, max(1.6, min(9.0, row * len(panel.rows) + 1.4))
 
 
 def _scale(panel: Panel) -> tuple[str, float, float]:
-    """The palette, and the values where it begins and ends."""
+    """Return the palette and its lowest and highest value."""
     values = panel.values[~panel.values.isnan()]
     if not len(values):
         return "Blues", 0.0, 1.0
@@ -68,7 +68,7 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
         (panel.columns, values.shape[1], axes.set_xticks, upright),
         (panel.rows, values.shape[0], axes.set_yticks, 0),
     ):
-        step, every = size / len(labels), -(-len(labels) // LABELLED)  # step 1, unless each stands for several
+        step, every = size / len(labels), -(-len(labels) // LABELLED)  # step 1 unless a label covers several cells
         ticks = [(i + 0.5) * step - 0.5 for i in range(0, len(labels), every)]
         short = [plain_text(label if len(label) <= 28 else label[:27] + "…") for label in labels[::every]]
         set_ticks(ticks, short, rotation=rotation, fontsize=8)
@@ -87,7 +87,7 @@ def _heatmap(figure: Any, axes: Any, panel: Panel) -> None:
 
 
 def _wrapped(tokens: list[str]) -> list[list[int]]:
-    """The indices of the tokens in each line."""
+    """Wrap tokens: their indices per line."""
     lines, room = [[]], LINE
     for number, token in enumerate(tokens):
         if len(token) > room and lines[-1]:
@@ -99,7 +99,7 @@ def _wrapped(tokens: list[str]) -> list[list[int]]:
 
 
 def _text(figure: Any, axes: Any, panel: Panel) -> None:
-    """Tokens as running text, monospaced, each on the color of its value."""
+    """Plot tokens as monospaced text on the colors of their values."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.patches import Rectangle
@@ -123,8 +123,8 @@ def _text(figure: Any, axes: Any, panel: Panel) -> None:
 
 
 def _lines(figure: Any, axes: Any, panel: Panel) -> None:
-    """One line per column over the rows, whose labels are numbers; the highest lines have names."""
-    palette = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # C7 is grey, as are those without a name
+    """Plot one line per column over numeric row labels; the highest lines have names."""
+    palette = [f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # C7 is gray, as are unnamed lines
     x, values = [float(row) for row in panel.rows], panel.values
     highest_first = values.nan_to_num(-math.inf).amax(dim=0).argsort(descending=True).tolist()
     for rank, column in enumerate(highest_first):

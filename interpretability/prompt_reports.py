@@ -8,13 +8,13 @@ from thinker.interpretability.reports import Panel, Prompt, Report, decimal, tok
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 
-NO_GRADIENT = "this model's attention pattern depends on token ids, which have no gradients"
-MAX_LENS_COLUMNS = 16  # positions in the lens plot, up to the one that is asked for
-MAX_FLOW_TOKENS = 64  # each token takes one maximum flow
+NO_GRADIENT = "the attention pattern depends on token ids, which have no gradients"
+MAX_LENS_COLUMNS = 16  # positions in the lens plot, up to the requested one
+MAX_FLOW_TOKENS = 64  # one maximum flow per token
 
 
 def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) -> Report:
-    """What each token attends to in one head: its three largest weights."""
+    """Report the three largest weights of each token in one head."""
     name = f"blocks.{layer}.attention.weights"
     with torch.no_grad(), model.record(name) as cache:
         model(prompt.tokens[None])
@@ -28,43 +28,43 @@ def report_attention_map(model: Thinker, prompt: Prompt, layer: int, head: int) 
     names = prompt.numbered()
     title, nonzero = f"attention weights, layer {layer}, head {head}", weights.masked_fill(weights == 0, torch.nan)
     panel = Panel(title, nonzero, names, names, vmax=1.0, axis_labels=reports.ATTENTION_AXES)
-    columns = ["query", "token", "attends most to", "then", "then"]
+    columns = ["query", "token", "attends most to", "second", "third"]
     return Report({"layer": layer, "head": head}, columns, rows, data, [panel])
 
 
 @torch.no_grad()
 def report_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
-    """Attention rollout after each layer, and the maximum flow, from one position to every token."""
+    """Report attention rollout after each layer and maximum flow, from one position to every token."""
     position %= len(prompt.tokens)
     weights = model.attention_weights(prompt.tokens[None])[:, 0].cpu()  # (layers, H, T, T)
     rollout = flow.rollout(weights)[:, position]  # (layers, T)
     layers = [f"layer {layer}" for layer in range(len(rollout))]
     columns, flows = ["key", "token", *layers], None
     rows = [[str(key), text, *(f"{x:.3f}" for x in rollout[:, key].tolist())] for key, text in enumerate(prompt.labels)]
-    footer = "per layer: the share of the token in that position (rollout)"
+    footer = "layer columns: share of the token in this position (rollout)"
     if len(prompt.tokens) <= MAX_FLOW_TOKENS:
         flows = flow.max_flow(weights, position).tolist()
         columns.append("max flow")
         rows = [[*row, f"{x:.3f}"] for row, x in zip(rows, flows)]
-        footer += "; max flow: the most that could arrive"
+        footer += "; max flow: upper bound of what the position receives"
     else:
-        footer += f"; maximum flow is too slow beyond {MAX_FLOW_TOKENS} tokens"
+        footer += f"; no max flow, which is too slow beyond {MAX_FLOW_TOKENS} tokens"
     data = {"position": position, "tokens": prompt.labels, "rollout": rollout.tolist(), "max_flow": flows}
-    panel = Panel(f"rollout: the share of each token in position {position}", rollout, layers, prompt.numbered())
+    panel = Panel(f"rollout: share of each token in position {position}", rollout, layers, prompt.numbered())
     return Report({"position": f"{position} {prompt.labels[position]}"}, columns, rows, data, [panel], footer)
 
 
 @torch.no_grad()
 def likeliest_next_token(model: Thinker, prompt: Prompt, position: int, contrast_token: int | None = None) -> int:
-    """The id with the largest logit after a position. Raises UserError if it is that of `contrast_token`."""
+    """Return the most likely token after a position. Raises UserError if it is `contrast_token`."""
     token = int(model(prompt.tokens[None])[0, position].argmax())
     if token == contrast_token:
-        raise UserError("--contrast-token is the likeliest next token, and so the target, too; give a --target")
+        raise UserError("--contrast-token is the most likely next token, the default target; add --target TOKEN")
     return token
 
 
 def _describe_target(tokenizer: Tokenizer, target: int, contrast_token: int | None) -> str:
-    """The prediction in words: ‘b’ rather than ‘c’."""
+    """Describe a prediction, such as: ‘b’ rather than ‘c’."""
     tokens = [target] if contrast_token is None else [target, contrast_token]
     return " rather than ".join(f"‘{token_label(tokenizer, token)}’" for token in tokens)
 
@@ -72,9 +72,9 @@ def _describe_target(tokenizer: Tokenizer, target: int, contrast_token: int | No
 def report_attribution(
     model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, contrast_token: int | None, position: int
 ) -> Report:
-    """Which tokens (integrated gradients) and which components (direct logit attribution) make up a prediction.
+    """Report contributions of tokens (integrated gradients) and components (direct logit attribution).
 
-    By default of the likeliest token. The gradients' baseline is BOS at every position, where texts begin with it.
+    Default target: the most likely token. Baseline: BOS at every position, if texts start with BOS.
     """
     target = likeliest_next_token(model, prompt, position, contrast_token) if target is None else target
     prediction = target, contrast_token, position
@@ -93,8 +93,8 @@ def report_attribution(
     labels = reports.head_labels(components.heads)
     panels = [Panel("direct logit attribution of heads", components.heads, *labels, signed=True)]
     total = components.embedding + components.heads.nansum().item() + components.mlps.sum().item()
-    footer = f"components add up to {total:.4f}; "
-    if any(pattern.tokens for pattern in model.config.patterns):  # such a model cannot run on embeddings alone
+    footer = f"sum of components: {total:.4f}; "
+    if any(pattern.tokens for pattern in model.config.patterns):  # such a model cannot run on embeddings only
         footer += f"no attribution to tokens: {NO_GRADIENT}"
     else:
         bos = tokenizer.bos_prefix[0] if tokenizer.bos_prefix else None
@@ -103,14 +103,14 @@ def report_attribution(
         rows = [["token", text, decimal(x, 4, "+")] for text, x in zip(prompt.numbered(), values.tolist())] + rows
         title = f"integrated gradients of {description}"
         panels.insert(0, Panel(title, values[None], [""], prompt.labels, signed=True, style="text"))
-        footer += f"tokens, with the baseline's {baseline:.4f}, to {components.logit + error:.4f}"
+        footer += f"sum of tokens and baseline ({baseline:.4f}): {components.logit + error:.4f}"
         if abs(error) > 0.05 * max(1, abs(components.logit - baseline)):
-            footer += ": the integral did not converge, so read them with care"
+            footer += " (the integral did not converge, so treat token values with care)"
     return Report(header, ["kind", "name", "adds"], rows, data, panels, footer)
 
 
 def report_logit_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, position: int) -> Report:
-    """What the model would predict after each layer at one position: its three likeliest tokens."""
+    """Report the three most likely tokens after each layer at one position (logit lens)."""
     position %= len(prompt.tokens)
     shown = slice(max(0, position - MAX_LENS_COLUMNS + 1), position + 1)
     probabilities = attribution.logit_lens(model, prompt.tokens, shown).softmax(dim=-1).cpu()  # (layers + 1, T', V)
@@ -124,18 +124,18 @@ def report_logit_lens(model: Thinker, tokenizer: Tokenizer, prompt: Prompt, posi
     cells = [[token_label(tokenizer, token) for token in row] for row in best.indices.tolist()]
     data = {"position": position, "after": names, "likeliest": likeliest, "tokens": prompt.labels[shown]}
     data |= {"top_token": cells, "probability": best.values.tolist()}
-    title, n_shown = "the likeliest next token after each layer, and its probability", probabilities.shape[1]
+    title, n_shown = "most likely next token after each layer, and its probability", probabilities.shape[1]
     if n_shown < len(prompt.tokens):
-        title += f": the last {n_shown} of {position + 1} positions"
+        title += f" (last {n_shown} of {position + 1} positions)"
     panel = Panel(title, best.values, names, prompt.numbered()[shown], vmax=1.0, style="table", cells=cells)
     header = {"position": f"{position} {prompt.labels[position]}"}
-    return Report(header, ["after", "likeliest", "then", "then"][: len(rows[0])], rows, data, [panel])
+    return Report(header, ["after", "most likely", "second", "third"][: len(rows[0])], rows, data, [panel])
 
 
 def report_patching(
     model: Thinker, tokenizer: Tokenizer, clean: Prompt, corrupt: Prompt, target: int | None, contrast_token: int | None
 ) -> Report:
-    """How much of a prediction, by default of the likeliest token, each activation of the clean prompt restores."""
+    """Report the share of a prediction that each activation of the clean prompt restores."""
     target = likeliest_next_token(model, clean, -1, contrast_token) if target is None else target
     restored = attribution.patch(model, clean.tokens, corrupt.tokens, target, contrast_token)
     values = torch.stack([x.cpu() for x in restored.values()])  # (layers + 1, T)
@@ -146,7 +146,7 @@ def report_patching(
     data = {"target": target, "contrast_token": contrast_token, "tokens": tokens}
     data |= {name: x.tolist() for name, x in restored.items()}
     columns = [f"{i} {text}" for i, text in enumerate(tokens)]
-    panel = Panel(f"share of {description} that patching restores", values, names, columns, signed=True)
+    panel = Panel(f"share of {description} restored by patching", values, names, columns, signed=True)
     header = {"prediction": description, "clean": "".join(clean.labels), "corrupt": "".join(corrupt.labels)}
-    footer = "0: patching there restores nothing of the clean prompt's prediction; 1: all of it"
+    footer = "0: patching restores nothing of the clean prediction; 1: it restores all of it"
     return Report(header, ["position", "token", *names], rows, data, [panel], footer)

@@ -1,4 +1,4 @@
-"""Permanent removal of heads: smaller matrices, and possibly a different number of heads per layer."""
+"""Permanent removal of attention heads."""
 
 from collections.abc import Collection
 
@@ -11,11 +11,11 @@ from thinker.runtime.errors import UserError
 
 @torch.no_grad()
 def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
-    """A copy of the model without these (layer, KV head), each with all the query heads that share it.
+    """Copy the model without these (layer, KV head) groups and their query heads.
 
-    It computes what the model does with "blocks.i.attention.heads.h" set to zero. If all layers keep equally many, it
-    is an ordinary smaller model; otherwise its config has n_kv_heads_per_layer. Raises UserError if there is no such
-    group, a layer would keep none, or heads differ by more than their weights (ALiBi, patterns by head).
+    Equals the model with "blocks.i.attention.heads.h" set to zero. If layers keep different numbers of heads, the
+    config has n_kv_heads_per_layer. Raises UserError if a group does not exist, a layer would keep no head, or heads
+    differ in more than their weights (ALiBi, patterns by head).
     """
     old, remaining = model.config, []
     for layer, block in enumerate(model.blocks):
@@ -24,10 +24,10 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
             raise UserError(f"layer {layer} would have no head left; keep at least one in every layer")
     existing = {(i, head) for i, block in enumerate(model.blocks) for head in range(block.attention.n_kv_heads)}
     if unknown := set(groups) - existing:
-        raise UserError("layer {} has no KV head {}".format(*min(unknown)))
+        raise UserError("layer {} has no KV head {}; use existing heads, counted from 0".format(*min(unknown)))
     sizes, shared = [len(kv_heads) for kv_heads in remaining], old.n_heads // old.n_kv_heads
     values = old.to_dict() | {"n_kv_heads_per_layer": sizes}
-    ThinkerConfig.from_dict(values)  # refuses what cannot differ by layer
+    ThinkerConfig.from_dict(values)  # rejects settings that cannot differ by layer
     if len(set(sizes)) == 1:
         values |= {"n_heads": sizes[0] * shared, "n_kv_heads": sizes[0], "n_kv_heads_per_layer": None}
     new = Thinker(ThinkerConfig.from_dict(values)).to(model.device, model.embedding.weight.dtype).eval()
@@ -44,15 +44,15 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
 
 
 def check_count(model: Thinker, n: int) -> None:
-    """Raise UserError unless n groups can be removed, keeping at least one per layer."""
+    """Raise UserError unless n groups can be removed with at least one left per layer."""
     most = sum(block.attention.n_kv_heads - 1 for block in model.blocks)
     if not 1 <= n <= most:
-        possible = f"1 to {most} can" if most else "none can"
-        raise UserError(f"{n} KV heads cannot be removed: {possible}, since every layer keeps one")
+        possible = f"use 1 to {most}" if most else "no layer has more than one"
+        raise UserError(f"cannot remove {n} KV heads, since every layer keeps at least one; {possible}")
 
 
 def least_important(importance: Importance, n: int) -> list[tuple[int, int]]:
-    """The n (layer, group) of the smallest importance, keeping at least one group per layer: see check_count."""
+    """Choose the n least important (layer, group), with at least one left per layer. See check_count()."""
     value, chosen = importance.value, []
     left = (~value.isnan()).sum(dim=1).tolist()
     for flat in value.nan_to_num(torch.inf).flatten().argsort(stable=True).tolist():

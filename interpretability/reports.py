@@ -1,4 +1,4 @@
-"""A report of scripts/inspect_model.py: a table to read, numbers for JSON, and panels to plot."""
+"""Reports of scripts/inspect_model.py: a table, values for JSON and panels to plot."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ATTENTION_AXES = "key", "query"
 
 @dataclass(frozen=True)
 class Panel:
-    """A matrix to plot: values (rows, columns), nan for an empty cell; fewer labels than those are spread evenly."""
+    """A matrix to plot, nan for empty cells; if there are fewer labels than cells, they are spread evenly."""
 
     title: str
     values: Tensor
     rows: list[str]
     columns: list[str]
     signed: bool = False  # diverging colors around zero
-    vmax: float | None = None  # end of the color scale; by default the largest value
-    # text: one row of colored tokens; table: each cell with its own text, from `cells`; lines: one per column
+    vmax: float | None = None  # end of the color scale (default: largest value)
+    # text: a row of colored tokens; table: cells with text from `cells`; lines: one per column
     style: Literal["heatmap", "text", "table", "lines"] = "heatmap"
     cells: list[list[str]] | None = None
     highlighted_row: int | None = None
@@ -34,7 +34,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Report:
-    """A table: `rows` of cells under `columns`, with a header and a footer; `data`: all numbers, unrounded."""
+    """A table of `rows` under `columns`, with header and footer; `data`: all values, unrounded."""
 
     header: dict[str, Any]
     columns: list[str]
@@ -45,7 +45,7 @@ class Report:
     panels_per_row: int = 1
 
     def table(self) -> str:
-        """The report as aligned text: words to the left, numbers to the right."""
+        """Format the report as text, with words left-aligned and numbers right-aligned."""
         lines, columns = [f"{name:>12}  {value}" for name, value in self.header.items()], []
         for name, *cells in zip(self.columns, *self.rows):
             width = max(map(len, [name, *cells]))
@@ -58,7 +58,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text as the model reads it: token ids (T,) and a readable label per token."""
+    """Token ids (T,) of a text, with a readable label per token."""
 
     tokens: Tensor
     labels: list[str]
@@ -69,16 +69,16 @@ class Prompt:
         ids, limit = [*tokenizer.bos_prefix, *tokenizer.encode(text)], model.config.max_seq_len
         if not 2 <= len(ids) <= limit:
             with_bos = " including BOS" if tokenizer.bos_prefix else ""
-            raise UserError(f"the prompt has {len(ids)} token(s){with_bos}; there must be 2 to {limit}")
+            raise UserError(f"the prompt has {len(ids)} token(s){with_bos}; use 2 to {limit}")
         return cls(torch.tensor(ids, device=model.device), [token_label(tokenizer, i) for i in ids])
 
     def numbered(self) -> list[str]:
-        """Labels with their positions, which distinguish equal tokens."""
+        """Return labels with positions, to distinguish equal tokens."""
         return [f"{position} {text}" for position, text in enumerate(self.labels)]
 
 
 def token_label(tokenizer: Tokenizer, token: int) -> str:
-    """A readable token: special ones by name, spaces and controls visible, incomplete characters in hex."""
+    """Return a readable label: special tokens by name, visible whitespace, incomplete characters in hex."""
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     if token in names:
         return names[token]
@@ -93,22 +93,22 @@ def token_label(tokenizer: Tokenizer, token: int) -> str:
 
 
 def decimal(value: float, digits: int, sign: str = "") -> str:
-    """A number in a table; zero has no minus. `sign` "+": a positive number has a plus."""
+    """Format a number without negative zero. `sign` "+": with a plus for positive numbers."""
     return f"{round(float(value), digits) + 0.0:{sign}.{digits}f}"
 
 
 def head_labels(values: Tensor, kind: str = "head") -> tuple[list[str], list[str]]:
-    """Row and column labels of a (layers, H) matrix."""
+    """Return row and column labels of a (layers, H) matrix."""
     return [f"layer {layer}" for layer in range(len(values))], [f"{kind} {head}" for head in range(values.shape[1])]
 
 
 def existing_heads(values: Tensor) -> list[tuple[int, int]]:
-    """Every (layer, head) of a (layers, H) matrix; nan marks heads that a layer does not have."""
+    """List the (layer, head) pairs of a (layers, H) matrix that are not nan."""
     return [(layer, head) for layer, head in (~values.isnan()).nonzero().tolist()]
 
 
 def to_json(values: Tensor) -> Any:
-    """A tensor as nested lists, with None for nan, which JSON does not know."""
+    """Convert a tensor to nested lists, with None for nan."""
     if values.dim() > 0:
         return [to_json(value) for value in values]
     return None if values.isnan() else values.item()

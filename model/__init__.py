@@ -1,4 +1,4 @@
-"""The Thinker: token ids (or embeddings) in, logits out."""
+"""The model: token ids (or embeddings) in, logits out."""
 
 from thinker.model.config import ThinkerConfig
 from thinker.model.kv_cache import KVCache

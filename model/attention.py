@@ -1,4 +1,4 @@
-"""Self-attention: projections, norms, RoPE, cache, then one call of attend(), or sums over random features."""
+"""Self-attention: projections, norms, RoPE and cache, then attend(), or sums over random features."""
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.sinks = nn.Parameter(torch.zeros(H)) if config.attention_sinks else None
-        self.register_module("qkv_proj", None)  # the three in one matrix (generation/inference_model.py)
+        self.register_module("qkv_proj", None)  # q, k and v in one matrix (generation/inference_model.py)
         self.register_module("qk_norm", None)
         self.hooks: HookManager | None = None
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
     def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D); q and k with norm and RoPE applied."""
+        """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D), with norm and RoPE applied to q and k."""
         rope = rope if self.use_rope else None
         if self.qkv_proj is not None:
             heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2K, T, D)
@@ -63,17 +63,17 @@ class Attention(nn.Module):
         if not x.is_cuda:
             q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H or K, T, D)
             return apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope), v
-        # A GPU would need one more pass over q and k after the transposition.
+        # Transposing first would cost a GPU one more pass over q and k.
         rope = rope and tuple(table.view(-1, 1, *table.shape[-2:]).transpose(1, 2) for table in rope)  # (B, T, 1, D)
         q, k = apply_rotary_emb(self.q_norm(q), rope), apply_rotary_emb(self.k_norm(k), rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache) -> Tensor:
-        """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). `cache` is for layers that keep a state."""
+        """q (B, H, T, D), k, v (B, K, S, D) -> (B, H, T, D). Only layers that keep a state use `cache`."""
         return attend(q, k, v, mask, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """The attention weights by the reference, in chunks: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
+        """Attention weights of the reference, in chunks: q (B, H, T, D), k (B, K, S, D) -> (B, H, T, S)."""
         mask_of = mask.reference_rows or (lambda rows: mask.slice_rows(rows, q, k))
         chunks = chunked_attention_weights(q, k, mask_of, self.head_dim**-0.5, self.attn_logit_softcap, self.sinks)
         weights = None
@@ -87,14 +87,14 @@ class Attention(nn.Module):
     def _attend_with_hooks(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: AnyCache, is_cached: bool
     ) -> Tensor:
-        """attend() with hooks on its inputs, the weights and the output of each head."""
+        """Call attend() with hooks on its inputs, the weights and the output of each head."""
         for point, x in (("q", q), ("k", k), ("v", v)):
-            if point in self.hooks:  # of a cache these are views of what later passes overwrite
+            if point in self.hooks:  # later passes overwrite the cache that k and v view
                 self.hooks(point, x.clone() if is_cached else x)
         weights = patched = None
         if "weights" in self.hooks:
             if cache is not None and not is_cached:
-                raise UserError("a layer of linear attention keeps no keys: with a cache it has no attention.weights")
+                raise UserError("linear attention caches no keys, so it has no attention.weights; run without a cache")
             weights = self.weights(q, k, mask)  # (B, H, T, S)
             patched = self.hooks("weights", weights)
         if patched is weights:
@@ -106,13 +106,13 @@ class Attention(nn.Module):
         heads = [y[:, head] for head in range(self.n_heads)]  # (B, T, D) each
         patched_heads = [self.hooks(f"heads.{head}", x) for head, x in enumerate(heads)]
         is_patched = any(new is not old for new, old in zip(patched_heads, heads))
-        if is_patched or (torch.is_grad_enabled() and y.requires_grad):  # what is recorded must lead to the output
+        if is_patched or (torch.is_grad_enabled() and y.requires_grad):  # recorded tensors need their gradients
             y = torch.stack(patched_heads, dim=1)
         return self.hooks("heads", y)
 
 
 class LinearAttention(Attention):
-    """Choromanski et al. 2021 (arXiv:2009.14794); all but the attention itself is as in any other layer."""
+    """Linear attention (Choromanski et al. 2021, arXiv:2009.14794); projections, norms and RoPE are unchanged."""
 
     def __init__(self, config: ThinkerConfig, n_features: int, layer: int) -> None:
         super().__init__(config, layer)
@@ -120,14 +120,14 @@ class LinearAttention(Attention):
         self._features: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LinearLayer | None) -> Tensor:
-        """As Attention.attend, with a state as cache; uses only the document ids of the mask."""
+        """Attention.attend() with a state as cache; uses only the document ids of the mask."""
         y, state = linear_attention(q, k, v, self.features(q.device), cache, mask.kernel_state)
         if cache is not None:
             cache.sums, cache.shift = state.sums, state.shift
         return y
 
     def weights(self, q: Tensor, k: Tensor, mask: AttentionMask) -> Tensor:
-        """The matrix that the sums are equivalent to: the outputs for unit vectors as values, ROWS at a time."""
+        """The attention matrix implied by the sums, computed with unit vectors as values, ROWS at a time."""
         T = k.shape[2]
         weights = q.new_empty(*q.shape[:3], T, dtype=torch.float32)
         for keys in torch.arange(T, device=k.device).split(ROWS):
@@ -137,7 +137,7 @@ class LinearAttention(Attention):
 
     @torch._disable_dynamo  # as in kernels/blockwise_attention.py
     def features(self, device: torch.device) -> Tensor:
-        """The random features (m, D), generated at the first use from their number, head_dim and the layer."""
+        """Random features (m, D), generated at first use from n_features, head_dim and the layer index."""
         if self._features is None or self._features.device != device:
             self._features = random_features(self.n_features, self.head_dim, self.layer).to(device)
         return self._features

@@ -1,4 +1,4 @@
-"""One call for every attention variant: the choice of the kernel, the dispatch to it, and the readable reference."""
+"""One entry point for every attention variant: kernel selection, dispatch, and a readable reference."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from thinker.model.kernels.local_attention import from_blocks, keys_to_blocks, t
 from thinker.model.patterns import CAUSAL, Pattern, TokenInfo
 from thinker.runtime.errors import UserError
 
-ROWS = 64  # queries whose weights the reference holds at a time
+ROWS = 64  # queries per chunk of the reference, to bound memory
 KERNELS = ("auto", "sdpa", "blockwise", "local", "flex", "varlen", "reference")
 
 
 @dataclass
 class AttentionMask:
-    """Which keys the queries of one pass attend to, in the form that `kernel` reads. The default hides nothing."""
+    """Which keys the queries of one pass attend to, in the form that `kernel` reads. The default hides no keys."""
 
     allowed: Tensor | None = None  # broadcastable to (B, H, T, S): bool, or a bias that is added to the scores
-    is_causal: bool = False  # instead of `allowed`, where queries and keys are the same positions
+    is_causal: bool = False  # instead of `allowed`, if queries and keys are the same positions
     kernel: str = "auto"  # the kernel that the mask was built for
-    may_be_empty: bool = False  # a query may have no visible key
+    may_be_empty: bool = False  # some queries may have no visible key
     score_mask: Callable[[Tensor, slice], Tensor] | None = None  # scores (B, H, rows, S) of these queries -> allowed
-    kernel_state: Any = None  # what local, flex and varlen need once per pass; document ids for linear attention
-    reference_rows: Callable[[slice], AttentionMask] | None = None  # builds plain rows, where a kernel's form differs
+    kernel_state: Any = None  # prepared once per pass for local, flex and varlen; document ids for linear attention
+    reference_rows: Callable[[slice], AttentionMask] | None = None  # builds plain rows if the kernel reads another form
 
     @property
     def differs_by_head(self) -> bool:
-        """Whether `allowed` has a dimension of heads."""
+        """Whether `allowed` has a head dimension."""
         return self.allowed is not None and self.allowed.dim() == 4 and self.allowed.shape[1] > 1
 
     def slice_rows(self, rows: slice, q: Tensor, k: Tensor) -> AttentionMask:
-        """The mask of some of the queries, for the reference."""
+        """The mask of a slice of queries, for the reference."""
         allowed, score_mask = self.allowed, self.score_mask
         if self.is_causal:
             allowed = torch.arange(k.shape[2], device=k.device) <= torch.arange(q.shape[2], device=k.device)[rows, None]
@@ -56,9 +56,9 @@ def choose_kernel(
     requested: str, pattern: Pattern, query: TokenInfo, aligned: bool, dtype: torch.dtype, has_alibi: bool,
     plain_scores: bool,
 ) -> str:  # fmt: skip
-    """The fastest kernel that computes a pattern for queries like these, or the requested one if it is not "auto".
+    """Select the fastest kernel that supports a pattern with these inputs, or check the requested kernel.
 
-    The other arguments are as in MaskBuilder. Raises UserError if the requested kernel does not compute the pattern.
+    See MaskBuilder for the other arguments. Raises UserError if the requested kernel does not support the pattern.
     """
     has_documents = query.document_id is not None
     is_bounded = aligned and pattern.max_distance is not None and not (pattern.n_global and has_documents)
@@ -75,8 +75,8 @@ def choose_kernel(
     if requested != "auto":
         if supported.get(requested, False):
             return requested
-        hint = "" if requested in supported else f"; there are: {', '.join(KERNELS)}"
-        raise UserError(f"the attention kernel {requested!r} does not compute {pattern.text} here{hint}")
+        hint = "" if requested in supported else f"; choose from: {', '.join(KERNELS)}"
+        raise UserError(f"the attention kernel {requested!r} does not support {pattern.text} here{hint}")
     T = query.position.shape[-1]
     if query.position.is_cuda:
         is_plain = pattern == CAUSAL and plain_scores and not (has_documents or has_alibi)
@@ -101,14 +101,14 @@ def attend(
     attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over the visible keys; without a mask over all of them, and 0 if there are none.
+    """Compute softmax(scale · q kᵀ) v over the visible keys; the result is 0 for queries without visible keys.
 
     Args:
-        q: (B, H, T, D), as the result.
-        k, v: (B, K, S, D), where K divides H; each KV head serves H/K query heads.
-        scale: 1/√D by default.
-        attn_logit_softcap: scores s become cap · tanh(s / cap) (Gemma 2, arXiv:2408.00118): smooth, unlike clamping.
-        sinks: (H,), one more score per head for a key without a value, so that a head can attend to nothing.
+        q: (B, H, T, D), the same shape as the result.
+        k, v: (B, K, S, D). K divides H; each KV head serves H/K query heads.
+        scale: factor on the scores (default: 1/√D).
+        attn_logit_softcap: limits scores smoothly: s becomes cap · tanh(s / cap) (Gemma 2, arXiv:2408.00118).
+        sinks: (H,), one extra score per head without a value, which lets a head attend to nothing.
     """
     mask = AttentionMask() if mask is None else mask
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -129,7 +129,7 @@ def attend(
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))  # (B, H, T, D)
         return blockwise_attention(q, k, v, scale, mask.allowed)
     if mask.differs_by_head and not torch.is_grad_enabled():
-        # SDPA turns a mask that differs by head into one number per score: bound that memory by chunks of queries.
+        # SDPA expands a per-head mask to one number per score; chunks of queries bound that memory.
         chunks = [slice(start, start + 8 * ROWS) for start in range(0, q.shape[2], 8 * ROWS)]
         return torch.cat([_sdpa(q[:, :, rows], k, v, mask.slice_rows(rows, q, k), scale) for rows in chunks], dim=2)
     return _sdpa(q, k, v, mask, scale)
@@ -143,7 +143,7 @@ def attention_weights(
     attn_logit_softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The reference (Vaswani et al. 2017): what attend() multiplies v with, (B, H, T, S), in fp32 or float64."""
+    """Attention weights of the reference (Vaswani et al. 2017), (B, H, T, S), in fp32 or float64."""
     mask = AttentionMask() if mask is None else mask
     dtype = torch.promote_types(q.dtype, torch.float32)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).to(dtype)  # (B, H, S, D)
@@ -163,14 +163,14 @@ def attention_weights(
         column = sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)  # (B, H, T, 1)
         return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
     is_empty = (scores == -torch.inf).all(-1, keepdim=True)  # (B, H, T, 1)
-    # Filled before the softmax, too, so that the gradient is not nan.
+    # Also filled before the softmax, so that the gradient is not NaN.
     return scores.masked_fill(is_empty, 0).softmax(dim=-1).masked_fill(is_empty, 0)
 
 
 def chunked_attention_weights(
     q: Tensor, k: Tensor, mask_of: Callable[[slice], AttentionMask], *options: Any
 ) -> Iterator[tuple[slice, Tensor]]:
-    """attention_weights() of ROWS queries at a time, or of all if a gradient needs them; mask_of() gives their mask."""
+    """Yield attention_weights() of ROWS queries at a time, or of all if gradients flow; mask_of(rows) masks them."""
     T, needs_grad = q.shape[2], torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     for start in range(0, T, T if needs_grad else ROWS):
         rows = slice(start, T if needs_grad else min(start + ROWS, T))
@@ -183,9 +183,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         needs_sdpa = mask.is_causal or mask.may_be_empty or torch.is_grad_enabled()
         if not needs_sdpa and q.shape[2] <= 16 and q.dtype == torch.float32:
             return decode_attention(q, k, v, allowed, scale)
-        k = k.contiguous()  # SDPA's flash kernel reads rows only
+        k = k.contiguous()  # SDPA's flash kernel requires row-major keys
     elif is_grouped and q.is_cuda and q.shape[2] == 1 and not (mask.differs_by_head or mask.is_causal):
-        # One query per head: the query heads that share a KV head become its queries, and no key is read twice.
+        # With one query per head, heads that share a KV head become its queries, so that each key is read once.
         B, H, _, D = q.shape
         q = q.reshape(B, k.shape[1], -1, D)  # (B, K, H/K, D)
         return _sdpa(q, k, v, mask, scale).reshape(B, H, 1, -1)
@@ -195,14 +195,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         is_grouped = False
     if allowed is not None and allowed.dtype != torch.bool:
         if mask.may_be_empty and q.dtype != allowed.dtype:
-            # If only far keys are visible, their biases are large numbers, which 16 bits cannot tell apart.
+            # If only distant keys are visible, their biases are large, and 16 bits cannot tell them apart.
             allowed = allowed - allowed.amax(-1, keepdim=True).nan_to_num(neginf=0)
         allowed = allowed.to(q.dtype)
     options = {"attn_mask": allowed, "is_causal": mask.is_causal, "scale": scale}
     if is_grouped:  # not enable_gqa=is_grouped: while compiling, is_grouped may be a symbol
         options["enable_gqa"] = True
     if q.is_cuda and not (mask.is_causal and torch.is_grad_enabled()):
-        # cuDNN's gradients with a mask may be NaN, and it prepares a new plan for every new length of a cache.
+        # cuDNN's gradients with a mask may be NaN, and it builds a new plan for every cache length.
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, k, v, **options)
     return F.scaled_dot_product_attention(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""The configuration of a Thinker."""
+"""Model configuration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.type_checks import check_types
 
 POSITIONS = ("rope", "alibi", "learned", "sinusoidal", "none")
-MAX_SIZE = 1 << 24  # of any dimension, so that products of the sizes in an untrusted file stay computable
-MAX_FLOAT = 1e18  # of a number that may be written as an integer, which torch takes up to 2^63
+MAX_SIZE = 1 << 24  # of any dimension; bounds the products of sizes from an untrusted file
+MAX_FLOAT = 1e18  # of floats, which may be written as integers; torch accepts these up to 2^63
 
 
 @dataclass
 class ThinkerConfig:
-    """What determines a Thinker; None: follows from the others. Raises UserError if they do not fit together."""
+    """Architecture of a model; None derives a value from the other fields. Raises UserError if fields conflict."""
 
     vocab_size: int
     d_model: int = 256  # width of the residual stream
@@ -28,65 +28,65 @@ class ThinkerConfig:
     n_kv_heads: int | None = None  # KV heads; None: n_heads (MHA); 1: multi-query attention
     head_dim: int | None = None  # None: d_model / n_heads
     d_ff: int | None = None  # width inside the MLP; None: 8/3 of d_model, rounded up to a multiple of 64
-    max_seq_len: int = 1024  # the longest sequence that it is trained on and generates
+    max_seq_len: int = 1024  # longest sequence in training and generation
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     qk_norm: bool = True  # RMSNorm on queries and keys before RoPE, as in Qwen3; False: as in LLaMA
-    tie_embeddings: bool = False  # lm_head shares the embedding's weight
+    tie_embeddings: bool = False  # share the embedding's weight with the LM head
     dropout: float = 0.0  # on the embedding and on the outputs of attention and MLP
-    init: str = "fan_in"  # or "normal", GPT-2's, for comparison: see Thinker.init_weights
-    head_init_std: float = 0.0  # std of lm_head's initial weights; 0: the first loss is exactly ln V
-    attention: str | list = "full"  # a pattern, a list of them, or letters: see model/pattern_parser.py
-    window: int | None = None  # keys that a layer L attends to, with letters such as "LLLG"
+    init: str = "fan_in"  # or "normal" (GPT-2), for comparison; see Thinker.init_weights
+    head_init_std: float = 0.0  # std of the LM head's initial weights; with 0 the first loss is exactly ln V
+    attention: str | list = "full"  # a pattern, a list of patterns, or letters; see model/pattern_parser.py
+    window: int | None = None  # number of keys that each L layer attends to, with letters such as "LLLG"
     positions: str = "rope"  # one of POSITIONS
     rope_scaling: dict | None = None  # such as {"type": "yarn", "factor": 4, "original_max_seq_len": 256}
     attn_logit_softcap: float | None = None  # soft limit of the attention scores
-    attention_sinks: bool = False  # a learned score per head for attending to nothing
-    attention_bias: bool = False  # added to queries, keys and values, as in Qwen2
-    no_rope_layers: list | None = None  # layers, from 0, whose queries and keys are not rotated, as in SmolLM3
-    n_kv_heads_per_layer: list | None = None  # KV heads of each layer of a pruned model; None: n_kv_heads
+    attention_sinks: bool = False  # learned score per head that lets it attend to nothing
+    attention_bias: bool = False  # bias on queries, keys and values, as in Qwen2
+    no_rope_layers: list | None = None  # layers without RoPE, counted from 0, as in SmolLM3
+    n_kv_heads_per_layer: list | None = None  # KV heads per layer of a pruned model; None: n_kv_heads
 
     def __post_init__(self) -> None:
         check_types(get_type_hints(ThinkerConfig), vars(self), "model.")
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_seq_len", "n_kv_heads", "head_dim", "d_ff"):
             size = getattr(self, name)
             if size is not None and not 1 <= size <= MAX_SIZE:
-                raise UserError(f"model.{name} is {size}; it must be at least 1 and at most {MAX_SIZE:,}")
+                raise UserError(f"model.{name} is {size}; it must be from 1 to {MAX_SIZE:,}")
         self._set_widths()
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}; it must be in [0, 1)")
         if not (0 < self.rope_theta <= MAX_FLOAT and 0 < self.norm_eps <= MAX_FLOAT):
             raise UserError(f"model.rope_theta and model.norm_eps must be above 0 and at most {MAX_FLOAT:g}")
         if self.init not in ("fan_in", "normal"):
-            raise UserError(f"model.init is {self.init!r}; possible: fan_in, normal")
+            raise UserError(f"model.init is {self.init!r}; choose from: fan_in, normal")
         if not 0 <= self.head_init_std <= MAX_FLOAT:
             raise UserError(f"model.head_init_std is {self.head_init_std}; it must be from 0 to {MAX_FLOAT:g}")
         if self.head_init_std > 0 and (self.tie_embeddings or self.init == "normal"):
-            raise UserError("model.head_init_std needs model.init=fan_in and a head that is not tied; leave it out")
+            raise UserError("model.head_init_std needs model.init=fan_in and model.tie_embeddings=false; remove it")
         self._check_positions_and_attention()
 
     def _set_widths(self) -> None:
         if self.n_kv_heads is None:
             self.n_kv_heads = self.n_heads
-        heads = f"model.n_heads ({self.n_heads})"
+        heads = f"model.n_heads = {self.n_heads}"
         if self.n_heads % self.n_kv_heads:
-            possible = ", ".join(map(str, divisors(self.n_heads)))
-            raise UserError(f"{heads} must be a multiple of model.n_kv_heads ({self.n_kv_heads}); possible: {possible}")
+            choices = ", ".join(map(str, divisors(self.n_heads)))
+            raise UserError(f"model.n_kv_heads is {self.n_kv_heads}, which does not divide {heads} (use {choices})")
         if self.head_dim is None:
             if self.d_model % self.n_heads:
-                raise UserError(f"model.d_model ({self.d_model}) must be a multiple of {heads}, or set model.head_dim")
+                raise UserError(f"model.d_model is {self.d_model}, not a multiple of {heads}; set model.head_dim")
             self.head_dim = self.d_model // self.n_heads
         if self.head_dim % 2:
-            raise UserError(f"the head dimension is {self.head_dim}; it must be even, since RoPE rotates pairs")
+            raise UserError(f"the head dimension is {self.head_dim}; it must be even because RoPE rotates pairs")
         if self.d_ff is None:
             self.d_ff = -(-8 * self.d_model // (3 * 64)) * 64
 
     def _check_positions_and_attention(self) -> None:
         if self.positions not in POSITIONS:
-            raise UserError(f"model.positions is {self.positions!r}; possible: {', '.join(POSITIONS)}")
+            raise UserError(f"model.positions is {self.positions!r}; choose from: {', '.join(POSITIONS)}")
         for name in ("rope_scaling", "no_rope_layers"):
             if self.positions != "rope" and getattr(self, name) is not None:
-                raise UserError(f"model.{name} works with model.positions=rope only; leave it out")
+                raise UserError(f"model.{name} works only with model.positions=rope; remove it")
         if self.rope_scaling is not None:
             RopeScaling.from_dict(self.rope_scaling)
         layers, last = self.no_rope_layers or [], self.n_layers - 1
@@ -101,34 +101,34 @@ class ThinkerConfig:
             if len(n_kv_heads) != self.n_layers or not are_counts:
                 raise UserError(f"model.n_kv_heads_per_layer is {n_kv_heads}; {rule}")
             if self.positions == "alibi" or any(pattern.by_head for pattern in patterns):
-                raise UserError("model.n_kv_heads_per_layer does not go with alibi or patterns that differ by head")
+                raise UserError("model.n_kv_heads_per_layer does not work with alibi or per-head patterns; remove it")
         last_token = max((token for pattern in patterns for token in pattern.tokens), default=0)
-        if last_token >= (V := self.vocab_size) > 1:  # it is 1 until the tokenizer of a config is known
-            raise UserError(f"model.attention names the token {last_token}; the vocabulary ends at {V - 1}")
+        if last_token >= (V := self.vocab_size) > 1:  # 1 until the tokenizer is known
+            raise UserError(f"model.attention names token {last_token}, which is not in the vocabulary (0 to {V - 1})")
         has_linear = any(pattern.n_features for pattern in patterns)
         if has_linear and (softcap is not None or self.attention_sinks or self.positions == "alibi"):
-            raise UserError("linear attention has no scores for attn_logit_softcap, attention_sinks or alibi")
+            raise UserError("linear attention does not support attn_logit_softcap, attention_sinks or alibi")
 
     @property
     def patterns(self) -> list[Pattern]:
-        """The pattern of each layer."""
+        """Attention pattern of each layer."""
         return layer_patterns(self.attention, self.n_layers, self.window, self.n_heads)
 
     def head_counts(self, layer: int) -> tuple[int, int]:
-        """H and K of a layer; H / K is the same in all of them."""
+        """H and K of a layer; H / K is the same in all layers."""
         K = self.n_kv_heads if self.n_kv_heads_per_layer is None else self.n_kv_heads_per_layer[layer]
         return K * self.n_heads // self.n_kv_heads, K
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer has full attention with RoPE and plain scores, as LLaMA and Qwen3 do."""
+        """Whether all layers use full attention, RoPE and plain scores, as in LLaMA and Qwen3."""
         has_plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
         has_fixed_rope = self.positions == "rope" and not self._has_dynamic_rope and not self.no_rope_layers
         return has_plain_scores and has_fixed_rope and {pattern.text for pattern in self.patterns} == {"full"}
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether texts of any length can be decoded: no layer keeps all keys, and positions are unbounded."""
+        """Whether texts of any length can be decoded: no layer caches all keys, and positions are unbounded."""
         is_bounded_attention = all(
             pattern.fits_ring_buffer and pattern.max_distance + pattern.n_global <= self.max_seq_len
             for pattern in self.patterns
@@ -138,8 +138,8 @@ class ThinkerConfig:
 
     @property
     def max_cached_len(self) -> int:
-        """The longest text that can be decoded with a cache, unless `is_unbounded`."""
-        if self._has_dynamic_rope:  # a longer text would need other angles for the keys in the cache
+        """Longest text that can be decoded with a cache, unless `is_unbounded`."""
+        if self._has_dynamic_rope:  # a longer text changes the angles of the keys in the cache
             return min(self.max_seq_len, self.rope_scaling["original_max_seq_len"])
         return self.max_seq_len
 
@@ -149,11 +149,11 @@ class ThinkerConfig:
 
     @property
     def prefix(self) -> int:
-        """The length of the bidirectional prefix, whose tokens have no loss."""
+        """Length of the bidirectional prefix, whose tokens have no loss."""
         return max(pattern.bidirectional_prefix for pattern in self.patterns)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers and strings, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     @classmethod
@@ -161,7 +161,7 @@ class ThinkerConfig:
         """The inverse of to_dict. Raises UserError for an unknown key or a wrong type."""
         for name in values:
             if name not in cls.__dataclass_fields__:
-                raise UserError(f"the model's configuration has a key {name!r} that this version does not know")
+                raise UserError(f"the model config has an unknown key {name!r}; it may come from a newer version")
         if "vocab_size" not in values:
-            raise UserError("the model's configuration lacks vocab_size")
+            raise UserError("the model config has no vocab_size; add it")
         return cls(**values)

@@ -1,6 +1,6 @@
-"""What a Thinker may be given: tensors of the right shape and ids it knows; mistakes are UserErrors.
+"""Checks of the inputs of a model: shapes, dtypes, devices and token ids. Mistakes raise UserError.
 
-Only ids in the host's memory are looked at: reading those of a GPU would make the host wait for it.
+Ids are checked on the CPU only, because reading them from a GPU would make the host wait.
 """
 
 import warnings
@@ -20,77 +20,77 @@ def check_inputs(
     config: ThinkerConfig, device: torch.device, dtype: torch.dtype, tokens: Tensor | None, embeddings: Tensor | None,
     targets: Tensor | None, document_ids: Tensor | None, cache: KVCache | None,
 ) -> Tensor:  # fmt: skip
-    """Return the tokens, or else the embeddings. Raises UserError if they are not what a Thinker reads.
+    """Return the tokens or embeddings. Raises UserError if an input is invalid.
 
-    Without targets or a cache, more tokens than the context are a warning: the model was not trained on them, but how
-    it extrapolates can be measured.
+    Without targets or a cache, a sequence longer than the context only causes a warning, so that extrapolation can be
+    measured.
     """
     if (tokens is None) == (embeddings is None):
-        raise UserError("a Thinker needs either tokens or embeddings")
+        raise UserError("pass either tokens or embeddings to the model, not both or neither")
     given = {"tokens": tokens, "embeddings": embeddings, "targets": targets, "document_ids": document_ids}
     given = {name: value for name, value in given.items() if value is not None}
     name, inputs = next(iter(given.items()))
     if not isinstance(inputs, Tensor):
-        encode = "; encode a text first: torch.tensor([tokenizer.encode(text)])" if isinstance(inputs, str) else ""
-        raise UserError(f"{name} are a {type(inputs).__name__}; they must be a tensor{encode}")
+        encode = "; encode the text first: torch.tensor([tokenizer.encode(text)])" if isinstance(inputs, str) else ""
+        raise UserError(f"{name} is a {type(inputs).__name__}; it must be a tensor{encode}")
     width = () if embeddings is None else (config.d_model,)
     if inputs.dim() != 2 + len(width) or 0 in inputs.shape or inputs.shape[2:] != width:
-        raise UserError(f"tokens must be (B, T) and embeddings (B, T, C), not empty; got {tuple(inputs.shape)}")
+        raise UserError(f"{name} has shape {tuple(inputs.shape)}; use tokens (B, T) or embeddings (B, T, C), not empty")
     for name, value in given.items():
         shape = (*inputs.shape[:2], *(width if name == "embeddings" else ()))
         if not isinstance(value, Tensor) or value.shape != shape:
             found = tuple(value.shape) if isinstance(value, Tensor) else describe(value)
-            raise UserError(f"{name} must be a tensor {shape}, as the tokens are; got {found}")
+            raise UserError(f"{name} is {found}; it must be a tensor of shape {shape}, like the tokens")
         if value.device != device:
-            raise UserError(f"{name} are on {value.device}, the model on {device}; move them: {name}.to(model.device)")
+            raise UserError(f"{name} is on {value.device}, but the model is on {device}; use {name}.to(model.device)")
         if name != "embeddings":
             _check_ids(name, value, config.vocab_size)
     if embeddings is not None and not embeddings.is_floating_point():
-        raise UserError(f"embeddings are {embeddings.dtype}; they must be of real numbers, such as torch.float32")
+        raise UserError(f"embeddings is {embeddings.dtype}; it must be a floating-point dtype such as torch.float32")
     if cache is not None:
         _check_cache(config, dtype, cache, document_ids)
-    too_long = inputs.shape[1] > config.max_seq_len and config.positions != "learned"  # these end, as an error
+    too_long = inputs.shape[1] > config.max_seq_len and config.positions != "learned"  # those raise an error
     if too_long and targets is None and not (cache is not None or config.is_unbounded or torch.compiler.is_compiling()):
         warnings.warn(beyond_context(inputs.shape[1], config), stacklevel=5)  # the caller of model(...)
     return inputs
 
 
 def beyond_context(n_tokens: int, config: ThinkerConfig) -> str:
-    """What is said of more tokens than the model was trained on."""
-    return f"{n_tokens} tokens are more than the model's context of {config.max_seq_len}, which it was trained on"
+    """Message for a sequence longer than the context."""
+    return f"the sequence has {n_tokens} tokens, but the model was trained with a context of {config.max_seq_len}"
 
 
 def _check_cache(config: ThinkerConfig, dtype: torch.dtype, cache: KVCache, document_ids: Tensor | None) -> None:
     if not isinstance(cache, KVCache):
-        raise UserError(f"cache is {describe(cache)}; it must be one of model.new_cache()")
+        raise UserError(f"cache is {describe(cache)}; it must come from model.new_cache()")
     if document_ids is not None:
-        raise UserError("document_ids do not go with a cache")
+        raise UserError("document_ids cannot be combined with a cache; pass only one")
     if (len(cache.layers), cache.head_dim) != (config.n_layers, config.head_dim):
-        raise UserError("the cache is that of a model of another shape; make one with model.new_cache()")
+        raise UserError("the cache was made for a model of another shape; create one with model.new_cache()")
     if cache.dtype != dtype:
-        raise UserError(f"the cache is {cache.dtype} and the pass {dtype}; make one with model.new_cache()")
+        raise UserError(f"the cache is {cache.dtype}, but the model uses {dtype}; create one with model.new_cache()")
 
 
 def _check_ids(name: str, tokens: Tensor, vocab_size: int) -> None:
     if tokens.dtype not in (torch.int64, torch.int32):
-        raise UserError(f"{name} are {tokens.dtype}; they must be int64, the ids of {name.removesuffix('_ids')}")
-    if name == "document_ids":  # any numbers that differ
+        raise UserError(f"{name} is {tokens.dtype}; it must be int64, the ids of {name.removesuffix('_ids')}")
+    if name == "document_ids":  # may be any numbers
         return
     lowest = IGNORE_INDEX if name == "targets" else 0
     if type(tokens) is not Tensor or tokens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     for token in torch.aminmax(tokens):
         if not lowest <= token.item() < vocab_size:
-            ignored = f", or {lowest} where there is no target" if lowest else ""
-            known = f"the vocabulary is 0 to {vocab_size - 1}{ignored}"
-            raise UserError(f"the token id {token.item()} is out of range: {known}")
+            ignored = f", or {lowest} for no target" if lowest else ""
+            known = f"use 0 to {vocab_size - 1}{ignored}"
+            raise UserError(f"token id {token.item()} in {name} is out of range; {known}")
 
 
 def tokens_to_inspect(tokens: Tensor | str, tokenizer: Any, config: ThinkerConfig, device: torch.device) -> Tensor:
-    """Tokens (B, T) as they are, or a text's as the model reads a prompt, (1, T). UserError beyond the context."""
+    """Return tokens (B, T), or encode a text as a prompt, (1, T). Raises UserError beyond the context."""
     if isinstance(tokens, str):
         if not hasattr(tokenizer, "bos_prefix"):
-            raise UserError("a text needs the tokenizer, too: attention_weights(text, tokenizer), both from load()")
+            raise UserError("a text needs its tokenizer; use attention_weights(text, tokenizer), both from load()")
         ids = [*tokenizer.bos_prefix, *tokenizer.encode(tokens)] or [tokenizer.bos_id]
         tokens = torch.tensor([ids], device=device)
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] > config.max_seq_len:

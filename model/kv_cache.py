@@ -1,4 +1,4 @@
-"""Keys and values of earlier positions, so that each new token costs one position's work."""
+"""KV cache: keys and values of earlier positions, so that decoding computes only the new ones."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
-    slack: int  # the newest positions that can be removed even after old ones were overwritten
+    slack: int  # newest positions that can be removed even if old ones have been overwritten
     tensors = ("keys", "values")  # attributes with one row per sequence of the batch
-    size = math.inf  # positions after which new ones overwrite old ones; inf: never, max_len is the limit
+    size = math.inf  # positions before old ones are overwritten; inf: never, max_len is the limit
     no_truncate_reason = ""
 
     def prepare(self, cache: KVCache, pattern: Pattern, positions: Tensor) -> tuple[AttentionMask, CacheSlots]:
-        """The mask and slots of new positions, (T,) or (B, T), which the cache has already counted."""
+        """Return the mask and slots of new positions, (T,) or (B, T), which `cache` already counts."""
         if max(cache.lengths) == positions.shape[-1]:  # the first chunk
             return cache.build_mask(pattern, positions, positions, aligned=True), CacheSlots(positions)
         slots = CacheSlots(positions, max(cache.lengths))
@@ -40,7 +40,7 @@ class LayerCache:
         return cache.build_mask(pattern, positions, torch.arange(slots.kv_len, device=positions.device)), slots
 
     def update(self, q: Tensor, k: Tensor, v: Tensor, slots: CacheSlots) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the new keys and values (B, K, T, D). Returns q, and what it attends to, (B, K, S, D) each."""
+        """Store new keys and values (B, K, T, D). Returns q and the keys and values to attend to, (B, K, S, D) each."""
         keys, values, slot_mapping = k, v, slots.slot_mapping
         if slots.kv_len is not None:
             keys, values = self.keys[:, :, : slots.kv_len], self.values[:, :, : slots.kv_len]
@@ -50,7 +50,7 @@ class LayerCache:
             if slot_mapping.dim() == 2:
                 rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[:, None]  # (B, 1)
                 stored[rows, :, slot_mapping] = new.transpose(1, 2)  # (B, T, K, D)
-            elif torch.compiler.is_compiling():  # Inductor writes this in place, but index_copy_ by copying the cache
+            elif torch.compiler.is_compiling():  # Inductor does this in place, but copies the cache for index_copy_
                 stored[:, :, slot_mapping] = new
             else:
                 stored.index_copy_(2, slot_mapping, new)
@@ -59,18 +59,18 @@ class LayerCache:
 
 @dataclass
 class RingLayer(LayerCache):
-    """The first `n_global` positions, a ring of the newest, and an unread slot; keys keep their absolute positions."""
+    """The first `n_global` positions, a ring buffer of the newest, and one unread slot; positions stay absolute."""
 
     n_global: int
-    no_truncate_reason = "its window has been overwritten; new_cache(slack=...) keeps more"
+    no_truncate_reason = "the window has been overwritten; use a larger new_cache(slack=...)"
 
     @property
     def size(self) -> int:
-        """Number of slots that are read."""
+        """Number of slots that queries read."""
         return self.keys.shape[2] - 1
 
     def slot_mapping(self, positions: Tensor) -> Tensor:
-        """The slot of each new position, (T,) or (B, T). Positions that newer ones overwrite get the unread slot."""
+        """Slot of each new position, (T,) or (B, T). Positions that newer ones overwrite get the unread slot."""
         ring = self.size - self.n_global
         is_global = positions < self.n_global
         slots = torch.where(is_global, positions, self.n_global + (positions - self.n_global) % ring)
@@ -78,7 +78,7 @@ class RingLayer(LayerCache):
         return torch.where(is_overwritten, self.size, slots)
 
     def slot_positions(self, lengths: Tensor, kv_len: int) -> Tensor:
-        """The position in each of the first `kv_len` slots of rows filled to `lengths`, (B,) -> (B, kv_len)."""
+        """Position in each of the first `kv_len` slots of rows filled to `lengths`, (B,) -> (B, kv_len)."""
         slots = torch.arange(kv_len, device=lengths.device)
         newest = lengths[:, None] - 1  # (B, 1)
         in_ring = newest - (newest - slots) % (self.size - self.n_global)
@@ -87,7 +87,7 @@ class RingLayer(LayerCache):
         return torch.where(positions > newest, INVALID_POSITION, positions)
 
     def prepare(self, cache: KVCache, pattern: Pattern, positions: Tensor) -> tuple[AttentionMask, CacheSlots]:
-        """As LayerCache.prepare; what the ring holds follows from the high-water mark of each row."""
+        """See LayerCache.prepare(); the high-water mark of each row determines what the ring contains."""
         slots, T = CacheSlots(self.slot_mapping(positions)), positions.shape[-1]
         if max(cache.lengths) == T:
             return cache.build_mask(pattern, positions, positions, aligned=True), slots
@@ -96,25 +96,25 @@ class RingLayer(LayerCache):
         slots.kv_len = min(max(high_water), self.size)
         lengths = to_device(high_water if positions.dim() == 2 else high_water[:1], positions.device)
         keys = self.slot_positions(lengths, slots.kv_len)  # (B or 1, kv_len)
-        if not is_single:  # the new keys come after those in the ring, except for old ones that they replace
+        if not is_single:  # new keys follow those in the ring, without the old keys that they replace
             keys = torch.where(keys < positions[..., :1], keys, INVALID_POSITION)
             keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
         return cache.build_mask(pattern, positions, keys if positions.dim() == 2 else keys[0]), slots
 
 
 class LinearLayer(LinearState):
-    """The state of a linear attention layer: sums over all keys, of a size that does not depend on their number."""
+    """State of a linear attention layer: sums over all keys, whose size does not depend on the number of keys."""
 
     tensors = ("sums", "shift")
     size = slack = 0
-    no_truncate_reason = "the sums of a linear layer cannot forget keys"
+    no_truncate_reason = "linear attention cannot forget keys; create a new cache"
 
 
 class KVCache:
-    """The cache of all layers, with a length for each row, a number on the host so that nothing waits for the device.
+    """Cache of all layers. The length of each row is kept on the host, so that reading it never waits for the device.
 
-    A layer with full attention preallocates `max_len` keys and values; one of bounded distance has a ring buffer, a
-    linear one its state. Without layers of the first kind the cache is unbounded and its memory does not grow.
+    A layer with full attention preallocates `max_len` keys and values, a layer of bounded distance has a ring buffer,
+    and a linear layer has its state. Without full attention the cache is unbounded and its memory does not grow.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class KVCache:
         dtype: torch.dtype,
         slack: int = 0,
     ) -> None:
-        """`slack`: the number of positions that truncate() can always remove, even from rings."""
+        """`slack`: number of positions that truncate() can always remove, even from ring buffers."""
         if not all(type(n) is int and n >= least for n, least in ((batch_size, 1), (max_len, 1), (slack, 0))):
-            sizes = f"{describe(batch_size)} rows, {describe(max_len)} positions and a slack of {describe(slack)}"
-            raise UserError(f"a cache of {sizes}: they must be whole numbers of at least 1, the slack of at least 0")
+            sizes = f"batch_size={describe(batch_size)}, max_len={describe(max_len)}, slack={describe(slack)}"
+            raise UserError(f"invalid cache size {sizes}; use whole numbers from 1, and from 0 for slack")
         self.max_len, self.device, self.slack = max_len, torch.device(device), slack
         self.mask_builder = MaskBuilder.of_model(config, dtype, self.device, "auto")
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
@@ -138,7 +138,7 @@ class KVCache:
             for layer, pattern in enumerate(self.mask_builder.patterns)
         ]
         self.lengths = [0] * batch_size
-        self.high_water = self.high_water_before = self.lengths  # the largest length of each row, before truncate()
+        self.high_water = self.high_water_before = self.lengths  # largest length of each row before truncate()
         by_token = self.mask_builder.by_token
         self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if by_token else None
 
@@ -154,22 +154,22 @@ class KVCache:
         D = self.head_dim
         keys, values = (torch.zeros(B, K, size, D, device=self.device, dtype=self.dtype) for _ in range(2))
         if self.device.type == "cpu" and self.dtype == torch.float32:
-            # Column-major: q·kᵀ then runs at memory bandwidth (row-major: 3/4 of it). Columns start at cache lines.
+            # Column-major, so that q·kᵀ reaches the memory bandwidth (row-major: 3/4). Columns are cache-line aligned.
             keys = values.new_zeros(B, K, D, -(-size // 16) * 16).transpose(2, 3)[:, :, :size]
         return keys, values
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether any number of positions fits."""
+        """Whether the cache accepts any number of positions."""
         return all(layer.size < math.inf for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Memory of all layers."""
+        """Memory of all layers in bytes."""
         return sum(getattr(layer, name).nbytes for layer in self.layers for name in layer.tensors)
 
     def append(self, batch_size: int, length: int, tokens: Tensor | None = None) -> ForwardContext:
-        """The context of `length` new positions per row. Raises UserError, with nothing changed, if they do not fit."""
+        """Add `length` positions per row and return their context. Raises UserError, unchanged, if they do not fit."""
         starts = self.reserve(batch_size, length)
         positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
         if min(starts) < max(starts) or min(self.high_water) < max(self.high_water):
@@ -178,7 +178,7 @@ class KVCache:
             self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
         patterns, prepared = self.mask_builder.patterns, {}
         for layer, pattern in zip(self.layers, patterns):
-            if pattern.n_features:  # sums need no mask and have no slots
+            if pattern.n_features:  # no mask and no slots
                 prepared[pattern] = AttentionMask(), None
             elif pattern not in prepared:
                 prepared[pattern] = layer.prepare(self, pattern, positions)
@@ -186,17 +186,17 @@ class KVCache:
         return ForwardContext(positions, max(self.lengths), masks, slots)
 
     def reserve(self, batch_size: int, length: int) -> list[int]:
-        """Count `length` new positions in every row and return the lengths before; errors as in append()."""
+        """Add `length` positions to every row and return the previous lengths. Raises the errors of append()."""
         starts = self.lengths
         if batch_size != len(starts):
-            raise UserError(f"the cache has {len(starts)} rows, but the batch has {batch_size}")
+            raise UserError(f"the cache has {len(starts)} rows, the batch {batch_size}; use new_cache({batch_size})")
         if max(starts) + length > self.max_len and not self.is_unbounded:
-            used = f"the cache has {self.max_len} positions, {max(starts)} are used"
-            raise UserError(f"{used}: {length} more do not fit; make it longer with new_cache(max_len=...)")
+            used = f"the cache has {self.max_len} positions and {max(starts)} are used"
+            raise UserError(f"{used}, so {length} more do not fit; raise max_len in new_cache(max_len=...)")
         if min(starts) < self.prefix and (max(starts) > 0 or length < self.prefix):
             raise UserError(
-                f"the first {self.prefix} positions attend to each other: they must come together in the cache's "
-                f"first chunk, not as {length} positions after {min(starts)}"
+                f"{length} positions after {min(starts)} split the bidirectional prefix; pass the first {self.prefix} "
+                "positions in one call"
             )
         self.lengths = [start + length for start in starts]
         self.high_water_before = self.high_water
@@ -204,7 +204,7 @@ class KVCache:
         return starts
 
     def build_mask(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> AttentionMask:
-        """The mask between queries and keys at these positions, (T,) or (B, T) each."""
+        """Mask between queries and keys at these positions, (T,) or (B, T) each."""
         query, key = TokenInfo(queries), TokenInfo(keys)
         if self.tokens is not None:
             rows = torch.arange(len(self.lengths), device=self.device)[:, None]
@@ -212,10 +212,10 @@ class KVCache:
         return self.mask_builder.build(pattern, query, key, aligned)
 
     def truncate(self, lengths: list[int]) -> None:
-        """Shorten each row to its new length. Raises UserError if keys that it needs again have been overwritten."""
+        """Shorten each row to its new length. Raises UserError if keys that it needs have been overwritten."""
         for new, old in zip(lengths, self.lengths, strict=True):
             if not 0 <= new <= old:
-                raise UserError(f"cannot truncate a row of {old} positions to {new}")
+                raise UserError(f"cannot truncate a row of {old} positions to {new}; use 0 to {old}")
         for layer in self.layers:
             if not self._can_truncate_layer(layer, lengths):
                 raise UserError(f"cannot truncate from {self.lengths} to {lengths}: {layer.no_truncate_reason}")
@@ -232,7 +232,7 @@ class KVCache:
         )
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows, in this order; to drop finished rows or repeat a shared prompt."""
+        """Keep these rows in this order, to drop finished rows or repeat a shared prompt."""
         index = to_device(rows, self.device)
         for layer in self.layers:
             for name in layer.tensors:

@@ -1,4 +1,4 @@
-"""Matrices and norms, faster on CPUs than torch's."""
+"""Linear layers and norms that are faster on CPUs than those of torch."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch.autograd.function import once_differentiable
 
 
 class Linear(nn.Linear):
-    """nn.Linear that casts its weight to the dtype of the activations where it is used."""
+    """nn.Linear that casts its weight to the dtype of the activations."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False) -> None:
         super().__init__(n_in, n_out, bias=bias)
-        self.cached_weight: Tensor | None = None  # in the activations' precision, during a training step
+        self.cached_weight: Tensor | None = None  # in the dtype of the activations, during a training step
 
     def effective_weight(self) -> Tensor:
         """The matrix that forward() multiplies by, (n_out, n_in)."""
@@ -31,13 +31,13 @@ class Linear(nn.Linear):
         if bias is None and x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled():
             rows = x.numel() // x.shape[-1]
             if 4 <= rows <= 16:
-                # MKL reads the matrix once for all rows only in this order: 8 rows cost 1.4 times one, not 2.4.
+                # In this order MKL reads the matrix once for all rows: 8 rows take 1.4 times as long as 1, not 2.4.
                 return (weight @ x.reshape(rows, -1).t().contiguous()).t().reshape(*x.shape[:-1], -1)
         return F.linear(x, weight, bias)
 
 
 def project_together(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-    """Apply each matrix to x; a GPU does it in one product, which is larger and reads x and its gradient once."""
+    """Apply each matrix to x. On a GPU this is one larger product, which reads x and its gradient once."""
     if not x.is_cuda or any(type(linear) is not Linear for linear in linears):
         return tuple(linear(x) for linear in linears)
     weight = torch.cat([linear.cast_weight(x.dtype) for linear in linears])
@@ -47,7 +47,7 @@ def project_together(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467), in fp32 up to the weight."""
+    """x / √(mean(x²) + eps) · weight (Zhang & Sennrich 2019, arXiv:1910.07467), computed in fp32 before the weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) in x's dtype, and 1 / rms(x) in fp32 (fp64 of an x in fp64), (..., 1)."""
+    """x / rms(x) in x's dtype, and 1 / rms(x) in fp32 (fp64 if x is fp64), (..., 1)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)  # (..., 1)
     if x.dtype == scale.dtype:
@@ -75,7 +75,7 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """For CPUs, where torch has no fused kernel: 2.1 ms, F.rms_norm 3.7 ms (4096 x 256, bf16, two cores)."""
+    """RMSNorm for CPUs, where torch has no fused kernel: 2.1 ms, F.rms_norm 3.7 ms (4096 x 256, bf16, two cores)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): fine-tuning that adds the product of two thin matrices."""
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) for fine-tuning."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ RANK_OF = "blocks.0.attention.o_proj.lora_A"  # (r, n_in), in every model with a
 
 
 class LoraLinear(Linear):
-    """W x + scale · B A x: W is frozen, A (r, n_in) and B (n_out, r) are trained, B starts at zero."""
+    """W x + scale · B A x. W is frozen; A (r, n_in) and B (n_out, r) are trained, and B starts at zero."""
 
     def __init__(self, frozen: Linear, rank: int, scale: float) -> None:
         with torch.device("meta"):  # shares the weight and bias of `frozen`
@@ -35,7 +35,7 @@ class LoraLinear(Linear):
 
 
 def add_lora(model: Thinker, rank: int, scale: float = 1.0) -> None:
-    """Add an adapter to every matrix of the blocks and freeze all else. The outputs stay the same."""
+    """Add an adapter to every matrix of the blocks and freeze all other weights. The outputs do not change."""
     model.requires_grad_(False)
     for module, name, matrix in _block_matrices(model):
         setattr(module, name, LoraLinear(matrix, rank, scale))
@@ -43,7 +43,7 @@ def add_lora(model: Thinker, rank: int, scale: float = 1.0) -> None:
 
 @torch.no_grad()
 def merge_lora(model: Thinker) -> None:
-    """Add every adapter to its matrix, which makes a plain Thinker again."""
+    """Merge every adapter into its matrix, which leaves a plain Thinker."""
     for module, name, matrix in _block_matrices(model):
         if isinstance(matrix, LoraLinear):
             plain = Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None)
@@ -53,7 +53,7 @@ def merge_lora(model: Thinker) -> None:
 
 
 def _block_matrices(model: Thinker) -> Iterator[tuple[nn.Module, str, Linear]]:
-    """Each matrix of the blocks, with its parent module and its name there."""
+    """Yield each matrix of the blocks with its parent module and its name in it."""
     for module in list(model.blocks.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Linear):

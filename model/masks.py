@@ -1,4 +1,4 @@
-"""Building the attention masks of a pass, per layer, from the positions of its tokens."""
+"""Attention masks of a pass, built per layer from the positions of its tokens."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class CacheSlots:
     """Where a layer's cache stores the new keys of a pass, and how much of it the queries read."""
 
     slot_mapping: Tensor  # (T,) or (B, T)
-    kv_len: int | None = None  # slots to be read; None: the new keys are all there are
+    kv_len: int | None = None  # slots to read; None: there are only the new keys
 
 
 @dataclass
 class ForwardContext:
     """What all layers of one forward pass need to know."""
 
-    positions: Tensor  # (T,), or (B, T) where rows differ
-    end: int  # one past the last position; the host knows it
+    positions: Tensor  # (T,), or (B, T) if rows differ
+    end: int  # one past the last position, known to the host
     masks: list[AttentionMask]  # per layer; layers with the same pattern share one
     slots: list[CacheSlots | None]  # per layer; None without a cache of keys
     rope: Rotation = None
@@ -42,17 +42,17 @@ class MaskBuilder:
     """Builds the masks of one model, each in the form that its kernel reads."""
 
     n_heads: int  # H, query heads
-    dtype: torch.dtype = torch.float32  # of the activations
-    alibi_slopes: Tensor | None = None  # (H,), what a score loses per position of distance (model/positions.py)
-    kernel: str = "auto"  # one of attention_dispatch.KERNELS to force it; "reference" computes everything
-    plain_scores: bool = True  # attend() gets neither attn_logit_softcap nor sinks
-    patterns: list[Pattern] = field(default_factory=list)  # of each layer
-    # The length and the masks of the last pass: replaced as a whole, since several threads may use a model.
+    dtype: torch.dtype = torch.float32  # dtype of the activations
+    alibi_slopes: Tensor | None = None  # (H,), penalty per position of distance (model/positions.py)
+    kernel: str = "auto"  # one of attention_dispatch.KERNELS; "reference" supports all patterns
+    plain_scores: bool = True  # without attn_logit_softcap and sinks
+    patterns: list[Pattern] = field(default_factory=list)  # one per layer
+    # Length and masks of the last pass, replaced together because several threads may use a model.
     _last: tuple[int, dict[Pattern, AttentionMask]] = (0, {})
 
     @classmethod
     def of_model(cls, config: ThinkerConfig, dtype: torch.dtype, device: torch.device, kernel: str) -> MaskBuilder:
-        """What all masks of a model have in common."""
+        """Create the builder for a model."""
         slopes = alibi_slopes(config.n_heads, device) if config.positions == "alibi" else None
         plain_scores = config.attn_logit_softcap is None and not config.attention_sinks
         return cls(config.n_heads, dtype, slopes, kernel, plain_scores, config.patterns)
@@ -63,7 +63,7 @@ class MaskBuilder:
         return any(pattern.tokens for pattern in self.patterns)
 
     def whole_sequence(self, query: TokenInfo) -> ForwardContext:
-        """The context of a pass without a cache. Masks that depend on the length alone are kept for the next pass."""
+        """Context of a pass without a cache. Masks that depend only on the length are kept for the next pass."""
         T, (length, masks) = query.position.shape[-1], self._last
         depends_on_length_alone = query.document_id is None and query.token_id is None
         if length != T or not depends_on_length_alone:
@@ -79,14 +79,14 @@ class MaskBuilder:
         return ForwardContext(query.position, T, by_layer, [None] * len(by_layer))
 
     def reference_mask(self, pattern: Pattern, query: TokenInfo, rows: slice = slice(None)) -> AttentionMask:
-        """The mask of some queries of a whole sequence, for the reference; nothing is built for the others."""
+        """Mask of a slice of queries, for the reference; the mask of the whole sequence is never built."""
         part = _map_tensors(query, lambda x: x[..., rows])
         return replace(self, kernel="reference").build(pattern, part, query)
 
     def build(self, pattern: Pattern, query: TokenInfo, key: TokenInfo, aligned: bool = False) -> AttentionMask:
-        """The mask between queries at positions (T,) or (B, T) and keys at (S,) or (B, S).
+        """Mask between queries at positions (T,) or (B, T) and keys at (S,) or (B, S).
 
-        `aligned`: they are the same positions, in the same order. Raises UserError if `kernel` does not compute it.
+        `aligned`: both have the same positions in the same order. Raises UserError if `kernel` does not support it.
         """
         kernel = choose_kernel(
             self.kernel, pattern, query, aligned, self.dtype, self.alibi_slopes is not None, self.plain_scores
@@ -111,7 +111,7 @@ class MaskBuilder:
         return mask
 
     def _set_allowed(self, mask: AttentionMask, pattern: Pattern, query: TokenInfo, key: TokenInfo) -> None:
-        """For the kernels that read `allowed`: query (..., T, 1), key (..., 1, S)."""
+        """Mask for kernels that read `allowed`: query (..., T, 1), key (..., 1, S)."""
         device, slopes = query.position.device, self.alibi_slopes
         if pattern.by_head or slopes is not None:
             head = torch.arange(self.n_heads, device=device)[:, None, None]  # (H, 1, 1)

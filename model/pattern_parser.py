@@ -1,4 +1,4 @@
-"""The text form of attention patterns: names with numbers, `&` (binds tighter), `|` and parentheses, as in Python."""
+"""Parser of attention patterns: names with numbers, combined with `&`, `|` and parentheses as in Python."""
 
 import ast
 import inspect
@@ -12,10 +12,10 @@ from thinker.runtime.errors import UserError, did_you_mean
 MAX_NUMBER = 1 << 24  # the largest number in a pattern
 MAX_TEXT_LENGTH = 1000  # characters
 MAX_ARGUMENTS = {"random": (1, 256), "bigbird": (3, 256), "linear": (0, 1 << 16)}  # name: (argument, its maximum)
-MAY_BE_ZERO = ("token", "random", "bigbird")  # whose numbers start at 0, those of the others at 1
-HINT = "write it as window(64) | global(4)"
+MAY_BE_ZERO = ("token", "random", "bigbird")  # numbers from 0; other patterns require at least 1
+HINT = "write for example window(64) | global(4)"
 
-PATTERNS: dict[str, Callable[..., Pattern]] = {  # by their names in configs
+PATTERNS: dict[str, Callable[..., Pattern]] = {  # by name in a config
     "full": patterns.full, "window": patterns.window, "dilated": patterns.dilated, "block": patterns.block,
     "global": patterns.global_positions, "token": patterns.global_tokens, "strided": patterns.strided,
     "random": patterns.random, "prefix": patterns.prefix, "topk": patterns.topk, "heads": patterns.per_head,
@@ -24,18 +24,18 @@ PATTERNS: dict[str, Callable[..., Pattern]] = {  # by their names in configs
 
 
 def parse_pattern(text: str) -> Pattern:
-    """The pattern with this text form. Raises UserError that says what is wrong with it."""
+    """Parse the text form of a pattern. Raises UserError for invalid text."""
     if len(text) > MAX_TEXT_LENGTH:
-        raise UserError(f"model.attention has a pattern of {len(text):,} characters; at most {MAX_TEXT_LENGTH:,} fit")
+        raise UserError(f"model.attention has a pattern of {len(text):,} characters; use at most {MAX_TEXT_LENGTH:,}")
     try:
-        if not text.isascii() or "_" in text:  # Python's parser normalises other letters
+        if not text.isascii() or "_" in text:  # Python's parser would normalize other letters
             raise ValueError
         text_for_python = re.sub(r"\bglobal\b", "global_", text.strip())  # `global` is a keyword
         return _parse_node(ast.parse(text_for_python, mode="eval").body)
     except UserError as error:
         raise UserError(f"model.attention {text!r}: {error}") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise UserError(f"model.attention {text!r} cannot be read; {HINT}") from None
+        raise UserError(f"model.attention {text!r} is not a valid pattern; {HINT}") from None
 
 
 def _parse_node(node: ast.expr) -> Pattern:
@@ -54,9 +54,9 @@ def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr])
     if name not in PATTERNS:
         if name.isalpha() and (name.isupper() or set(name) <= {"l", "g"}):
             raise UserError(
-                f"{name} is not a list of layers: the letters are L (model.window) and G (full), as in LLLG"
+                f"{name} is not a list of layers; use the letters L (model.window) and G (full), as in LLLG"
             )
-        raise UserError(f"there is no {name}{did_you_mean(name, PATTERNS) or '; choose from: ' + ', '.join(PATTERNS)}")
+        raise UserError(f"no pattern {name}{did_you_mean(name, PATTERNS) or '; choose from: ' + ', '.join(PATTERNS)}")
     if name == "heads":
         values = [_parse_node(argument) for argument in arguments]
     else:
@@ -66,11 +66,11 @@ def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr])
         signature.bind(*values)
     except TypeError:
         parameters = ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
-        raise UserError(f"{name} takes ({parameters}), but got {len(values)}") from None
+        raise UserError(f"{name} has {len(values)} arguments; use {name}({parameters})") from None
     if not values and name in ("heads", "token"):
-        raise UserError(f"{name} needs at least one argument")
+        raise UserError(f"{name}() has no arguments; it needs at least one")
     if name == "heads" and any("heads(" in value.text for value in values):
-        raise UserError("heads cannot contain heads; name each head's pattern once, as in heads(full, window(8), full)")
+        raise UserError("heads cannot be nested; list one pattern per head, as in heads(full, window(8), full)")
     index, maximum = MAX_ARGUMENTS.get(name, (0, MAX_NUMBER))
     if name in MAX_ARGUMENTS and values[index] > maximum:
         raise UserError(f"{_unparse(node)} has {values[index]:,}; the maximum is {maximum:,}")
@@ -80,7 +80,7 @@ def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr])
 def _parse_number(node: ast.expr, minimum: int) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int and minimum <= node.value <= MAX_NUMBER:
         return node.value
-    raise UserError(f"{_unparse(node)} must be a whole number from {minimum} to {MAX_NUMBER:,}")
+    raise UserError(f"{_unparse(node)} is not a whole number from {minimum} to {MAX_NUMBER:,}")
 
 
 def _unparse(node: ast.expr) -> str:
@@ -88,26 +88,26 @@ def _unparse(node: ast.expr) -> str:
 
 
 def layer_patterns(attention: str | list[str], n_layers: int, window_size: int | None, n_heads: int) -> list[Pattern]:
-    """The pattern of each layer, from one for all layers; a list, repeated; or letters such as "LLLG", repeated.
+    """Expand one pattern, a list of patterns, or letters such as "LLLG" to the pattern of each layer, by repetition.
 
-    L is a window of `window_size` keys, G is full. Raises UserError if it cannot be read or a part is never used.
+    L is a window of `window_size` keys, G is full. Raises UserError for invalid patterns and parts without effect.
     """
     is_letters = isinstance(attention, str) and attention != "" and set(attention) <= {"L", "G"}
     needs_window = is_letters and "L" in attention
     if needs_window and window_size is None:
-        raise UserError(f"model.attention {attention!r} needs model.window, the number of keys that L attends to")
+        raise UserError(f"model.attention {attention!r} needs model.window; set it to the number of keys for L")
     texts = list(attention) if is_letters or not isinstance(attention, str) else [attention]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"model.attention is {attention!r}; it must be a pattern, a list of them, or letters as LLLG")
+        raise UserError(f"model.attention is {attention!r}; it must be a pattern, a list of patterns, or letters")
     if len(texts) > 1 and any(text.count("(") != text.count(")") for text in texts):
-        raise UserError(f"model.attention {attention!r}: quote a pattern that has a comma: ['dilated(64, 2)', full]")
+        raise UserError(f"model.attention {attention!r}: quote patterns with a comma, as in ['dilated(64, 2)', full]")
     if len(texts) > n_layers:
-        raise UserError(f"model.attention {attention!r} names {len(texts)} layers, but model.n_layers is {n_layers}")
+        raise UserError(f"model.attention {attention!r} has {len(texts)} layers, but model.n_layers is {n_layers}")
     if is_letters:
         texts = [f"window({window_size})" if letter == "L" else "full" for letter in texts]
     parsed = [parse_pattern(text) for text in texts]
     if window_size is not None and not needs_window:
-        raise UserError("model.window needs a model.attention with layers L, as in LLLG; or write window(64) instead")
+        raise UserError("model.window has no effect without layers L in model.attention; use LLLG or window(64)")
     if max(pattern.min_heads for pattern in parsed) > n_heads:
-        raise UserError(f"model.attention {attention!r} names patterns for more heads than the model's {n_heads}")
+        raise UserError(f"model.attention {attention!r} has patterns for more heads than model.n_heads = {n_heads}")
     return [parsed[layer % len(parsed)] for layer in range(n_layers)]

@@ -1,4 +1,4 @@
-"""Attention patterns: predicates over absolute positions. docs/explanations/attention.md has a picture of each."""
+"""Attention patterns: predicates over absolute positions. docs/explanations/attention.md shows each as a picture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ INVALID_POSITION = 1 << 40  # the position of a cache slot that holds no key yet
 
 @dataclass
 class TokenInfo:
-    """Queries or keys of a pass. The tensors of the two broadcast: queries (..., T, 1) against keys (..., 1, S)."""
+    """Queries or keys of a pass. Their tensors broadcast: queries (..., T, 1) against keys (..., 1, S)."""
 
     position: Tensor
-    document_id: Tensor | None = None  # with document masking; positions then count from each document's beginning
+    document_id: Tensor | None = None  # with document masking; positions then restart in each document
     token_id: Tensor | None = None  # for patterns that select tokens by id
-    scores: Tensor | None = None  # (B, H, T, S), of queries, for patterns that select keys by score
+    scores: Tensor | None = None  # (B, H, T, S) of the queries, for patterns that select keys by score
 
 
 MaskMod = Callable[[Tensor, TokenInfo, TokenInfo], Tensor]
@@ -33,23 +33,23 @@ MaskMod = Callable[[Tensor, TokenInfo, TokenInfo], Tensor]
 class Pattern:
     """Which keys each query attends to: mask_mod(head, query, key) -> bool. `|` and `&` combine two patterns.
 
-    The other fields decide kernels and caches: beyond `max_distance`, only the first `n_global` keys are visible.
+    The other fields select kernels and caches. Beyond `max_distance` only the first `n_global` keys are visible.
     """
 
     text: str
     mask_mod: MaskMod = field(compare=False, repr=False)
-    max_distance: int | None = None  # number of newest keys that can be visible, the query's own included; None: all
+    max_distance: int | None = None  # number of newest keys that can be visible, including the query's own; None: all
     n_global: int = 0
-    bidirectional_prefix: int = 0  # the first positions that attend to each other both ways
+    bidirectional_prefix: int = 0  # first positions, which attend to each other in both directions
     includes_self: bool = True  # every query attends at least to itself
     by_head: bool = False
-    tokens: tuple[int, ...] = ()  # the token ids that it selects
+    tokens: tuple[int, ...] = ()  # selected token ids
     by_score: bool = False
-    min_heads: int = 1  # a model with fewer heads would leave a part of the pattern unused
+    min_heads: int = 1  # with fewer heads, part of the pattern would be unused
     n_features: int = 0  # of linear attention (model/attention.py), which needs no mask; 0: any other pattern
 
     def __call__(self, head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
-        """True where the query attends to the key; with document masking only within one document."""
+        """True if the query attends to the key. With document masking both are in the same document."""
         visible = self.mask_mod(head, query, key)
         return visible if query.document_id is None else visible & (query.document_id == key.document_id)
 
@@ -68,9 +68,9 @@ class Pattern:
 
 
 def _combine(text: str, mask_mod: MaskMod, patterns: Sequence[Pattern], limit: Callable, include: Callable) -> Pattern:
-    """`limit`, max or min, gives the distance and the prefix from those of the patterns; `include`: any or all."""
+    """Combine patterns: `limit` (max or min) their distance and prefix, `include` (any or all) their includes_self."""
     if any(pattern.n_features for pattern in patterns):
-        raise UserError("linear attention has no mask, so it cannot be combined with a pattern; give it whole layers")
+        raise UserError("linear cannot be combined with other patterns; use it for whole layers")
     distance = limit(inf if pattern.max_distance is None else pattern.max_distance for pattern in patterns)
     return Pattern(
         text,
@@ -87,7 +87,7 @@ def _combine(text: str, mask_mod: MaskMod, patterns: Sequence[Pattern], limit: C
 
 
 def full() -> Pattern:
-    """Every earlier position and itself (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """All earlier positions and its own (Vaswani et al. 2017, arXiv:1706.03762)."""
     return Pattern("full", lambda head, q, k: k.position <= q.position)
 
 
@@ -95,7 +95,7 @@ CAUSAL = full()
 
 
 def window(w: int) -> Pattern:
-    """The newest w keys, itself included (Beltagy et al. 2020, arXiv:2004.05150)."""
+    """The newest w keys, including its own (Beltagy et al. 2020, arXiv:2004.05150)."""
     return Pattern(
         f"window({w})", lambda head, q, k: (k.position <= q.position) & (q.position - k.position < w), max_distance=w
     )
@@ -112,7 +112,7 @@ def dilated(w: int, d: int) -> Pattern:
 
 
 def global_positions(g: int) -> Pattern:
-    """`global(g)`: every query attends to the first g positions (Beltagy et al. 2020; as sinks Xiao et al. 2023)."""
+    """`global(g)`: the first g positions (Beltagy et al. 2020; as attention sinks in Xiao et al. 2023)."""
     return Pattern(
         f"global({g})",
         lambda head, query, key: (key.position < g) & (key.position <= query.position),
@@ -123,7 +123,7 @@ def global_positions(g: int) -> Pattern:
 
 
 def global_tokens(*ids: int) -> Pattern:
-    """`token(id, ...)`: later queries attend to these tokens, and these to all before them (Beltagy et al. 2020)."""
+    """`token(id, ...)`: later queries attend to these tokens, which attend to all before them (Beltagy et al. 2020)."""
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         is_global = sum((query.token_id == i) | (key.token_id == i) for i in ids) > 0
@@ -142,7 +142,7 @@ def block(b: int, n: int = 1) -> Pattern:
 
 
 def strided(s: int) -> Pattern:
-    """The newest s keys, and every s-th before; s about √T (Child et al. 2019, arXiv:1904.10509)."""
+    """The newest s keys and every s-th key before them, with s about √T (Child et al. 2019, arXiv:1904.10509)."""
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         distance = query.position - key.position
@@ -152,7 +152,7 @@ def strided(s: int) -> Pattern:
 
 
 def random(b: int, r: int, seed: int = 0) -> Pattern:
-    """Each block of b queries attends to r earlier blocks, drawn per head (Zaheer et al. 2020, arXiv:2007.14062)."""
+    """Blocks of b queries that attend to r random earlier blocks per head (Zaheer et al. 2020, arXiv:2007.14062)."""
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         query_block, key_block = query.position // b, key.position // b
@@ -165,7 +165,7 @@ def random(b: int, r: int, seed: int = 0) -> Pattern:
 
 
 def _hash(seed: int, head: Tensor, block: Tensor, i: int) -> Tensor:
-    """Hash the four to an integer in [0, 2³¹) by SplitMix-like rounds: no table, so any length costs the same."""
+    """Hash four numbers to an integer in [0, 2³¹) by SplitMix-like rounds, which need no table for long sequences."""
     x = (seed * 0x9E3779B1 + i * 0x85EBCA77) % (1 << 31) + head * 0xC2B2AE3 + block * 0x27D4EB2F
     for factor in (0x2C1B3C6D, 0x297A2D39):
         x = x & 0x7FFFFFFF
@@ -174,7 +174,7 @@ def _hash(seed: int, head: Tensor, block: Tensor, i: int) -> Tensor:
 
 
 def prefix(p: int) -> Pattern:
-    """Bidirectional among the first p positions, causal after them (Liu et al. 2018, arXiv:1801.10198)."""
+    """Bidirectional in the first p positions, causal after them (Liu et al. 2018, arXiv:1801.10198)."""
     return Pattern(
         f"prefix({p})",
         lambda head, query, key: (key.position <= query.position) | (key.position < p),
@@ -196,7 +196,7 @@ def topk(k: int) -> Pattern:
 
 
 def per_head(*patterns: Pattern) -> Pattern:
-    """`heads(p, q, ...)`: head h has the h-th pattern, repeating from the first."""
+    """`heads(p, q, ...)`: one pattern per head, repeated if there are more heads."""
 
     def mask_mod(head: Tensor, query: TokenInfo, key: TokenInfo) -> Tensor:
         index = head % len(patterns)

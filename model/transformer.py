@@ -1,4 +1,4 @@
-"""Thinker: the whole forward pass on one screen."""
+"""The model and its forward pass."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -31,7 +31,7 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = Linear(config.d_model, config.d_ff)
         self.up_proj = Linear(config.d_model, config.d_ff)
-        self.register_module("gate_up_proj", None)  # the two in one matrix (generation/inference_model.py)
+        self.register_module("gate_up_proj", None)  # gate and up in one matrix (generation/inference_model.py)
         self.down_proj = Linear(config.d_ff, config.d_model)
         self.hooks: HookManager | None = None
 
@@ -45,7 +45,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ThinkerConfig, pattern: Pattern, layer: int) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ class Block(nn.Module):
 class Thinker(nn.Module):
     """A decoder-only transformer: pre-norm blocks of grouped-query attention with RoPE, and SwiGLU.
 
-    With QK-norm Hugging Face's `qwen3`, without it `llama`: weights carry over unchanged. They may stay in fp32 while
-    activations run in `activation_dtype` (None: theirs): each matrix is cast where it is used; norms and the softmax
-    of the loss are computed in fp32.
+    With QK-norm it matches Hugging Face's `qwen3`, without it `llama`; weights carry over unchanged. `activation_dtype`
+    (None: the dtype of the weights) enables mixed precision: each matrix is cast when it is used; norms and the softmax
+    of the loss stay in fp32.
     """
 
     def __init__(self, config: ThinkerConfig) -> None:
@@ -81,11 +81,11 @@ class Thinker(nn.Module):
         check_types({"config": ThinkerConfig}, locals())
         self.config = config
         self.activation_dtype: torch.dtype | None = None
-        self.is_compiled = False  # set where the blocks are; on CUDA the loss is then compiled, too
-        # A model on the meta device draws nothing with normal_(), for which torch would import its compiler in 2 s.
+        self.is_compiled = False  # set when the blocks are compiled; on CUDA this also compiles the loss
+        # Not normal_(): on the meta device torch would spend 2 s importing its compiler for it.
         self.embedding = nn.Embedding.from_pretrained(torch.randn(config.vocab_size, config.d_model), freeze=False)
         self.dropout = nn.Dropout(config.dropout)
-        self.kernel = "auto"  # one of attention_dispatch.KERNELS, to force it
+        self.kernel = "auto"  # or one of attention_dispatch.KERNELS
         self.mask_builder: MaskBuilder | None = None
         self._built_for: tuple[torch.dtype, torch.device, str] | None = None
         self.hooks: HookManager | None = None
@@ -103,7 +103,7 @@ class Thinker(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Initialise all weights as stated here; `init` "normal" is GPT-2's (Radford et al. 2019)."""
+        """Initialize all weights; `init` "normal" follows GPT-2 (Radford et al. 2019)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 parameter.fill_(0 if name.endswith(("sinks", "bias")) else 1)
@@ -112,14 +112,14 @@ class Thinker(nn.Module):
             elif name == "embedding.weight":
                 parameter.normal_(0, 0.02 if self.config.tie_embeddings else 1.0, generator=generator)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()  # every block begins as the identity
-            elif name == "lm_head.weight":  # with 0 the first loss is exactly ln V
+                parameter.zero_()  # every block starts as the identity
+            elif name == "lm_head.weight":  # with std 0 the first loss is exactly ln V
                 parameter.normal_(0, self.config.head_init_std, generator=generator)
-            else:  # q, k, v, gate, up: outputs as large as inputs
+            else:  # q, k, v, gate, up: outputs keep the scale of inputs
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle has: all but the masks of earlier passes, which contain functions."""
+        """Copy and pickle everything except cached masks, which contain functions."""
         return vars(self) | {"mask_builder": None, "_built_for": None}
 
     @property
@@ -129,7 +129,7 @@ class Thinker(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the activations; within torch.autocast, its own."""
+        """The dtype of the activations; inside torch.autocast, the autocast dtype."""
         if torch.is_autocast_enabled(self.device.type):
             return torch.get_autocast_dtype(self.device.type)
         return self.activation_dtype or self.embedding.weight.dtype
@@ -144,30 +144,30 @@ class Thinker(nn.Module):
         last_logits_only: bool = False,
         document_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """One pass, for training, prefill and decoding alike.
+        """Run one pass, for training, prefill or decoding.
 
         Args:
-            tokens: (B, T) int64; or, instead, `embeddings`: (B, T, C).
+            tokens: (B, T) int64; alternatively pass `embeddings`, (B, T, C).
             targets: (B, T) int64, the next token of each position; IGNORE_INDEX (−1) is ignored.
-            cache: the T positions follow those in the cache and are added to it. For inference: no gradient flows.
-            last_logits_only: compute the logits of the last position alone.
-            document_ids: (B, T) int64, different for adjacent documents. Attention stays within each document and
-                positions count from its beginning: its logits are those it has alone.
+            cache: the T positions follow the cached ones and are added to the cache. For inference only: no gradients.
+            last_logits_only: compute only the logits of the last position.
+            document_ids: (B, T) int64, different for adjacent documents. Attention stays within each document, whose
+                positions count from 0, so its logits do not depend on other documents.
 
         Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
             if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns beyond the context.
         """
         inputs = check_inputs(self.config, self.device, self.dtype, tokens, embeddings, targets, document_ids, cache)
         if targets is not None and self.hooks is not None and "logits" in self.hooks:
-            raise UserError("logits cannot be recorded or patched in a pass with targets")
+            raise UserError("logits cannot be recorded or patched in a pass with targets; leave out the targets")
         if targets is not None and last_logits_only:
-            raise UserError("last_logits_only does not go with targets, which all positions need")
+            raise UserError("last_logits_only cannot be combined with targets, which need the logits of all positions")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             context = self.make_context(inputs, tokens, document_ids, cache)
             x = self.forward_blocks(inputs, context, cache, last_logits_only)  # (B, T, C)
             if targets is None:
                 return hook(self.hooks, "logits", self.lm_head(x))  # (B, T, V)
-            if self.config.prefix:  # no loss where a position attends to its target
+            if self.config.prefix:  # no loss if a position attends to its target
                 targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
             compiles_loss = self.is_compiled and x.is_cuda
             return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight, compiles_loss)
@@ -175,12 +175,12 @@ class Thinker(nn.Module):
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
-        """The context of a whole sequence, or of the next positions of a cache. Raises UserError if they do not fit."""
+        """Context of a whole sequence, or of the next positions of a cache. Raises UserError if they do not fit."""
         if tokens is None and any(pattern.tokens for pattern in self.config.patterns):
-            raise UserError("model.attention selects tokens by their ids; embeddings have none")
+            raise UserError("model.attention selects tokens by id, but embeddings have no ids; pass tokens")
         end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
         if self.positions is not None and end > (n_learned := len(self.positions.weight)):
-            raise UserError(f"the model has learned {n_learned} positions (model.max_seq_len), but got {end} tokens")
+            raise UserError(f"the sequence has {end} tokens, but there are {n_learned} learned positions; shorten it")
         if self.rope is not None and not (cache is None and document_ids is None):
             self.rope.check_growth(end)
         if cache is not None:
@@ -190,11 +190,11 @@ class Thinker(nn.Module):
             if document_ids is not None:
                 is_first = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T)
                 positions = positions - torch.where(is_first, positions, 0).cummax(dim=1).values
-                document_ids = is_first.cumsum(dim=1)  # numbered from 1, whatever the ids were
+                document_ids = is_first.cumsum(dim=1)  # renumbered from 1
             built_for = self.dtype, inputs.device, self.kernel
             if built_for != self._built_for:
                 self.mask_builder = MaskBuilder.of_model(self.config, *built_for)
-                self._built_for = built_for  # last: other threads may read them
+                self._built_for = built_for  # set last because other threads may read it
             masks = self.mask_builder
             token_ids = tokens if masks.by_token else None
             context = masks.whole_sequence(TokenInfo(positions, document_ids, token_ids))
@@ -205,7 +205,7 @@ class Thinker(nn.Module):
     def forward_blocks(
         self, inputs: Tensor, context: ForwardContext, cache: KVCache | None = None, last_logits_only: bool = False
     ) -> Tensor:
-        """From tokens (B, T) or embeddings (B, T, C) to the input of lm_head, (B, T, C)."""
+        """Map tokens (B, T) or embeddings (B, T, C) to the input of the LM head, (B, T, C)."""
         x = self.embedding(inputs) if inputs.dim() == 2 else inputs
         if self.positions is not None:
             x = x + self.positions(context.positions)
@@ -218,33 +218,33 @@ class Thinker(nn.Module):
         return hook(self.hooks, "norm", self.norm(x[:, -1:] if last_logits_only else x))
 
     def new_cache(self, batch_size: int = 1, max_len: int | None = None, slack: int = 0) -> KVCache:
-        """An empty cache for `max_len` positions (None: config.max_seq_len); `slack` as in KVCache."""
+        """Create an empty cache for `max_len` positions (default: config.max_seq_len); `slack` as in KVCache."""
         max_len = self.config.max_seq_len if max_len is None else max_len
         size = KVCache(self.config, batch_size, max_len, "meta", self.dtype, slack).nbytes
-        check_memory({"cache": size}, self.device, "ask for a smaller batch_size or max_len")
+        check_memory({"cache": size}, self.device, "use a smaller batch_size or max_len")
         return KVCache(self.config, batch_size, max_len, self.device, self.dtype, slack)
 
     def record(self, *names: str) -> AbstractContextManager[ActivationCache]:
-        """`with model.record("blocks.*.attention.weights") as cache:` records activations of each pass."""
+        """Record activations of each pass: `with model.record("blocks.*.attention.weights") as cache:`."""
         return open_hooks(self, names, {})
 
     def patch(self, patches: Mapping[str, Patch]) -> AbstractContextManager[ActivationCache]:
-        """`with model.patch({"blocks.3.attention.heads.1": "zero"}):` replaces activations of each pass.
+        """Replace activations of each pass: `with model.patch({"blocks.3.attention.heads.1": "zero"}):`.
 
-        A patch is "zero"; "mean", over batch and positions (of weights over the batch); a number or a tensor, which is
-        broadcast; or a function of the activation. Raises UserError for an unknown or a read-only name.
+        A patch is "zero"; "mean" over batch and positions (for weights, over the batch); a number or tensor, which is
+        broadcast; or a function of the activation. Raises UserError for an unknown or read-only name.
         """
         return open_hooks(self, (), patches)
 
     def activation_names(self) -> list[str]:
-        """All names that can be recorded, in the order of the pass; docs/guides/inspecting.md explains them."""
+        """All names that can be recorded, in the order of the pass (see docs/guides/inspecting.md)."""
         return list(hook_points(self))
 
     @torch.no_grad()
     def attention_weights(self, tokens: Tensor | str, tokenizer: Any = None) -> Tensor:
-        """The attention matrices of a pass, (layers, B, H, T, T): rows are queries; nan for heads a layer lacks.
+        """Return the attention matrices of a pass, (layers, B, H, T, T); rows are queries, missing heads are NaN.
 
-        tokens: (B, T), or a text, which is read as a prompt and needs the `tokenizer` that load() returned, too.
+        tokens: (B, T), or a text, which is encoded as a prompt and needs the `tokenizer` returned by load().
         """
         with self.record("blocks.*.attention.weights") as cache:
             self(tokens_to_inspect(tokens, tokenizer, self.config, self.device))

@@ -18,62 +18,64 @@ MAX_TOKENS = 200_000
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line. Raises UserError for flags that do not go together."""
-    description = "Loss, perplexity and bits per byte on a text; loss on long texts; benchmark tasks."
-    parser = ArgumentParser(description=description)
-    parser.add_argument("run", metavar="PATH", help="a run directory, a checkpoint in it, or a Hugging Face folder")
+    """Parse the command line. Raises UserError for flags that cannot be combined."""
+    examples = ("runs/quickstart", "runs/quickstart --source text --path book.txt --context 128,512",
+                "runs/quickstart --long --png long.png", "runs/quickstart --tasks hellaswag --limit 200")  # fmt: skip
+    description = "Evaluate a model: loss, perplexity and bits per byte; long contexts; benchmark tasks."
+    parser = ArgumentParser(description=description, examples=examples)
+    parser.add_model("run", "PATH")
     group = parser.add_argument_group("text")
     sources = ["tales", "pysource", "text", "jsonl", "parquet"]
-    group.add_argument("--source", choices=sources, help="default: the validation data of the run")
-    read_help = "read the files that the run's config names, where the token cache lacks them (trust the config first)"
+    group.add_argument("--source", choices=sources, help="text to evaluate on (default: the run's validation split)")
+    read_help = "read files named in the run's config that the token cache lacks; only if you trust the config"
     group.add_argument("--read-data", action="store_true", help=read_help)
-    group.add_argument("--path", metavar="FILE", help="for text, jsonl and parquet: a file, a folder or a glob")
-    group.add_argument("--column", metavar="NAME", help="for jsonl and parquet (default text)")
-    group.add_argument("--max-tokens", type=int, metavar="N", help=f"read a part (default {MAX_TOKENS} of --source)")
+    group.add_argument("--path", metavar="FILE", help="file, folder or glob for text, jsonl and parquet")
+    group.add_argument("--column", metavar="NAME", help="text column of jsonl and parquet (default: text)")
+    group.add_argument("--max-tokens", type=int, help=f"token limit (default: {MAX_TOKENS} with --source, else none)")
     group = parser.add_argument_group("evaluation")
     context = {"type": context_lengths, "metavar": "N,..."}
-    group.add_argument("--context", **context, help="context lengths, such as 128,256 (default: as trained)")
-    group.add_argument("--stride", type=int, metavar="N", help="each window counts its last N tokens only")
-    group.add_argument("--confidence", type=float, default=0.95, help="level of the intervals (default 0.95)")
-    group.add_argument("--rope-scaling", metavar="YAML", help='override it, such as "{type: linear, factor: 4}"')
+    group.add_argument("--context", **context, help="context lengths, such as 128,256 (default: the trained length)")
+    group.add_argument("--stride", type=int, help="tokens to count at the end of each window (default: by source)")
+    group.add_argument("--confidence", type=float, default=0.95, metavar="P", help="level of confidence intervals")
+    group.add_argument("--rope-scaling", metavar="YAML", help='override RoPE scaling, "{type: linear, factor: 4}"')
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    group.add_argument("--checkpoint", default="latest", help="for a run directory: latest, best, a step or a name")
-    group = parser.add_argument_group("long texts")
-    long_help = "loss by position beyond the trained length; on tales also a needle test"
+    group = parser.add_argument_group("long context")
+    long_help = "loss by position beyond the trained length, and a needle test on tales"
     group.add_argument("--long", action="store_true", help=long_help)
-    group.add_argument("--factor", type=int, default=4, help="read this many times the trained length (default 4)")
-    group.add_argument("--windows", type=int, default=32, help="maximum number of windows (default 32)")
-    group = parser.add_argument_group("tasks of EleutherAI's lm-evaluation-harness (pip install lm-eval)")
-    group.add_argument("--tasks", metavar="NAME,...", help="such as hellaswag,arc_easy; their data is downloaded")
-    group.add_argument("--include", type=Path, metavar="FOLDER", help="a folder of your own tasks as YAML files")
-    group.add_argument("--shots", type=int, help="examples before each question (default: set by the task)")
-    group.add_argument("--limit", type=int, help="maximum number of questions per task")
+    group.add_argument("--factor", type=int, default=4, help="evaluate up to N times the trained length")
+    group.add_argument("--windows", type=int, default=32, help="maximum number of windows")
+    group = parser.add_argument_group("benchmark tasks (EleutherAI's lm-evaluation-harness; pip install lm-eval)")
+    group.add_argument("--tasks", metavar="NAME,...", help="tasks, such as hellaswag,arc_easy; downloads their data")
+    group.add_argument("--include", type=Path, metavar="FOLDER", help="folder of custom tasks in YAML")
+    group.add_argument("--shots", type=int, help="few-shot examples per question (default: set by the task)")
+    group.add_argument("--limit", type=int, help="maximum number of questions per task (default: all)")
     group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     group.add_argument("--png", type=png_file, metavar="FILE", help="plot the loss by position")
     arguments = parser.parse_args()
     if arguments.tasks is not None:
-        parser.check_unused(arguments, "--tasks", ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS))
+        parser.check_unused(arguments, "with --tasks", ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS))
         arguments.tasks = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
         if not arguments.tasks:
-            raise UserError("--tasks names no task; give some, such as hellaswag,arc_easy")
+            raise UserError("--tasks is empty; name some, such as hellaswag,arc_easy")
     elif arguments.long:
-        parser.check_unused(arguments, "--long", PLAIN_FLAGS + TASK_FLAGS)
+        parser.check_unused(arguments, "with --long", PLAIN_FLAGS + TASK_FLAGS)
     else:
-        parser.check_unused(arguments, "a plain evaluation", LONG_FLAGS + TASK_FLAGS)
+        parser.check_unused(arguments, "without --long", LONG_FLAGS)
+        parser.check_unused(arguments, "without --tasks", TASK_FLAGS)
     for name, lowest in {"factor": 1, "windows": 1, "max_tokens": 1, "stride": 1, "limit": 1, "shots": 0}.items():
         if getattr(arguments, name) is not None and getattr(arguments, name) < lowest:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least {lowest}")
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; use at least {lowest}")
     if not 0 < arguments.confidence <= 0.9999:
-        raise UserError(f"--confidence is {arguments.confidence}; it must lie between 0 and 0.9999, such as 0.95")
+        raise UserError(f"--confidence is {arguments.confidence}; use a value above 0 and up to 0.9999, such as 0.95")
     if arguments.long and arguments.max_tokens is not None and arguments.source is None:
-        raise UserError("--long reads --windows of the run's own validation data; --max-tokens goes with --source")
+        raise UserError("--max-tokens has no effect with --long and without --source; limit the text with --windows")
     if arguments.include is not None and not arguments.include.is_dir():
-        raise UserError(f"--include {arguments.include} is not a folder")
+        raise UserError(f"--include {arguments.include} is not a folder; give one with tasks in YAML")
     if arguments.read_data and arguments.source is not None:
-        raise UserError("--read-data is about the run's own data; leave it out with --source")
+        raise UserError("--read-data has no effect with --source: it is for the run's own data; remove it")
     if (arguments.path is not None) != (arguments.source in ("text", "jsonl", "parquet")):
-        raise UserError("--source text, jsonl or parquet and --path FILE go together")
+        raise UserError("--source text, jsonl or parquet needs --path FILE, and --path needs one of these sources")
     return arguments
 
 
@@ -81,12 +83,12 @@ def context_lengths(text: str) -> list[int]:
     """Parse "128,256". Raises UserError for anything else."""
     lengths = [int(part) for part in text.split(",")] if re.fullmatch(r"\d+(,\d+)*", text) else [0]
     if min(lengths) < 2:
-        raise UserError(f"--context {text} is not a list of lengths of at least 2, such as 128,256")
+        raise UserError(f"--context {text} is not a list of lengths; use numbers of at least 2, such as 128,256")
     return lengths
 
 
 def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scratch: Path) -> tuple:
-    """The source, the training windows' length (or None), the layout of windows, if it is one text, and its tokens."""
+    """Source name, trained length or None, layout of windows, whether the source is one text, and its tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
     from thinker.training.training_data import load_run_config, load_validation_data
@@ -94,7 +96,7 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}
         max_tokens = arguments.max_tokens or MAX_TOKENS
-        if arguments.source == "tales":  # stories that no run trains on
+        if arguments.source == "tales":  # a seed of stories that no run trains on
             options |= {"max_documents": 1 + max_tokens // 16, "seed": 1 << 40}
         source = open_source(arguments.source, path=arguments.path, **options)
         layout, config = {"packing": "documents" if source.name == "tales" else "contiguous"}, load_run_config(folder)
@@ -107,14 +109,14 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
 
 
 def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot the loss by position, one point per eighth of the trained length, and the needles' accuracy by distance."""
+    """Plot loss by position, one point per eighth of the trained length, and needle accuracy by distance."""
     from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, plain_text, save_figure
 
     figure, panels = new_figure(11 if needles else 6, 4.2, 2 if needles else 1, share=False)
     length, T = loss.trained_length, loss.nats.shape[1]
     step = max(1, length // 8)
     parts = [loss.segment(start, min(start + step, T)) for start in range(0, T, step)]
-    min_tokens = max(part.n_tokens for part in parts) / 100  # means of fewer tokens are noise
+    min_tokens = max(part.n_tokens for part in parts) / 100  # means over fewer tokens are noisy
     points = [((p.start + p.end) / 2, p.loss, p.error or 0) for p in parts if p.n_tokens >= min_tokens]
     panels[0].errorbar(*zip(*points), color=BLUE, marker="o", markersize=3)
     panels[0].set(xlabel="position", ylabel="loss (nats per token)")
@@ -126,21 +128,21 @@ def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> No
         panels[1].set_xscale("log", base=2)
         panels[1].set_xticks(distances, [str(distance) for distance in distances])
         panels[1].plot(distances, chances, color=GREY, linestyle=":", label="chance")
-        panels[1].set(xlabel="tokens since the fact", ylabel="accuracy of the needles", ylim=(-0.03, 1.03))
+        panels[1].set(xlabel="tokens since the fact", ylabel="needle accuracy", ylim=(-0.03, 1.03))
     for axes in panels:
-        axes.axvline(length, color=GREY, linestyle="--", label=f"trained length, {length}")
+        axes.axvline(length, color=GREY, linestyle="--", label=f"trained length ({length})")
         axes.legend(frameon=False)
     figure.suptitle(plain_text(title), fontsize=10)
     save_figure(figure, path)
 
 
 def format_header(header: dict[str, Any]) -> str:
-    """What was evaluated, one line per entry that is not None."""
+    """Format the header of a report, one line per entry that is not None."""
     return "\n".join(f"{name.replace('_', ' '):>15}  {value}" for name, value in header.items() if value is not None)
 
 
 def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> tuple:
-    """Loss, perplexity and bits per byte at every context length: for JSON, as a text, and a function that plots."""
+    """Measure loss, perplexity and bits per byte by context length: values for JSON, a text, a function that plots."""
     from thinker.data.batches import PackedDataset
     from thinker.data.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import format_table, text_loss
@@ -150,7 +152,7 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     longest = max(shard.n_tokens - 1 for shard in tokens.shards)
     lengths = arguments.context or [min(trained, longest)]
     if max(lengths) > longest:
-        raise UserError(f"a --context of {max(lengths)} is longer than the text, which has {longest} tokens")
+        raise UserError(f"--context is {max(lengths)}, longer than the text ({longest} tokens); use at most {longest}")
     prefix = model.config.prefix
     halves = is_one_text and arguments.stride is None and prefix <= 1  # as Generator.score() does
     strides = [length - length // 2 if halves else arguments.stride for length in lengths]
@@ -162,21 +164,21 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     losses = [text_loss(model, each, byte_lengths, confidence, trained, n) for each, n in zip(windows, limits)]
     draw = partial(plot, losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
-    header["part"] = f"the beginning, of which {losses[0].n_tokens:,} tokens count (--max-tokens)" if is_part else None
-    answers_or_all = "answers" if tokens.has_conversations else "all tokens, and the end of each document"
-    header["counted"] = "all tokens, not the end of the text" if is_one_text else answers_or_all
+    header["part"] = f"the beginning ({losses[0].n_tokens:,} tokens counted; see --max-tokens)" if is_part else None
+    answers_or_all = "answers" if tokens.has_conversations else "all tokens and the end of each document"
+    header["counted"] = "all tokens without the end of the text" if is_one_text else answers_or_all
     header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
     values = header | {"losses": [loss.to_dict() for loss in losses]}
-    header |= {"confidence": f"{confidence:.4g}, of the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
-    header["stride"] = "half the context, as generate.py --score" if halves else arguments.stride
+    header |= {"confidence": f"{confidence:.4g}, for the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
+    header["stride"] = "half the context, as in generate.py --score" if halves else arguments.stride
     if losses[0].entropy_floor is not None:
-        header["entropy_floor"] = f"{losses[0].entropy_floor:.4f} nats per token, the minimum"
-    by_position = f"by position, at a context of {lengths[-1]}\n{losses[-1].by_position.format_table()}"
+        header["entropy_floor"] = f"{losses[0].entropy_floor:.4f} nats per token (the lowest possible loss)"
+    by_position = f"loss by position, context {lengths[-1]}\n{losses[-1].by_position.format_table()}"
     return values, f"{format_header(header)}\n\n{format_table(losses)}\n\n{by_position}", draw
 
 
 def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, scratch: Path) -> tuple:
-    """The loss by position beyond the trained length and, on tales, the needle test; returned as by evaluate_text()."""
+    """Measure loss by position beyond the trained length and, on tales, run the needle test. See evaluate_text()."""
     from thinker.evaluation import long_context, needle
 
     source, trained, *_, tokens = load_tokens(arguments, folder, tokenizer, scratch)
@@ -195,14 +197,14 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
     if windows.seq_len < longest:
         learned = model.config.positions == "learned" and windows.seq_len == model.config.max_seq_len
         reason = f"the model has {windows.seq_len} learned positions" if learned else "the text is shorter"
-        text += f"\n{reason}; the windows have {windows.seq_len} tokens instead of {longest}"
-    found = needle.format_table(needles) if needles else "no needle test: it needs the corpus tales (--source tales)"
+        text += f"\nwindows have {windows.seq_len} tokens instead of {longest}: {reason}"
+    found = needle.format_table(needles) if needles else "no needle test, which needs --source tales"
     values = header | {"long": loss.to_dict(), "needle": needles or None}
     return values, f"{text}\n\n{loss.format_table()}\n\n{found}", draw
 
 
 def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str]:
-    """The results of the harness, and as a text with one line per metric."""
+    """Run the harness: results for JSON, and a text with one line per metric."""
     try:
         from thinker.evaluation.lm_eval_harness import run_tasks
     except ModuleNotFoundError as error:
@@ -231,7 +233,7 @@ def main() -> int:
     folder = find_model(arguments.run, arguments.checkpoint)
     model, tokenizer = load(folder, device)
     if tokenizer is None:
-        raise UserError(f"{folder} has no tokenizer, so it cannot read a text")
+        raise UserError(f"{folder} has no tokenizer, so it cannot read text; use a model saved with one")
     if arguments.rope_scaling is not None:
         long_context.override_rope_scaling(model, arguments.rope_scaling)
     if arguments.tasks is not None:

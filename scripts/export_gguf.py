@@ -1,4 +1,4 @@
-"""A trained model as a GGUF file for llama.cpp: python scripts/export_gguf.py RUN OUT.gguf."""
+"""Export a model as a GGUF file for llama.cpp: python scripts/export_gguf.py RUN OUT.gguf."""
 
 import os
 
@@ -7,12 +7,13 @@ from thinker.runtime.errors import UserError, run_command
 
 
 def main() -> int:
-    """Load, write, verify, and only then move the file into place. Returns the exit status."""
-    parser = ArgumentParser(description="Write a GGUF file, read it back, and compare with llama.cpp if installed.")
-    parser.add_argument("path", metavar="RUN", help="a run directory, a checkpoint in it, or a Hugging Face folder")
-    parser.add_argument("out", metavar="OUT", type=output_file, help="the file to write, such as model.gguf")
-    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
-    parser.add_argument("--dtype", choices=["f16", "f32"], default="f16", help="of the matrices (default f16)")
+    """Write to a temporary file, verify it, then rename it. Returns the exit status."""
+    examples = "runs/quickstart my-model.gguf", "runs/quickstart my-model.gguf --dtype f32 --checkpoint best"
+    description = "Export a model as a GGUF file for llama.cpp, and verify it (with llama.cpp if installed)."
+    parser = ArgumentParser(description=description, examples=examples)
+    parser.add_model("path", "RUN")
+    parser.add_argument("out", metavar="OUT", type=output_file, help="GGUF file to write")
+    parser.add_argument("--dtype", choices=["f16", "f32"], default="f16", help="data type of the weight matrices")
     arguments = parser.parse_args()
     from thinker.interop import load
     from thinker.interop.gguf import write_gguf
@@ -20,10 +21,10 @@ def main() -> int:
 
     out = arguments.out
     if os.path.lexists(out):
-        raise UserError(f"{out} exists already; give a new file")
+        raise UserError(f"OUT {out} already exists; give a new file name")
     model, tokenizer = load(arguments.path, checkpoint=arguments.checkpoint)
     if tokenizer is None:
-        raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file needs")
+        raise UserError(f"{arguments.path} has no tokenizer, which a GGUF file needs; use a model saved with one")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         write_gguf(model, tokenizer, temporary, arguments.dtype, out.stem)
@@ -31,7 +32,7 @@ def main() -> int:
         temporary.rename(out)
     finally:
         temporary.unlink(missing_ok=True)
-    print(f"{out}: {out.stat().st_size:,} bytes, read back as it was written", compared, sep="\n")
+    print(f"wrote {out}: {out.stat().st_size:,} bytes, verified by reading it back", compared, sep="\n")
     return 0
 
 

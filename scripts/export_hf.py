@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder: python scripts/export_hf.py RUN OUT."""
+"""Export a model as a Hugging Face folder: python scripts/export_hf.py RUN OUT."""
 
 import os
 import shutil
@@ -9,16 +9,17 @@ from thinker.runtime.errors import UserError, run_command
 
 
 def main() -> int:
-    """Load, write, verify, and only then move the folder into place. Returns the exit status."""
-    parser = ArgumentParser(description="Write a folder that transformers loads, and check that it computes the same.")
-    parser.add_argument("path", metavar="RUN", help="a run directory, such as runs/quickstart, or a checkpoint in it")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write")
-    parser.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
-    parser.add_argument("--adapter", action="store_true", help="write only a run's LoRA adapter, as a peft folder")
-    parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="largest file of weights (default 5)")
+    """Write to a temporary folder, verify it, then rename it. Returns the exit status."""
+    examples = "runs/quickstart my-model", "runs/finetune my-adapter --adapter"
+    description = "Export a model as a Hugging Face folder, and verify that transformers computes the same logits."
+    parser = ArgumentParser(description=description, examples=examples)
+    parser.add_model("path", "RUN")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new or empty")
+    parser.add_argument("--adapter", action="store_true", help="export only the LoRA adapter, in the format of peft")
+    parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="maximum size of a weight file, in GiB")
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gigabytes < 1e6:
-        raise UserError(f"--shard-gigabytes is {arguments.shard_gigabytes}; it must be a positive number")
+        raise UserError(f"--shard-gigabytes is {arguments.shard_gigabytes}; use a positive number, such as 5")
     from thinker.data import tokenizer_conversion
     from thinker.interop import huggingface, load
     from thinker.interop.hf_config import hf_model_type
@@ -30,7 +31,7 @@ def main() -> int:
 
     out, path = Path(os.path.abspath(arguments.out)), Path(arguments.path)
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already; give a new or an empty folder")
+        raise UserError(f"OUT {out} already exists; give a new or empty folder")
     model, tokenizer = load(path, checkpoint=arguments.checkpoint)
     model_type, run = hf_model_type(model.config), find_run_directory(path)
     temporary = out.with_name(f".{out.name}.tmp")
@@ -42,8 +43,8 @@ def main() -> int:
             settings = None if run is None else read_yaml(run / "config.yaml").get("run")
             base = Path(str(settings.get("init_from") if isinstance(settings, dict) else None))
             if not huggingface.is_hf_folder(base):
-                problem = f"run.init_from is {base}, which is not a Hugging Face folder"
-                raise UserError(f"--adapter needs a run that started from one: {problem}; export without --adapter")
+                problem = f"run.init_from is {base}, not a Hugging Face folder"
+                raise UserError(f"--adapter needs a fine-tuned model: {problem}; remove --adapter")
             adapter = save_adapter(find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary)
         else:
             huggingface.save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))
@@ -58,8 +59,8 @@ def main() -> int:
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    size = f"an adapter ({adapter}) for" if adapter else "a"
-    print(f"{arguments.out}: {size} {model_type} of {sum(p.numel() for p in model.parameters()):,} parameters")
+    kind, n_parameters = f"adapter ({adapter}) for " if adapter else "", sum(p.numel() for p in model.parameters())
+    print(f"wrote {arguments.out}: {kind}{model_type}, {n_parameters:,} parameters")
     print(f"verified with transformers: {compared}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Look inside a model: python scripts/inspect_model.py COMMAND MODEL [flags]."""
+"""Inspect a model: python scripts/inspect_model.py COMMAND MODEL [flags]."""
 
 import argparse
 import re
@@ -12,65 +12,76 @@ from typing import Any
 from thinker.runtime.cli import ArgumentParser, output_file, png_file
 from thinker.runtime.errors import UserError, run_command
 
-IN_EXPLORER = ("explain", "map", "attribute", "lens")  # what the HTML explorer shows too, so that the table is folded
-VIEWS = {"attribute": "attribution", "lens": "lens"}  # the explorer opens another command's view: attention
+IN_EXPLORER = ("explain", "map", "attribute", "lens")  # shown by the interactive report, which folds their table
+VIEWS = {"attribute": "attribution", "lens": "lens"}  # views to open; for other commands: attention
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line: one sub-parser per command, each with the flags that it reads."""
-    shared = ArgumentParser(add_help=False)
-    shared.add_argument("model", metavar="MODEL", help="a run, a checkpoint, a Hugging Face folder; explain: or JSON")
-    shared.add_argument("--checkpoint", default="latest", help="of a run directory: latest, best, a step or a name")
+    """Parse the command line, with one subparser per command."""
+    shared, prompt, optional_prompt, texts, target, position = (ArgumentParser(add_help=False) for _ in range(6))
+    shared.add_model("model", "MODEL", "run directory, checkpoint or Hugging Face folder (explain: or JSON file)")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    shared.add_argument("--json", nargs="?", const="-", metavar="FILE", help="JSON instead of the table, or in a file")
-    shared.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
-    shared.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report; with a prompt, one to explore")
-    prompt, optional_prompt, texts, target, position = (ArgumentParser(add_help=False) for _ in range(5))
-    prompt.add_argument("--prompt", metavar="TEXT", required=True, help="what the model reads")
-    optional_prompt.add_argument("--prompt", metavar="TEXT", help="what the model reads (default: random tokens)")
-    texts.add_argument("--text", type=Path, metavar="FILE", help="to measure on (default: the run's validation text)")
-    texts.add_argument("--texts", type=int, metavar="N", help="at most this many pieces of it (default 32)")
-    target.add_argument("--target", metavar="TOKEN", help="text of one token (default: the likeliest next one)")
-    target.add_argument("--contrast-token", metavar="TOKEN", help="another token, whose logit is subtracted")
-    index = {"type": int, "metavar": "N", "help": "from 0, or from the end below 0 (default -1)"}
-    position.add_argument("--position", default=-1, **index)
+    group = shared.add_argument_group("output")
+    group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE")
+    group.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report, interactive if it has a prompt")
+    prompt.add_argument("--prompt", metavar="TEXT", required=True, help="text that the model reads")
+    optional_prompt.add_argument("--prompt", metavar="TEXT", help="text that the model reads (default: random tokens)")
+    texts.add_argument("--text", type=Path, metavar="FILE", help="text to measure on (default: the validation split)")
+    texts.add_argument("--texts", type=int, help="maximum number of sequences of this text (default: 32)")
+    target.add_argument("--target", metavar="TOKEN", help="predicted token (default: the most likely next token)")
+    target.add_argument("--contrast-token", metavar="TOKEN", help="token whose logit is subtracted (default: none)")
+    index = {"type": int, "default": -1, "help": "position in the prompt; negative counts from the end"}
+    position.add_argument("--position", **index)
 
-    parser = ArgumentParser(
-        description="Shows what a model does with a text, from the inside.",
-        epilog='example: %(prog)s attribute runs/quickstart --prompt "Once upon a" --png why.png',
-    )
+    examples = 'attribute runs/quickstart --prompt "Once upon a time" --png why.png', "COMMAND --help"
+    description = "Inspect what a model computes: attention, attribution, heads, pruning."
+    parser = ArgumentParser(description=description, examples=examples)
     defaults = {"prompt": None, "layer": 0, "head": 0, "position": -1, "target": None, "contrast_token": None}
     parser.set_defaults(**defaults, importance=None, over_training=False, out=None)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def add_command(name: str, summary: str, *parents: ArgumentParser) -> ArgumentParser:
-        return commands.add_parser(name, help=summary, description=summary, parents=[shared, *parents])
+    def add_command(name: str, summary: str, parents: list[ArgumentParser], *examples: str) -> ArgumentParser:
+        options = {"help": summary, "description": summary, "parents": [shared, *parents]}
+        return commands.add_parser(name, **options, examples=[f"runs/quickstart {example}" for example in examples])
 
-    explain = add_command("explain", "one attention row, number by number", optional_prompt)
-    attention_map = add_command("map", "what each token attends to in one head", prompt)
+    once, goat = '--prompt "Once upon a time"', '--prompt "Noah has a goat. Noah has a"'
+    explain = add_command("explain", "compute one attention row step by step", [], f"{once} --layer 0 --head 3",
+                          f"{once} --query 2 --png row.png")  # fmt: skip
+    explain.add_argument("--prompt", metavar="TEXT", help="text that the model reads; none if MODEL is JSON")
+    attention_map = add_command("map", "show what each token attends to in one head", [prompt],
+                                f"{once} --layer 0 --head 3", f"{once} --html page.html")  # fmt: skip
     for command in (explain, attention_map):
-        command.add_argument("--layer", type=int, default=0, metavar="N", help="from 0 (default 0)")
-        command.add_argument("--head", type=int, default=0, metavar="N", help="from 0 (default 0)")
-    explain.add_argument("--query", dest="position", default=-1, **index)
-    heads = add_command("heads", "scores of all heads: entropy, distance, induction, ...", optional_prompt, texts)
+        command.add_argument("--layer", type=int, default=0, help="layer, counted from 0")
+        command.add_argument("--head", type=int, default=0, help="head, counted from 0")
+    explain.add_argument("--query", dest="position", **index)
+    heads = add_command("heads", "score all heads: entropy, distance, induction, importance", [optional_prompt, texts],
+                        f"{once} --png heads.png", "--importance zero --texts 64")  # fmt: skip
     over = heads.add_mutually_exclusive_group()
-    over.add_argument("--over-training", action="store_true", help="at every checkpoint that the run keeps")
-    importance = {"choices": ("zero", "mean", "gradient"), "help": "loss without the head, or by its gradient"}
+    over.add_argument("--over-training", action="store_true", help="score the heads of every checkpoint of the run")
+    importance = {"choices": ("zero", "mean", "gradient"), "help": "rank by loss with the head ablated, or by gradient"}
     over.add_argument("--importance", **importance)
-    add_command("flow", "rollout and maximum flow from one position down to the tokens", prompt, position)
-    add_command("attribute", "the tokens, heads and MLPs behind a prediction", prompt, target, position)
-    add_command("lens", "what the model would predict after each layer", prompt, position)
-    patch = add_command("patch", "which activation restores a prediction in another prompt", prompt, target)
-    patch.add_argument("--corrupt", metavar="TEXT", required=True, help="a prompt of equal length, predicted otherwise")
-    compare = add_command("compare", "two models, or two checkpoints of a run", optional_prompt)
-    compare.add_argument("--other", metavar="MODEL", help="the second model (default: the same)")
-    compare.add_argument("--other-checkpoint", metavar="NAME", help="of the second model (default latest)")
-    prune = add_command("prune", "remove the least important heads for good", texts)
+    add_command("flow", "trace attention from a position to the tokens: rollout, maximum flow", [prompt, position],
+                once, f"{once} --position 3 --png flow.png")  # fmt: skip
+    add_command("attribute", "attribute a prediction to tokens, heads and MLPs", [prompt, target, position],
+                once, f'{goat} --contrast-token " pony" --png why.png')  # fmt: skip
+    add_command("lens", "show what the model would predict after each layer", [prompt, position],
+                once, f"{once} --position 3 --png lens.png")  # fmt: skip
+    corrupt = '--corrupt "Noah has a pony. Noah has a"'
+    patch = add_command("patch", "find activations that restore a prediction in another prompt", [prompt, target],
+                        f"{goat} {corrupt}", f"{goat} {corrupt} --png patch.png")  # fmt: skip
+    patch.add_argument("--corrupt", metavar="TEXT", required=True, help="prompt of equal length, predicted otherwise")
+    compare = add_command("compare", "compare two models, or two checkpoints of a run", [optional_prompt],
+                          "--other runs/pruned", "--other-checkpoint best")  # fmt: skip
+    compare.add_argument("--other", metavar="MODEL", help="second model (default: MODEL)")
+    compare.add_argument("--other-checkpoint", metavar="NAME", help="checkpoint of the second model (default: latest)")
+    prune = add_command("prune", "remove heads from a model permanently", [texts], "--count 2 --out runs/pruned",
+                        "--groups 0.1,2.3 --out runs/pruned")  # fmt: skip
     prune.add_argument("--importance", **importance, default="zero")
     groups = prune.add_mutually_exclusive_group(required=True)
-    groups.add_argument("--count", type=int, metavar="N", help="this many KV heads, each with its query heads")
-    groups.add_argument("--groups", type=parse_groups, metavar="L.K,...", help="these KV heads, as layer.head")
-    prune.add_argument("--out", type=Path, metavar="FOLDER", help="where the pruned model is written")
+    groups.add_argument("--count", type=int, help="remove the N least important KV heads with their query heads")
+    groups.add_argument("--groups", type=parse_groups, metavar="L.K,...", help="remove these KV heads, as layer.head")
+    prune.add_argument("--out", type=Path, metavar="FOLDER", help="write the pruned model to FOLDER (default: do not)")
     arguments = parser.parse_args()
     parser.check_utf8(arguments, "prompt", "corrupt", "target", "contrast_token")
     check_arguments(arguments)
@@ -78,17 +89,17 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def parse_groups(text: str) -> list[tuple[int, int]]:
-    """ "0.1,2.3" as pairs. Raises UserError."""
+    """Parse "0.1,2.3" as pairs. Raises UserError."""
     if not re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", text):
-        raise UserError(f"--groups {text} is not a list such as 0.1,2.3: layer and KV head, both from 0")
+        raise UserError(f"--groups {text} is not a list of LAYER.KV_HEAD, such as 0.1,2.3 (both counted from 0)")
     groups = [(int(layer), int(group)) for layer, group in (pair.split(".") for pair in text.split(","))]
     if len(set(groups)) < len(groups):
-        raise UserError(f"--groups {text} names a head twice; give each one once")
+        raise UserError(f"--groups {text} names a head twice; name each head once")
     return groups
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuse flags that contradict each other and files that cannot be written, before long work begins."""
+    """Reject contradicting flags and files that cannot be written before long work begins. Raises UserError."""
     command = arguments.command
     if command == "explain":
         from thinker.interpretability.attention_row import check_arguments as check_vectors
@@ -96,44 +107,44 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_vectors(arguments)
     if command == "heads":
         if arguments.importance is None and (arguments.text is not None or arguments.texts is not None):
-            raise UserError("--text and --texts are read with --importance; leave them out")
+            raise UserError("--text and --texts have no effect without --importance; add it, or remove them")
         if arguments.importance is not None and arguments.prompt is not None:
-            raise UserError("importance is measured on many texts (--text FILE), not on a --prompt; leave it out")
+            raise UserError("--prompt has no effect with --importance, which reads many texts; use --text FILE")
         if arguments.over_training and arguments.checkpoint != "latest":
-            raise UserError("--over-training takes every checkpoint; leave out --checkpoint")
+            raise UserError("--checkpoint has no effect with --over-training, which reads every checkpoint; remove it")
     if command in ("heads", "prune") and arguments.texts is not None and arguments.texts < 2:
-        raise UserError(f"--texts is {arguments.texts}; it must be at least 2")
+        raise UserError(f"--texts is {arguments.texts}; use at least 2")
     if arguments.target is not None and arguments.target == arguments.contrast_token:
-        raise UserError(f"--target and --contrast-token are both {arguments.target!r}; give two tokens")
+        raise UserError(f"--target and --contrast-token are both {arguments.target!r}; give two different tokens")
     if command == "compare" and arguments.other is None and arguments.other_checkpoint is None:
-        raise UserError("compare needs a second model: --other MODEL, or --other-checkpoint NAME of the same")
+        raise UserError("compare needs a second model; add --other MODEL or --other-checkpoint NAME")
     if arguments.out is not None and arguments.out.exists():
-        raise UserError(f"--out {arguments.out} exists; give a new folder")
+        raise UserError(f"--out {arguments.out} already exists; give a new folder")
     named = [file for file in (arguments.png, arguments.html, arguments.json, arguments.out) if file not in (None, "-")]
     if len({output_file(file).absolute() for file in named}) < len(named):
-        raise UserError(f"a file is named twice among {', '.join(map(str, named))}; each result needs one of its own")
+        raise UserError(f"two outputs have the same file: {', '.join(map(str, named))}; give each its own")
 
 
 def check_index(flag: str, index: int, size: int, from_end: bool = False) -> int:
-    """A valid number of a layer, head or position. Raises UserError."""
+    """Check the index of a layer, head or position. Raises UserError."""
     if not (-size if from_end else 0) <= index < size:
-        raise UserError(f"--{flag} is {index}; there are {size}, counted from 0")
+        raise UserError(f"--{flag} is {index}; use {-size if from_end else 0} to {size - 1}")
     return index
 
 
 def encode_token(tokenizer: Any, flag: str, text: str | None) -> int | None:
-    """The id of a token's text. Raises UserError where it is not exactly one token."""
+    """Return the id of a token's text. Raises UserError unless it is exactly one token."""
     ids = [None] if text is None else tokenizer.encode(text, allow_special=True)
     if len(ids) != 1:
         parts = " ".join(repr(tokenizer.decode([i])) for i in ids)
-        raise UserError(f"--{flag} {text!r} is {len(ids)} tokens of this model, {parts}; one is wanted, as in ' cat'")
+        raise UserError(f"--{flag} {text!r} is {len(ids)} tokens ({parts}); give a single token, such as ' cat'")
     return ids[0]
 
 
 def report_on_prompt(
     arguments: argparse.Namespace, model: Any, tokenizer: Any, prompt: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The report of a command about one prompt, and what the HTML explorer of it opens with."""
+    """Make the report of a command on one prompt, and the initial state of its interactive report."""
     from thinker.interpretability import prompt_reports
     from thinker.interpretability.explain import explain
     from thinker.interpretability.reports import Prompt
@@ -161,7 +172,7 @@ def report_on_prompt(
 
 
 def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tokenizer: Any, prompt: Any) -> Any:
-    """The report of heads, compare and prune."""
+    """Make the report of heads, compare or prune."""
     from thinker import checkpoint
     from thinker.interop import load
     from thinker.interpretability import comparison, head_reports
@@ -170,13 +181,13 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
     if arguments.importance is None:
         with tempfile.TemporaryDirectory() as scratch:
             ids = None if tokenizer is None else used_token_ids(folder, tokenizer, Path(scratch))
-        origin = "the whole vocabulary" if ids is None else "those in the run's text"
+        origin = "the whole vocabulary" if ids is None else "the run's text"
         measured_on = prompt, head_reports.random_repeats(model, ids), origin
         if arguments.over_training:
             paths = checkpoint.list_checkpoints(Path(arguments.model) / "checkpoints")
             if len(paths) < 2:
-                problem = f"{arguments.model} has {len(paths)} checkpoints"
-                raise UserError(f"{problem}; --over-training needs a run with train.keep_every=N, which keeps more")
+                problem = f"--over-training needs at least 2 checkpoints; {arguments.model} has {len(paths)}"
+                raise UserError(f"{problem} (set train.keep_every to keep more)")
             steps = [(int(path.name.split("-")[1]), lambda path=path: load(path, model.device)[0]) for path in paths]
             return comparison.report_over_training(steps, *measured_on)
         if arguments.command == "heads":
@@ -185,7 +196,7 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
         other, other_tokenizer = load(path, model.device, name)
         text = arguments.prompt
         if text is not None and (other_tokenizer is None or other_tokenizer.encode(text) != tokenizer.encode(text)):
-            raise UserError("the two models tokenize this prompt differently; leave it out, or compare others")
+            raise UserError("the models tokenize --prompt differently; remove it, or compare models with one tokenizer")
         names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
         return comparison.compare(model, other, *measured_on, names)
     with tempfile.TemporaryDirectory() as scratch:
@@ -194,16 +205,16 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
         return comparison.report_importance(model, texts, arguments.importance)
     pruned, report = comparison.report_pruning(model, texts, arguments.importance, arguments.count, arguments.groups)
     if arguments.out is None:
-        print("nothing is written; --out FOLDER writes the smaller model", file=sys.stderr)
+        print("the pruned model is not saved; use --out FOLDER to save it", file=sys.stderr)
         return report
     checkpoint.save(arguments.out, pruned, {"step": 0})
     tokenizer.save(arguments.out)
-    print(f"wrote {arguments.out}: python generate.py {shlex.quote(str(arguments.out))}", file=sys.stderr)
+    print(f"wrote {arguments.out}; sample with: python generate.py {shlex.quote(str(arguments.out))}", file=sys.stderr)
     return report
 
 
 def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any, Any, Any]:
-    """Load the model, if any. Returns the report, what the HTML explorer opens with, model, tokenizer and prompt."""
+    """Load the model, if any. Returns report, initial state of the interactive report, model, tokenizer, prompt."""
     if arguments.command == "explain" and arguments.prompt is None:
         from thinker.interpretability.attention_row import explain_vectors
 
@@ -217,7 +228,7 @@ def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any
     folder = find_model(arguments.model, arguments.checkpoint)
     model, tokenizer = load(folder, device)
     if tokenizer is None and (arguments.prompt is not None or arguments.importance is not None):
-        raise UserError(f"{arguments.model} has no tokenizer, so it cannot read a text")
+        raise UserError(f"{arguments.model} has no tokenizer, so it cannot read text; use a model saved with one")
     prompt = None if arguments.prompt is None else Prompt.from_text(model, tokenizer, arguments.prompt)
     if arguments.command in ("heads", "compare", "prune"):
         return report_on_heads(arguments, folder, model, tokenizer, prompt), {}, model, tokenizer, prompt
@@ -225,7 +236,7 @@ def make_report(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], Any
 
 
 def main() -> int:
-    """Load the model, make the report, print and write it. Returns the exit status."""
+    """Print and write a report. Returns the exit status."""
     arguments = parse_arguments()
     from thinker.runtime.finite import finite_json
 

@@ -5,18 +5,20 @@ from thinker.runtime.errors import UserError, run_command
 
 
 def main() -> int:
-    """Plot into a file or print text. Returns the exit status."""
-    parser = ArgumentParser(description="Plots which keys each query attends to: rows are queries, columns are keys.")
+    """Write a PNG file or print text. Returns the exit status."""
+    examples = "--png patterns.png", "'window(8) | global(2)' 'strided(4)' --length 64"
+    description = "Plot attention patterns: which keys (columns) each query (row) attends to."
+    parser = ArgumentParser(description=description, examples=examples)
     example = 'such as "window(8) | global(2)" (default: one of each kind)'
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help=example)
-    parser.add_argument("--length", type=int, default=32, help="positions, up to 128 (default 32)")
-    heads = "heads to plot if they differ (default: those the pattern names, or 4)"
+    parser.add_argument("--length", type=int, default=32, help="number of positions, up to 128")
+    heads = "number of heads to plot if heads differ (default: those that the pattern names, or 4)"
     parser.add_argument("--heads", type=int, help=heads)
-    parser.add_argument("--png", type=png_file, metavar="FILE", help="write a picture instead of printing text")
+    parser.add_argument("--png", type=png_file, metavar="FILE", help="write a plot instead of printing text")
     arguments = parser.parse_args()
     for name, number, largest in (("length", arguments.length, 128), ("heads", arguments.heads, 16)):
-        if number is not None and not 1 <= number <= largest:  # what a plot can still show
-            raise UserError(f"--{name} is {number}; it must be from 1 to {largest}")
+        if number is not None and not 1 <= number <= largest:  # the largest plot that is readable
+            raise UserError(f"--{name} is {number}; use 1 to {largest}")
     from thinker.interpretability import pattern_plots
 
     texts = arguments.patterns or pattern_plots.GALLERY

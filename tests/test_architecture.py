@@ -44,6 +44,7 @@ NEW_ROOMS = {
     "runtime/streams.py",
     "runtime/terminal_text.py",
     "runtime/type_checks.py",
+    "scripts/make_reference.py",
     "training/advice.py",
     "training/command_line.py",
     "training/memory_bound.py",

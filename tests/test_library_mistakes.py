@@ -68,8 +68,8 @@ def test_a_generator_needs_a_model_and_its_tokenizer(pair):
 def test_a_tokenizer_of_another_library_is_refused():
     models = pytest.importorskip("tokenizers.models")
     other = pytest.importorskip("tokenizers").Tokenizer(models.BPE())
-    refused(lambda: Generator(MODEL, other), "needs the model's tokenizer, as load.. returns it, not a Tokenizer")
-    refused(lambda: Generator(MODEL, None), "not None")
+    refused(lambda: Generator(MODEL, other), "^tokenizer is a Tokenizer.*pass the model's tokenizer")
+    refused(lambda: Generator(MODEL, None), "is None")
 
 
 def test_a_generator_in_double_precision():
@@ -88,7 +88,7 @@ def test_numbers_of_any_size_and_kind_are_as_floats():
 
 
 def test_a_stop_string_that_no_text_can_hold_is_refused():
-    refused(lambda: SamplingParams(stop=["caf\udce9"]), "^stop holds a lone surrogate")
+    refused(lambda: SamplingParams(stop=["caf\udce9"]), "^stop contains a lone surrogate")
 
 
 @pytest.mark.filterwarnings("error")
@@ -147,7 +147,7 @@ def test_fields_of_a_config_have_their_types(field):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ({"d_model": 0}, "^model.d_model is 0; it must be at least 1"),
+        ({"d_model": 0}, "^model.d_model is 0; it must be from 1 to"),
         ({"d_model": 32.0}, "^model.d_model is 32.0; it must be a whole number$"),
         ({"n_heads": 5}, "multiple of model.n_heads"),
         ({"qk_norm": "no"}, "^model.qk_norm is 'no'; it must be True or False$"),
@@ -166,18 +166,18 @@ def test_a_model_needs_a_config(config):
     "sizes", [(0, -1), (0,), (1, 0), (1, -1), ("a",), (1.5,), (1, "b"), (None,), (1, 5, -1), (True,)]
 )
 def test_sizes_of_a_cache(sizes):
-    refused(lambda: MODEL.new_cache(*sizes), "whole numbers of at least 1")
+    refused(lambda: MODEL.new_cache(*sizes), "use whole numbers from 1")
 
 
 def test_a_cache_of_another_dtype_is_refused():
     cache = MODEL.new_cache()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        refused(lambda: MODEL(IDS[:1], cache=cache), "^the cache is torch.float32 and the pass torch.bfloat16")
+        refused(lambda: MODEL(IDS[:1], cache=cache), "^the cache is torch.float32, but the model uses torch.bfloat16")
 
 
 def test_a_text_with_lone_surrogates_is_refused():
     for call in (Generator(MODEL, TOKENIZER).score, Generator(MODEL, TOKENIZER).generate):
-        refused(partial(call, "caf\udce9"), "holds a lone surrogate, which no text has")
+        refused(partial(call, "caf\udce9"), "contains a lone surrogate")
 
 
 def test_a_model_loads_whatever_the_default_dtype_is(tiny_run):
@@ -191,7 +191,7 @@ def test_a_model_loads_whatever_the_default_dtype_is(tiny_run):
 
 
 def test_a_cache_larger_than_the_memory_is_refused():
-    refused(lambda: MODEL.new_cache(1, 10**12), "^this takes at least .* ask for a smaller batch_size or max_len")
+    refused(lambda: MODEL.new_cache(1, 10**12), "^this takes at least .* use a smaller batch_size or max_len")
 
 
 @pytest.mark.parametrize("n_top", [-1, 1.5, None, "b"])
@@ -202,20 +202,20 @@ def test_score_refuses_what_is_no_number(n_top):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"document_ids": "x"}, "^document_ids must be a tensor"),
-        ({"document_ids": IDS.float()}, "^document_ids are torch.float32; they must be int64"),
-        ({"targets": IDS.float()}, "^targets are torch.float32; they must be int64"),
-        ({"targets": IDS[..., None]}, r"^targets must be a tensor \(2, 3\)"),
+        ({"document_ids": "x"}, "^document_ids is 'x'; it must be a tensor"),
+        ({"document_ids": IDS.float()}, "^document_ids is torch.float32; it must be int64"),
+        ({"targets": IDS.float()}, "^targets is torch.float32; it must be int64"),
+        ({"targets": IDS[..., None]}, r"^targets is .*; it must be a tensor of shape \(2, 3\)"),
         (
             {"targets": IDS.to("meta")},
-            r"^targets are on meta, the model on cpu; move them: targets.to\(model.device\)",
+            r"^targets is on meta, but the model is on cpu; use targets.to\(model.device\)",
         ),
-        ({"cache": "x"}, r"^cache is 'x'; it must be one of model.new_cache\(\)"),
+        ({"cache": "x"}, r"^cache is 'x'; it must come from model.new_cache\(\)"),
         ({"cache": OTHER.new_cache(2)}, "model of another shape"),
-        ({"cache": MODEL.new_cache(2), "document_ids": IDS}, "do not go with a cache"),
+        ({"cache": MODEL.new_cache(2), "document_ids": IDS}, "cannot be combined with a cache"),
         ({"cache": MODEL.new_cache(2, 2)}, "cache"),
         ({"cache": MODEL.new_cache(3)}, "cache"),
-        ({"targets": IDS, "last_logits_only": True}, "^last_logits_only does not go with targets"),
+        ({"targets": IDS, "last_logits_only": True}, "^last_logits_only cannot be combined with targets"),
     ],
 )
 def test_arguments_of_a_pass(arguments, message):
@@ -223,15 +223,15 @@ def test_arguments_of_a_pass(arguments, message):
 
 
 def test_tokens_and_embeddings_of_a_pass():
-    refused(lambda: MODEL(IDS.to("meta")), "^tokens are on meta")
+    refused(lambda: MODEL(IDS.to("meta")), "^tokens is on meta")
     for dtype in (torch.int64, torch.complex64):
-        refused(partial(MODEL, embeddings=torch.ones(2, 3, 32, dtype=dtype)), "^embeddings are ")
+        refused(partial(MODEL, embeddings=torch.ones(2, 3, 32, dtype=dtype)), "^embeddings is ")
 
 
 def test_names_of_activations():
     refused(lambda: MODEL.record(5).__enter__(), "^name is 5; it must be a string")
     refused(lambda: MODEL.patch(5).__enter__(), "^patches is 5")
-    refused(lambda: MODEL.attention_weights("a text", "gpt2"), "needs the tokenizer")
+    refused(lambda: MODEL.attention_weights("a text", "gpt2"), "needs its tokenizer")
 
 
 @pytest.mark.parametrize(

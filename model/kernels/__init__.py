@@ -1,1 +1,1 @@
-"""Kernels: functions of tensors, each tested against a plain equivalent."""
+"""Attention and loss kernels, each tested against a plain equivalent."""

@@ -1,4 +1,4 @@
-"""Causal attention on CPUs, by blocks of scores that stay in the cache."""
+"""Causal attention on CPUs, computed in blocks of scores that stay in the CPU cache."""
 
 from typing import Any
 
@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 128  # queries per block; keys after its last query are skipped
-SCORES = 2**20  # scores per block, over its heads
+ROWS = 128  # queries per block; keys after the last query are skipped
+SCORES = 2**20  # scores per block, over all its heads
 
 
-# Not compiled: that took two minutes and was no faster. torch.compiler.disable would import the compiler at once.
+# Compilation took two minutes and was no faster. torch.compiler.disable would import the compiler immediately.
 @torch._disable_dynamo
 def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None, n_scores: int = SCORES
 ) -> Tensor:
-    """softmax(scale · q kᵀ + bias) v under the causal mask: q, k, v (B, H, T, D) -> (B, H, T, D).
+    """Causal softmax(scale · q kᵀ + bias) v: q, k, v (B, H, T, D) -> (B, H, T, D).
 
     `bias`, (T, T) or broadcastable to (B, H, T, T), is −inf for hidden keys; every query attends at least to itself.
-    SDPA multiplies head by head; batched products are large enough for the processor's bf16 units. In exchange, half
-    of the (B, H, T, T) probabilities are saved for the backward pass.
+    SDPA multiplies one head at a time; these batched products are large enough for bf16 matrix units. The cost: half of
+    the (B, H, T, T) probabilities are saved for the backward pass.
     """
     if bias is not None:
         bias = bias.to(q.dtype)
@@ -28,7 +28,7 @@ def blockwise_attention(
 
 
 def _blocks(q: Tensor, n_scores: int) -> list[tuple[slice, int, int]]:
-    """Slice of heads, first query and end of the queries of each block."""
+    """Slice of heads, first query and end of queries for each block."""
     N, T, _ = q.shape
     heads = max(1, n_scores // (min(T, ROWS) * T))
     return [(slice(n, n + heads), t, min(t + ROWS, T)) for n in range(0, N, heads) for t in range(0, T, ROWS)]

@@ -1,11 +1,11 @@
-"""Attention of few queries on CPUs, as in decoding."""
+"""Attention for a few queries on CPUs, as in decoding."""
 
 import torch
 from torch import Tensor
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v for q (B, H, T, D), k, v (B, K, S, D), no gradients; reads keys once, SDPA H/K times."""
+    """softmax(scale · q kᵀ) v for q (B, H, T, D), k, v (B, K, S, D), no gradients. Reads keys once, not H/K times."""
     B, H, T, _ = q.shape
     K, S = k.shape[1:3]
     queries = (q * scale).reshape(B * K, H // K * T, -1)  # the queries of one KV head together: (B·K, H/K·T, D)

@@ -1,9 +1,9 @@
-"""Causal attention in linear time by positive random features: FAVOR+ of the Performer.
+"""Causal attention in linear time with positive random features (FAVOR+ of the Performer).
 
 Choromanski et al. 2021, arXiv:2009.14794. With φ(x) = exp(ω·x − ‖x‖²/2)/√m for each of m rows ω from N(0, I), and
-q, k scaled by D^(−1/4), the mean of φ(q)·φ(k) over ω is exp(q·k/√D), the unnormalised weight of softmax attention. So
+q, k scaled by D^(−1/4), the mean of φ(q)·φ(k) over ω is exp(q·k/√D), the unnormalized weight of softmax attention. So
 y_i = φ(q_i) Σ_{j≤i} φ(k_j)ᵀ v_j / φ(q_i)·Σ_{j≤i} φ(k_j), and the state consists of the two sums. The quotient of two
-unbiased estimates is biased; its error falls as 1/√m and grows fast with ‖q + k‖.
+unbiased estimates is biased. Its error falls as 1/√m and grows quickly with ‖q + k‖.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # positions that attend to each other directly, not through the sums
-SPAN = 64  # chunks at a time: a matrix of all pairs adds up their sums, which compiles, unlike a loop
-FLOOR = 1e-20  # smallest feature of a query relative to its largest, so that the weights cannot all underflow
-LIFT = 2.0**30  # between the logarithms of the features of two documents: exp(−LIFT) is 0
+SPAN = 64  # chunks whose sums one matrix product adds up; unlike a loop, this compiles
+FLOOR = 1e-20  # smallest feature of a query relative to its largest; keeps the weights from all underflowing
+LIFT = 2.0**30  # between the log features of two documents; exp(−LIFT) is 0
 
 
 def random_features(n_features: int, head_dim: int, seed: int) -> Tensor:
-    """Sample ω, (m, D) in fp32: rows from N(0, I), orthogonal within each block of D: less variance (section 2.3)."""
-    generator = torch.Generator().manual_seed(seed)  # on the CPU in fp64: the same on every device
+    """Sample ω, (m, D) in fp32: rows from N(0, I), orthogonal in blocks of D to reduce variance (section 2.3)."""
+    generator = torch.Generator().manual_seed(seed)  # on the CPU in fp64, so that all devices agree
     blocks = -(-n_features // head_dim)
     gaussians = torch.randn(blocks, head_dim, head_dim, generator=generator, dtype=torch.float64)
     q, r = torch.linalg.qr(gaussians)
@@ -32,14 +32,14 @@ def random_features(n_features: int, head_dim: int, seed: int) -> Tensor:
 
 @dataclass
 class LinearState:
-    """The state of each KV head after any number of keys."""
+    """State of each KV head after any number of keys."""
 
     sums: Tensor  # (B, K, m, D_v + 1): Σ exp(log feature − shift) · (v, 1) over the keys
     shift: Tensor  # (B, K, 1, 1): the largest log feature so far, rounded up; fp64 with document ids
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> LinearState:
-        """The state before the first key; `shape`: (B, K, m, D_v)."""
+        """State before the first key; `shape`: (B, K, m, D_v)."""
         B, K, m, D_v = shape
         sums = torch.zeros(B, K, m, D_v + 1, device=device, dtype=dtype)
         return cls(sums, torch.full((B, K, 1, 1), torch.finfo(dtype).min, device=device, dtype=dtype))
@@ -49,16 +49,16 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, features: Tensor, state: LinearState | None = None,
     document_ids: Tensor | None = None, chunk: int = CHUNK,
 ) -> tuple[Tensor, LinearState]:  # fmt: skip
-    """Causal attention in time and memory linear in T, at least in fp32: directly within each chunk, by sums before it.
+    """Causal attention in time and memory linear in T: direct within each chunk, by sums for earlier chunks.
 
     Args:
         q, k, v: (B, H, T, D), (B, K, T, D) and (B, K, T, D_v), not scaled; each KV head serves H / K query heads.
         features: ω, (m, D), from random_features().
-        state: the state after the positions before these, if there are any.
-        document_ids: (B, T), never decreasing: keys of other documents are hidden. In every call of a sequence or none.
-        chunk: positions per chunk; affects the speed alone.
+        state: the state after the previous positions, if any.
+        document_ids: (B, T), never decreasing; hides keys of other documents. Pass it in all calls or in none.
+        chunk: positions per chunk; affects only the speed.
 
-    Returns: (B, H, T, D_v) in q's dtype, and the state after the last position.
+    Returns: (B, H, T, D_v) in q's dtype, and the state after the last position. Computes in fp32 or wider.
     """
     (B, K, T, D), C = k.shape, min(chunk, k.shape[2])
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -80,23 +80,23 @@ def linear_attention(
     v = v.to(wide).unflatten(2, (-1, C))  # (B, K, n, C, D_v)
     v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # (B, K, n, C, D_v + 1): the last column sums the weights
 
-    # exp(log φ) alone would overflow. A query's scale (and ‖q‖²) cancels in the quotient; a key's is `top`, which
-    # returns as top − peak ≤ 0. The gradient treats both as constants; `top` is an integer, so sums of it are exact.
+    # exp(log φ) would overflow. A query's scale (and ‖q‖²) cancels in the quotient. A key's scale is `top`, applied
+    # later as top − peak ≤ 0. Gradients treat both as constants; `top` is an integer, so sums of it are exact.
     top = log_k.detach().amax(-1).ceil()  # (B, K, n, C)
     phi_q = (log_q - log_q.detach().amax(-1, keepdim=True)).exp().flatten(3, 4) + FLOOR  # (B, K, n, H/K·C, m)
     phi_k = (log_k - top[..., None]).exp()  # (B, K, n, C, m)
-    if document_ids is not None:  # lift each document above those before it, whose weights become 0
+    if document_ids is not None:  # lift each document above the earlier ones, so that their weights become 0
         top = top.double() + LIFT * document_ids.unflatten(1, (-1, C))[:, None]
     peak = torch.cat([state.shift[..., 0], top.flatten(2)], dim=-1).cummax(-1).values  # (B, K, 1 + T)
     border, peak = peak[..., ::C], peak[..., 1:].unflatten(2, (-1, C))  # (B, K, n + 1), (B, K, n, C)
-    # Factors of the keys of a chunk, of the sums before it, both for each query, and of the sums between chunks.
+    # Factors for the keys in a chunk and the sums before it (per query), and for the sums between chunks.
     key_scale = (top[..., None, :] - peak[..., None]).to(wide).exp().tril()  # (B, K, n, C, C)
     past_scale = (border[..., :-1, None] - peak).to(wide).exp()  # (B, K, n, C)
     chunk_scale = (border[..., None, :] - border[..., None]).to(wide).exp().tril()  # (B, K, n + 1, n + 1)
 
     sums = (phi_k * (top - border[..., 1:, None]).to(wide).exp()[..., None]).mT @ v  # (B, K, n, m, D_v + 1)
     sums = torch.cat([state.sums[:, :, None], sums], dim=2)  # (B, K, n + 1, m, D_v + 1)
-    sums = (chunk_scale @ sums.flatten(3)).view_as(sums)  # of each chunk and all before it
+    sums = (chunk_scale @ sums.flatten(3)).view_as(sums)  # of each chunk and all earlier chunks
 
     groups = (-1, C)  # the rows of a chunk are (H/K heads, C queries)
     weights = (phi_q @ phi_k.mT).unflatten(3, groups) * key_scale[:, :, :, None]  # (B, K, n, H/K, C, C)

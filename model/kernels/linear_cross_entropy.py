@@ -1,4 +1,4 @@
-"""lm_head and cross-entropy fused: the logits, the largest tensor of a training step, never leave the cache."""
+"""Fused LM head and cross-entropy in chunks: the logits, the largest tensor of a step, are never stored as a whole."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,18 +11,18 @@ from torch.autograd.function import once_differentiable
 
 from thinker.runtime.constants import IGNORE_INDEX
 
-CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: they fit a core's cache or fill a GPU
-COMPILED_CHUNK_ELEMENTS = 5 * 2**27  # in bf16 alone they take as many bytes as 2**27 with two copies in fp32
-MIN_CHUNK_ROWS = 256  # each chunk also reads and writes the whole gradient of the weight
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # logits per chunk: fit a core's cache or fill a GPU
+COMPILED_CHUNK_ELEMENTS = 5 * 2**27  # bf16 only: as many bytes as 2**27 in bf16 with two fp32 copies
+MIN_CHUNK_ROWS = 256  # because each chunk reads and writes the whole weight gradient
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
-    """fp32, or fp64 for numbers in fp64."""
+    """fp32, or fp64 if x is fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy of logits (n, V) with targets (n,): its sum in nats, fp32; its gradient, of the logits' dtype."""
+    """Cross-entropy of logits (n, V) with targets (n,): the sum in nats (fp32) and the gradient in their dtype."""
     is_counted = targets != IGNORE_INDEX  # (n,)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
     log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
@@ -37,8 +37,8 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> 
 
 
 def fused_loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """The same, written so that a compiler makes one kernel of it, which only the bf16 logits leave and enter."""
-    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]  # (n, V), none if ignored
+    """loss_and_gradient() in a form that compiles to one kernel, which reads and writes only the bf16 logits."""
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]  # (n, V), all False if ignored
     log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
     loss = -torch.where(is_target, log_probs, 0.0).sum(dim=1).sum()
     if not needs_gradient:
@@ -50,11 +50,11 @@ def fused_loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: boo
 
 @cache
 def _compiled() -> Callable:
-    """The fused form compiled, for the whole process, at its first use: importing the compiler takes seconds."""
+    """Compile the fused form once per process, at first use, because importing the compiler takes seconds."""
     compiled = torch.compile(fused_loss_and_gradient, fullgraph=True)
 
     def call(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        for tensor in (logits, targets):  # one program for all numbers of rows
+        for tensor in (logits, targets):  # one program for any number of rows
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return compiled(logits, targets, needs_gradient)
 
@@ -62,7 +62,7 @@ def _compiled() -> Callable:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass, where the logits are; backward only scales them."""
+    """Compute gradients in the forward pass, while the logits exist; backward only scales them."""
 
     @staticmethod
     def forward(
@@ -94,15 +94,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_grad, w_grad = ctx.saved_tensors
-        x_grad = None if x_grad is None else (x_grad * grad).to(x_grad.dtype)  # a loss scale overflows fp16
+        x_grad = None if x_grad is None else (x_grad * grad).to(x_grad.dtype)  # a loss scale would overflow fp16
         w_grad = None if w_grad is None else (w_grad * grad).to(ctx.weight_dtype)
         return x_grad, w_grad, None, None, None
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a·b in fp32 (fp64 of matrices in fp64), of matrices in any dtype; `total` may be changed."""
+    """total + a·b in fp32 (fp64 for fp64 matrices), for matrices of any dtype; may modify `total`."""
     if a.is_cuda and a.dtype.itemsize == 2:
-        # Not addmm, which would add in place: torch 2.11 has no fake form of it, which memory estimates need.
+        # Not addmm, which would add in place: torch 2.11 lacks its fake version, which memory estimates need.
         product = torch.mm(a, b, out_dtype=torch.float32)
         return product if total is None else total.add_(product)
     if total is None:
@@ -115,14 +115,14 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None, is_compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of softmax(x · weightᵀ) against `targets`, (B, T) int64: (sum in nats; number of targets).
+    """Cross-entropy of softmax(x · weightᵀ) with `targets`, (B, T) int64: (sum in nats, number of targets).
 
-    The sum is in fp32, or in fp64 where x is.
+    The sum is in fp32, or fp64 if x is fp64. IGNORE_INDEX is not counted.
 
-    x (B, T, C), whose dtype the products have; weight (V, C); cached_weight: in x's dtype. IGNORE_INDEX is not counted.
-    is_compiled: softmax, loss and gradient of a chunk are compiled; its products are those of libraries in any case.
+    x (B, T, C), whose dtype the products use; weight (V, C); cached_weight: the weight in x's dtype.
+    is_compiled: compile softmax, loss and gradient of a chunk; matrix products always call the library.
     """
-    if not torch.is_grad_enabled():  # a Function does not look: it would compute the weight's gradient
+    if not torch.is_grad_enabled():  # a Function ignores this and would compute the weight's gradient
         weight = weight.detach()
     total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), cached_weight, is_compiled)
     return total, (targets != IGNORE_INDEX).sum()

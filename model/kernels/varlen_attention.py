@@ -1,4 +1,4 @@
-"""Attention within documents on CUDA, by torch's variable-length flash kernel."""
+"""Attention within documents on CUDA with torch's variable-length flash kernel."""
 
 import inspect
 from collections.abc import Callable
@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HEAD_DIM_MULTIPLE = 8  # of the kernel
+HEAD_DIM_MULTIPLE = 8  # required by the kernel
 
 
 class VarlenAttention:
-    """Causal attention in each document by torch's variable-length flash kernel, in fp16 or bf16 (arXiv:2307.08691).
+    """Causal attention within documents, in fp16 or bf16, by FlashAttention-2 (arXiv:2307.08691).
 
     document_ids: (B, T) int64, never decreasing within a row; max_distance: as in Pattern.
     """
 
     def __init__(self, document_ids: Tensor, max_distance: int | None) -> None:
         self.cu_seqlens = cu_seqlens(document_ids)
-        # Their number differs between batches: unless marked as dynamic, a block would be compiled twice.
+        # The number of documents varies between batches; unless marked dynamic, a block would compile twice.
         torch._dynamo.maybe_mark_dynamic(self.cu_seqlens, 0)
         self.window = (-1 if max_distance is None else max_distance - 1, 0)  # keys before and after the query
         self.varlen_attn, self.has_gqa = _varlen_attn()
@@ -40,15 +40,15 @@ class VarlenAttention:
 
 
 def cu_seqlens(document_ids: Tensor) -> Tensor:
-    """Start indices of the documents in the concatenated rows of (B, T), and the end: (documents + 1,) int32."""
+    """Start index of each document in the concatenated rows of (B, T), and the end: (documents + 1,) int32."""
     is_first = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)  # (B, T), True at row starts
-    starts = is_first.flatten().nonzero()[:, 0]  # the host waits for the device: once per pass, not once per layer
+    starts = is_first.flatten().nonzero()[:, 0]  # makes the host wait, but once per pass, not per layer
     return F.pad(starts, (0, 1), value=document_ids.numel()).int()
 
 
 @cache
 def _varlen_attn() -> tuple[Callable, bool]:
-    """torch's function, imported late (it takes a second), and whether it supports grouped heads (since 2.12)."""
+    """Import torch's function (late, it takes a second), and check for grouped heads (since torch 2.12)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -298,7 +298,7 @@ def test_metrics_are_cut_where_the_run_goes_on(run):
     ("make", "says"),
     [
         (lambda path: path / "nowhere", "does not exist"),
-        (lambda path: path, "no run directory"),
+        (lambda path: path, "not a run directory"),
     ],
 )
 def test_folders_that_are_no_run(tmp_path, make, says):
@@ -307,7 +307,7 @@ def test_folders_that_are_no_run(tmp_path, make, says):
 
 
 def test_a_missing_checkpoint_names_those_there_are(run):
-    with pytest.raises(UserError, match="there are: step-00000001, step-00000002, step-00000003"):
+    with pytest.raises(UserError, match="available: step-00000001, step-00000002, step-00000003"):
         load(run.path, checkpoint="step-7")
-    with pytest.raises(UserError, match="has no checkpoint best; there are: step-00000001"):
+    with pytest.raises(UserError, match="has no checkpoint best .available: step-00000001"):
         load(run.path, checkpoint="best")

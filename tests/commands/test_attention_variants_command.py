@@ -77,7 +77,7 @@ def test_a_text_without_end_where_memory_is_bounded(trained):
 def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
     name, folder = trained
     if name == "mixed":
-        with pytest.raises(UserError, match="a linear layer's state cannot be rolled back"):
+        with pytest.raises(UserError, match="its state cannot be rolled back"):
             said(folder, speculate=4)
     else:
         assert [one.token_ids for one in said(folder, speculate=4)] == [one.token_ids for one in said(folder)]
@@ -102,7 +102,7 @@ def test_what_a_form_cannot_is_refused(trained):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["model.attention=windows(8)"], "there is no windows; did you mean window?"),
+        (["model.attention=windows(8)"], "no pattern windows; did you mean window?"),
         (["model.attention=LG"], "needs model.window"),
         (
             ["model.attention=prefix(4)", "data.document_masking=true"],
@@ -111,11 +111,11 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.rope_scaling={type: yarns, factor: 2}"], "did you mean yarn?"),
         (["model.attention=3"], "model.attention is 3; it must be text"),
         (["model.positions=alibis"], "model.positions is 'alibis'; it must be"),
-        (["model.attention=[window(4), linear(8), full]"], "names 3 layers, but model.n_layers is 2"),
-        (["model.attention=LLLG", "model.window=4"], "names 4 layers, but model.n_layers is 2"),
-        (["model.attention=LX", "model.window=4"], "LX is not a list of layers: the letters are L"),
-        (["model.attention=lg", "model.window=4"], "lg is not a list of layers: the letters are L"),
-        (["model.attention=[dilated(64, 2), full]"], "quote a pattern that has a comma"),
+        (["model.attention=[window(4), linear(8), full]"], "has 3 layers, but model.n_layers is 2"),
+        (["model.attention=LLLG", "model.window=4"], "has 4 layers, but model.n_layers is 2"),
+        (["model.attention=LX", "model.window=4"], "LX is not a list of layers; use the letters L"),
+        (["model.attention=lg", "model.window=4"], "lg is not a list of layers; use the letters L"),
+        (["model.attention=[dilated(64, 2), full]"], "quote patterns with a comma"),
         (["model.attention=prefix(600)"], "leaves none of data.seq_len"),
         (
             ["data.document_masking=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],

@@ -111,10 +111,10 @@ def test_decode_lengths_and_their_plot(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--variants", "fp33"], "fp33 is not a variant"),
-        (["--variants", "transformers"], "transformers is not a variant"),
-        (["--variants", "fp32@all"], "fp32@all is not a variant"),
-        (["--new", "1"], "--new and --prompt must be at least 2"),
+        (["--variants", "fp33"], "unknown fp33; use names"),
+        (["--variants", "transformers"], "unknown transformers; use names"),
+        (["--variants", "fp32@all"], "unknown fp32@all; use names"),
+        (["--new", "1"], "use at least 2, 2 and 1"),
         (["--device", "gpu"], "the device gpu is not available"),
     ],
 )

@@ -39,7 +39,7 @@ def test_long_tables_and_plot(run_script, tiny_run, tmp_path):
     assert completed.returncode == 0, completed.stderr
     assert "trained length  32\n" in completed.stdout
     assert "no needle test" in completed.stdout
-    assert completed.stdout.count("beyond the training") == 3
+    assert completed.stdout.count("beyond the trained length") == 3
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -66,8 +66,8 @@ def test_trained_length_and_windows_of_a_short_text(command, tiny_run, tmp_path,
     output = capsys.readouterr().out
     assert "trained length  16\n" in output
     assert "  16-31  " in output
-    assert "the text is shorter; the windows have" in output
-    with pytest.raises(UserError, match="it must be a table such as"):
+    assert ": the text is shorter" in output
+    with pytest.raises(UserError, match="use a mapping such as"):
         command(run, "--long", "--rope-scaling", "", "--device", "cpu")
 
 
@@ -136,7 +136,7 @@ def test_a_text_has_the_score_that_generate_prints(run_script, tiny_run, text_fi
     assert loss["n_windows"] > 1 or n_lines == 1
     assert score["nats_per_token"] == pytest.approx(loss["nats_per_token"]["mean"], rel=1e-5)
     assert score["bits_per_byte"] == pytest.approx(loss["bits_per_byte"]["mean"], rel=1e-5)
-    assert values["counted"] == "all tokens, not the end of the text"
+    assert values["counted"] == "all tokens without the end of the text"
     assert f"counted: {values['counted']}" in scored.stderr
 
 
@@ -150,11 +150,11 @@ def test_a_part_of_the_validation_data(command, tiny_run, capsys):
     (loss,), (full,) = part["losses"], whole["losses"]
     assert loss["n_windows"] == 10 < full["n_windows"]
     assert loss["n_tokens"] <= 320
-    assert part["part"] == f"the beginning, of which {loss['n_tokens']:,} tokens count (--max-tokens)"
+    assert part["part"] == f"the beginning ({loss['n_tokens']:,} tokens counted; see --max-tokens)"
     assert loss["nats_per_token"]["mean"] == pytest.approx(full["nats_per_token"]["mean"], rel=0.3)
     assert command(tiny_run, "--device", "cpu", "--source", "text", "--path", ROOT / "README.md",
                    "--max-tokens", 320) == 0  # fmt: skip
-    assert "part  the beginning, of which 320 tokens count (--max-tokens)" in capsys.readouterr().out
+    assert "part  the beginning (320 tokens counted; see --max-tokens)" in capsys.readouterr().out
 
 
 def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
@@ -174,7 +174,7 @@ def test_table_columns_are_aligned(command, tiny_run, tmp_path, capsys):
     assert command(tiny_run, "--source", "tales", "--max-tokens", 3000, "--context", 600, "--device", "cpu") == 0
     output = capsys.readouterr().out
     assert "against the floor" in output
-    assert "the minimum" in output
+    assert "the lowest possible loss" in output
 
 
 def test_learned_positions_limit_long_windows(command, tiny_run, random_model, capsys, monkeypatch):
@@ -184,7 +184,7 @@ def test_learned_positions_limit_long_windows(command, tiny_run, random_model, c
     assert command(tiny_run, "--long", "--windows", 2, "--device", "cpu") == 0
     output = capsys.readouterr().out
     assert "the model has 32 learned positions" in output
-    assert "beyond the training" not in output
+    assert "beyond the trained length" not in output
     with pytest.raises(UserError, match="RoPE"):
         command(tiny_run, "--long", "--rope-scaling", YARN, "--device", "cpu")
 
@@ -192,37 +192,37 @@ def test_learned_positions_limit_long_windows(command, tiny_run, random_model, c
 def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
     completed = run_script(EVAL, tiny_run, "--long", "--stride", 4)
     assert completed.returncode == 2
-    assert completed.stderr == "error: --stride does not go with --long; leave it out\n"
+    assert completed.stderr == "error: --stride has no effect with --long; remove it\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--long", "--factor", "0"], "at least 1"),
-        (["--long", "--tasks", "x"], "--long does not go with --tasks"),
-        (["--tasks", "x", "--context", "8"], "--context does not go with --tasks"),
-        (["--limit", "3"], "--limit does not go with a plain evaluation"),
-        (["--factor", "3"], "--factor does not go with a plain evaluation"),
+        (["--long", "--tasks", "x"], "--long has no effect with --tasks"),
+        (["--tasks", "x", "--context", "8"], "--context has no effect with --tasks"),
+        (["--limit", "3"], "--limit has no effect without --tasks"),
+        (["--factor", "3"], "--factor has no effect without --long"),
         (["--stride", "0"], "--stride is 0"),
         (["--confidence", "1"], "--confidence is 1.0"),
         (["--context", "64,x"], "--context 64,x is not a list"),
         (["--context", "1"], "not a list of lengths"),
         (["--confidence", "0.9999999999999999"], "0.9999"),
-        (["--long", "--max-tokens", "9"], "--max-tokens goes with --source"),
-        (["--context", "16,32", "--stride", "17", "--device", "cpu"], "between 1 and the context length, 16"),
+        (["--long", "--max-tokens", "9"], "--max-tokens has no effect with --long and without --source"),
+        (["--context", "16,32", "--stride", "17", "--device", "cpu"], "use 1 to the context length, 16"),
         (["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"], "needs contiguous windows"),
-        (["--context", "9999999", "--device", "cpu"], "a --context of 9999999 is longer than the text"),
-        (["--stride", "9999999", "--device", "cpu"], "a stride of 9999999 tokens"),
+        (["--context", "9999999", "--device", "cpu"], "--context is 9999999, longer than the text"),
+        (["--stride", "9999999", "--device", "cpu"], "the stride is 9999999 tokens"),
         (["--tasks", "x", "--include", "nowhere"], "nowhere is not a folder"),
-        (["--tasks", "x", "--shots", "-1"], "--shots is -1; it must be at least 0"),
-        (["--tasks", " ,"], "--tasks names no task; give some, such as hellaswag"),
-        (["--png", "a.pdf"], "cannot plot into a.pdf"),
+        (["--tasks", "x", "--shots", "-1"], "--shots is -1; use at least 0"),
+        (["--tasks", " ,"], "--tasks is empty; name some, such as hellaswag"),
+        (["--png", "a.pdf"], "cannot write plot a.pdf"),
         (["--source", "jsonl"], "--path"),
         (["--long", "--windows", "none"], "invalid int"),
         (["--long", "--source", "text"], "--path"),
         (["--long", "--path", "README.md"], "--source text"),
         (["--long", "--source", "text", "--path", "nowhere.txt"], "nowhere.txt"),
-        (["--long", "--rope-scaling", "{type: yarn"], "is not a table"),
+        (["--long", "--rope-scaling", "{type: yarn"], "is not a mapping"),
         (["--long", "--rope-scaling", "{type: jarn}"], "did you mean yarn"),
         (["--long", "--checkpoint", "step-7"], "no checkpoint step-7"),
         (["--long", "--device", "tpu"], "tpu"),
@@ -285,7 +285,7 @@ def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(UserError, match="the text of data.source=text has changed since the training"):
         command(run, *arguments, "--read-data")
-    with pytest.raises(UserError, match="--read-data is about the run's own data"):
+    with pytest.raises(UserError, match="--read-data has no effect with --source"):
         command(run, *arguments, "--read-data", "--source", "tales")
 
 

@@ -45,7 +45,7 @@ def test_a_run_as_a_folder_that_opens_there_and_here(run_script, tiny_run, tmp_p
     out = tmp_path / "deep" / "model"
     done = run_script(EXPORT, tiny_run, out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "a qwen3 of" in done.stdout
+    assert ": qwen3, " in done.stdout
     assert "64 greedy tokens equal, 5,000 texts tokenized equally" in done.stdout
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in out.iterdir()} == names | {"tokenizer_config.json"}
@@ -65,7 +65,7 @@ def test_a_run_as_a_folder_that_opens_there_and_here(run_script, tiny_run, tmp_p
     assert texts[0].stdout == texts[1].stdout != ""
     done = run_script(EXPORT, tiny_run, out)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "exists already" in done.stderr
+    assert "already exists" in done.stderr
 
 
 def follow(folder):
@@ -79,14 +79,14 @@ def chat_goes_beyond_the_context(run_script, run, options):
     lines = "1?\n2?\n3?\n4?\n" + "5? " * 30 + "\n/undo\n6?\n/show\n"
     turns = run_script(GENERATE, run, *options, input=lines)
     unseen, refused, removed = turns.stderr.splitlines()[1:]
-    assert (turns.returncode, removed) == (0, "removed")
-    assert unseen.startswith("the chat no longer fits into the model's context of 32 tokens: ")
+    assert (turns.returncode, removed) == (0, "removed the last turn")
+    assert unseen.startswith("the context of 32 tokens is full: the oldest turns")
     assert refused.startswith("error: the prompt has ")
     assert [number for number in range(1, 8) if f"user: {number}?" in turns.stdout] == [1, 2, 3, 6]
     stopped = run_script(GENERATE, run, *options, "--no-slide", input=lines)
     assert stopped.returncode == 0, stopped.stderr
     assert stopped.stderr.count("error: the prompt has ") > 1
-    assert "does not see" not in stopped.stderr
+    assert "oldest turns" not in stopped.stderr
 
 
 def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, run_script, tiny_run, tmp_path, capsys):
@@ -111,7 +111,7 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     assert "Assistant" not in answer.stdout
     turns = run_script(GENERATE, run, *options, "--interactive", input="7?\n\n/show\n")
     assert turns.returncode == 0, turns.stderr
-    assert turns.stderr.splitlines()[1:] == ["error: a message needs text"]
+    assert turns.stderr.splitlines()[1:] == ["error: the message is empty; type some text"]
     assert turns.stdout.startswith(answer.stdout)
     assert turns.stdout.endswith(f"user: 7?\n\nassistant: {answer.stdout}")
     chat_goes_beyond_the_context(run_script, run, [*options, "--interactive"])
@@ -128,7 +128,7 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     whole, adapter = tmp_path / "whole", tmp_path / "adapter"
     assert command("export_hf", run, whole) == 0
     assert command("export_hf", run, adapter, "--adapter") == 0
-    assert "an adapter (rank 2, " in capsys.readouterr().out
+    assert ": adapter (rank 2, " in capsys.readouterr().out
     assert f"trained with Thinker for the model in `{base}`" in (adapter / "README.md").read_text()
     for folder in (whole, adapter):
         follow(folder)
@@ -147,12 +147,12 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, 
     with pytest.raises(NotADirectoryError):
         command("export_hf", tiny_run, tmp_path / "file" / "model")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         command("export_hf", tiny_run, ".")
     tokenizer = interop.load(tiny_run)[1]
     biased = random_model(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
     monkeypatch.setattr(interop, "load", lambda *_, **__: (biased, tokenizer))
-    with pytest.raises(RunError, match="for a qwen2 it splits text as Qwen does, whatever the files say"):
+    with pytest.raises(RunError, match="for qwen2 it always splits text like Qwen"):
         command("export_hf", tiny_run, tmp_path / "model")
 
 
@@ -208,7 +208,7 @@ def test_nothing_stays_of_an_export_that_is_refused_or_proved_wrong(
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         command("export_hf", tiny_run, tmp_path / "full")
     with pytest.raises(UserError, match="positive"):
         command("export_hf", tiny_run, tmp_path / "model", "--shard-gigabytes", 0)
@@ -218,9 +218,9 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     pytest.importorskip("gguf")
     assert command("export_gguf", tiny_run, tmp_path / "a.gguf", "--dtype", "f32") == 0
     shown = capsys.readouterr().out
-    assert "read back as it was written" in shown
+    assert "verified by reading it back" in shown
     assert "llama.cpp" in shown
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         command("export_gguf", tiny_run, tmp_path / "a.gguf")
     with pytest.raises(UserError, match="its folder does not exist"):
         command("export_gguf", tiny_run, tmp_path / "b" / "a.gguf")

@@ -72,7 +72,7 @@ def test_greedy_equals_temperature_zero(tiny_run):
 def test_the_best_checkpoint_and_a_checkpoint_by_path_or_step(tiny_run):
     best = next((tiny_run / "checkpoints").glob("best-*"))
     assert find_checkpoint(tiny_run, "40") == find_checkpoint(tiny_run, "step-00000040")
-    with pytest.raises(UserError, match="has no checkpoint step-00000041; there are: step-00000038, step-00000040"):
+    with pytest.raises(UserError, match="has no checkpoint step-00000041 .available: step-00000038, step-00000040"):
         find_checkpoint(tiny_run, "41")
     common = ["--prompt", "Line", "--greedy", "--max-new-tokens", "15"]
     by_name = run_script(GENERATE, tiny_run, "--checkpoint", "best", *common)
@@ -98,46 +98,46 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--temperature", "-1"], "temperature is -1.0; it must be 0"),
+        (["--temperature", "-1"], "temperature is -1.0; use 0"),
         (["--top-p", "0"], "top_p is 0.0"),
         (["--top-k", "0"], "top_k is 0"),
         (["--min-p", "2"], "min_p is 2.0"),
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
         (["--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--num-samples", "0"], "--num-samples is 0"),
-        (["--stop", ""], "none of them empty"),
+        (["--stop", ""], "non-empty strings"),
         (["--presence-penalty", "nan"], "presence_penalty is nan"),
         (["--frequency-penalty", "inf"], "frequency_penalty is inf"),
-        (["--logit-bias", "5"], "--logit-bias 5 is not a token id, = and a number"),
-        (["--logit-bias", "5=1", "--logit-bias", "5=-inf"], "token ids, each once"),
-        (["--logit-bias", "9999=1"], "logit_bias names the token 9999; the vocabulary ends at"),
+        (["--logit-bias", "5"], "--logit-bias 5 is not ID=X, a token id and a number"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=-inf"], "distinct token ids"),
+        (["--logit-bias", "9999=1"], "logit_bias has the token id 9999; use ids from 0 to"),
         (["--logprobs", "-1"], "logprobs is -1"),
         (["--seed", "-1"], "seed is -1"),
-        (["--window", "0"], "a window of 0"),
-        (["--window", "31", "--sinks", "2"], "the model's context, 32"),
-        (["--sinks", "2"], "goes with a window"),
+        (["--window", "0"], "window is 0"),
+        (["--window", "31", "--sinks", "2"], "the trained context (32 tokens)"),
+        (["--sinks", "2"], "only with a window"),
         (["--speculate", "65"], "speculate is 65"),
-        (["--speculate", "2", "--window", "8"], "a window does not go with speculate"),
-        (["--no-cache", "--speculate", "2"], "speculate needs the cache"),
+        (["--speculate", "2", "--window", "8"], "window cannot be combined with speculate"),
+        (["--no-cache", "--speculate", "2"], "speculate needs the KV cache"),
         (["--score", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["--score", "x", "--top-k", "5"], "--top-k does not go with --score"),
-        (["--score", "x", "--greedy"], "--greedy does not go with --score"),
-        (["--score", "x", "--prompt", "y"], "--prompt does not go with --score"),
+        (["--score", "x", "--top-k", "5"], "--top-k has no effect with --score"),
+        (["--score", "x", "--greedy"], "--greedy has no effect with --score"),
+        (["--score", "x", "--prompt", "y"], "--prompt has no effect with --score"),
         (["--interactive", "--score", "x"], "not allowed with argument --interactive"),
         (["--greedy", "--temperature", "1"], "not allowed with argument --greedy"),
         (["--interactive", "--prompt-file", "-"], "both read standard input"),
-        (["--interactive", "--json"], "--json does not go with --interactive"),
+        (["--interactive", "--json"], "--json has no effect with --interactive"),
         (["--prompt", "a", "--prompt-file", "b"], "not allowed with argument --prompt"),
         (["--prompt-file", "nowhere.txt"], "cannot read nowhere.txt"),
-        (["--prompt", b"\xff\xfe"], "--prompt is not UTF-8"),
-        (["--chat", "--system", b"\xff\xfe"], "--system is not UTF-8"),
-        (["--stop", b"caf\xe9"], "stop holds a lone surrogate"),
+        (["--prompt", b"\xff\xfe"], "--prompt is not valid UTF-8"),
+        (["--chat", "--system", b"\xff\xfe"], "--system is not valid UTF-8"),
+        (["--stop", b"caf\xe9"], "stop contains a lone surrogate"),
         (["--max-new-tokens", "many"], "invalid int value"),
         (["--device", "gpu"], "the device gpu is not available; this machine has:"),
-        (["--checkpoint", "newest"], "has no checkpoint newest; there are: step-"),
+        (["--checkpoint", "newest"], "has no checkpoint newest (available: step-"),
         (
             ["--prompt", "word " * 100],
-            "the model's context is 32; shorten it to at most 32 tokens, or set with --window",
+            "the model's context is 32; shorten it to at most 32 tokens, or use --window N",
         ),
         (["--temprature", "1"], "unrecognized arguments"),
         (["--precision", "fp8"], "invalid choice"),
@@ -167,7 +167,7 @@ def test_a_prompt_file_that_is_not_utf8(tiny_run, tmp_path):
         completed = run_script(GENERATE, tiny_run, flag, latin)
         assert (completed.returncode, completed.stdout) == (2, "")
         assert completed.stderr.splitlines() == [
-            f"error: {latin} is not UTF-8 (byte 3); convert it, for example with iconv"
+            f"error: {latin} is not valid UTF-8 (byte 3); convert it, for example with iconv"
         ]
 
 
@@ -206,7 +206,7 @@ def test_window_goes_beyond_the_context_and_reports_evictions(tiny_run):
         GENERATE, tiny_run, "--window", "12", "--sinks", "2", "--max-new-tokens", "40", "--seed", "1"
     )
     if len(completed.stdout) > 100:
-        assert "evicted at the end: tokens 3 to" in completed.stderr
+        assert "evicted tokens 3 to" in completed.stderr
 
 
 def test_score_and_logprobs(tiny_run, tmp_path):
@@ -221,11 +221,11 @@ def test_score_and_logprobs(tiny_run, tmp_path):
     assert "longer than the context" not in output.stderr
     (tmp_path / "long.txt").write_text("Line 1: the cat number 1 sat. " * 9)
     long = run_script(GENERATE, tiny_run, "--score", tmp_path / "long.txt")
-    assert "in windows of the context, 32, that overlap by half" in long.stderr
+    assert "in windows of 32 tokens that overlap by half" in long.stderr
     *tokens, summary, cost = output.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
-    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; int8 costs ")
+    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; change with int8: ")
     table = run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--logprobs", "1").stderr.splitlines()
     assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(row["logprobs"], abs=1e-4)
 
@@ -257,19 +257,19 @@ def test_interactive_by_pipe(tiny_run):
     assert completed.returncode == 0, completed.stderr
     stderr = completed.stderr.splitlines()
     assert stderr[1:] == [
-        "temperature is 0.0",
-        "removed",
-        "error: top_p is 3; it must be a number in (0, 1]",
-        "error: temperature is '[[[['; it must be a number, or none",
-        f"error: temperature is '{'[' * 40}'; it must be a number, or none",
-        "error: seed is []; it must be a whole number of at least 0",
-        "error: logit_bias is [[1]]; it must have token ids, each once, and for each a number up to ±1e100, or -inf",
-        "error: /set stop is not a command; /help lists them; did you mean /set?",
-        "error: logprobs are not shown in turns; run generate.py --logprobs N without --interactive",
-        "min_p is 0.5",
-        "temperature is 1e+20",
-        "error: / is not a command; /help lists them",
-        "error: /undu is not a command; /help lists them; did you mean /undo?",
+        "temperature = 0.0",
+        "removed the last turn",
+        "error: top_p is 3; use a number in (0, 1]",
+        "error: temperature is '[[[['; use a number or none",
+        f"error: temperature is '{'[' * 40}'; use a number or none",
+        "error: seed is []; use a whole number of at least 0",
+        "error: logit_bias is [[1]]; use distinct token ids, each with a number up to ±1e100 or -inf",
+        "error: unknown command /set stop; /help lists commands; did you mean /set?",
+        "error: logprobs cannot be set in a session; run generate.py --logprobs N without --interactive",
+        "min_p = 0.5",
+        "temperature = 1e+20",
+        "error: unknown command /; /help lists commands",
+        "error: unknown command /undu; /help lists commands; did you mean /undo?",
     ]
     assert "\nLine 1: the" in completed.stdout  # what /show shows
 
@@ -285,13 +285,11 @@ def test_interactive_slides_as_one_text_does(tiny_run):
         assert turns.stdout.count(whole.stdout) == 3  # what each /show shows
         said = [line for line in turns.stderr.splitlines() if "context" in line]
         assert said == whole.stderr.splitlines()[-1:]
-        assert said == [
-            "longer than the model's context of 32 tokens: the newest 16 tokens are read again there; --no-slide stops"
-        ]
+        assert said == ["the context of 32 tokens is full: the text continues from its newest 16 (see --no-slide)"]
     turns = run_script(*common, "--interactive", "--no-slide", "--max-new-tokens", "60", input="Line 1: the\n\n/undo\n")
     ended, refused, removed = turns.stderr.splitlines()[1:]
-    assert (turns.returncode, removed) == (0, "removed")
-    assert ended.startswith("the text ends where the model's context does, at 32 tokens; with --window W")
+    assert (turns.returncode, removed) == (0, "removed the last turn")
+    assert ended.startswith("stopped at the end of the context (32 tokens); use --window N")
     assert refused.startswith("error: the prompt has 33 tokens and the model's context is 32")
 
 
@@ -337,9 +335,9 @@ def test_interactive_at_a_terminal_survives_an_interruption(tiny_run):
             time.sleep(0.0001)
 
     repeat(press, b"(interrupted)")
-    repeat(press, b"(Ctrl-D or /quit leaves)")
+    repeat(press, b"(press Ctrl-D or type /quit to quit)")
     repeat(lambda: os.write(here, b"/undo\n"), b"removed")
-    repeat(press, b"(Ctrl-D or /quit leaves)")
+    repeat(press, b"(press Ctrl-D or type /quit to quit)")
     repeat(lambda: os.write(here, b"/show\n"), b"/show\r\n")
     os.write(here, b"/quit\n")
     assert process.wait(timeout=600) == 0

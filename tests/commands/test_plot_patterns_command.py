@@ -79,8 +79,8 @@ linear(9) (a sum over features)
 3.5 keys per query, 12.5 at length 24; cache: a state of 9 sums
 """
 LEGEND = (
-    "rows: queries, columns: keys; ██ attended to, ▓▓ attended to, later than the query, "
-    "░░ attended to through sums over features, · masked\n"
+    "rows: queries, columns: keys; ██ attended to, ▓▓ attended to, after the query, "
+    "░░ attended to (sums over features), · masked\n"
 )
 
 
@@ -92,11 +92,11 @@ def test_text_from_another_folder(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["windw(3)"], "there is no windw; did you mean window?"),
-        (["LLLG"], "LLLG is not a list of layers: the letters are L (model.window) and G (full)"),
+        (["windw(3)"], "no pattern windw; did you mean window?"),
+        (["LLLG"], "LLLG is not a list of layers; use the letters L (model.window) and G (full)"),
         (["random(1, 16777216)"], "random(1, 16777216) has 16,777,216; the maximum is 256"),
         (["linear(16777216)"], "linear(16777216) has 16,777,216; the maximum is 65,536"),
-        (["--length", "0"], "--length is 0; it must be from 1 to 128"),
+        (["--length", "0"], "--length is 0; use 1 to 128"),
         (["--heads", "two"], "invalid int value: 'two'"),
     ],
 )
@@ -111,8 +111,8 @@ def test_mistakes(arguments, message, tmp_path):
     ("png", "reason"),
     [
         ("nowhere/a.png", "cannot write nowhere/a.png: its folder does not exist or is not writable"),
-        (".", "cannot write .: it is a folder"),
-        ("a.jpg", "cannot plot into a.jpg: plots are PNG files; give a name that ends in .png"),
+        (".", "cannot write .: it is a folder; give a file name"),
+        ("a.jpg", "cannot write plot a.jpg: plots are PNG files; give a name that ends in .png"),
     ],
 )
 def test_a_file_that_cannot_be_written(png, reason, tmp_path):
@@ -161,9 +161,9 @@ def test_the_described_cache_is_what_the_cache_keeps(text):
     shape = {"vocab_size": 9, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 64}
     (layer,) = KVCache(ThinkerConfig(**shape, attention=text), 1, 1000, torch.device("cpu"), None).layers
     if isinstance(layer, LinearLayer):
-        kind = f"a state of {layer.sums.shape[2]} sums"
+        kind = f"{layer.sums.shape[2]} sums"
     elif isinstance(layer, RingLayer):
-        kind = f"a ring of {layer.size - layer.n_global}"
+        kind = f"the newest {layer.size - layer.n_global}"
         if layer.n_global:
             kind = f"the first {layer.n_global} and {kind}"
     else:

@@ -436,7 +436,7 @@ TEXT = ["data.source=text", "data.max_documents=null"]
     [
         ("model.n_layer=3", "did you mean model.n_layers?"),
         ("train.max_steps=many", "train.max_steps is 'many'"),
-        ("model.n_kv_heads=3", "possible: 1, 2, 4"),
+        ("model.n_kv_heads=3", "use 1, 2, 4"),
         ("model.max_seq_len=1", "is longer than model.max_seq_len (1)"),
         ("data.source=tails", "tales"),
         ("data.tokenizer=bep:4096", "bpe"),

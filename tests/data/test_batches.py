@@ -239,13 +239,13 @@ def test_a_corpus_shorter_than_one_window(packing, make_tokens):
     tokens = make_tokens([4, 3])  # 10 tokens: BOS, 4, BOS, 3, BOS
     assert tokens.n_tokens == 10
     BatchLoader(PackedDataset(tokens, 9, packing), 2, 0)
-    with pytest.raises(UserError, match=r"10 tokens.*data.seq_len=10 takes 11; lower data.seq_len or add text"):
+    with pytest.raises(UserError, match=r"10 tokens.*data.seq_len=10 needs 11; lower data.seq_len or add text"):
         BatchLoader(PackedDataset(tokens, 10, packing), 2, 0)
 
 
 def test_wrong_options(make_tokens):
     tokens = make_tokens([4])
-    with pytest.raises(UserError, match="data.packing=tight: it must be contiguous or documents"):
+    with pytest.raises(UserError, match="data.packing=tight: choose from contiguous, documents"):
         PackedDataset(tokens, 4, "tight")
     with pytest.raises(UserError, match="the context length, 0"):
         PackedDataset(tokens, 0, "contiguous")

@@ -91,8 +91,8 @@ def test_mistakes_in_a_file_of_tokens(tmp_path, quick):
     whole = Path(write_token_file(tmp_path / "val.bin", tokenizer, ["abc", "def"])).read_bytes()
     no_bos = whole[:1024] + b"\0" * (len(whole) - 1024)
     unknown = whole[:-2] + b"\xff\xff"
-    cases = {b"": "not a whole file", whole[:9]: "not a whole file", whole[:-1]: "not a whole file",
-             b"\0" + whole[1:]: "not a whole file", no_bos: "of another tokenizer", unknown: "of another"}  # fmt: skip
+    cases = {b"": "not a complete", whole[:9]: "not a complete", whole[:-1]: "not a complete",
+             b"\0" + whole[1:]: "not a complete", no_bos: "not match data.tokenizer", unknown: "not match"}  # fmt: skip
     for number, (content, message) in enumerate(cases.items()):
         (tmp_path / f"{number}.bin").write_bytes(content)
         with pytest.raises(UserError, match=message):
@@ -100,7 +100,7 @@ def test_mistakes_in_a_file_of_tokens(tmp_path, quick):
     with pytest.raises(UserError, match="is not a file"):
         quick(**options, **path_tokenizer, val_tokens=str(tmp_path))
     for bad in ({}, {"source": "text", "path": str(tmp_path / "a.jsonl")} | path_tokenizer):
-        with pytest.raises(UserError, match="needs a source of documents, and"):
+        with pytest.raises(UserError, match="needs a source of documents and"):
             quick(**{**options, **bad}, val_tokens=str(tmp_path / "val.bin"))
 
 
@@ -156,7 +156,7 @@ def test_repeats_know_their_log_probability(quick):
     assert len(corpus.val.shards[0].log_probs) == corpus.val.n_documents
     assert (corpus.val.shards[0].log_probs[:] < -16 * 4.5).all()
     for wrong in ("bpe:300", str(make_tokenizer("bpe:258", ["aaaa"]).save(corpus.folder))):
-        with pytest.raises(UserError, match="data.source=repeated_random needs byte or char"):
+        with pytest.raises(UserError, match="use byte or char with data.source=repeated_random"):
             quick(source="repeated_random", max_documents=300, tokenizer=wrong)
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_cache_is_made_again_and_says_so(tmp_path, quick, capfd, damag
         make_tokenizer("char", ["é"]).save(first.folder)
     again = quick(**options)
     assert (documents(again, again.train), documents(again, again.val)) == expected
-    assert capfd.readouterr().err.count("is damaged and is made again") == 1
+    assert capfd.readouterr().err.count("rebuilding the damaged token cache") == 1
     quick(**options)
     assert capfd.readouterr().err == ""
 
@@ -233,7 +233,7 @@ def test_every_byte_of_the_cache_is_verified(tmp_path, quick, capfd):
         changed[i] ^= 1
         (first.folder / name).write_bytes(changed)
         assert quick(**options).sha256 == first.sha256
-        assert "is damaged and is made again" in capfd.readouterr().err, (name, i)
+        assert "rebuilding the damaged token cache" in capfd.readouterr().err, (name, i)
         assert {path.name: path.read_bytes() for path in first.folder.iterdir()} == contents
 
 
@@ -281,7 +281,7 @@ def test_documents_without_text_are_left_out_and_said_so(tmp_path, quick, capfd)
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "", "b", None, "c", "d"])
     corpus = quick(source="jsonl", path=path, val_fraction=0.5)
     assert sorted(documents(corpus, corpus.train) + documents(corpus, corpus.val)) == ["a", "b", "c", "d"]
-    assert capfd.readouterr().err == "2 of 6 documents hold no text and are left out\n"
+    assert capfd.readouterr().err == "skipping 2 of 6 documents without text\n"
 
 
 def test_progress_goes_to_standard_error(quick, capfd):
@@ -314,34 +314,34 @@ def test_a_bound_that_leaves_documents_out_says_so(tmp_path, quick, capsys, fold
     quick(**options, max_documents=60, val_fraction=0.2)
     assert "max_documents" not in capsys.readouterr().err
     quick(**options, max_documents=59, val_fraction=0.2)
-    assert "data.max_documents: the first 59 documents are taken, there are more" in capsys.readouterr().err
+    assert "data.max_documents: using only the first 59 documents of the source" in capsys.readouterr().err
 
 
 def test_a_vocabulary_smaller_than_asked_for_says_so(tmp_path, quick, capsys):
     (tmp_path / "a.txt").write_text("the cat and the other cat " * 20)
     corpus = quick(source="text", path=str(tmp_path / "a.txt"), tokenizer="bpe:5000")
-    assert f"too short for bpe:5000: the vocabulary has {corpus.tokenizer.vocab_size} tokens" in capsys.readouterr().err
+    assert f"too short for bpe:5000; the vocabulary has {corpus.tokenizer.vocab_size} tokens" in capsys.readouterr().err
     assert corpus.tokenizer.vocab_size < 300
 
 
 def test_an_empty_split(tmp_path, quick):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
     for tokenizer in ("byte", "char", "bpe:300"):
-        with pytest.raises(UserError, match="nothing falls into the train split .*; give it more documents, or set"):
+        with pytest.raises(UserError, match="the train split is empty .*; add documents, or set"):
             quick(source="jsonl", path=path, tokenizer=tokenizer, val_fraction=0.9999999)
     path = write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(24)])
-    with pytest.raises(UserError, match="nothing falls into the val split .* validates on 2 of 24") as raised:
+    with pytest.raises(UserError, match="the val split is empty .* puts 2 of 24") as raised:
         quick(source="jsonl", path=path, val_fraction=1e-9)
     advised = re.search(r"data.val_fraction=(0\.\d+), which", str(raised.value))[1]
     assert quick(source="jsonl", path=path, val_fraction=float(advised)).val.n_documents == 2
     path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 9)
-    with pytest.raises(UserError, match=r"nothing falls into the val split .*; give it more documents$"):
+    with pytest.raises(UserError, match=r"the val split is empty .*; add documents$"):
         quick(source="jsonl", path=path, val_fraction=1e-9)
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
 def test_wrong_fractions(quick, fraction):
-    with pytest.raises(UserError, match="it must lie between 0 and 1"):
+    with pytest.raises(UserError, match="use a fraction between 0 and 1"):
         quick(source="pysource", val_fraction=fraction)
 
 

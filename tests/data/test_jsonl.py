@@ -33,13 +33,13 @@ def test_rows_come_back(tmp_path_factory, form):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n' + b"[" * 100_000, "line 2: it is nested too deeply"),
-        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: it is nested too deeply"),
+        (b'{"text": "a"}\n' + b"[" * 100_000, "line 2: the row is nested too deeply"),
+        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 1: the row is nested too deeply"),
         (
             b'{"text": "a"}\n{"text": \n',
-            "line 2 is not JSON .*; each line must be one whole object, or the file",
+            "line 2 is not valid JSON .*; write one object per line, or one array",
         ),
-        (b"7\n", "line 1: a row is int, not an object"),
+        (b"7\n", "line 1: the row is int, not an object"),
         (b'{"text": "\\ud83d"}\n', "line 1: .*surrogates not allowed"),
         (b"\xff\xfe\x00", "line 1 is not UTF-8 text; convert it, for example with iconv"),
     ],
@@ -73,5 +73,5 @@ def test_every_cut_and_every_changed_byte_of_a_compressed_file(tmp_path):
 def test_a_row_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("thinker.data.jsonl.MAX_ROW_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text('{"text": "' + "a" * 2000)
-    with pytest.raises(ValueError, match="line 1: a row is longer than"):
+    with pytest.raises(ValueError, match="line 1: the row is longer than"):
         list(read_rows(str(tmp_path / "a.jsonl")))

@@ -115,14 +115,14 @@ def test_a_truncated_file_is_refused(file, length):
 
 def test_a_file_with_more_in_it_is_refused(file):
     file.write_bytes(file.read_bytes() + bytes(8))
-    with pytest.raises(DamagedShard, match="its header says"):
+    with pytest.raises(DamagedShard, match="its header expects"):
         reopen(file)
 
 
 def test_zeros_where_tokens_were_are_refused(file):
     data = file.read_bytes()
     file.write_bytes(data[:HEADER_BYTES] + bytes(len(data) - HEADER_BYTES))  # as some file systems leave after a crash
-    with pytest.raises(DamagedShard, match="begin and end"):
+    with pytest.raises(DamagedShard, match="start and end"):
         reopen(file)
 
 

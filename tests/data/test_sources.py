@@ -157,14 +157,14 @@ def test_parquet_and_its_columns(tmp_path):
     assert texts("parquet", path=str(tmp_path)) == ["1", "2", "3"]
     assert texts("parquet", path=str(tmp_path / "a.parquet"), column="story") == ["x", "y"]
     with pytest.raises(
-        UserError, match="data.column=stori: row 0 of .*a.parquet has the columns text, story; did you mean story"
+        UserError, match="data.column=stori: row 0 of .*a.parquet has columns text, story; did you mean story"
     ):
         texts("parquet", path=str(tmp_path / "a.parquet"), column="stori")
 
 
 def test_a_later_row_without_the_column_is_no_misspelling(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"txt": "b"}])
-    with pytest.raises(UserError, match=r"row 1 of .* has the columns txt$"):
+    with pytest.raises(UserError, match=r"row 1 of .* has columns txt$"):
         texts("jsonl", path=path)
     path = write_jsonl(tmp_path / "b.jsonl", [[{"role": "user", "content": "a"}]])
     with pytest.raises(UserError, match='write each conversation as {"messages": '):
@@ -183,7 +183,7 @@ def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (document,) = open_source("parquet", path=write_parquet(tmp_path / "b.parquet", messages=[talk])).documents()
     assert document.messages == talk
-    with pytest.raises(UserError, match="data.column=text: .*b.parquet has the columns messages"):  # as it says
+    with pytest.raises(UserError, match="data.column=text: .*b.parquet has columns messages"):  # as it says
         texts("parquet", path=str(tmp_path / "b.parquet"), column="text")
 
 
@@ -200,11 +200,11 @@ def test_hub_on_a_local_folder(tmp_path, streaming, monkeypatch):
     for wrong, message in {
         "split": "split.*train.*test",
         "config": "'nope' not found. Available: .*default",
-        "column": "has the columns text, n",
+        "column": "has columns text, n",
     }.items():
         with pytest.raises(UserError, match=message):
             texts("hub", **options, **{wrong: "nope"})
-    with pytest.raises(UserError, match="row 0 .* holds int, not text"):
+    with pytest.raises(UserError, match="row 0 .* is int, not text"):
         texts("hub", **options, column="n")
     assert key("hub", **options) == key("hub", path=str(folder))
     write_jsonl(folder / "test.jsonl", [{"text": "changed", "n": 0}])
@@ -245,28 +245,28 @@ def test_damaged_tables(tmp_path, name, content, capfd):
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("tale", {}, "there are tales, pysource, .*did you mean tales"),
-        ("tales", {"path": "x"}, "data.path is set, but data.source=tales does not read it"),
-        ("pysource", {"config": "x"}, "data.config is set"),
-        ("repeated_random", {"column": "x"}, "data.column is set"),
-        ("text", {"path": "x", "split": "test"}, "data.split is set"),
-        ("jsonl", {"path": "x", "streaming": False}, "data.streaming is set"),
-        ("jsonl", {"path": "x", "streaming": True}, "data.streaming is set"),
-        ("text", {"path": "x", "column": "text"}, "data.column is set"),
-        ("parquet", {"path": "x", "split": "train"}, "data.split is set"),
+        ("tale", {}, "choose from tales, pysource, .*did you mean tales"),
+        ("tales", {"path": "x"}, "data.path has no effect with data.source=tales"),
+        ("pysource", {"config": "x"}, "data.config has no effect"),
+        ("repeated_random", {"column": "x"}, "data.column has no effect"),
+        ("text", {"path": "x", "split": "test"}, "data.split has no effect"),
+        ("jsonl", {"path": "x", "streaming": False}, "data.streaming has no effect"),
+        ("jsonl", {"path": "x", "streaming": True}, "data.streaming has no effect"),
+        ("text", {"path": "x", "column": "text"}, "data.column has no effect"),
+        ("parquet", {"path": "x", "split": "train"}, "data.split has no effect"),
         ("text", {"path": str(ROOT / "README.md"), "max_documents": 5}, "README.md is a single text, .*to null$"),
         (
             "text",
             {"path": str(ROOT / "READM*.md"), "max_documents": 5},
             "data.max_documents is set, but .* is a single",
         ),
-        ("parquet", {"path": "x", "config": "x"}, "data.config is set"),
+        ("parquet", {"path": "x", "config": "x"}, "data.config has no effect"),
         ("tales", {"max_documents": 0}, "data.max_documents=0"),
-        ("text", {}, "needs data.path=a file, folder or glob"),
-        ("hub", {}, "needs data.path=a dataset's name or folder"),
+        ("text", {}, "needs data.path; set it to a file, folder or glob"),
+        ("hub", {}, "needs data.path; set it to the name or folder of a dataset"),
         ("text", {"path": "/nowhere/at/all.txt"}, "data.path=/nowhere/at/all.txt does not exist"),
         ("jsonl", {"path": "/nowhere/*.jsonl"}, "matches no jsonl file"),
-        ("parquet", {"path": str(ROOT / "data")}, "holds no parquet file"),
+        ("parquet", {"path": str(ROOT / "data")}, "contains no parquet file"),
     ],
 )
 def test_mistakes(source, options, message):
@@ -280,7 +280,7 @@ def test_a_folder_at_home_and_a_pipe(tmp_path, monkeypatch):
     (tmp_path / "texts" / "a.txt").write_text("one text")
     assert [document.text for document in open_source("text", path="~/texts").documents()] == ["one text"]
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="data.path=.*pipe is not a regular file; give a file"):
+    with pytest.raises(UserError, match="data.path=.*pipe is not a regular file; set a file"):
         open_source("text", path=str(tmp_path / "pipe"))
 
 

@@ -344,15 +344,19 @@ def test_split_merges_the_lowest_pair_first(token):
             "add_prefix_space is True",
         ),
         ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "split_special_tokens": true}', "split_special"),
-        ("generation_config.json", '{"eos_token_id": -1}', "no ids of EOS tokens .eos_token_id in generation_config"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": -1}',
+            "not valid EOS token ids .eos_token_id in generation_config",
+        ),
         ("generation_config.json", '{"eos_token_id": 5000}', "cannot be used"),
-        ("config.json", '{"eos_token_id": "x"}', "no ids of EOS tokens"),
+        ("config.json", '{"eos_token_id": "x"}', "not valid EOS token ids"),
         ("added_tokens.json", '{"<new>": 900}', "not add the token '<new>'"),
         ("special_tokens_map.json", '{"unk_token": {"content": "<unk>"}}', "not add the token '<unk>'"),
         (
             "tokenizer.json",
             '{"model": {"type": "New"}, "added_tokens": [{"id": 0, "content": "<|endoftext|>"}]}',
-            "refuses",
+            "rejects",
         ),
         ("tokenizer_config.json", "{}", "no BOS or EOS token"),
     ],
@@ -370,7 +374,7 @@ def test_files_that_are_none_are_refused_by_name(tmp_path, name, content, messag
     [
         (lambda content: content["model"].update(dropout=0.1), "dropout"),
         (lambda content: content["model"].update(continuing_subword_prefix="##"), "continuing_subword_prefix is '##'"),
-        (lambda content: content["added_tokens"][0].update(id=float("inf")), "is not valid"),
+        (lambda content: content["added_tokens"][0].update(id=float("inf")), "has an invalid id"),
         (lambda content: content["added_tokens"].append(content["added_tokens"][0]), "a token twice"),
         (
             lambda content: content["added_tokens"].append(content["added_tokens"][0] | {"id": 9, "content": "e"}),

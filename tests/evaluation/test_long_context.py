@@ -85,7 +85,7 @@ def test_segments_and_standard_errors(model, corpus):
     assert parts[2].loss == pytest.approx(statistics.mean(means), rel=1e-4)
     assert parts[2].error == pytest.approx(statistics.stdev(means) / math.sqrt(5), rel=1e-3)
     assert loss_by_position(model, windows, 2, limit=1).segments()[0].error is None
-    assert found.format_table().count("beyond the training") == 3
+    assert found.format_table().count("beyond the trained length") == 3
 
 
 def test_standard_error_of_partial_windows(model, corpus):

@@ -165,14 +165,14 @@ def test_unreachable_distances_have_a_reason(random_model, bpe, byte):
     model = random_model(vocab_size=bpe.vocab_size, max_seq_len=200, positions="learned")
     assert needle.needle_test(model, bpe, 32, n_examples=2)["n_examples"] == 2
     far = needle.needle_test(model, bpe, 256, n_examples=2)
-    assert "200 positions" in far["unreachable"]
+    assert "200 learned positions" in far["unreachable"]
     near = needle.needle_test(random_model(vocab_size=257), byte, 8, n_examples=2)
     assert "no story" in near["unreachable"]
     lines = needle.format_table([far, near]).splitlines()
     assert len(lines) == 3
-    assert "200 positions" in lines[1]
+    assert "200 learned positions" in lines[1]
 
 
 def test_a_prefix_that_includes_the_answer(random_model, bpe):
     found = needle.needle_test(random_model(vocab_size=bpe.vocab_size, attention="prefix(999)"), bpe, 32, 2)
-    assert "both ways" in found["unreachable"]
+    assert "contains the answer" in found["unreachable"]

@@ -42,10 +42,10 @@ def test_drafts_stay_within_learned_positions():
 def test_speculation_with_unsupported_models_raises():
     for main, draft, says in [
         (make(), make("linear(8)"), "linear"),
-        (make("window(8)"), make(), "have no end"),
-        (make("window(8)"), make("window(8)", positions="learned"), "have no end"),
+        (make("window(8)"), make(), "an unbounded context"),
+        (make("window(8)"), make("window(8)", positions="learned"), "an unbounded context"),
         (make(), make(rope_scaling={"type": "dynamic", "factor": 2, "original_max_seq_len": 20}), "context is 20"),
-        (make(), make("prefix(9)"), "bidirectional prefix of 9"),
+        (make(), make("prefix(9)"), "bidirectional prefix is 9"),
     ]:
         with pytest.raises(UserError, match=says):
             Generator(main, TOKENIZER, speculate=2, draft=draft)

@@ -70,7 +70,7 @@ def test_undo_interruption_and_reset(model):
     assert (conversation.messages, conversation.undo()) == ([], False)
 
 
-@pytest.mark.parametrize(("text", "message"), [(" ", "a message needs text"), ("x" * 200, "context")])
+@pytest.mark.parametrize(("text", "message"), [(" ", "the message is empty"), ("x" * 200, "context")])
 def test_a_message_that_is_refused_changes_nothing(model, text, message):
     conversation = ChatConversation(Generator(model, tokenizer()))
     list(conversation.reply("first", PARAMS))
@@ -81,7 +81,7 @@ def test_a_message_that_is_refused_changes_nothing(model, text, message):
 
 
 SYSTEM = [{"role": "system", "content": "be brief"}]
-UNSEEN = "the chat no longer fits into the model's context of 160 tokens: the model does not see its oldest turns; "
+UNSEEN = "the context of 160 tokens is full: the oldest turns of the chat are dropped "
 
 
 @pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"int8": True}], ids=str)
@@ -142,7 +142,7 @@ def test_an_answer_longer_than_the_context_slides_and_the_chat_goes_on(model):
     conversation = ChatConversation(Generator(model, tokenizer(), slide=True))
     long = SamplingParams(200, seed=3, logit_bias=PARAMS.logit_bias)
     list(conversation.reply("who?", long))
-    assert [line.split(":")[0] for line in conversation.news()] == ["longer than the model's context of 160 tokens"]
+    assert [line.split(":")[0] for line in conversation.news()] == ["the context of 160 tokens is full"]
     pieces = conversation.reply("and why?", long)
     heard = "".join(next(pieces) for _ in range(3))
     pieces.close()
@@ -163,4 +163,4 @@ def test_where_nothing_slides_every_turn_is_seen_or_the_message_refused(model, o
             break
         assert list(answer)
     assert (len(conversation.messages) == 18) == bool(options)
-    assert [line.split(":")[0] for line in conversation.news()] == ["evicted at the end"] * bool(options)
+    assert [line.split(" tokens")[0] for line in conversation.news()] == ["evicted"] * bool(options)

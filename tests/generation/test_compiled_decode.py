@@ -64,7 +64,7 @@ def test_sixteen_bits_compile_with_grouped_heads_and_the_rate_leaves_compiling_o
     start = time.perf_counter()
     terminal.print_samples(compiled, "hello", compiled.encode("hello"), params, 1, False)
     seconds, text = time.perf_counter() - start, capfd.readouterr().err
-    found = re.search(r"10 tokens, ([\d,]+) tokens/s.*, after compiling for ([\d.]+) s", text)
+    found = re.search(r"10 tokens, ([\d,]+) tokens/s.*, after ([\d.]+) s of compiling", text)
     assert 0 < compiled.decode_model.compile_seconds < seconds
     assert float(found[2]) == pytest.approx(compiled.decode_model.compile_seconds, abs=0.1)
     assert float(found[1].replace(",", "")) >= 10 / (seconds - compiled.decode_model.compile_seconds) - 1

@@ -244,11 +244,11 @@ def test_prefill_chunk_size_does_not_change_the_text(model, monkeypatch, size, m
 
 def test_invalid_params_raise(model):
     generator = Generator(model, TOKENIZER)
-    with pytest.raises(UserError, match="3 prompts and 2 sampling parameters"):
+    with pytest.raises(UserError, match="2 elements for 3 prompts"):
         generator.generate(["a", "b", "c"], [SamplingParams()] * 2)
-    with pytest.raises(UserError, match="1 prompts and 0 sampling parameters"):
+    with pytest.raises(UserError, match="0 elements for 1 prompts"):
         generator.generate(["a"], [])
-    with pytest.raises(UserError, match="logit_bias names the token 257; the vocabulary ends at 256"):
+    with pytest.raises(UserError, match="logit_bias has the token id 257; use ids from 0 to 256"):
         generator.generate(["a", "b"], [SamplingParams(), SamplingParams(logit_bias={257: 1.0})])  # the model has 264
     assert generator.generate(["a"], SamplingParams(max_new_tokens=3, logit_bias={256: 99.0}))[0].token_ids == [256]
 
@@ -279,28 +279,28 @@ def test_a_string_is_one_prompt(model):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (lambda generator: generator.generate(b"hello"), "the prompts are a bytes; give a text"),
+        (lambda generator: generator.generate(b"hello"), "prompts is a bytes; pass a str"),
         (lambda generator: generator.generate(["a", 5]), "prompt 1 is a int"),
-        (lambda generator: generator.generate(None), "the prompts are a NoneType"),
-        (lambda generator: list(generator.stream(["a", "b"])), "the prompt is a list; it must be one text"),
+        (lambda generator: generator.generate(None), "prompts is a NoneType"),
+        (lambda generator: list(generator.stream(["a", "b"])), "the prompt is a list; pass a str"),
         (lambda generator: generator.score(["a"]), "the text is a list"),
         (lambda generator: generator.encode(7), "the prompt is a int"),
         (lambda generator: list(Conversation(generator).reply(["a"], SamplingParams())), "the text is a list"),
         (lambda generator: generator.generate("a", {"seed": 1}), "params is a dict"),
-        (lambda generator: generator.generate("a", prompt_tokens=[1, 2]), "a list of token ids .* for each prompt"),
+        (lambda generator: generator.generate("a", prompt_tokens=[1, 2]), "a list of token ids .* per prompt"),
         (lambda generator: generator.generate("a", prompt_tokens=["ab"]), "a list of token ids"),
         (lambda generator: generator.generate("a", prompt_tokens=[[1.0]]), "a list of token ids"),
-        (lambda generator: generator.generate(["a", "b"], prompt_tokens=[[1]]), "2 prompts and 1 lists"),
-        (lambda generator: generator.generate("a", prompt_tokens=[]), "1 prompts and 0 lists"),
-        (lambda generator: generator.generate("a", prompt_tokens=[[]]), "0 tokens; there must be at least one"),
-        (lambda generator: generator.generate("a", prompt_tokens=[[5, 99_999]]), "99999; the vocabulary is 0 to 256"),
+        (lambda generator: generator.generate(["a", "b"], prompt_tokens=[[1]]), "1 lists for 2 prompts"),
+        (lambda generator: generator.generate("a", prompt_tokens=[]), "0 lists for 1 prompts"),
+        (lambda generator: generator.generate("a", prompt_tokens=[[]]), "0 tokens; it needs at least 1"),
+        (lambda generator: generator.generate("a", prompt_tokens=[[5, 99_999]]), "99999; use ids from 0 to 256"),
         (lambda generator: generator.generate("a", prompt_tokens=[[-1]]), "id -1"),
         (lambda generator: generator.generate("a", prompt_tokens=[[1] * 500]), "500 tokens .* context is 48"),
-        (lambda generator: generator.generate("a", SamplingParams(stop="ab")), "stop is 'ab'; it must be a list"),
-        (lambda generator: Generator(generator.model, None), "needs the model's tokenizer"),
+        (lambda generator: generator.generate("a", SamplingParams(stop="ab")), "stop is 'ab'; use a list"),
+        (lambda generator: Generator(generator.model, None), "tokenizer is None; pass the model's tokenizer"),
         (
             lambda g: Generator(g.model, make_tokenizer("char", ["".join(map(chr, range(200, 600)))])),
-            "has 657 ids, the m",
+            "has 657 ids, more than the m",
         ),
     ],
 )
@@ -313,18 +313,18 @@ def test_what_is_no_prompt_is_refused_in_one_line(model, misuse, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sinks": 2}, "sinks is 2.*goes with a window"),
+        ({"sinks": 2}, "sinks is 2.*with a window"),
         ({"window": 8, "sinks": -1}, "sinks is -1"),
-        ({"window": 0}, "a window of 0 and 0 sinks"),
-        ({"window": 49}, "a window of 49 and 0 sinks.*48"),
-        ({"window": 45, "sinks": 4}, "a window of 45 and 4 sinks.*48"),
+        ({"window": 0}, "window is 0, sinks is 0"),
+        ({"window": 49}, "window is 49, sinks is 0.*48"),
+        ({"window": 45, "sinks": 4}, "window is 45, sinks is 4.*48"),
         ({"speculate": -1}, "speculate is -1"),
         ({"speculate": 65}, "speculate is 65.*64"),
-        ({"speculate": 4, "window": 8}, "a window does not go with speculate"),
-        ({"compile": True, "window": 8}, "a window does not go with compile"),
-        ({"use_cache": False, "window": 8}, "window needs the cache"),
-        ({"use_cache": False, "speculate": 2}, "speculate needs the cache"),
-        ({"use_cache": False, "compile": True}, "compile needs the cache"),
+        ({"speculate": 4, "window": 8}, "window cannot be combined with speculate"),
+        ({"compile": True, "window": 8}, "window cannot be combined with compile"),
+        ({"use_cache": False, "window": 8}, "window needs the KV cache"),
+        ({"use_cache": False, "speculate": 2}, "speculate needs the KV cache"),
+        ({"use_cache": False, "compile": True}, "compile needs the KV cache"),
     ],
 )
 def test_contradictory_options_raise(model, options, message):

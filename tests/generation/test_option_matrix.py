@@ -83,7 +83,7 @@ def test_each_case_is_right_or_refused(case):
     how = {"dtype": case["dtype"], "int8": case["int8"]}
     options = {**how, **case["memory"], "compile": case["compile"], "speculate": case["speculate"]}
     if is_refused(case):
-        with pytest.raises(UserError, match="does not go with|needs the cache") as caught:
+        with pytest.raises(UserError, match="cannot be combined with|needs the KV cache") as caught:
             Generator(model, TOKENIZER, **options)
         assert "\n" not in str(caught.value)
         return

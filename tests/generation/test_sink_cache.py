@@ -285,7 +285,7 @@ def test_what_it_cannot_do_is_refused_and_changes_nothing(random_model):
         model(draw_tokens(3, 1), cache=cache)
     cache.truncate([3, 1])
     before = copy.deepcopy(cache.layers)
-    with pytest.raises(UserError, match="one position at a time"):
+    with pytest.raises(UserError, match="append 1 position at a time"):
         model(draw_tokens(2, 2), cache=cache)
     assert cache.lengths == [3, 1]
     assert all(torch.equal(new.keys, old.keys) for new, old in zip(cache.layers, before, strict=True))

@@ -163,10 +163,10 @@ def test_what_happens_at_the_end_of_the_context_is_said_once(model):
                 said.setdefault(conversation, []).append(list(conversation.news()))
             except UserError as error:
                 said[conversation].append(str(error))
-    line = "longer than the model's context of 12 tokens: the newest 6 tokens are read again there; --no-slide stops"
+    line = "the context of 12 tokens is full: the text continues from its newest 6 (see --no-slide)"
     assert said[slides] == [[], [line], []]
     assert said[ends][0] == []
-    assert said[ends][1][0].startswith("the text ends where the model's context does, at 12 tokens")
+    assert said[ends][1][0].startswith("stopped at the end of the context (12 tokens)")
     assert said[ends][2].startswith("the prompt has 13 tokens and the model's context is 12")
     slides.reset()
     for text, lines in [("hello", []), ("world", [line])]:  # the new text alone goes beyond the context

@@ -362,9 +362,9 @@ def test_a_draft_model_proposes_its_own_samples_after_accepted_and_rejected_draf
 
 
 def test_a_draft_model_must_have_the_same_vocabulary_and_context(model):
-    with pytest.raises(UserError, match="the draft model has 300 token ids and the model 264"):
+    with pytest.raises(UserError, match="the draft model has 300 token ids, the model 264"):
         Generator(model, TOKENIZER, speculate=2, draft=small_model(vocab_size=300))
-    with pytest.raises(UserError, match="the draft model's context is 47 tokens, shorter than the model's 48"):
+    with pytest.raises(UserError, match="the draft model's context is 47 tokens; use a draft model with at least 48"):
         Generator(model, TOKENIZER, speculate=2, draft=small_model(max_seq_len=47))
-    with pytest.raises(UserError, match="a draft model needs speculate"):
+    with pytest.raises(UserError, match="draft needs speculate"):
         Generator(model, TOKENIZER, draft=small_model())

@@ -86,7 +86,7 @@ def test_llama_cpp_tokenizes_alike(tmp_path, kind):
     write_gguf(model, tokenizer, path, "f16")
     assert "texts tokenized equally" in verify_gguf(model, tokenizer, path, exact=False, n_texts=2000)
     if kind == "bpe":
-        with pytest.raises(RunError, match="otherwise"):
+        with pytest.raises(RunError, match="differently"):
             verify_gguf(model, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
         with pytest.raises(RunError, match="greedy"):
             verify_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)

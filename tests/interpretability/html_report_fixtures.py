@@ -1,11 +1,10 @@
 """What the tests of the page share: a real Chromium, a small model with its page, and what can be read off it."""
 
-import os
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import chromium
 import pytest
 import torch
 from conftest import random_model
@@ -13,23 +12,9 @@ from conftest import random_model
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import html_report, reports
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+browser = chromium.browser
 TEXT = "The cat <b>sat</b> on a mat."
 STYLE = (Path(html_report.__file__).parent / "html_report.css").read_text()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None and os.environ.get("THINKER_PAGES") != "1":
-        pytest.skip("there is no Chromium here: apt-get install chromium")
-    assert CHROMIUM, "THINKER_PAGES=1, and there is no Chromium"
-    from playwright.sync_api import sync_playwright
-
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -156,4 +141,4 @@ def cell(tab, layer, head):
 
 def share(text):
     """A percentage as a number."""
-    return 0.0 if text.startswith("<") else float(text.split()[0]) / 100
+    return 0.0 if text.startswith("<") else float(text.split("%")[0]) / 100

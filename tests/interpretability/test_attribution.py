@@ -120,15 +120,15 @@ def test_patching_all_of_the_stream_brings_all_of_it_back(random_model, tokens):
     assert found["embedding"].tolist() == pytest.approx([float(i == 6) for i in range(14)], abs=1e-3)
     assert found["blocks.1"].tolist() == pytest.approx([float(i == 13) for i in range(14)], abs=1e-3)
     assert found.keys() == {"embedding", "blocks.0", "blocks.1", "blocks.0.attention", "blocks.1.attention"}
-    with pytest.raises(UserError, match="equally many tokens"):
+    with pytest.raises(UserError, match="use prompts of equal length"):
         attribution.patch(model, tokens, corrupt[1:], 3)
-    with pytest.raises(UserError, match="^both prompts have the same tokens; the corrupt one must differ"):
+    with pytest.raises(UserError, match="^both prompts have the same tokens; change the corrupt prompt"):
         attribution.patch(model, tokens, tokens.clone(), 3)
-    with pytest.raises(UserError, match="^the target's logit is 0.0000 in both prompts; give prompts or"):
+    with pytest.raises(UserError, match="^the target's logit is 0.0000 in both prompts; use other prompts or"):
         attribution.patch(model, tokens, corrupt, 3, 3)
     with torch.no_grad():  # what is left of the difference is about a rounding error
         model.embedding.weight[corrupt[6]] = model.embedding.weight[tokens[6]] * (1 + 1e-6)
-    with pytest.raises(UserError, match="in both prompts; give prompts or a target that differ"):
+    with pytest.raises(UserError, match="in both prompts; use other prompts or another target"):
         attribution.patch(model, tokens, corrupt, 3, 7)
     model = random_model()
     with pytest.raises(UserError, match="cannot be patched by position"):

@@ -94,17 +94,17 @@ def test_vectors_in_a_file_need_no_model(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": None}, "q must be a list of vectors"),
-        ({"k": [[1, 0], [1]]}, "k must have at most 2048 vectors, all of the same length"),
-        ({"k": [[1, 0], [1, float("nan")], [1, 1]]}, "k must be a list of vectors of finite numbers"),
-        ({"v": [["a"]] * 3}, "v holds something other than numbers"),
-        ({"v": [[[1]]] * 3}, "v must be a list of vectors of finite numbers"),
-        ({"q": [[10**400, 0]]}, "q holds something other than numbers"),
-        ({"q": [[1e200, 0]], "k": [[1e200, 0]] * 3}, "too large to be computed"),
+        ({"q": None}, "q is not a list of vectors"),
+        ({"k": [[1, 0], [1]]}, "k has 2 vectors; use at most 2048, all of one length"),
+        ({"k": [[1, 0], [1, float("nan")], [1, 1]]}, "k contains infinite or nested values"),
+        ({"v": [["a"]] * 3}, "v contains values that are not numbers"),
+        ({"v": [[[1]]] * 3}, "v contains infinite or nested values"),
+        ({"q": [[10**400, 0]]}, "q contains values that are not numbers"),
+        ({"q": [[1e200, 0]], "k": [[1e200, 0]] * 3}, "q·k overflows"),
         ({"q": [[1, 0]] * 4}, r"the shapes are q \(4, 2\), k \(3, 2\), v \(3, 3\)"),
-        ({"tokens": ["a"]}, "tokens must be a list of 3 texts"),
-        ({"causal": 1}, "causal is 1; it must be true or false"),
-        ({"mask": []}, "has the key 'mask'; it may have"),
+        ({"tokens": ["a"]}, "tokens is not a list of 3 strings"),
+        ({"causal": 1}, "causal is 1; use true or false"),
+        ({"mask": []}, "has the unknown key 'mask' .available"),
     ],
 )
 def test_mistakes_in_a_file_of_vectors(tmp_path, change, message):

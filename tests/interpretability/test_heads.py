@@ -85,7 +85,7 @@ def test_a_circuit_built_by_hand_has_the_scores_of_one():
     assert (model(tokens)[:, T // 2 : -1].argmax(-1) == tokens[:, T // 2 + 1 :]).all()  # and so it can repeat
     same = torch.eye(T).roll(-T // 2, dims=-1)
     assert heads.duplicate_token(same).item() == 1
-    with pytest.raises(UserError, match="13 distinct tokens"):
+    with pytest.raises(UserError, match="cannot sample 13 distinct tokens"):
         heads.repeated_random_tokens(V, 13)
 
 

@@ -214,7 +214,7 @@ def test_attribution(shown, visit):
     given, _, missed = attribution.integrated_gradients(shown.model, shown.tokens, target, baseline=start)
     parts = attribution.direct_logit_attribution(shown.model, shown.tokens, target)
     labels = tokens(tab).evaluate_all("all => all.map(one => one.ariaLabel)")
-    found = [float(text.rsplit("adds ", 1)[1].replace("−", "-")) for text in labels]
+    found = [float(text.rsplit("contribution ", 1)[1].replace("−", "-")) for text in labels]
     assert found == pytest.approx(given.tolist(), abs=1e-3)
     what = f"logit of ‘{reports.token_label(shown.tokenizer, target)}’ after position {shown.T - 1}"
     assert what in tab.locator("#parts-what").inner_text()
@@ -271,8 +271,8 @@ def test_what_comes_next(shown, visit):
     follows = shown.shares[5, shown.tokens[6]]
     rank = int((shown.shares[5] > follows).sum()) + 1
     said = tab.locator("#follows").inner_text()
-    assert said.endswith(f"rank {rank}")
-    assert share(re.search(r"with (.*), rank", said)[1]) == pytest.approx(follows.item(), abs=6e-4)
+    assert said.endswith(f"rank {rank})")
+    assert share(re.search(r"\((.*), rank", said)[1]) == pytest.approx(follows.item(), abs=6e-4)
     tokens(tab).nth(shown.T - 1).hover()
     wait_until_painted(tab)
     assert tab.locator("#follows").inner_text() == "The prompt ends here."

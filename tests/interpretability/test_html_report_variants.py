@@ -121,8 +121,8 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
     cell(tab, *missing).click()
     wait_until_painted(tab)
     assert tab.locator("#not-stored").is_visible()
-    assert "cannot be opened" in tab.locator("#not-stored").inner_text()
-    assert "cannot be opened" in tab.locator("#status").inner_text()
+    assert "does not store all heads" in tab.locator("#not-stored").inner_text()
+    assert "is not stored" in tab.locator("#status").inner_text()
     assert pixel(tab, 20, 3) == pytest.approx(heat(shown.byte(*missing, 20, 3)), abs=2)
     held = next(iter(shown.explorer.weights))
     cell(tab, *held).click()
@@ -133,7 +133,7 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
 def test_a_prompt_of_which_no_head_fits(tmp_path, monkeypatch):
     for fitting, attention in ((20 * 21 // 2, "full"), (20 * 20, "prefix(3)")):
         monkeypatch.setattr(html_report, "MAX_WEIGHTS", fitting + 3)
-        with pytest.raises(UserError, match="29 tokens; the longest that an HTML report can show has 20"):
+        with pytest.raises(UserError, match="29 tokens; an HTML report can show at most 20"):
             Shown(tmp_path, attention=attention)
         Shown(tmp_path, "x" * 19, attention=attention)
 
@@ -226,7 +226,7 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
     assert table.get_by_role("columnheader").all_inner_texts() == report.columns
     assert table.get_by_role("row").count() == 1 + len(report.rows)
     assert table.locator("tbody tr").nth(5).locator("td").all_inner_texts() == report.rows[5]
-    drawn = tab.get_by_alt_text("A plot of the table")
+    drawn = tab.get_by_alt_text("plot of the report")
     assert drawn.evaluate("one => one.complete && one.naturalWidth") > 500
     html_report.write_html_report(
         tmp_path / "b.html",
@@ -235,7 +235,7 @@ def test_a_report_alone_and_beside_the_rest(tmp_path, shown, visit):
         shown.explorer,
     )
     both = visit(tmp_path / "b.html")
-    assert both.get_by_alt_text("A plot of the table").count() == 1
+    assert both.get_by_alt_text("plot of the report").count() == 1
     assert tokens(both).count() == shown.T
 
 

@@ -111,7 +111,7 @@ def test_the_least_important_are_taken():
 def test_one_key_head_stays_in_each_layer(random_model):
     pruning.check_count(random_model(n_kv_heads=2), 2)
     for n in (0, 3):
-        with pytest.raises(UserError, match=f"{n} KV heads cannot be removed: 1 to 2 can"):
+        with pytest.raises(UserError, match=f"cannot remove {n} KV heads, .*; use 1 to 2"):
             pruning.check_count(random_model(n_kv_heads=2), n)
 
 
@@ -121,8 +121,8 @@ def test_one_key_head_stays_in_each_layer(random_model):
         ({"n_kv_heads": 2}, [(0, 0), (0, 1)], "layer 0 would have no head left"),
         ({"n_kv_heads": 2}, [(0, 2)], "layer 0 has no KV head 2"),
         ({"n_kv_heads": 2}, [(5, 0)], "layer 5 has no KV head 0"),
-        ({"n_kv_heads": 4, "positions": "alibi"}, [(0, 2)], "does not go with alibi"),
-        ({"n_kv_heads": 4, "attention": "heads(full, window(4))"}, [(0, 2)], "patterns that differ by head"),
+        ({"n_kv_heads": 4, "positions": "alibi"}, [(0, 2)], "does not work with alibi"),
+        ({"n_kv_heads": 4, "attention": "heads(full, window(4))"}, [(0, 2)], "per-head patterns"),
     ],
 )
 def test_what_cannot_be_taken_out(random_model, form, groups, message):

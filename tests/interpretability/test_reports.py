@@ -19,9 +19,9 @@ def test_the_likeliest_token_of_a_position(random_model):
     best = model(PROMPT.tokens[None])[0].argmax(dim=-1).tolist()
     assert [prompt_reports.likeliest_next_token(model, PROMPT, at) for at in range(10)] == best
     assert prompt_reports.likeliest_next_token(model, PROMPT, 3, contrast_token=best[3] ^ 1) == best[3]
-    with pytest.raises(UserError, match="--contrast-token is the likeliest next token"):
+    with pytest.raises(UserError, match="--contrast-token is the most likely next token"):
         prompt_reports.report_attribution(model, None, PROMPT, None, best[3], 3)
-    with pytest.raises(UserError, match="--contrast-token is the likeliest next token"):
+    with pytest.raises(UserError, match="--contrast-token is the most likely next token"):
         prompt_reports.report_patching(model, None, PROMPT, PROMPT, None, best[-1])
 
 

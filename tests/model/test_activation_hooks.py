@@ -193,7 +193,7 @@ def test_gradients_flow_through_what_is_kept(random_model, tokens):
     [
         (["blocks.7"], {}, "no activation blocks.7; did you mean blocks.1"),
         (["blocks.*.attention.weight"], {}, "did you mean"),
-        ([], {"blocks.0.attention.q": "zero"}, "can be recorded, not patched"),
+        ([], {"blocks.0.attention.q": "zero"}, "can be recorded but not patched"),
         ([], {"blocks.0.attention.heads.4": "zero"}, "no activation"),
     ],
 )
@@ -201,13 +201,13 @@ def test_names_that_are_none(random_model, names, changes, message):
     model = random_model()
     with pytest.raises(UserError, match=message), model.patch(changes) if changes else model.record(*names):
         pass
-    with pytest.raises(UserError, match="blocks.0 cannot become 'none'"), model.patch({"blocks.0": "none"}):
+    with pytest.raises(UserError, match="the patch of blocks.0 is 'none'"), model.patch({"blocks.0": "none"}):
         model(torch.zeros(1, 4, dtype=int))
 
 
 def test_a_layer_without_keys_has_no_weights_with_a_cache(random_model, tokens):
     model = random_model(attention=["full", "linear(16)"])
-    with model.record("blocks.1.attention.weights"), pytest.raises(UserError, match="linear attention keeps no keys"):
+    with model.record("blocks.1.attention.weights"), pytest.raises(UserError, match="linear attention caches no keys"):
         model(tokens, cache=model.new_cache(2))
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_recorded_or_patched_says_so(random_model):
     with model.patch({"blocks.0.mlp": "zero"}):
         with pytest.raises(UserError, match="patch generator.model"):
             prepare_for_inference(model)
-        with pytest.raises(UserError, match="close that first"):
+        with pytest.raises(UserError, match="close the hooks first"):
             copy.deepcopy(model)
         with pytest.raises(UserError, match="leave compile out"):
             CompiledThinker(model)(tokens[:, :1], model.new_cache(1))
@@ -290,19 +290,19 @@ def test_how_many_rows_are_weighed_at_a_time_changes_nothing(random_model, monke
 @pytest.mark.parametrize(
     ("name", "patch", "found"),
     [
-        ("blocks.0.mlp", lambda x: x[:1], r"\(1, 6, 32\); its function must return a tensor of that shape"),
-        ("blocks.0.mlp", lambda x: x.mean(), r"\(\); its function must"),
-        ("blocks.0.mlp", lambda x: x.__setitem__(0, 0.0), "None; its function must"),
-        ("blocks.0.mlp", torch.ones(7), r"\(7,\); give a number, or a tensor that can be broadcast to it"),
-        ("blocks.0.mlp", torch.ones(2, 2, 6, 32), r"\(2, 2, 6, 32\); give a number"),
-        ("blocks.0.mlp", {}, "{}; give a number"),
-        ("norm", lambda x: x[:1], r"\(1, 6, 32\); its function must"),
-        ("norm", lambda x: x[..., :8], r"\(2, 6, 8\); its function must"),
+        ("blocks.0.mlp", lambda x: x[:1], r"\(1, 6, 32\); return a tensor of the same shape"),
+        ("blocks.0.mlp", lambda x: x.mean(), r"\(\); return"),
+        ("blocks.0.mlp", lambda x: x.__setitem__(0, 0.0), "None; return"),
+        ("blocks.0.mlp", torch.ones(7), r"\(7,\); use a number, or a tensor that broadcasts to this shape"),
+        ("blocks.0.mlp", torch.ones(2, 2, 6, 32), r"\(2, 2, 6, 32\); use a number"),
+        ("blocks.0.mlp", {}, "{}; use a number"),
+        ("norm", lambda x: x[:1], r"\(1, 6, 32\); return"),
+        ("norm", lambda x: x[..., :8], r"\(2, 6, 8\); return"),
     ],
 )
 def test_a_patch_of_another_shape_is_refused(random_model, name, patch, found):
     model, tokens = random_model(), torch.arange(12).reshape(2, 6)
-    message = rf"^{name} has the shape \(2, 6, 32\), its patch is {found}"
+    message = rf"^{name} has shape \(2, 6, 32\), but its patch is {found}"
     with torch.no_grad(), model.patch({name: patch}), pytest.raises(UserError, match=message):
         model(tokens)
 

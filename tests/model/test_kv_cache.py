@@ -74,7 +74,7 @@ def test_overflow_is_refused_and_changes_nothing(random_model):
     cache = model.new_cache(1, 8)
     model(tokens[:, :6], cache=cache)
     before = [layer.keys.clone() for layer in cache.layers], list(cache.lengths)
-    with pytest.raises(UserError, match="8 positions, 6 are used: 3 more do not fit"):
+    with pytest.raises(UserError, match="8 positions and 6 are used, so 3 more do not fit"):
         model(tokens[:, 6:9], cache=cache)
     assert all(torch.equal(layer.keys, old) for layer, old in zip(cache.layers, before[0], strict=True))
     assert cache.lengths == before[1]

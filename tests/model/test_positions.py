@@ -243,7 +243,9 @@ def test_attention_scaling(more, known):
 def test_a_cache_cannot_grow_under_dynamic_scaling():
     rope = Rope(16, 1e4, scaled("dynamic", 4))
     rope.check_growth(ORIGINAL)
-    with pytest.raises(UserError, match=r"original_max_seq_len \(32\): a cache .* cannot have 33; use yarn or linear"):
+    with pytest.raises(
+        UserError, match=r"a cache .* original_max_seq_len = 32 positions, but got 33; use yarn or linear"
+    ):
         rope.check_growth(ORIGINAL + 1)
     for other in (None, *(scaled(name, 4) for name in SCALINGS if name != "dynamic")):
         Rope(16, 1e4, other).check_growth(10**9)
@@ -267,15 +269,15 @@ def test_defaults_are_put_in():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (None, "model.rope_scaling is None; it must be a table"),
-        ("yarn", "model.rope_scaling is 'yarn'; it must be a table"),
-        ({}, "type is None; possible: linear, dynamic, yarn, llama3"),
-        ({"type": "yarm", "factor": 2}, "type is 'yarm'; possible: .*did you mean yarn?"),
-        ({"type": ["yarn"], "factor": 2}, r"type is \['yarn'\]; possible: linear"),
-        ({"type": "longrope", "factor": 2}, "type is 'longrope'; possible: linear, dynamic, yarn, llama3"),
-        ({"rope_type": "yarn"}, "no key 'rope_type'; did you mean type?"),
+        (None, "model.rope_scaling is None; use a mapping"),
+        ("yarn", "model.rope_scaling is 'yarn'; use a mapping"),
+        ({}, "type is None; choose from: linear, dynamic, yarn, llama3"),
+        ({"type": "yarm", "factor": 2}, "type is 'yarm'; choose from: .*did you mean yarn?"),
+        ({"type": ["yarn"], "factor": 2}, r"type is \['yarn'\]; choose from: linear"),
+        ({"type": "longrope", "factor": 2}, "type is 'longrope'; choose from: linear, dynamic, yarn, llama3"),
+        ({"rope_type": "yarn"}, "unknown key 'rope_type'; did you mean type?"),
         ({**YARN, "factor": 2, "original_max_position_embeddings": 8}, "did you mean original_max_seq_len?"),
-        ({"type": "linear", "factor": 2, 3: 4}, "model.rope_scaling has no key 3"),
+        ({"type": "linear", "factor": 2, 3: 4}, "model.rope_scaling has an unknown key 3"),
         ({"type": "linear"}, "factor is None; with type linear it must be a number from 1 to"),
         ({"type": "linear", "factor": True}, "factor is True; with type linear it must be a number"),
         ({"type": "linear", "factor": "2"}, "factor is '2'"),
@@ -285,7 +287,7 @@ def test_defaults_are_put_in():
         ({"type": "linear", "factor": 10**400}, "factor is 1000"),
         (
             {"type": "linear", "factor": 2, "original_max_seq_len": 8},
-            "original_max_seq_len is not used with type linear",
+            "original_max_seq_len has no effect with type linear",
         ),
         (
             {"type": "dynamic", "factor": 2},
@@ -296,24 +298,24 @@ def test_defaults_are_put_in():
         ({"type": "yarn", "factor": 2, "original_max_seq_len": 0}, "original_max_seq_len is 0; .* from 1 to"),
         ({"type": "yarn", "factor": 2, "original_max_seq_len": 8.0}, "original_max_seq_len is 8.0; .*whole"),
         ({"type": "yarn", "factor": 2, "original_max_seq_len": True}, "original_max_seq_len is True; .*whole"),
-        ({"type": "linear", "factor": 2, "beta_fast": 32}, "beta_fast is not used with type linear; leave it out"),
-        ({**SCALINGS["dynamic"], "factor": 2, "truncate": False}, "truncate is not used with type dynamic"),
-        ({**LLAMA3, "factor": 2, "attention_factor": 1.0}, "attention_factor is not used with type llama3"),
-        ({**YARN, "factor": 2, "low_freq_factor": 1}, "low_freq_factor is not used with type yarn"),
+        ({"type": "linear", "factor": 2, "beta_fast": 32}, "beta_fast has no effect with type linear; remove it"),
+        ({**SCALINGS["dynamic"], "factor": 2, "truncate": False}, "truncate has no effect with type dynamic"),
+        ({**LLAMA3, "factor": 2, "attention_factor": 1.0}, "attention_factor has no effect with type llama3"),
+        ({**YARN, "factor": 2, "low_freq_factor": 1}, "low_freq_factor has no effect with type yarn"),
         ({**YARN, "factor": 2, "truncate": 1}, "truncate is 1; with type yarn it must be true or false"),
         ({**YARN, "factor": 2, "beta_fast": False}, "beta_fast is False; with type yarn it must be a number"),
         ({**YARN, "factor": 2, "beta_slow": 0}, "beta_slow is 0; with type yarn it must be a number from 1e-09 to"),
         ({**YARN, "factor": 2, "attention_factor": -1.0}, "attention_factor is -1.0"),
-        ({**YARN, "factor": 2, "beta_fast": 1}, r"beta_fast \(1\) must be greater than beta_slow \(1.0\)"),
+        ({**YARN, "factor": 2, "beta_fast": 1}, r"beta_fast is 1; it must be above beta_slow = 1.0"),
         (
             {**LLAMA3, "factor": 2, "low_freq_factor": 4},
-            r"high_freq_factor \(4.0\) must be greater than low_freq_factor",
+            r"high_freq_factor is 4.0; it must be above low_freq_factor",
         ),
         ({**YARN, "factor": 2, "mscale": 1.0}, "mscale and mscale_all_dim together"),
         ({**YARN, "factor": 2, "mscale_all_dim": 1.0}, "mscale and mscale_all_dim together"),
         (
             {**YARN, "factor": 2, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
-            "or attention_factor alone",
+            "or only attention_factor",
         ),
     ],
     ids=str,
@@ -328,5 +330,5 @@ def test_what_is_refused(values, message):
 @pytest.mark.parametrize(("theta", "original"), [(1.0, 32), (0.5, 32), (1e4, 1), (2.0, 10**8)])
 def test_yarn_is_refused_where_no_pair_lies_between_its_betas(theta, original):
     scaling = RopeScaling("yarn", 4.0, original)
-    with pytest.raises(UserError, match="model.rope_scaling of type yarn has no pair"):
+    with pytest.raises(UserError, match="model.rope_scaling of type yarn has no effect"):
         Rope(64, theta, scaling)

@@ -125,20 +125,29 @@ def test_wrong_inputs_are_refused(random_model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tokens": [[1, 2]]}, "tokens are a list; they must be a tensor$"),
-        ({"tokens": "hello"}, r"tokens are a str; .* encode a text first: torch.tensor\(\[tokenizer"),
-        ({"tokens": torch.tensor([[5, 99_999]])}, "token id 99999 is out of range: the vocabulary is 0 to 60"),
-        ({"tokens": torch.tensor([[-1]])}, "token id -1 is out of range"),
-        ({"tokens": torch.zeros(1, 3)}, "tokens are torch.float32; they must be int64"),
-        ({"embeddings": torch.zeros(1, 3, 31)}, r"embeddings \(B, T, C\), not empty; got \(1, 3, 31\)"),
-        ({"embeddings": [0.0]}, "embeddings are a list"),
-        ({"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.zeros(1, 2, dtype=int)}, r"\(1, 3\).*got \(1, 2\)"),
-        ({"tokens": torch.zeros(1, 3, dtype=int), "targets": [1]}, r"got \[1\]"),
+        ({"tokens": [[1, 2]]}, "tokens is a list; it must be a tensor$"),
+        ({"tokens": "hello"}, r"tokens is a str; .* encode the text first: torch.tensor\(\[tokenizer"),
+        ({"tokens": torch.tensor([[5, 99_999]])}, "token id 99999 in tokens is out of range; use 0 to 60"),
+        ({"tokens": torch.tensor([[-1]])}, "token id -1 in tokens is out of range"),
+        ({"tokens": torch.zeros(1, 3)}, "tokens is torch.float32; it must be int64"),
+        (
+            {"embeddings": torch.zeros(1, 3, 31)},
+            r"embeddings has shape \(1, 3, 31\); .* embeddings \(B, T, C\), not empty",
+        ),
+        ({"embeddings": [0.0]}, "embeddings is a list"),
+        (
+            {"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.zeros(1, 2, dtype=int)},
+            r"targets is \(1, 2\); .* \(1, 3\)",
+        ),
+        ({"tokens": torch.zeros(1, 3, dtype=int), "targets": [1]}, r"targets is \[1\]"),
         (
             {"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.full((1, 3), -100)},
-            "-100 is out of .*, or -1 where",
+            "-100 in targets is out of .*, or -1 for",
         ),
-        ({"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.full((1, 3), 10**6)}, "id 1000000 is out of range"),
+        (
+            {"tokens": torch.zeros(1, 3, dtype=int), "targets": torch.full((1, 3), 10**6)},
+            "id 1000000 in targets is out of range",
+        ),
     ],
 )
 def test_what_is_no_input_is_refused_in_one_line(random_model, arguments, message):
@@ -149,10 +158,10 @@ def test_what_is_no_input_is_refused_in_one_line(random_model, arguments, messag
 
 def test_more_tokens_than_the_context_are_told(random_model):
     model, tokens = random_model(max_seq_len=8), torch.zeros(1, 9, dtype=int)
-    with pytest.warns(UserWarning, match="9 tokens are more than the model's context of 8") as told:
+    with pytest.warns(UserWarning, match="9 tokens, but the model was trained with a context of 8") as told:
         model(tokens)
     assert told[0].filename == __file__
-    with pytest.raises(UserError, match="9 tokens are more than the model's context of 8"):
+    with pytest.raises(UserError, match="9 tokens, but the model was trained with a context of 8"):
         model.attention_weights(tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -165,10 +174,10 @@ def test_attention_weights_of_a_text(random_model):
     tokens = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("A text")]])
     assert torch.equal(model.attention_weights("A text", tokenizer), model.attention_weights(tokens))
     assert model.attention_weights("", tokenizer).shape == (2, 1, 4, 1, 1)
-    for wrong, message in (("A text", r"attention_weights\(text, tokenizer\)"), ([1, 2], "tokens are a list")):
+    for wrong, message in (("A text", r"attention_weights\(text, tokenizer\)"), ([1, 2], "tokens is a list")):
         with pytest.raises(UserError, match=message):
             model.attention_weights(wrong)
-    with pytest.raises(UserError, match="101 tokens are more than the model's context of 64"):
+    with pytest.raises(UserError, match="101 tokens, but the model was trained with a context of 64"):
         model.attention_weights("x" * 100, tokenizer)
 
 
@@ -256,17 +265,17 @@ def test_weights_stay_fp32_while_activations_are_bf16(random_model):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"n_heads": 6, "n_kv_heads": 4}, "possible: 1, 2, 3, 6"),
-        ({"d_model": 30, "n_heads": 4}, "multiple of model.n_heads"),
+        ({"n_heads": 6, "n_kv_heads": 4}, "use 1, 2, 3, 6"),
+        ({"d_model": 30, "n_heads": 4}, "not a multiple of model.n_heads"),
         ({"d_model": 12, "n_heads": 4}, "even"),
-        ({"n_layers": 0}, "at least 1"),
+        ({"n_layers": 0}, "from 1 to"),
         ({"dropout": 1.0}, "dropout"),
-        ({"attention": "fancy"}, "there is no fancy"),
+        ({"attention": "fancy"}, "no pattern fancy"),
         ({"head_init_std": -0.1}, "from 0 to"),
         ({"rope_theta": 10**30}, "at most"),
-        ({"init": "zeros"}, "possible: fan_in, normal"),
-        ({"init": "normal", "head_init_std": 0.1}, "leave it out"),
-        ({"head_init_std": 0.1, "tie_embeddings": True}, "tied"),
+        ({"init": "zeros"}, "choose from: fan_in, normal"),
+        ({"init": "normal", "head_init_std": 0.1}, "remove it"),
+        ({"head_init_std": 0.1, "tie_embeddings": True}, "model.tie_embeddings=false"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(wrong, says):

@@ -89,5 +89,5 @@ def test_the_config_alone_is_required():
     done = run_script(ROOT / "train.py")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: the following arguments are required: config; --help lists all flags\n",
+        "error: the following arguments are required: config (--help lists all flags)\n",
     )

@@ -124,7 +124,7 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
         ("optimizer.lr=-1", "optimizer.lr is -1"),
         ("optimizer.lr=.nan", "optimizer.lr is nan"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
-        ("model.n_kv_heads=3", "possible: 1, 2, 4"),
+        ("model.n_kv_heads=3", "use 1, 2, 4"),
         ("model.max_seq_len=1", r"data.seq_len \(256\) is longer than model.max_seq_len \(1\)"),
         ("data.val_fraction=1.5", "data.val_fraction is 1.5"),
         ("tracking.wandb=on", "YAML reads on, off.*must be disabled or offline or online"),

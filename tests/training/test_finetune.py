@@ -218,7 +218,7 @@ def test_peft_loads_exported_adapters(make_trainer, base, tmp_path):
     plain = next((tmp_path / "plain" / "checkpoints").glob("step-*"))
     with pytest.raises(UserError, match="has no adapters"):
         save_adapter(plain, model.config, base, tmp_path / "adapter")
-    with pytest.raises(UserError, match=r"model.max_seq_len is 999, .* which an adapter cannot change"):
+    with pytest.raises(UserError, match=r"model.max_seq_len is 999 but .* which an adapter cannot change"):
         save_adapter(checkpoint, dataclasses.replace(model.config, max_seq_len=999), base, tmp_path / "adapter")
 
 
@@ -236,16 +236,16 @@ def test_load_adapters_made_by_peft(base, tmp_path, rslora):
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
     values = json.loads((tmp_path / "adapter_config.json").read_text())
     for change, message in [({"use_dora": True}, "use_dora is True"), ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-                            ({"base_model_name_or_path": "meta/none"}, "no folder here"),
-                            ({"base_model_name_or_path": "x" * 999}, "no folder here"),
+                            ({"base_model_name_or_path": "meta/none"}, "does not exist"),
+                            ({"base_model_name_or_path": "x" * 999}, "does not exist"),
                             ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
                             ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
                             ({"layers_to_transform": 0}, "layers_to_transform is 0"),
-                            ({"init_lora_weights": "pissa"}, "changed the base model"),
+                            ({"init_lora_weights": "pissa"}, "changes the base model"),
                             ({"target_modules": ["q_proj"]}, "contradicts r or target_modules"),
                             ({"target_modules": "q(_proj"}, "target_modules"),
                             ({"r": 8}, "contradicts r or target_modules"),
-                            ({"target_modules": 7}, "target_modules is 7; a list"),
+                            ({"target_modules": 7}, "target_modules is 7; use a list"),
                             ({"lora_alpha": float("nan")}, "lora_alpha")]:  # fmt: skip
         (tmp_path / "adapter_config.json").write_text(json.dumps(values | change))
         with pytest.raises(UserError, match=message):
@@ -397,6 +397,6 @@ def test_steps_without_targets_are_not_steps_of_loss_zero(make_trainer, tmp_path
 
 
 def test_validation_without_targets_is_refused_before_training(make_trainer, tmp_path, rare_answers):
-    with pytest.raises(UserError, match=r"^the 1 validation sequences hold nothing to predict: .*eval_sequences or"):
+    with pytest.raises(UserError, match=r"^the 1 validation sequences have no targets: .*eval_sequences or"):
         make_trainer(*rare_answers, "train.eval_sequences=1")
     assert not (tmp_path / "run").exists()

@@ -179,5 +179,5 @@ def test_the_tokens_of_a_plan_are_those_that_are_learned(tmp_path):
 def test_a_text_shorter_than_a_window_is_refused_as_the_training_does(tmp_path):
     (tmp_path / "tiny.txt").write_text("A text of a few words, no more.")
     overrides = [f"data.path={tmp_path / 'tiny.txt'}", f"data.cache_dir={tmp_path}"]
-    with pytest.raises(UserError, match="the training split has .* tokens, but one window of data.seq_len=256"):
+    with pytest.raises(UserError, match="the training split has .* tokens, but data.seq_len=256"):
         make_plan(load_config(ROOT / "configs" / "chars.yaml", overrides), measure=False)

@@ -1,0 +1,248 @@
+"""Write the generated pages of docs/reference/ and configs/schema.json: python scripts/make_reference.py."""
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from thinker.runtime.cli import ArgumentParser
+from thinker.runtime.errors import run_command
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = {  # command: the module with its main()
+    "train.py": "thinker.train",
+    "generate.py": "thinker.generate",
+    "scripts/plan.py": "thinker.scripts.plan",
+    "scripts/eval.py": "thinker.scripts.eval",
+    "scripts/inspect_model.py": "thinker.scripts.inspect_model",
+    "scripts/export_hf.py": "thinker.scripts.export_hf",
+    "scripts/export_gguf.py": "thinker.scripts.export_gguf",
+    "scripts/plot_patterns.py": "thinker.scripts.plot_patterns",
+    "scripts/benchmark.py": "thinker.benchmarks.command",
+}
+PACKAGE_NAMES = (
+    "load",
+    "Thinker",
+    "ThinkerConfig",
+    "KVCache",
+    "Generator",
+    "SamplingParams",
+    "Completion",
+    "UserError",
+)
+CLASSES = {
+    "thinker.generation": ("Score",),
+    "thinker.data.tokenizer": ("Tokenizer",),
+    "thinker.interpretability.reports": ("Prompt",),
+}
+MODULES = tuple(f"thinker.interpretability.{name}" for name in ("heads", "flow", "attribution", "pruning"))
+EXAMPLE = """import torch
+from thinker import Thinker, ThinkerConfig
+
+model = Thinker(ThinkerConfig(vocab_size=4096, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2))
+tokens = torch.randint(4096, (2, 16))                            # (B, T)
+logits = model(tokens)                                           # (B, T, V)
+loss_sum, n_targets = model(tokens, targets=tokens.roll(-1, 1))  # in nats
+"""
+GENERATED = "`python scripts/make_reference.py` generates this page; do not edit it.\n"
+
+
+def main() -> int:
+    """Write all generated files. Returns the exit status."""
+    from thinker.training.config_docs import config_markdown, config_schema
+
+    ArgumentParser(description="Write the generated pages of docs/reference/ and configs/schema.json.").parse_args()
+    reference = ROOT / "docs" / "reference"
+    (reference / "config.md").write_text(config_markdown(), encoding="utf-8")
+    (reference / "commands.md").write_text(commands_markdown(), encoding="utf-8")
+    (reference / "python-api.md").write_text(api_markdown(), encoding="utf-8")
+    (ROOT / "configs" / "schema.json").write_text(config_schema(), encoding="utf-8")
+    return 0
+
+
+def commands_markdown() -> str:
+    """The commands, each with its options by group."""
+    parts = ["# Commands\n", f"Every command and its options. {GENERATED}"]
+    for name, module in COMMANDS.items():
+        parts += _command(name, _parser_of(name, import_module(module).main), "##")
+    return _join(parts)
+
+
+def _parser_of(name: str, main: Callable[[], int]) -> argparse.ArgumentParser:
+    """The parser of a command, caught when it is about to parse: commands build and parse in one function."""
+    names, caught = ("parse_known_args", "parse_known_intermixed_args"), []
+
+    def catch(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        caught.append(parser)
+        raise SystemExit
+
+    originals = {name: getattr(argparse.ArgumentParser, name) for name in names}
+    command_line, sys.argv = sys.argv, [name]
+    try:
+        for method in names:
+            setattr(argparse.ArgumentParser, method, catch)
+        with contextlib.suppress(SystemExit):
+            main()
+    finally:
+        sys.argv = command_line
+        for method, original in originals.items():
+            setattr(argparse.ArgumentParser, method, original)
+    return caught[0]
+
+
+def _command(name: str, parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
+    yield f"{heading} {name}\n"
+    yield f"{_sentence(parser.description)}\n"
+    if parser.epilog:
+        yield _code(inspect.cleandoc(parser.epilog.removeprefix("examples:\n")))
+    subcommands = {}
+    for group in parser._action_groups:
+        rows = []
+        for action in group._group_actions:
+            if isinstance(action, argparse._SubParsersAction):
+                subcommands = action.choices
+            elif not isinstance(action, argparse._HelpAction):
+                rows.append(_option_row(parser, action))
+        if rows:
+            title = {"positional arguments": "arguments", "options": "option"}.get(group.title, group.title)
+            yield f"| {title} | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
+    for subcommand, subparser in subcommands.items():
+        yield from _command(f"{name} {subcommand}", subparser, heading + "#")
+
+
+def _option_row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    formatter = parser._get_formatter()
+    is_flag = bool(action.option_strings)
+    name = formatter._get_default_metavar_for_optional(action) if is_flag else action.dest
+    names = " ".join([", ".join(action.option_strings), formatter._format_args(action, name)]).strip()
+    meaning = formatter._expand_help(action)
+    return f"| `{_cell(names)}` | {_cell(meaning)} |"
+
+
+def api_markdown() -> str:
+    """The public classes and functions with their signatures and docstrings."""
+    parts = ["# Python API\n", f"The public classes and functions. {GENERATED}"]
+    package = import_module("thinker")
+    parts += ["## thinker\n", "Import these names from `thinker` itself.\n", f"```python\n{EXAMPLE}```\n"]
+    for name in PACKAGE_NAMES:
+        parts += _document(name, getattr(package, name))
+    for module_name, names in CLASSES.items():
+        module = import_module(module_name)
+        parts += [f"## {module_name}\n", f"{_docstring(module)}\n"]
+        for name in names:
+            parts += _document(name, getattr(module, name))
+    for module_name in MODULES:
+        module = import_module(module_name)
+        parts += [f"## {module_name}\n", f"{_docstring(module)}\n"]
+        for name in _public_names(module):
+            parts += _document(name, getattr(module, name))
+    return _join(parts)
+
+
+def _public_names(module: ModuleType) -> list[str]:
+    """Names of the classes and functions that a module defines, in its order."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__ and callable(value)
+    ]
+
+
+def _document(name: str, value: Any) -> Iterator[str]:
+    """A class or function: its signature, docstring, fields and methods."""
+    yield f"### {name}\n"
+    if inspect.isclass(value) and issubclass(value, Exception):
+        yield f"{_docstring(value)}\n"
+        return
+    is_config = dataclasses.is_dataclass(value)
+    if not is_config:
+        yield _code(_signature(name, value))
+    yield f"{_docstring(value)}\n"
+    if not inspect.isclass(value):
+        return
+    if is_config:
+        yield "| field | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(_field_rows(value)) + "\n"
+    for method_name, method in vars(value).items():
+        function = method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
+        if method_name.startswith("_") or not getattr(function, "__doc__", None):
+            continue
+        if isinstance(function, property):
+            yield f"**{name}.{method_name}**: {_docstring(function)}\n"
+        elif inspect.isfunction(function):
+            owner = name if function is not method else name[0].lower() + name[1:]
+            yield _code(_signature(f"{owner}.{method_name}", function, skip_first=not isinstance(method, staticmethod)))
+            yield f"{_docstring(function)}\n"
+
+
+def _field_rows(dataclass: type) -> Iterator[str]:
+    """The fields of a dataclass; the comment behind a field in the source is its meaning."""
+    lines = re.findall(r"(?m)^    (\w+): (.+?)(?: = (.+?))?(?:  # (.+))?$", inspect.getsource(dataclass))
+    fields = {field.name for field in dataclasses.fields(dataclass) if not field.name.startswith("_")}
+    for name, kind, default, comment in lines:
+        if name in fields:
+            shown = re.sub(
+                r"field\(default_factory=(list|dict).*\)", lambda m: {"list": "[]", "dict": "{}"}[m[1]], default
+            )
+            yield f"| `{name}` | `{_cell(kind)}` | {f'`{_cell(shown)}`' if shown else ''} | {_cell(comment)} |"
+
+
+def _signature(name: str, function: Any, skip_first: bool = False) -> str:
+    """A signature as in the source; one parameter per line where it is long."""
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[1 if skip_first else 0 :]
+    words, seen_star = [], False
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not seen_star:
+            words.append("*")
+        seen_star |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        text = star + parameter.name
+        has_type = parameter.annotation is not parameter.empty
+        text += f": {_type(parameter.annotation)}" if has_type else ""
+        if parameter.default is not parameter.empty:
+            text += f" = {parameter.default!r}" if has_type else f"={parameter.default!r}"
+        words.append(text)
+    returns = signature.return_annotation
+    arrow = "" if returns in (signature.empty, None, "None") or inspect.isclass(function) else f" -> {_type(returns)}"
+    line = f"{name}({', '.join(words)}){arrow}"
+    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {word},\n" for word in words) + f"){arrow}"
+
+
+def _type(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:typing|collections\.abc|pathlib|torch|torch\.nn|thinker\.[\w.]+)\.(?=[A-Z])", "", text)
+
+
+def _docstring(value: Any) -> str:
+    """The docstring in Markdown: parameters become a list."""
+    text = inspect.getdoc(value) or ""
+    return re.sub(r"(?m)^    (\w+): ", r"- `\1`: ", text.replace("Args:\n", "Parameters:\n\n"))
+
+
+def _code(text: str) -> str:
+    return f"```text\n{text}\n```\n"
+
+
+def _sentence(text: str | None) -> str:
+    text = (text or "").strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?")) else ".")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _join(parts: list[str]) -> str:
+    text = "\n".join(parts)
+    return "\n".join(line.rstrip() for line in text.splitlines()).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    run_command(main)

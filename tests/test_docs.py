@@ -1,0 +1,205 @@
+"""What the documentation promises: its commands and its Python run, its links lead somewhere, the site builds."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import chromium
+import pytest
+from conftest import ROOT, TINY_OVERRIDES, run_script
+
+from thinker.scripts.make_reference import api_markdown, commands_markdown
+
+browser = chromium.browser  # a fixture
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
+# Smaller, and without what this machine may lack; everything else is as on the page.
+SMALLER = {
+    "train.py": ["train.max_steps=2", "train.max_minutes=null", "train.device=cpu", "train.compile=false"],
+    "configs/gpu-": [
+        *TINY_OVERRIDES,
+        "data.source=pysource",
+        "data.path=null",
+        "data.config=null",
+        "data.max_documents=20",
+        "data.val_fraction=0.2",
+        "model.vocab_size=null",
+        "train.micro_batch_size=null",
+    ],
+    "finetune.yaml": ["train.batch_size=2"],
+    "plan.py": ["--no-steps"],
+    "wandb": ["tracking.wandb=offline", "run.dir=runs/tracked"],
+    "eval.py": ["--max-tokens", "300"],
+    "generate.py": ["--max-new-tokens", "3"],
+}
+NOT_HERE = {
+    "make ": "installs and runs what other tests run",
+    "-m pytest": "runs other tests",
+    "git clone": "a download",
+    "pip install": "a download",
+    "source .venv": "an interactive shell",
+    "--tasks": "a download",
+    "torchrun --nproc-per-node gpu": "needs a GPU",
+    "torchrun --standalone --nproc-per-node gpu": "needs a GPU",
+    "torchrun --nnodes": "needs several machines",
+    "benchmark.py gpu --part": "needs a GPU",
+    "SmolLM2": "a download",
+    "--over-training": "needs a run of hundreds of steps",
+    "inspect_model.py patch": "needs a model that has learned to recall",
+    "fineweb_val": "a download",
+    "generate.py runs/gpu-124m": "the run of another machine",
+}
+
+
+def blocks(path, language):
+    """The fenced blocks of a page in a language."""
+    return [code for name, code in BLOCK.findall(path.read_text(encoding="utf-8")) if name == language]
+
+
+def pages_with(language):
+    """The pages that have such blocks, as parameters of a test."""
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in PAGES if blocks(path, language)]
+
+
+def test_the_readme_is_short():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert len(" ".join(lines).split()) <= 1400
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tables_fit_and_code_has_a_language(path):
+    text = path.read_text(encoding="utf-8")
+    if path.parent.name != "reference":
+        assert [line for line in text.splitlines() if line.startswith("|") and len(line) > 200] == []
+    fences = re.findall(r"(?m)^ *```(.*)$", text)
+    assert set(fences[::2]) <= {"bash", "python", "text", "yaml", "json"}
+    assert set(fences[1::2]) <= {""}
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """A small run of the quickstart, and what the commands read: a text, conversations, the configs."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("configs", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    tales = ["data.max_documents=3000", "model.d_model=48"]
+    done = run_script(ROOT / "train.py", "configs/quickstart.yaml", *tales, *SMALLER["train.py"], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "my.txt").write_text("Some words, and a few more of them.\n" * 500)
+    (folder / "story.txt").write_text("Once upon a time")
+    row = '{"messages": [{"role": "user", "content": "Who is %d?"}, {"role": "assistant", "content": "A girl."}]}\n'
+    (folder / "talks.jsonl").write_text("".join(row % number for number in range(200)))
+    return folder
+
+
+@pytest.fixture
+def folder(quickstart, tmp_path):
+    """A copy of these files for one page."""
+    shutil.copytree(quickstart, tmp_path / "page", symlinks=True)
+    return tmp_path / "page"
+
+
+def expand(line, variables):
+    """The words of a command, expanded by the shell."""
+    script = variables + f"\nprintf '%s\\0' {line}"
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+
+
+def run_line(line, variables, folder):
+    """Run a command of a page, smaller; returns its status and standard error."""
+    if (
+        line.split()[0] not in ("python", "torchrun", "thinker-train", "thinker-generate")
+        and "=" not in line.split()[0]
+    ):
+        return subprocess.run(["bash", "-c", f"{variables}\n{line}"], cwd=folder, capture_output=True, text=True)
+    words = expand(line, variables)
+    environment = {}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    program, *words = words
+    words += [word for name, more in SMALLER.items() if name in line for word in more]
+    if "--score" in words:
+        words = words[: -len(SMALLER["generate.py"])]
+    if program == "torchrun":
+        words[words.index("train.py")] = str(ROOT / "train.py")
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
+    if program.startswith("thinker-"):
+        words.insert(0, f"{program.removeprefix('thinker-')}.py")
+    words[0] = str(ROOT / words[0])
+    return run_script(*words, cwd=folder, input="Hello\n", **environment)
+
+
+@pytest.mark.parametrize("path", pages_with("bash"))
+def test_commands_run(path, folder):
+    variables = ""
+    for code in blocks(path, "bash"):
+        for line in code.replace("\\\n", " ").splitlines():
+            line = re.sub(r"\s+#.*", "", line).strip()
+            if re.fullmatch(r"\w+=(\".*\"|'.*'|\S*)", line):
+                variables += f"{line}\n"
+            elif line and not line.startswith("#") and not any(name in line for name in NOT_HERE):
+                done = run_line(line, variables, folder)
+                assert done.returncode == 0, f"{line}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("path", pages_with("python"))
+def test_python_runs(path, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    exec(compile("\n".join(blocks(path, "python")), str(path), "exec"), {"__name__": "page"})
+
+
+def test_reference_pages_are_current():
+    hint = "run python scripts/make_reference.py"
+    reference = ROOT / "docs" / "reference"
+    assert (reference / "commands.md").read_text(encoding="utf-8") == commands_markdown(), hint
+    assert (reference / "python-api.md").read_text(encoding="utf-8") == api_markdown(), hint
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The documentation as a site. Strict: each page is in the navigation, each link and anchor exists."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_builds(site):
+    assert (site / "index.html").is_file()
+
+
+def test_search_works_without_a_network(site, browser):
+    handler = partial(SimpleHTTPRequestHandler, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        page = browser.new_page()
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{address}/index.html")
+        search = page.locator("input.md-search__input")
+        search.click()
+        search.press_sequentially("tokens")
+        page.locator(".md-search-result__item").first.wait_for()
+        page.close()
+        server.shutdown()
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+
+
+@pytest.mark.parametrize("path", [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_links_outside_the_site_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        assert (ROOT / name).is_file(), target
+        headings = re.findall(r"(?m)^#+ (.*)$", (ROOT / name).read_text(encoding="utf-8")) if anchor else []
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings]
