@@ -12,11 +12,9 @@ except ModuleNotFoundError:
 
 def main() -> int:
     """Parse the command line and train. Returns the exit status."""
-    parser = ConfigArgumentParser(
-        "python train.py configs/quickstart.yaml", "python train.py configs/text.yaml data.path=my.txt",
-        "torchrun --nproc-per-node 8 train.py configs/gpu-124m.yaml", "python train.py --keys train",
-        description="Train a model from a YAML config. Run the same command again to resume.",
-    )  # fmt: skip
+    examples = ("configs/quickstart.yaml", "configs/text.yaml data.path=my.txt run.dir=runs/mine", "--keys train")
+    description = "Train a model from a YAML config. Run the same command again to resume."
+    parser = ConfigArgumentParser(description=description, examples=examples)
     arguments = parser.parse_command_line()
 
     # Imported after parsing, so that --help and errors do not wait for torch.

@@ -78,7 +78,7 @@ def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, 
     except (ValueError, RecursionError) as error:
         raise error_type(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise error_type(f"{path} is not a JSON object; use {{...}}")
+        raise error_type(f"{path} is not a JSON object")
     return content
 
 
@@ -91,7 +91,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"{path}{line}: invalid YAML: {getattr(error, 'problem', error)}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} contains a {type(content).__name__}; use keys with values")
+        raise UserError(f"{path} contains a {type(content).__name__}; it must be a mapping of keys to values")
     return content
 
 

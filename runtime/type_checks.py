@@ -22,4 +22,4 @@ def check_types(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
         is_allowed = type(value) in types or (isinstance(value, types) and not isinstance(value, bool)) or is_number
         if name in values and not is_allowed:
             wanted = " or ".join(NAMES.get(each, f"a {each.__name__}") for each in types)
-            raise UserError(f"{prefix}{name} is {describe(value)}; use {wanted}")
+            raise UserError(f"{prefix}{name} is {describe(value)}; it must be {wanted}")

@@ -8,11 +8,9 @@ from thinker.training.command_line import ConfigArgumentParser
 
 def main() -> int:
     """Print the estimate. Returns the exit status."""
-    parser = ConfigArgumentParser(
-        "python scripts/plan.py configs/text.yaml data.path=my.txt",
-        "python scripts/plan.py configs/gpu-124m.yaml --no-steps --json",
-        description="Estimate the memory, FLOPs, tokens and time of a run, and check whether it fits.",
-    )
+    examples = ("configs/text.yaml data.path=my.txt", "configs/gpu-124m.yaml --no-steps --json")
+    description = "Estimate the memory, FLOPs, tokens and time of a run, and check whether it fits."
+    parser = ConfigArgumentParser(description=description, examples=examples)
     group = parser.add_argument_group("output")
     group.add_argument("--no-steps", action="store_true", help="do not measure speed and memory (default: run 4 steps)")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of a table (default: table)")

@@ -14,11 +14,8 @@ from thinker.runtime.errors import UserError, did_you_mean
 class ConfigArgumentParser(ArgumentParser):
     """Parses a config's path, overrides and flags in any order. Suggests the key if a key is written as a flag."""
 
-    def __init__(self, *command_lines: str, **options: Any) -> None:
-        """Create a parser. `command_lines`: examples to print at the end of the help."""
-        if command_lines:
-            options["epilog"] = "\n  ".join(("examples:", *command_lines))
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # keeps the epilog's lines
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         group = self.add_argument_group("config")
         group.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
         overrides_help = "override a key of the config, such as train.max_steps=100 (default: none)"

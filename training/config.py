@@ -12,10 +12,10 @@ from thinker.runtime.reading import Loader, read_yaml
 from thinker.training import config_sections as sections
 
 LIST = "a list of two numbers, such as [0.8, 0.95]"
-EXPECTED = {  # what to use instead of a wrong value, by the start of pydantic's error type
+EXPECTED = {  # what a value must be, by the start of pydantic's error type
     "bool_": "true or false", "int_": "an integer", "float_": "a number", "finite_": "a finite number",
-    "string_": "text", "literal_": "{expected}", "list_": "a list", "tuple_": LIST, "too_": LIST,
-    "model_": "keys with values", "dict_": "keys with values",
+    "string_": "text", "literal_": "{expected}", "list_": "a list", "tuple_": LIST, "too_": LIST, "missing": LIST,
+    "model_": "a mapping of keys to values", "dict_": "a mapping of keys to values",
     "greater_than_equal": "at least {ge:.16g}", "greater_than": "more than {gt:.16g}",
     "less_than_equal": "at most {le:.16g}", "less_than": "less than {lt:.16g}",
 }  # fmt: skip
@@ -131,7 +131,7 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
         if not (equals and key and text.strip()):
             raise UserError(f"{override!r} is not an override; write section.key=value, such as train.max_steps=100")
         if not isinstance(tree.setdefault(section, {}), dict):
-            raise UserError(f"{path}: {section} is {tree[section]!r}; use keys with values")
+            raise UserError(f"{path}: {section} is {tree[section]!r}; it must be a mapping of keys to values")
         try:
             value = yaml.load(text, Loader)
         except (yaml.YAMLError, ValueError, RecursionError):
@@ -166,7 +166,8 @@ def validate_config(tree: dict[str, Any]) -> Config:
             raise UserError(f"unknown config key {name}{hint}") from error
         if first["type"] == "value_error":  # of a whole config, or of a section: then its message starts with the key
             raise UserError(f"{name}{'.' if name else ''}{first['ctx']['error']}") from error
-        name += "".join(f"[{part}]" for part in first["loc"][2:] if isinstance(part, int))
+        index = [part for part in first["loc"][2:] if isinstance(part, int) and first["type"] != "missing"]
+        name += "".join(f"[{i}]" for i in index)
         expected = []  # several if the key's type is a union
         for each in (each for each in error.errors() if each["loc"][:2] == location):
             form = next((form for kinds, form in EXPECTED.items() if each["type"].startswith(kinds)), "another value")
@@ -174,4 +175,4 @@ def validate_config(tree: dict[str, Any]) -> Config:
         *others, last = dict.fromkeys(expected)
         wanted = " or ".join([*(text.replace(" or ", ", ") for text in others), last])
         shown = {"None": "null", "True": "true", "False": "false"}.get(repr(first["input"]), repr(first["input"]))
-        raise UserError(f"{name} is {shown}; use {wanted}") from error
+        raise UserError(f"{name} is {shown}; it must be {wanted}") from error

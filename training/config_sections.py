@@ -34,11 +34,11 @@ class ConfigSection(BaseModel):
         for name, value in values.items() if isinstance(values, dict) else ():
             field = cls.model_fields.get(name)
             if isinstance(value, str) and re.search("[\\0\ud800-\udfff]", value):
-                raise ValueError(f"{name} is {value!r}; use UTF-8 text without NUL")
+                raise ValueError(f"{name} is {value!r}; it must be UTF-8 text without NUL")
             if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
                 choices = " or ".join(choice for choice in get_args(field.annotation) if isinstance(choice, str))
-                reason = "YAML reads on and yes as true, off and no as false"
-                raise ValueError(f"{name} is {str(value).lower()} ({reason}); use {choices or 'a number or text'}")
+                shown = f"{str(value).lower()} (YAML reads on and yes as true, off and no as false)"
+                raise ValueError(f"{name} is {shown}; it must be {choices or 'a number or text'}")
         return values
 
 
