@@ -1,4 +1,4 @@
-"""Train a Thinker: python train.py CONFIG.yaml [section.key=value ...]."""
+"""Train a model: python train.py CONFIG [section.key=value ...]."""
 
 import sys
 
@@ -11,14 +11,13 @@ except ModuleNotFoundError:
 
 
 def main() -> int:
-    """Parse, build, run. Returns the exit status."""
-    parser = ConfigArgumentParser(
-        description="Train a Thinker from a YAML config. The same command again resumes the run.",
-        epilog="Example: python train.py configs/text.yaml data.path=my.txt run.dir=runs/mine",
-    )
+    """Parse the command line and train. Returns the exit status."""
+    examples = ("configs/quickstart.yaml", "configs/text.yaml data.path=my.txt run.dir=runs/mine", "--keys train")
+    description = "Train a model from a YAML config. Run the same command again to resume."
+    parser = ConfigArgumentParser(description=description, examples=examples)
     arguments = parser.parse_command_line()
 
-    # Imported after parsing: --help and a wrong flag need not wait for torch.
+    # Imported after parsing, so that --help and errors do not wait for torch.
     from thinker.runtime.process_group import distributed_session
 
     with distributed_session() as dist:
@@ -34,7 +33,7 @@ def main() -> int:
 
 
 def command() -> None:
-    """Run main() and exit with its status: the installed command."""
+    """Entry point of the installed command: run main() and exit with its status."""
     run_command(main)
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints of a run, and the directory that holds them."""
+"""Run directories and their checkpoints."""
 
-# ruff: noqa: F401 - these are the public names of the package
+# ruff: noqa: F401 - public names of the package
 from thinker.checkpoint.format import (
     MODEL,
     TRAINING,

@@ -1,7 +1,7 @@
-"""The files of one checkpoint: written so that the folder is complete or absent, verified, and read.
+"""Write, verify and read the files of one checkpoint, whose folder is always complete or absent.
 
-A checkpoint is written under a temporary name, flushed to the disk, listed with sizes and sha256 sums in a manifest,
-and only then renamed. Nothing is ever unpickled.
+A checkpoint is written under a temporary name, with a manifest of sizes and sha256 sums, flushed to the disk and then
+renamed. Nothing is unpickled.
 
     step-00000500/                       best-00000400/, nonfinite-00000512/
         config.json           model config        config.json
@@ -11,7 +11,7 @@ and only then renamed. Nothing is ever unpickled.
         manifest.json         format version,     manifest.json
                               {file: [bytes, sha256]}
 
-Where many ranks train a large model, one file per rank replaces both files of tensors: see sharded.py.
+If several ranks train a large model, one file per rank replaces both files of tensors (see sharded.py).
 """
 
 import contextlib
@@ -36,27 +36,27 @@ from thinker.runtime.files import sha256_of_file, sync_to_disk
 from thinker.runtime.process_group import DistContext
 from thinker.runtime.reading import read_json as read_json_file
 
-FORMAT_VERSION = 2  # raised when an older reader would misread a checkpoint, or this one an older checkpoint
+FORMAT_VERSION = 2  # increased with every incompatible change
 MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
 MODEL, TRAINING = "model.safetensors", "training.safetensors"
-TENSORS = ".safetensors"  # how the names of files of tensors end; the others hold JSON
-CHUNK_BYTES = 1 << 18  # written and hashed at once
+TENSORS = ".safetensors"  # suffix of files of tensors; other files are JSON
+CHUNK_BYTES = 1 << 18  # to write and hash at once
 
 Files = dict[str, dict[str, Any]]  # a checkpoint's files by name: tensors, or a JSON object
 Expected = Mapping[str, Tensor | None]  # tensors with the dtypes and shapes to expect
 
 
 class UnsupportedFormat(UserError):
-    """A checkpoint of another format version; the message names both."""
+    """A checkpoint of another format version. The message names both versions."""
 
 
 def write_checkpoint(
     folder: Path, files: Files, throttle: Callable[[float], None] | None = None, dist: DistContext | None = None
 ) -> None:
-    """Write files so that `folder` appears complete or not at all; a folder of that name is replaced.
+    """Write files so that `folder` appears complete or not at all. Replaces a folder of that name.
 
-    throttle: called after every chunk with the seconds it took; it may wait, to leave the processor to others.
-    dist: the ranks that all call this, each to write its part of the tensors. Raises OSError, and leaves nothing then.
+    throttle: called after every chunk with the seconds it took; may wait, to leave the processor to others.
+    dist: the ranks that call this, each to write its part of the tensors. Raises OSError and cleans up on failure.
     """
     temporary, manifest = folder.with_name(f".{folder.name}.tmp"), {}
     is_main = dist is None or dist.is_main
@@ -65,7 +65,7 @@ def write_checkpoint(
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         if dist is not None:
-            dist.broadcast_object()  # the folder exists
+            dist.broadcast_object()  # waits until the folder exists
             tensors = {key: part for name in files if name.endswith(TENSORS) for key, part in files[name].items()}
             shards = sharded.write(temporary, tensors, dist)
             entries = dist.gather_objects({path.name: [path.stat().st_size, sha256_of_file(path)] for path in shards})
@@ -80,7 +80,7 @@ def write_checkpoint(
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-            folder.rename(replaced)  # recover() puts it back if this process ends before the next line
+            folder.rename(replaced)  # recover() restores it if this process ends here
         temporary.rename(folder)
         sync_to_disk(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -93,16 +93,15 @@ def write_checkpoint(
 
 
 def verify(folder: Path) -> None:
-    """Compare every file with the manifest. Raises CorruptCheckpoint, naming one that differs, or UnsupportedFormat."""
+    """Compare all files with the manifest. Raises UnsupportedFormat, or CorruptCheckpoint that names the wrong file."""
     path = folder / MANIFEST
     manifest = read_json(path)
-    version = manifest.get("format_version", 1)  # the first format had none
+    version = manifest.get("format_version", 1)  # format 1 had no version
     if version != FORMAT_VERSION:
         formats = f"checkpoint format {version}, but this version of Thinker reads format {FORMAT_VERSION}"
-        remedy = "train anew in another run.dir, or use the version that wrote it"
-        raise UnsupportedFormat(f"{folder} has {formats}; {remedy}")
+        raise UnsupportedFormat(f"{folder} has {formats}; use the version that wrote it, or another run.dir")
     entries = manifest.get("files")
-    changed = CorruptCheckpoint(f"{path} is not as it was written")
+    changed = CorruptCheckpoint(f"{path} is damaged: it differs from what was written")
     names_are_valid = isinstance(entries, dict) and all(re.fullmatch(r"\w[\w.-]{0,99}", n, re.ASCII) for n in entries)
     if set(manifest) != {"format_version", "files"} or not names_are_valid:
         raise changed
@@ -117,27 +116,27 @@ def verify(folder: Path) -> None:
         for name, entry in entries.items():
             file = folder / name
             if file.is_symlink() or not file.is_file():
-                raise CorruptCheckpoint(f"{file} is missing, or not a regular file")
+                raise CorruptCheckpoint(f"{file} is missing or not a regular file")
             if [file.stat().st_size, sha256_of_file(file)] != entry:
-                raise CorruptCheckpoint(f"{file} is not as it was written: its size or sha256 differs")
+                raise CorruptCheckpoint(f"{file} is damaged: its size or sha256 differs from manifest.json")
     except OSError as error:
         raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
     number = re.fullmatch(r"(?:step|best|nonfinite)-(\d+)", folder.name)
     if number and read_json(folder / STATE).get("step") != int(number[1]):
-        raise CorruptCheckpoint(f"{folder / STATE} belongs to another step")
+        raise CorruptCheckpoint(f"{folder / STATE} belongs to another step than its folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises CorruptCheckpoint where the file is missing or holds anything else."""
+    """Read a JSON object from a file. Raises CorruptCheckpoint if the file is missing or contains anything else."""
     return read_json_file(path, CorruptCheckpoint)
 
 
 def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint's file of this name, or of the shards that its ranks wrote instead.
+    """Read the tensors of a file of a checkpoint, or of the shards that ranks wrote instead.
 
-    Names, shapes and dtypes must be those of `expected`; this is checked before any tensor is loaded. A tensor that is
-    expected as None may have any shape, and is not loaded. Where `expected` holds tensors that the ranks share, each
-    rank reads its own rows into them. Raises CorruptCheckpoint where they differ, or a file is missing or broken.
+    Checks names, shapes and dtypes against `expected` before it loads any tensor. A tensor expected as None may have
+    any shape and is not loaded. If `expected` has sharded tensors, each rank reads its own rows into them. Raises
+    CorruptCheckpoint if a tensor differs, or a file is missing or damaged.
     """
     header, is_sharded = read_header(folder, name), sharded.is_sharded(folder)
     for key in sorted(header.keys() | expected.keys()):
@@ -147,12 +146,12 @@ def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tenso
         if has != needs and not (has and key in expected and tensor is None):
             has_text, needs_text = (" ".join(map(str, shape or ["nothing"])) for shape in (has, needs))
             where = folder if is_sharded else folder / name
-            raise CorruptCheckpoint(f"{where} has {key} as {has_text} where {needs_text} belongs")
+            raise CorruptCheckpoint(f"{where}: tensor {key} is {has_text} instead of {needs_text}")
     wanted = {key: tensor for key, tensor in expected.items() if tensor is not None}
     if is_sharded or any(hasattr(tensor, "to_local") for tensor in wanted.values()):
         return sharded.read(folder, wanted)
     with open_safetensors(folder / name) as file:
-        return {key: file.get_tensor(key).clone() for key in wanted}  # mapped, it would change with the file
+        return {key: file.get_tensor(key).clone() for key in wanted}  # a mapped tensor would change with the file
 
 
 def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
@@ -167,13 +166,13 @@ def read_header(folder: Path, name: str = MODEL) -> dict[str, tuple]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises CorruptCheckpoint where it is missing or broken."""
+    """Open a safetensors file. Raises CorruptCheckpoint if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
         raise CorruptCheckpoint(f"{path} is missing") from error
-    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: removed while it was being mapped
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: removed while mapping
         raise CorruptCheckpoint(f"{path} is not a complete safetensors file") from error
 
 
@@ -182,7 +181,7 @@ def _to_json(value: dict[str, Any]) -> bytes:
 
 
 def _write_file(path: Path, file: dict[str, Any], throttle: Callable[[float], None] | None) -> list[int | str]:
-    """Write one file through to the disk. Returns its size and sha256."""
+    """Write and sync one file. Returns its size and sha256."""
     digest = hashlib.sha256()
     with path.open("wb") as out:
         for chunk in _to_safetensors(file) if path.name.endswith(TENSORS) else (_to_json(file),):
@@ -197,12 +196,12 @@ def _write_file(path: Path, file: dict[str, Any], throttle: Callable[[float], No
 
 
 def _to_safetensors(tensors: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file in chunks: the header, then one tensor after another.
+    """Yield a safetensors file in chunks: the header, then the tensors.
 
-    The library would write it in one call, which cannot be throttled, and hashing would have to read it again.
+    The library writes it in one call, which cannot be throttled, and hashing would have to read it again.
     """
     header, end = {}, 0
-    tensors = dict(sorted(tensors.items()))  # the same bytes, whatever the order of insertion
+    tensors = dict(sorted(tensors.items()))  # the same bytes for any order of insertion
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: listed, written one after the other, perhaps in the background, and removed."""
+"""List, write and remove the checkpoints of a run, optionally in the background."""
 
 import os
 import re
@@ -14,14 +14,14 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 
 
 class CheckpointManager:
-    """Writes checkpoints into a folder, and removes older ones only after that.
+    """Writes checkpoints into a folder, then removes older ones.
 
     Args:
-        keep_last: how many step-N are kept; of "best" and "nonfinite" only the one written last is.
-        keep_every: step-N whose N is a multiple of this are never removed.
+        keep_last: number of step-N to keep; of "best" and "nonfinite" only the newest is kept.
+        keep_every: never remove step-N if N is a multiple of this.
         background: save() copies the tensors and returns; a thread writes one checkpoint at a time.
-        cpu_share: the share of its time in which that thread may work while nobody waits for it. 1: no limit.
-        dist: the ranks that train together and all call save(). Rank 0 writes.
+        cpu_share: share of its time in which that thread may work while nobody waits for it. 1: no limit.
+        dist: the ranks that train together. All call save(), and rank 0 writes.
         sharded: each rank writes its own part, in the foreground.
     """
 
@@ -36,7 +36,7 @@ class CheckpointManager:
         self._is_awaited = threading.Event()
 
     def save(self, kind: str, step: int, files: Files) -> None:
-        """Write KIND-STEP. Raises OSError where that, or the background save before it, fails."""
+        """Write KIND-STEP. Raises OSError if that, or the previous save in the background, fails."""
         self.wait()
         name = f"{kind}-{step:08d}"
         if not self.sharded and (self._executor is not None or self.dist.world_size > 1):
@@ -50,14 +50,14 @@ class CheckpointManager:
             self._writing = self._executor.submit(self._write, name, kind, files)
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk. Raises OSError where it failed."""
+        """Wait until the last save is on the disk. Raises OSError if it failed."""
         self._is_awaited.set()
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """End the thread after it has finished its work."""
+        """Let the thread finish its work, and end it."""
         self._is_awaited.set()
         if self._executor is not None:
             self._executor.shutdown()
@@ -70,7 +70,7 @@ class CheckpointManager:
         for folder in list_checkpoints(self.folder, kind)[: -self.keep_last if kind == "step" else None]:
             is_milestone = kind == "step" and self.keep_every and _number(folder) % self.keep_every == 0
             if folder.name != name and not is_milestone:
-                # Renamed first, so that a crash in between leaves no half of a checkpoint under its name.
+                # Renamed first, so that a crash cannot leave a partial checkpoint under its name.
                 hidden = folder.with_name(f".{folder.name}.removed")
                 shutil.rmtree(hidden, ignore_errors=True)
                 folder.rename(hidden)
@@ -81,10 +81,10 @@ class CheckpointManager:
 
 
 def list_checkpoints(folder: Path, kind: str = "step") -> list[Path]:
-    """The checkpoints KIND-N in a folder, oldest first, whether complete or damaged."""
+    """The checkpoints KIND-N in a folder, oldest first, including damaged ones."""
     matching = list(folder.glob(f"{kind}-*"))
     folders = [path for path in matching if path.is_dir() and not path.is_symlink()]
-    if not all(map(os.path.lexists, matching)):  # a running training has just removed one, and written another
+    if not all(map(os.path.lexists, matching)):  # a running training has just replaced one
         return list_checkpoints(folder, kind)
     return sorted((path for path in folders if re.fullmatch(rf"{kind}-\d+", path.name)), key=_number)
 
@@ -94,14 +94,14 @@ def _number(folder: Path) -> int:
 
 
 def quarantine(folder: Path, prefix: str) -> None:
-    """Rename a checkpoint to PREFIX-NAME, so that it no longer counts as one of the run; nothing of it is deleted."""
+    """Rename a checkpoint to PREFIX-NAME, so that the run ignores it. Deletes nothing."""
     target = folder.with_name(f"{prefix}-{folder.name}")
     shutil.rmtree(target, ignore_errors=True)
     folder.rename(target)
 
 
 def recover(folder: Path) -> None:
-    """Clean up after a process that was killed while writing or removing checkpoints; nobody else may be writing."""
+    """Clean up after a process that was killed while writing or removing checkpoints. No other process may write."""
     for path in folder.glob(".*"):
         hidden = re.fullmatch(r"\.((?:step|best|nonfinite)-\d+)\.(?:\d+\.)?(tmp|removed|replaced)", path.name)
         if hidden and hidden[2] == "replaced" and not (folder / hidden[1]).exists():

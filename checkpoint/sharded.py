@@ -1,7 +1,7 @@
-"""A checkpoint's tensors in one safetensors file per rank: torch's distributed checkpoint, with safetensors storage.
+"""Sharded checkpoints: one safetensors file per rank, written by torch's distributed checkpoint.
 
-Each rank writes the rows that it has. Any number of ranks can read them, each its own rows, and so can one process
-alone; several ranks can also read a checkpoint that was saved unsharded. Each file's header says which rows it holds.
+Each rank writes its rows, and the header of each file lists them. Any number of ranks can read them, each its own
+rows. Several ranks can also read an unsharded checkpoint.
 """
 
 import warnings
@@ -15,15 +15,15 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 
 PATTERN = "shard-*.safetensors"
-DTYPES = {torch.float32: "F32"}  # as safetensors calls them
+DTYPES = {torch.float32: "F32"}  # by their names in safetensors
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint that is incomplete or damaged; the message names the file."""
+    """A checkpoint that is incomplete or damaged. The message names the file."""
 
 
 def write(folder: Path, tensors: dict[str, Tensor], dist: DistContext) -> list[Path]:
-    """Write this rank's rows of `tensors` into an existing folder; all ranks call this. Returns the files it wrote."""
+    """Write this rank's rows of `tensors` into an existing folder. All ranks call this. Returns the files written."""
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -43,13 +43,13 @@ def is_sharded(folder: Path) -> bool:
 
 
 def read_header(folder: Path) -> dict[str, tuple]:
-    """Read (dtype, *shape) of each unsharded tensor. Raises CorruptCheckpoint where a row is missing or duplicated."""
+    """Read (dtype, *shape) of each unsharded tensor. Raises CorruptCheckpoint if a row is missing or duplicated."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     try:
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except (SafetensorError, OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{folder} holds a file that is not a complete safetensors file") from error
+        raise CorruptCheckpoint(f"{folder} contains an incomplete safetensors file") from error
     header: dict[str, tuple] = {}
     for name, tensor in metadata.items():
         shape, n_rows, fits = tuple(tensor.size), 0, True
@@ -57,15 +57,15 @@ def read_header(folder: Path) -> dict[str, tuple]:
             fits &= tuple(chunk.offsets) == (n_rows, *[0] * (len(shape) - 1)) and tuple(chunk.sizes[1:]) == shape[1:]
             n_rows += chunk.sizes[0]
         if shape and not (fits and n_rows == shape[0]):
-            raise CorruptCheckpoint(f"{folder} does not hold every row of {name} once")
+            raise CorruptCheckpoint(f"{folder} has missing or duplicate rows of {name}")
         header[name] = DTYPES.get(tensor.properties.dtype, str(tensor.properties.dtype)), *shape
     return header
 
 
 def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Read the tensors of these names, after their shapes have been compared with read_header().
+    """Read tensors by name. Compare their shapes with read_header() first.
 
-    A tensor that the ranks share is filled in place, others are read into new ones. Raises CorruptCheckpoint.
+    Fills sharded tensors in place and returns new tensors for the others. Raises CorruptCheckpoint.
     """
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
@@ -75,7 +75,7 @@ def read(folder: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     }
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads for itself
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads separately
             load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
         raise CorruptCheckpoint(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error

@@ -1,4 +1,4 @@
-"""A model's weights: collected for a checkpoint, and loaded from one."""
+"""Save the weights of a model in a checkpoint, and load them from one."""
 
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,15 @@ def save(folder: Path, model: Thinker, state: dict[str, Any], training: dict[str
 
 
 def checkpoint_files(model: Thinker, state: dict[str, Any], training: dict[str, Tensor] | None = None) -> Files:
-    """Collect the files of a checkpoint; their tensors are the live ones, of which only resuming needs `training`."""
+    """Collect the files of a checkpoint, with the live tensors. Only resuming needs `training`."""
     files = {CONFIG: model.config.to_dict(), MODEL: model_tensors(model), STATE: state}
     return files if training is None else files | {TRAINING: training}
 
 
 def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True) -> Files:
-    """Copy all tensors, unsharded, to the host's memory, so that training can continue while they are written.
+    """Copy all tensors, unsharded, to host memory, so that training can continue while they are written.
 
-    dist: ranks that share tensors and all call this; only rank 0 gets tensors. always: copy those of the host, too.
+    dist: the ranks, which all call this; only rank 0 gets tensors. always: also copy tensors in host memory.
     """
     result: Files = {}
     for name, file in files.items():
@@ -36,14 +36,14 @@ def to_cpu(files: Files, dist: DistContext = SINGLE_PROCESS, always: bool = True
             continue
         result[name] = {}
         for key, tensor in file.items():
-            full = full_tensor(tensor.detach())  # one at a time: there may be no room for all
+            full = full_tensor(tensor.detach())  # one at a time, to save memory
             if dist.is_main:
                 result[name][key] = full.to("cpu", copy=always and not hasattr(tensor, "to_local"))
     return result
 
 
 def model_tensors(model: Thinker) -> dict[str, Tensor]:
-    """The parameters by name; a tied head is left out, being the embedding."""
+    """The parameters by name, without a tied head."""
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]
@@ -51,28 +51,28 @@ def model_tensors(model: Thinker) -> dict[str, Tensor]:
 
 
 def read_lora_rank(folder: Path) -> int | None:
-    """The rank of a checkpoint's LoRA adapters, None where it has none. Raises CorruptCheckpoint as read_header()."""
+    """The rank of a checkpoint's LoRA adapters, or None without adapters. Raises CorruptCheckpoint."""
     shape = read_header(folder).get(RANK_OF)
     return None if shape is None else max(1, *shape[1:2])
 
 
 def load_model(folder: Path, device: torch.device | str = "cpu") -> Thinker:
-    """The model of a checkpoint, adapters merged, in eval mode. Raises CorruptCheckpoint or UserError."""
+    """Load the model of a checkpoint in eval mode, with merged adapters. Raises CorruptCheckpoint or UserError."""
     config = ThinkerConfig.from_dict(checkpoint_format.read_json(folder / CONFIG))
-    if config.n_layers > len(read_header(folder)):  # building that many blocks could take forever
+    if config.n_layers > len(read_header(folder)):  # a wrong number could take forever to build
         raise CorruptCheckpoint(f"{folder / MODEL} has fewer tensors than {folder / CONFIG} has layers")
     with torch.device("meta"):
-        model = Thinker(config)  # no memory and no random numbers for weights that are about to be replaced
+        model = Thinker(config)  # the weights are about to be replaced
     if lora_rank := read_lora_rank(folder):
         add_lora(model, lora_rank)
-    load_weights(model.float(), folder, assign=True)  # whatever torch.set_default_dtype() says
+    load_weights(model.float(), folder, assign=True)  # independent of torch.set_default_dtype()
     if lora_rank:
         merge_lora(model)
     return model.to(device).eval()
 
 
 def load_weights(model: Thinker, folder: Path, assign: bool = False) -> None:
-    """Load a checkpoint's weights, checked, into the parameters, or with `assign` as them. Raises CorruptCheckpoint."""
+    """Copy a checkpoint's weights into the parameters, or with `assign` replace them. Raises CorruptCheckpoint."""
     tensors = checkpoint_format.load_tensors(folder, MODEL, model_tensors(model))
     model.load_state_dict(tensors, strict=not model.config.tie_embeddings, assign=assign)
     if model.config.tie_embeddings:

@@ -1,1 +1,1 @@
-"""What every command needs from the machine: errors, devices, processes, files, plots."""
+"""Shared infrastructure of all commands: errors, devices, processes, files, plots."""

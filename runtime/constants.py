@@ -1,6 +1,6 @@
-"""Values that rooms which do not import each other agree on."""
+"""Constants shared by packages that do not import each other."""
 
 import errno
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-IGNORE_INDEX = -1  # a target that no loss counts (padding, prompts, prefixes)
+IGNORE_INDEX = -1  # a target without loss (padding, prompts, prefixes)

@@ -1,4 +1,4 @@
-"""Errors that are shown to the user, and how a command ends."""
+"""Errors for users, and the entry point of all commands."""
 
 import difflib
 import errno
@@ -14,44 +14,44 @@ from thinker.runtime.terminal_text import protect_terminal
 
 
 class UserError(Exception):
-    """A mistake of the user: the message says in one line what is wrong and how to fix it. Exit status 2."""
+    """A mistake of the user. The message says in one line what is wrong and how to fix it. Exit status 2."""
 
 
 class RunError(Exception):
-    """A run that cannot continue for a reason other than a mistake of the user. Exit status 1."""
+    """A failure other than a mistake of the user. Exit status 1."""
 
 
 def did_you_mean(word: str, words: Iterable[str], form: str = "{}") -> str:
-    """End of a message about a mistyped word: "; did you mean ...?" with the closest of `words` in `form`, or ""."""
+    """End of a message about a misspelled word: "; did you mean ...?" with the closest of `words`, or ""."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
-OUT_OF_MEMORY = "can't allocate memory|cannot allocate memory|out of memory|can't start new thread"  # torch's words
+OUT_OF_MEMORY = "can't allocate memory|cannot allocate memory|out of memory|can't start new thread"  # in torch
 WRONG_PATH = ("ENOENT", "ENOTDIR", "EISDIR", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG", "ELOOP")
 
 
 def run_command(main: Callable[[], int]) -> None:
-    """Run a command's main() and end the process with its exit status.
+    """Run a command's main() and exit with its status.
 
-    UserError prints one line to standard error and ends with status 2, as does a path that is missing, of the wrong
-    kind or not permitted. RunError and other errors of the system (a disk that fails or is full, no memory) end with
-    status 1. A closed pipe ends the process silently, as it ends `cat`. Other errors are bugs and keep their traceback.
+    UserError prints one line to standard error and exits with status 2, as does a path that is missing, of the wrong
+    kind or not permitted. RunError and other system errors (a failing or full disk, no memory) exit with status 1. A
+    closed pipe ends the process silently, as for `cat`. Other errors are bugs and keep their traceback.
     """
-    # Set before torch is imported: its OpenMP threads spin while they wait for each other. With another program on one
-    # of two cores a step took 5.8 times as long as alone, with less spinning 2.3 times; alone it is not slower.
+    # Set before torch is imported, to make its OpenMP threads spin less while they wait. If another program used one of
+    # two cores, a step took 5.8 times as long as without it, and 2.3 times with less spinning.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     interrupt_once()
     open_closed_streams()
-    sys.stderr = ResilientStream(sys.stderr)  # notes that nobody can read must not cost a result
-    os.environ |= {"THINKER_COMMAND": "1", "MPLBACKEND": "agg"}  # plot_style.py reads them; nothing is shown
-    sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show become question marks
+    sys.stderr = ResilientStream(sys.stderr)  # a closed stderr must not end the command
+    os.environ |= {"THINKER_COMMAND": "1", "MPLBACKEND": "agg"}  # for plot_style.py; no windows
+    sys.stdout.reconfigure(errors="replace")  # unsupported characters become ?
     protect_terminal()
     try:
         try:
             os.getcwd()
-        except FileNotFoundError as error:  # torch would end the process
-            raise UserError("the working directory was removed; change to one that exists") from error
+        except FileNotFoundError as error:  # torch would crash
+            raise UserError("the working directory was removed; cd to one that exists") from error
         status = main()
         sys.stdout.flush()
     except (UserError, RunError) as error:
@@ -60,14 +60,14 @@ def run_command(main: Callable[[], int]) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "thinker":
             raise
-        remedy = "run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt"
-        print_error(f"{sys.executable} does not have the package {error.name}; {remedy}")
+        remedy = "run `make demo` and use .venv/bin/python, or pip install -r requirements.txt"
+        print_error(f"package {error.name} is not installed for {sys.executable}; {remedy}")
         status = 2
     except KeyboardInterrupt as error:
         print(f"\ninterrupted by SIGINT (Ctrl-C) {error}", file=sys.stderr)
         status = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter prints an error at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids an error message at exit
         status = 1
     except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search(OUT_OF_MEMORY, str(error), re.IGNORECASE):
@@ -75,10 +75,10 @@ def run_command(main: Callable[[], int]) -> None:
         name, message = getattr(error, "filename", None), getattr(error, "strerror", None) or str(error)
         if not isinstance(error, OSError):
             details = f": {message.splitlines()[0]}" if message else ""
-            message = f"there is not enough memory{details}"
+            message = f"not enough memory{details}"
         if getattr(error, "errno", None) in FULL_DISK:
             where = f" (writing {name})" if name else ""
-            message = f"the disk is full{where}; make space and run the same command again"
+            message = f"the disk is full{where}; free some space and run the same command again"
         elif name:
             message = f"cannot read or write {name}: {error.strerror}"
         print_error(message)

@@ -1,4 +1,4 @@
-"""Arrays in files that are read when they are indexed: what a memory map does, safe if the file is cut meanwhile."""
+"""Arrays in files, read when they are indexed. Like memory maps, but safe if the file is truncated."""
 
 import os
 import threading
@@ -10,9 +10,9 @@ import numpy as np
 
 
 class OpenFile:
-    """A file of numbers that any thread reads by position. It remains readable where it is removed or replaced.
+    """A file of numbers that threads read by position. It stays readable if it is removed or replaced.
 
-    A memory map of a file that is cut would end the process by SIGBUS; this raises `error_type`.
+    Raises `error_type` if the file is truncated, when a memory map would end the process with SIGBUS.
     """
 
     def __init__(self, path: Path, error_type: type[Exception]) -> None:
@@ -25,7 +25,7 @@ class OpenFile:
         weakref.finalize(self, self._file.close)
 
     def read(self, start: int, count: int, dtype: np.dtype | type) -> np.ndarray:
-        """`count` numbers from byte `start` on."""
+        """Read `count` numbers, starting at byte `start`."""
         numbers = np.empty(count, dtype)
         rest = numbers.view(np.uint8)
         try:
@@ -36,13 +36,13 @@ class OpenFile:
         except OSError as error:
             raise self.error_type(f"{self.path} cannot be read: {error.strerror}") from error
         if len(rest):
-            raise self.error_type(f"{self.path} was cut while it was in use; run the same command again")
+            raise self.error_type(f"{self.path} was truncated while in use; run the same command again")
         return numbers
 
 
 @dataclass(frozen=True)
 class FileArray:
-    """`length` numbers in an open file from byte `start` on; an index, or a slice without a step, reads them."""
+    """`length` numbers in an open file, starting at byte `start`. An index or a slice without a step reads them."""
 
     file: OpenFile
     dtype: np.dtype

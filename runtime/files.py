@@ -1,4 +1,4 @@
-"""Files that are complete or absent, even if the process is killed while it writes them."""
+"""Write files atomically, even if the process is killed meanwhile."""
 
 import errno
 import hashlib
@@ -11,9 +11,9 @@ from thinker.runtime.errors import UserError
 
 
 def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Write a file, text as UTF-8, completely or not at all; a link of that name is replaced, not followed.
+    """Write a file (text as UTF-8) completely or not at all. Replaces a link of that name.
 
-    With `sync` it survives a power failure. Raises OSError, and then leaves the previous file in place.
+    With `sync` the file survives a power failure. Raises OSError and keeps the previous file on failure.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
@@ -26,23 +26,23 @@ def atomic_write(path: Path, content: str | bytes, sync: bool = True) -> None:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a write does not know its file's name
+        if isinstance(error, OSError) and error.filename is None:  # write errors lack the file name
             error.filename = str(path)
         raise
 
 
 def make_folder(path: Path, setting: str) -> None:
-    """Make a folder, unless it exists. Raises UserError, which names the setting, where that cannot be done."""
+    """Create a folder, unless it exists. Raises UserError that names the setting if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         if error.errno in FULL_DISK:
             raise
-        raise UserError(f"{setting}: {path} cannot be made a folder: {error.strerror}") from error
+        raise UserError(f"{setting}={path}: cannot create the folder ({error.strerror}); use another path") from error
 
 
 def can_write(folder: Path) -> bool:
-    """Whether files can be written into a folder, which is made if need be."""
+    """Whether files can be written into a folder. Creates it if needed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -52,7 +52,7 @@ def can_write(folder: Path) -> bool:
 
 
 def sha256_of_file(path: Path) -> str:
-    """The sha256 of a file's content, as 64 hexadecimal digits."""
+    """The sha256 of a file, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -61,7 +61,7 @@ def sha256_of_file(path: Path) -> str:
 
 
 def sync_to_disk(path: Path) -> None:
-    """fsync a file, or the list of names in a folder where the system can do that (Windows cannot)."""
+    """fsync a file, or a folder (except on Windows, which cannot)."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP in a command, however early, late or often: status 128 + signal and at most one line."""
+"""Ctrl-C, SIGTERM and SIGHUP in a command at any time: exit status 128 + signal and at most one line."""
 
 import os
 import signal
@@ -6,14 +6,14 @@ import sys
 import time
 from types import FrameType
 
-TWICE_SECONDS = 0.1  # a signal that comes again so soon is the same one: timeout(1) signals a process and its group
+TWICE_SECONDS = 0.1  # a repeated signal within this time is the same one: timeout(1) signals a process and its group
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def interrupt_once() -> None:
-    """Let the first signal raise an exception, so that `finally` clauses remove temporary files; a second one ends all.
+    """Let the first signal raise an exception, so that `finally` clauses run; a second one ends the process.
 
-    Ctrl-C raises KeyboardInterrupt, the others SystemExit. A signal that is ignored stays ignored.
+    Ctrl-C raises KeyboardInterrupt, other signals SystemExit. Ignored signals stay ignored.
     """
     for number in _SIGNALS:
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
@@ -21,14 +21,14 @@ def interrupt_once() -> None:
 
 
 def end_on_interrupt() -> None:
-    """Let signals end the process: an exception while the interpreter ends would print a stack trace."""
+    """Let signals end the process, as an exception during interpreter exit would print a stack trace."""
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _leave)
 
 
 def _interrupt(number: int, frame: FrameType) -> None:
-    """Raise the exception; Ctrl-C inside an import, which may catch it and go on, ends the process instead."""
+    """Raise the exception. Ctrl-C ends the process during an import, which might catch the exception."""
     signal.signal(number, signal.SIG_IGN)
     time.sleep(TWICE_SECONDS)
     signal.signal(number, _leave)

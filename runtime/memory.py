@@ -1,4 +1,4 @@
-"""How much memory there is, and an error, before any of it is taken, for what takes more."""
+"""Measure available memory, and raise an error before too much is allocated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can allocate on the device now, without swapping."""
+    """Bytes that this process can now allocate on the device without swapping."""
     if device.type == "cuda":
         import torch
 
@@ -29,9 +29,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def check_memory(needed: dict[str, int], device: torch.device, remedy: str, n_processes: int = 1) -> None:
-    """Raise UserError where the sum of `needed`, bytes by what they are for, is more than the device can hold.
+    """Raise UserError if the sum of `needed`, bytes by purpose, exceeds the memory of the device.
 
-    Swap counts as memory: what would fit is never refused. `n_processes` of this machine need as much each.
+    Swap counts as memory. Each of `n_processes` on this machine needs the same amount.
     """
     total = sum(needed.values())
     if device.type == "cuda":
@@ -42,12 +42,12 @@ def check_memory(needed: dict[str, int], device: torch.device, remedy: str, n_pr
         return
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needed.items() if size)
     each = f" in each of {n_processes} processes" if n_processes > 1 else ""
-    have = f"{format_bytes(available)} are available on the {'GPU' if device.type == 'cuda' else 'machine'}"
-    raise UserError(f"this takes at least {format_bytes(total)} of memory{each} ({parts}), and {have}; {remedy}")
+    have = f"the {'GPU' if device.type == 'cuda' else 'machine'} has only {format_bytes(available)} available"
+    raise UserError(f"this needs at least {format_bytes(total)} of memory{each} ({parts}), but {have}; {remedy}")
 
 
 def format_bytes(size: float) -> str:
-    """Such as "3.2 GB"."""
+    """Format a size, such as "3.2 GB"."""
     units = ["KB", "MB", "GB", "TB", "PB"]
     size /= 1e3
     while size >= 1000 and len(units) > 1:
@@ -57,9 +57,9 @@ def format_bytes(size: float) -> str:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Bytes of main memory that are free, or can be freed at once; and of swap, a guess where the system says nothing.
+    """Bytes of available main memory, and of swap. Guesses if the system does not report them.
 
-    Windows: the standard library does not say how much there is.
+    Windows: the standard library has no function for this.
     """
     free, swap = 4 * 2**30, 2**50
     if (meminfo := Path("/proc/meminfo")).exists():
@@ -71,9 +71,9 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _free_in_cgroups(root: Path, membership: Path) -> float:
-    """Bytes that the limits of this process's control groups leave, of version 1 or 2; inf without a limit.
+    """Bytes left by the limits of this process's control groups (version 1 or 2), or inf without a limit.
 
-    The pages of files that a group has read count as used, but make room when memory is needed.
+    Cached pages of files count as used, but are freed when memory is needed.
     """
     free, groups = float("inf"), membership.read_text() if membership.exists() else ""
     versions = {"": ("max", "current", ""), "memory": ("limit_in_bytes", "usage_in_bytes", "total_")}

@@ -1,4 +1,4 @@
-"""The colours and the figures of all plots."""
+"""Colors and figures of all plots."""
 
 import os
 import warnings
@@ -13,14 +13,14 @@ BLUE, ORANGE, GREY = "#2f6db3", "#d9662b", "#777777"
 def new_figure(
     width: float, height: float, columns: int = 1, share: bool = True, layout: str | None = "constrained"
 ) -> tuple[Any, list[Any]]:
-    """A figure of width x height inches, and its panels, which `share` the vertical axis; no display is needed."""
+    """A figure of width x height inches and its panels, which `share` the y axis. Needs no display."""
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ValueError as error:
-        raise UserError(f"matplotlib cannot start, perhaps because of your matplotlibrc: {error}") from error
-    if "THINKER_COMMAND" in os.environ:  # a command's plots are the same on every machine; a notebook has its own style
+        raise UserError(f"matplotlib failed to start; check your matplotlibrc: {error}") from error
+    if "THINKER_COMMAND" in os.environ:  # equal plots on all machines; notebooks keep their style
         matplotlib.rcdefaults()
     figure = Figure(figsize=(width, height), dpi=120, layout=layout)
     FigureCanvasAgg(figure)
@@ -33,12 +33,12 @@ def new_figure(
 
 
 def plain_text(text: str) -> str:
-    """A text from outside for a plot: its dollars are no mathematics, and what is no character becomes a ?."""
+    """Escape a text for a plot: dollars do not start math, and invalid characters become ?."""
     return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def save_figure(figure: Any, file: Path | IO[bytes], **options: Any) -> None:
-    """Write a figure as PNG; a box stands for a character that the font lacks."""
+    """Write a figure as PNG. Characters that the font lacks become boxes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")
         figure.savefig(file, format="png", **options)

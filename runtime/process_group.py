@@ -1,7 +1,7 @@
-"""The processes of one training (ranks): how they find each other, agree on decisions, and end together.
+"""Ranks, the processes of distributed training: how they connect, share decisions, and end together.
 
-torchrun starts them and numbers them in the environment. Tensors and objects go through torch's process group; who is
-alive, and who failed first, goes through the key-value store that the ranks share.
+torchrun starts and numbers the ranks. They exchange tensors and objects through torch's process group, and use a shared
+key-value store to find out which ranks are alive and which failed first.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-CONNECT_SECONDS = 60.0  # until the store must answer
-ROLL_CALL_SECONDS = 5.0  # in which all living ranks answer after one went silent
+CONNECT_SECONDS = 60.0  # to connect to the store
+ROLL_CALL_SECONDS = 5.0  # for all live ranks to answer after one stopped responding
 
 
 @dataclass
 class DistContext:
-    """This process among the ranks that train together, or alone."""
+    """The rank of this process, or a single process."""
 
     rank: int = 0
     world_size: int = 1  # the number of ranks
     local_rank: int = 0  # on its machine
     local_world_size: int = 1
     store: Any = None  # the key-value store of torch.distributed that all ranks share
-    under_torchrun: bool = False  # torchrun holds the store, which then outlives rank 0
+    under_torchrun: bool = False  # torchrun owns the store, which then outlives rank 0
 
     @property
     def is_main(self) -> bool:
@@ -44,15 +44,15 @@ class DistContext:
 
     @classmethod
     def from_environment(cls) -> DistContext:
-        """The rank that torchrun's variables describe, or a single process. Raises UserError or RunError."""
+        """Read the rank from torchrun's environment variables. Raises UserError or RunError."""
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return cls()
         host, values = os.environ.get("MASTER_ADDR"), [os.environ.get(name, "") for name in VARIABLES]
         if not host or not all(value.isdigit() for value in values) or int(values[0]) >= int(values[1]):
             found = ", ".join(f"{name}={value}" for name, value in zip(VARIABLES, values))
             raise UserError(
-                f"the environment's {found}, MASTER_ADDR={host} does not describe a rank; start several ranks with "
-                "torchrun, or take those out of the environment"
+                f"the environment variables {found}, MASTER_ADDR={host} do not describe a rank; start with torchrun, "
+                "or unset them"
             )
         rank, world_size, local_rank, local_world_size, port = map(int, values)
         if world_size == 1:
@@ -65,14 +65,14 @@ class DistContext:
             store = TCPStore(host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
         except DistError as error:
             where = f"{host}:{port} within {CONNECT_SECONDS:.0f} s"
-            raise RunError(f"rank {rank} of {world_size} found nobody at {where}") from error
-        # torchrun's store outlives a restart of the ranks, after a failure or when one joins: old keys must not count.
+            raise RunError(f"rank {rank} of {world_size} could not connect to rank 0 at {where}") from error
+        # The prefix hides the keys of earlier attempts, as torchrun's store outlives a restart of the ranks.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"thinker/{attempt}/{world_size}", store)
         return cls(rank, world_size, local_rank, local_world_size, store, under_torchrun)
 
     def init_process_group(self, device_type: str, timeout: float) -> None:
-        """Make torch's process group: gloo, and NCCL for GPUs. Raises RunError, naming them, where ranks did not start.
+        """Create torch's process group: gloo, and NCCL for GPUs. Raises RunError that names ranks that did not start.
 
         timeout: seconds that one rank waits for another, now and later.
         """
@@ -82,7 +82,7 @@ class DistContext:
         import torch.distributed
 
         if missing := self._wait_for_ranks("here", timeout):
-            raise RunError(f"{missing} did not start within {timeout:g} s")
+            raise RunError(f"{missing} did not start within {timeout:g} s (train.dist_timeout_s)")
         if device_type == "cuda":
             torch.cuda.set_device(self.local_rank)
         torch.distributed.Backend.register_backend("ordered_gloo", _new_gloo, devices=["cpu"])
@@ -92,7 +92,7 @@ class DistContext:
         )  # fmt: skip
 
     def all_gather_scalars(self, *values: float) -> list[list[float]]:
-        """The numbers of every rank, equally many, in rank order, from host to host: no device is waited for."""
+        """Gather the same number of values from each rank, in rank order, without waiting for devices."""
         if self.world_size == 1:
             return [list(values)]
         import torch.distributed
@@ -102,11 +102,11 @@ class DistContext:
         return [row.tolist() for row in gathered]
 
     def broadcast_object(self, value: Any = None) -> Any:
-        """Rank 0's value, on every rank."""
+        """The value of rank 0, on every rank."""
         return self.gather_objects(value)[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The values of every rank, in rank order."""
+        """The values of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
         import torch.distributed
@@ -117,9 +117,9 @@ class DistContext:
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the body on rank 0 first, then on local rank 0 of each other machine, then on all others; only once.
+        """Run the body on rank 0 first, then on local rank 0 of other machines, then on all others. Use it only once.
 
-        It may take hours, so the ranks wait without a limit, but not for ranks that have failed.
+        The body may take hours, so ranks wait without a limit, but not for ranks that have failed.
         """
         if self.world_size == 1:
             yield
@@ -134,7 +134,7 @@ class DistContext:
         self._wait_for_keys(*(f"done/{rank}" for rank in range(self.world_size)))
 
     def shutdown(self) -> None:
-        """Wait until rank 0 has finished: whoever started the ranks ends the others once one has ended."""
+        """Wait until rank 0 has finished, as the launcher ends the other ranks when one exits."""
         if self.world_size == 1:
             return
         import torch.distributed
@@ -145,15 +145,15 @@ class DistContext:
         last = torch.zeros(1)
         n_references = sys.getrefcount(last)
         torch.distributed.all_reduce(last)
-        # To drop a tensor gloo's thread needs the GIL, with which destroying the group waits for the thread.
+        # Destroying the group waits for gloo's thread with the GIL, which that thread needs to free its tensor.
         while sys.getrefcount(last) > n_references:
             time.sleep(0.001)
         torch.distributed.destroy_process_group()
 
     def resolve_failure(self, error: BaseException) -> BaseException:
-        """What this rank ends with: `error` if it was the first rank to fail, otherwise a quiet SystemExit.
+        """The error that this rank ends with: `error` if it failed first, otherwise a silent SystemExit.
 
-        A collective that failed because another rank is missing becomes a RunError that names that rank.
+        If a collective failed because a rank is missing, the error is a RunError that names the missing rank.
         """
         import torch.distributed
 
@@ -162,12 +162,12 @@ class DistContext:
         end = time.monotonic() + ROLL_CALL_SECONDS
         try:
             if lost_contact and (missing := self._wait_for_ranks("alive", ROLL_CALL_SECONDS)):
-                reason = "has gone"
+                reason = "ended unexpectedly"
                 if "timed out" in str(error).lower():
-                    reason = f"gave no answer for {self.timeout:g} s (train.dist_timeout_s)"
-                error = RunError(f"{missing} {reason}; the same command resumes from the last checkpoint")
+                    reason = f"did not respond for {self.timeout:g} s (train.dist_timeout_s)"
+                error = RunError(f"{missing} {reason}; run the same command again to resume")
             while not self.is_main and time.monotonic() < end and not self.store.check(["failed"]):
-                time.sleep(0.02)  # rank 0 may have failed in the same way, and still be closing files
+                time.sleep(0.02)  # rank 0 may also have failed, and be closing files
             first_to_fail = self.store.compare_set("failed", "", str(self.rank)).decode()
             self.store.set(f"left/{self.rank}", "")
             if self.is_main and not self.under_torchrun:  # the store ends with this process
@@ -175,20 +175,20 @@ class DistContext:
         except torch.distributed.DistError:  # the store ended with torchrun, or with rank 0
             if self.under_torchrun:
                 return SystemExit(1)
-            return RunError(f"rank 0 of {self.world_size}, which keeps the store, has gone")
+            return RunError(f"rank 0 of {self.world_size} ended unexpectedly; run the same command again to resume")
         if first_to_fail == str(self.rank):
             return error
         return SystemExit(2 if isinstance(error, UserError) else 1)
 
     def _wait_for_keys(self, *keys: str) -> None:
-        """Wait until the store has these keys. Raises SystemExit where a rank has failed, which prints why itself."""
+        """Wait until the store has these keys. Raises SystemExit if a rank has failed, which prints its own error."""
         while not self.store.check(list(keys)):
             if self.store.check(["failed"]):
                 raise SystemExit(1)
             time.sleep(0.02)
 
     def _wait_for_ranks(self, key: str, seconds: float, ignore_failure: bool = False) -> str:
-        """Answer under `key`, wait for the answers of all until one has failed, and return who gave none, in words."""
+        """Answer under `key` and wait for all ranks to answer. Returns a description of ranks without an answer."""
         self.store.set(f"{key}/{self.rank}", f"process {os.getpid()} on {socket.gethostname()}")
         missing, end = list(range(self.world_size)), time.monotonic() + seconds
         while missing and time.monotonic() < end and (ignore_failure or not self.store.check(["failed"])):
@@ -198,14 +198,14 @@ class DistContext:
             return ""
         processes = dict.fromkeys(missing[:4], "")
         for rank in processes:
-            if self.store.check([f"here/{rank}"]):  # it had started: name its process
+            if self.store.check([f"here/{rank}"]):  # it had started, so name its process
                 processes[rank] = f" ({self.store.get(f'here/{rank}').decode()})"
         names = ", ".join(f"{rank}{process}" for rank, process in processes.items())
         return f"rank {names}{' and more' if len(missing) > 4 else ''} of {self.world_size}"
 
 
 def _new_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """gloo with one thread, which drops the tensors of each collective before it begins the next."""
+    """gloo with one thread, which frees the tensors of each collective before the next one."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
@@ -213,24 +213,24 @@ def _new_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any
     return ProcessGroupGloo(store, rank, world_size, options)
 
 
-SINGLE_PROCESS = DistContext()  # whatever the environment says
+SINGLE_PROCESS = DistContext()  # independent of the environment
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All rows of a tensor that the ranks share; all of them call this. Other tensors as they are."""
+    """All rows of a sharded tensor; returns other tensors unchanged. All ranks must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's rows of a tensor that the ranks share. Other tensors as they are."""
+    """This rank's rows of a sharded tensor; returns other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextlib.contextmanager
 def distributed_session() -> Iterator[DistContext]:
-    """This process as a rank, from the environment. Only rank 0's standard output and error are shown.
+    """Context of a rank, read from the environment. Only rank 0 prints to standard output and error.
 
-    An error on any rank ends all of them, and is raised, and so shown, on the one that failed first.
+    An error on any rank ends all of them. It is raised on the rank that failed first.
     """
     dist = DistContext.from_environment()
     with contextlib.ExitStack() as stack:

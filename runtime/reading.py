@@ -1,4 +1,4 @@
-"""Read files that may come from strangers: regular ones only, up to a bounded size, and YAML without aliases."""
+"""Read untrusted files: only regular files of bounded size, and YAML without aliases."""
 
 import json
 import re
@@ -9,37 +9,38 @@ import yaml
 
 from thinker.runtime.errors import UserError
 
-MAX_FILE_BYTES = 1 << 26  # the largest, o200k_base's tokens, take 4 MB; a stranger's file must not fill the memory
-MAX_REPETITIONS = 4  # in a regular expression: each multiplies the time by the length of a name
+MAX_FILE_BYTES = 1 << 26  # the largest real file, o200k_base, has 4 MB; an untrusted file must not fill the memory
+MAX_REPETITIONS = 4  # in a regular expression; each multiplies the time by the length of a name
 
 
 class Loader(yaml.SafeLoader):
-    """YAML without duplicate keys, of which PyYAML silently takes the last, and without aliases.
+    """YAML loader that rejects aliases, and duplicate keys, of which PyYAML silently uses the last.
 
-    Ten aliases of ten aliases each, ten levels deep, are a file of a few hundred bytes that takes hours to read.
+    Nested aliases, ten levels deep with ten aliases each, make a file of a few hundred bytes take hours to read.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """As in the base class, but refuse aliases."""
+        """Like the base class, but reject aliases."""
         if self.check_event(yaml.AliasEvent):
             event = self.get_event()
-            raise yaml.MarkedYAMLError(problem=f"aliases such as *{event.anchor} are not read; write the value again",
+            raise yaml.MarkedYAMLError(problem=f"aliases such as *{event.anchor} are not supported; repeat the value",
                                        problem_mark=event.start_mark)  # fmt: skip
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As in the base class, but refuse duplicate keys."""
+        """Like the base class, but reject duplicate keys."""
         names: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in names:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is given twice", problem_mark=key.start_mark)
+                problem = f"duplicate key {key.value}; remove one of them"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             names.add(key.value)
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.Node) -> int | float:
-        """As in the base class, but refuse 1:30, which YAML 1.1 reads as 90, and 010, which it reads as 8."""
+        """Like the base class, but reject 1:30, which YAML 1.1 reads as 90, and 010, which it reads as 8."""
         if ":" in node.value or re.match(r"[-+]?0[0-9]", node.value):
-            raise yaml.MarkedYAMLError(problem=f"{node.value} is no decimal number", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"{node.value} is not a decimal number", problem_mark=node.start_mark)
         is_int = node.tag == "tag:yaml.org,2002:int"
         return self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
 
@@ -49,54 +50,54 @@ for _kind in ("int", "float"):
 
 
 def read_bytes(path: Path, error_type: type[Exception] = UserError) -> bytes:
-    """The content of a file. Raises `error_type` where it is missing, unreadable, too large, or a pipe or device."""
+    """Read a file. Raises `error_type` if it is missing, unreadable, too large, or a pipe or device."""
     try:
         if not path.is_file():
-            raise error_type(f"{path} is {'not a regular file' if path.exists() else 'missing'}")
+            raise error_type(f"{path} {'is not a regular file' if path.exists() else 'does not exist'}")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise error_type(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
     if len(content) > MAX_FILE_BYTES:
-        raise error_type(f"{path} is larger than any file of its kind")
+        raise error_type(f"{path} is too large; the limit is {MAX_FILE_BYTES >> 20} MB")
     return content
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text of a file. Raises UserError as read_bytes() does."""
+    """Read a file of UTF-8 text. Raises UserError."""
     try:
         return read_bytes(path).decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text") from error
+        raise UserError(f"{path} is not valid UTF-8; convert it, for example with iconv") from error
 
 
 def read_json(path: Path, error_type: type[Exception] = UserError) -> dict[str, Any]:
-    """The JSON object in a file. Raises `error_type` where the file is missing or holds anything else."""
+    """Read a JSON object from a file. Raises `error_type` if the file is missing or contains anything else."""
     try:
         content = json.loads(read_bytes(path, error_type))
     except (ValueError, RecursionError) as error:
-        raise error_type(f"{path} cannot be read as JSON: {error}") from error
+        raise error_type(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise error_type(f"{path} is not a JSON object")
     return content
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, {} for an empty one. Raises UserError where it holds anything else."""
+    """Read a mapping from a YAML file; {} if the file is empty. Raises UserError if it contains anything else."""
     try:
         content = yaml.load(read_text(path), Loader) or {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date or number
         mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path} is not valid YAML{line}: {getattr(error, 'problem', error)}") from error
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: invalid YAML: {getattr(error, 'problem', error)}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}, not keys with values")
+        raise UserError(f"{path} contains a {type(content).__name__}; it must be a mapping of keys to values")
     return content
 
 
 def checked_pattern(pattern: str) -> str:
-    """Return a stranger's regular expression. Raises re.error for one that may take forever, such as "(a+)+b"."""
+    """Return an untrusted regular expression. Raises re.error if it may take forever, such as "(a+)+b"."""
     is_nested = re.search(r"[*+}?][^()]*\)[*+{]", pattern)
     if is_nested or len(re.findall(r"[*+{]", pattern)) > MAX_REPETITIONS:
-        raise re.error(f"it repeats what repeats, or has more than {MAX_REPETITIONS} repetitions")
+        raise re.error(f"it has nested repetitions, or more than {MAX_REPETITIONS}")
     return pattern

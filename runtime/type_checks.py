@@ -1,21 +1,21 @@
-"""Whether values have the types of a signature: one check for all that a user of the library passes."""
+"""Check the types of values that a user of the library passes."""
 
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from thinker.runtime.errors import UserError
 
-NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
 
 
 def describe(value: Any) -> str:
-    """A value in a message: a plain and short one as it is written, another by its type."""
+    """Describe a value in a message: by its repr if that is short, otherwise by its type."""
     text = repr(value) if isinstance(value, (*NAMES, list, tuple, dict)) else ""
     return text if 0 < len(text) <= 500 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def check_types(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise UserError for a value that the type hint of its name does not allow; a whole number is also a float."""
+    """Raise UserError for a value that does not match the type hint of its name. An int is also a float."""
     for name, hint in hints.items():
         types, value = get_args(hint) or (hint,), values.get(name)
         is_number = type(value) is int and float in types

@@ -1,4 +1,4 @@
-"""What a config will take, before it starts: python scripts/plan.py CONFIG.yaml [section.key=value ...]."""
+"""Estimate what a run needs: python scripts/plan.py CONFIG [section.key=value ...]."""
 
 import json
 
@@ -7,10 +7,13 @@ from thinker.training.command_line import ConfigArgumentParser
 
 
 def main() -> int:
-    """Print the plan. Returns the exit status."""
-    parser = ConfigArgumentParser(description="What a training will take: memory, FLOPs, tokens and time.")
-    parser.add_argument("--no-steps", action="store_true", help="predict only: make no steps, measure no time")
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the table")
+    """Print the estimate. Returns the exit status."""
+    examples = ("configs/text.yaml data.path=my.txt", "configs/gpu-124m.yaml --no-steps --json")
+    description = "Estimate the memory, FLOPs, tokens and time of a run, and check whether it fits."
+    parser = ConfigArgumentParser(description=description, examples=examples)
+    group = parser.add_argument_group("output")
+    group.add_argument("--no-steps", action="store_true", help="do not measure speed and memory (default: run 4 steps)")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of a table (default: table)")
     arguments = parser.parse_command_line()
     from thinker.training.advice import format_plan
     from thinker.training.config import load_config

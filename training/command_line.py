@@ -1,4 +1,4 @@
-"""The command line of a config: CONFIG.yaml, section.key=value, and what is said about keys."""
+"""Command line of commands that take a config: CONFIG section.key=value ..., and the list of keys."""
 
 import argparse
 import json
@@ -12,21 +12,21 @@ from thinker.runtime.errors import UserError, did_you_mean
 
 
 class ConfigArgumentParser(ArgumentParser):
-    """Reads a config's path and its overrides, in any order with flags; explains keys that are written as flags."""
+    """Parses a config's path, overrides and flags in any order. Suggests the key if a key is written as a flag."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
-        self.add_argument(
-            "overrides", nargs="*", default=[], metavar="section.key=value", help="replace keys of the config"
-        )
-        keys_help = "list the keys of all sections, or of one, with their defaults"
-        self.add_argument("--keys", nargs="?", action=_ListKeys, metavar="SECTION", help=keys_help)
+        group = self.add_argument_group("config")
+        group.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
+        overrides_help = "override a key of the config, such as train.max_steps=100 (default: none)"
+        group.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=overrides_help)
+        keys_help = "list all config keys with their defaults and exit, or only the keys of SECTION (default: all)"
+        group.add_argument("--keys", nargs="?", action=_ListKeys, metavar="SECTION", help=keys_help)
 
     def parse_command_line(self) -> argparse.Namespace:
-        """The arguments of this process. Raises UserError that says how a key is written instead of a flag."""
+        """Parse this process's arguments. Raises UserError for an unknown flag, with the key that it may stand for."""
         if flag := next((word for word in sys.argv[1:] if self._is_unknown(word)), None):
-            raise UserError(f"{flag} is not a flag{_suggest_key(flag)}")
+            raise UserError(f"unknown flag {flag}{_suggest_key(flag)}")
         return self.parse_intermixed_args()
 
     def _is_unknown(self, word: str) -> bool:
@@ -40,19 +40,19 @@ class _ListKeys(argparse.Action):
 
 
 def list_keys(section: str | None = None) -> str:
-    """A line per key of a section, or of all: its name, its default and what it means. Raises UserError."""
+    """One line per key of a section, or of all sections: name, default and meaning. Raises UserError."""
     keys = {name: texts for name, texts in _keys().items() if section is None or name.startswith(f"{section}.")}
     if not keys:
         sections = list(dict.fromkeys(name.partition(".")[0] for name in _keys()))
-        raise UserError(f"the config has no section {section}; sections: {', '.join(sections)}")
+        raise UserError(f"unknown config section {section}; use one of {', '.join(sections)}")
     lines = [(f"{name}={default}", meaning) for name, (default, meaning) in keys.items()]
     width = max(len(key) for key, _ in lines)
     return "\n".join(f"{key:{width}}  {meaning}" for key, meaning in lines)
 
 
 def _keys() -> dict[str, tuple[str, str]]:
-    """By name, the default and the meaning of every key."""
-    from thinker.training.config import Config  # not before it is needed: it imports torch
+    """Map the name of each key to its default and meaning."""
+    from thinker.training.config import Config  # imported here because it imports torch
 
     return {
         f"{section}.{key}": (json.dumps(field.default, ensure_ascii=False), field.description)
@@ -62,7 +62,7 @@ def _keys() -> dict[str, tuple[str, str]]:
 
 
 def _suggest_key(flag: str) -> str:
-    """The end of a message about a flag that does not exist: the key that was meant, with its value."""
+    """End of the message about an unknown flag: the key that it stands for, with its value."""
     word, equals, value = flag.lstrip("-").partition("=")
     following = sys.argv[sys.argv.index(flag) + 1 :][:1]
     if not equals and following and not re.match(r"-\D|[^=]+=", following[0]):
@@ -71,6 +71,6 @@ def _suggest_key(flag: str) -> str:
     meant = [name for name in names if word in (name, name.partition(".")[2])]
     if not meant:
         likely = did_you_mean(word, names) or did_you_mean(word, [name.partition(".")[2] for name in names])
-        return f"{likely or '; keys of the config are written section.key=value'} (--keys lists them)"
+        return f"{likely or '; write config keys as section.key=value'} (--keys lists them)"
     value = shlex.quote(value) if value else "..."
     return "; write " + " or ".join(f"{name}={value}" for name in meant)

@@ -1,4 +1,4 @@
-"""Write docs/reference/config.md and configs/schema.json from the fields of the config."""
+"""Generate docs/reference/config.md and configs/schema.json from the fields of the config."""
 
 import json
 from pathlib import Path
@@ -30,13 +30,13 @@ def config_markdown() -> str:
 
 
 def config_schema() -> str:
-    """The JSON schema that editors check config files with."""
+    """JSON schema for editors that check config files."""
     schema = Config.model_json_schema() | {"title": "Thinker config"}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def _type_name(schema: dict[str, Any]) -> str:
-    """A short name of a JSON schema's type, such as "integer ≥ 1 | null"."""
+    """Short name of a JSON schema's type, such as "integer ≥ 1 | null"."""
     if "anyOf" in schema:
         return " | ".join(_type_name(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:

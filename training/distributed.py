@@ -1,7 +1,7 @@
-"""One model, which does not know about it, on several ranks: DDP and FSDP2, and when gradients are synchronized.
+"""Training on several ranks with DDP or FSDP2.
 
-Every rank computes its own rows of a batch; losses and gradients are summed over the ranks and divided by the number of
-targets of all ranks, so a step does not depend on their number.
+Each rank computes its own rows of a batch. Losses and gradients are summed over the ranks and divided by the total
+number of targets, so that a step does not depend on the number of ranks.
 """
 
 import contextlib
@@ -18,25 +18,25 @@ from thinker.training.config import TrainSettings
 
 
 def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.Module:
-    """The model as a step calls it: compiling, then activation checkpointing, then DDP or FSDP2.
+    """Wrap the model for training: compilation, then activation checkpointing, then DDP or FSDP2.
 
     "ddp": every rank has the whole model, and gradients are summed during the backward pass. "fsdp": every rank has
-    some rows of each parameter, and gathers a block's when it runs (ZeRO-3, Rajbhandari et al. 2020, arXiv:1910.02054),
-    in the precision of the activations. Embedding and head are gathered in fp32: thousands of gradients of a frequent
-    token, added in bf16, were 40% off.
+    some rows of each parameter, and gathers the parameters of a block when it runs (ZeRO-3, Rajbhandari et al. 2020,
+    arXiv:1910.02054), in the precision of the activations. Embedding and head are gathered in fp32: in bf16, the sum
+    of the thousands of gradients of a frequent token was 40% off.
     """
     if train.compile:
-        # One graph per kind of layer. Beyond this limit (8 by default) torch silently stops compiling.
+        # Each kind of layer needs a graph. Beyond this limit (default: 8) torch silently stops compiling.
         torch._dynamo.config.recompile_limit = 256
-        for block in model.blocks:  # in place: names of parameters stay as they are
+        for block in model.blocks:  # in place, which keeps the names of parameters
             block.forward = torch.compile(block.forward)
         model.is_compiled = True
-    if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174): the rest is computed a second time
+    if train.checkpoint_every_n_blocks:  # Chen et al. 2016 (arXiv:1604.06174)
         for block in model.blocks[:: train.checkpoint_every_n_blocks]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if dist.world_size == 1:
         return model
-    # Imported here: it takes half a second, and a single process does not need it.
+    # Imported here because it takes half a second and only several ranks need it.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -55,13 +55,13 @@ def parallelize(model: Thinker, train: TrainSettings, dist: DistContext) -> nn.M
 
 
 def _sum_gradients(state, bucket):  # noqa: ANN001, ANN202 - not every build of torch has the types
-    """Sum where DDP averages: dividing by the number of ranks is exact only for powers of two."""
+    """Sum gradients. DDP's average would divide by the number of ranks, which is exact only for powers of two."""
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-    """Within it a backward pass sums gradients over the ranks only for a batch's last micro-batch."""
+    """Context in which a backward pass sums gradients over the ranks only for the last micro-batch of a batch."""
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(is_last)
     elif hasattr(model, "no_sync") and not is_last:  # DDP

@@ -1,4 +1,4 @@
-"""Fine-tuning: a run that starts with the weights and the tokenizer of another model."""
+"""Fine-tuning: start a run from the weights and tokenizer of another model."""
 
 import json
 from pathlib import Path
@@ -11,19 +11,19 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
 from thinker.training.config import Config, Settings, validate_config
 
-# Keys that may differ from the initial model's. `init` and `head_init_std` no longer have an effect.
+# Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in fine-tuning.
 MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")
 
 
 def load_initial_model(
     config: Config, previous: Settings | None = None, own_tokenizer: Tokenizer | None = None
 ) -> tuple[Config, Thinker | None, Tokenizer | None]:
-    """Open the model that run.init_from names. A run that is resumed (`previous`) has its weights and `own_tokenizer`.
+    """Load the model in run.init_from. A resumed run (with `previous`) has its own weights and `own_tokenizer`.
 
-    Returns: the config, completed with the model's architecture and tokenizer; the model, None for random weights or a
-        resumed run; the tokenizer, None where the config's own one is still to be made.
+    Returns: the config, completed with the model's architecture and tokenizer; the model, or None for random weights
+        and resumed runs; the tokenizer, or None if it has yet to be made from the config.
 
-    Raises UserError where the config contradicts the model.
+    Raises UserError if the config contradicts the model.
     """
     source, spec, model = config.run.init_from, config.data.tokenizer, None
     if previous is not None:
@@ -33,10 +33,10 @@ def load_initial_model(
     else:
         model, tokenizer = load(source)
         if tokenizer is None:
-            raise UserError(f"run.init_from={source} has no tokenizer, without which its tokens mean nothing")
+            raise UserError(f"run.init_from={source} has no tokenizer; use a model that is saved with its tokenizer")
         own = load_tokenizer(spec) if spec is not None and check_spec(spec) == "path" else None
         if spec is not None and (own is None or own.content_hash != tokenizer.content_hash):
-            raise UserError(f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; leave it out")
+            raise UserError(f"data.tokenizer={spec} is not the tokenizer of run.init_from={source}; remove it")
         tokenizer = _with_chat_template(config, tokenizer)
     if source is None:
         return config, None, tokenizer
@@ -47,10 +47,10 @@ def load_initial_model(
     if seq_len > model_config.max_seq_len:
         raise UserError(
             f"data.seq_len ({seq_len}) is longer than the context of the model in run.init_from "
-            f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len, perhaps with model.rope_scaling"
+            f"({model_config.max_seq_len}); lower it, or raise model.max_seq_len (see also model.rope_scaling)"
         )
     if (config.train.lora_rank or 0) > model_config.d_model:
-        raise UserError(f"train.lora_rank ({config.train.lora_rank}) exceeds model.d_model ({model_config.d_model})")
+        raise UserError(f"train.lora_rank is {config.train.lora_rank}; use at most d_model={model_config.d_model}")
     tree = config.model_dump()
     tree["model"] = model_config.to_dict()
     tree["data"]["seq_len"] = seq_len
@@ -63,7 +63,7 @@ def load_initial_model(
 
 
 def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
-    """The initial model's architecture with the keys that the config may change."""
+    """The initial model's architecture, with the changes that the config may make."""
     values = model_config.to_dict()
     for name in config.model.model_fields_set:
         value = getattr(config.model, name)
@@ -72,19 +72,19 @@ def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
             values[name] = value
         elif value not in (None, values[name]):
             source, has = f"run.init_from={config.run.init_from}", json.dumps(values[name])
-            raise UserError(f"model.{name} is {json.dumps(value)}, but the model in {source} has {has}; leave it out")
+            raise UserError(f"model.{name} is {json.dumps(value)}, but the model in {source} has {has}; remove it")
     return ThinkerConfig.from_dict(values)
 
 
 def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenizer | None:
-    """The tokenizer with the config's own chat template, if it has one."""
+    """The tokenizer, with the chat template in data.chat_template if that is set."""
     path = config.data.chat_template
     if path is None:
         return tokenizer
     if tokenizer is None:
         if check_spec(config.data.tokenizer) != "path":
-            raise UserError("data.chat_template goes with a tokenizer that exists: run.init_from, or a path")
+            raise UserError("data.chat_template needs an existing tokenizer; use run.init_from or data.tokenizer=PATH")
         tokenizer = load_tokenizer(config.data.tokenizer)
     if not Path(path).is_file():
-        raise UserError(f"data.chat_template={path} is not a file")
+        raise UserError(f"data.chat_template={path} is not a file; use the path of a Jinja template")
     return tokenizer.with_chat_template(read_text(Path(path)))

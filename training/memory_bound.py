@@ -1,4 +1,4 @@
-"""The least memory that a run can need, known at once, so that sizes nobody has are refused before anything is made."""
+"""Lower bound on the memory of a run, to reject impossible sizes before anything is allocated."""
 
 import torch
 
@@ -9,7 +9,7 @@ from thinker.training.config import Config
 
 
 def check_run_fits(config: Config, device: torch.device, dist: DistContext = SINGLE_PROCESS) -> None:
-    """Raise UserError, with the numbers, where a run takes more memory than there is, however it is arranged."""
+    """Raise UserError if a run needs more memory than there is, even with every memory-saving option."""
     on_device, on_host = least_memory(config, dist)
     size = "" if config.run.init_from else "model.d_model, model.n_layers, "
     remedy = f"lower {size}data.seq_len or train.batch_size, or set train.micro_batch_size"
@@ -21,12 +21,12 @@ def check_run_fits(config: Config, device: torch.device, dist: DistContext = SIN
 
 
 def least_memory(config: Config, dist: DistContext = SINGLE_PROCESS) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that one rank needs at least, by what for: on the device, and on the host.
+    """Minimum bytes for one rank, by purpose: on the device, and on the host.
 
-    Of the activations only the residual stream before each block counts, which even recomputation keeps.
+    The only activations that count are the inputs of the blocks, which even recomputation keeps.
     """
     train, T = config.train, config.data.seq_len
-    shape = config.thinker_config(config.model.vocab_size or 1)  # until the tokenizer is known
+    shape = config.thinker_config(config.model.vocab_size or 1)  # 1 until the tokenizer is known
     n_weights = least_parameters(shape) // (dist.world_size if train.parallel != "ddp" else 1)
     is_trained = train.lora_rank is None
     rows = train.batch_size // dist.world_size
@@ -42,7 +42,7 @@ def least_memory(config: Config, dist: DistContext = SINGLE_PROCESS) -> tuple[di
 
 
 def least_parameters(shape: ThinkerConfig) -> int:
-    """The number of weights in a model's matrices, without norms and biases."""
+    """Number of weights in the matrices of a model, without norms and biases."""
     C, D = shape.d_model, shape.head_dim
     heads = sum(sum(shape.head_counts(layer)) for layer in range(shape.n_layers))
     tables = shape.vocab_size * (1 if shape.tie_embeddings else 2)

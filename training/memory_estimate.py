@@ -1,4 +1,4 @@
-"""How much memory a training step takes, known without making one."""
+"""Estimate the memory of a training step without running it."""
 
 import weakref
 from bisect import bisect_right
@@ -29,17 +29,17 @@ from thinker.training.step import TrainingStep
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the device. The peak is not their sum: gradients grow while activations are freed."""
+    """Bytes on the device. The peak differs from their sum, as gradients grow while activations are freed."""
 
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # what one forward pass adds
-    peak: int  # the most that is alive at once, in any step but the first
+    activations: int  # added by one forward pass
+    peak: int  # the maximum at any time, in any step but the first
 
 
 class LiveTensorMeter(TorchDispatchMode):
-    """Counts the bytes of the tensors that are alive on a device."""
+    """Counts the bytes of all live tensors on a device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -63,16 +63,16 @@ class LiveTensorMeter(TorchDispatchMode):
 
 
 class TraceableThinker(Thinker):
-    """A Thinker whose attention takes about as much memory as that of its masks, in operations that can be traced.
+    """A Thinker with traceable attention that takes about as much memory as the real one.
 
-    FlexAttention and the variable-length kernel need tensors with contents; plain causal attention stands in for them.
-    Blockwise attention consists of thousands of operations; here its blocks have all heads.
+    FlexAttention and the variable-length kernel need real tensors, so plain causal attention replaces them. Blockwise
+    attention consists of thousands of operations, so here each of its blocks covers all heads.
     """
 
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None
     ) -> ForwardContext:
-        """As Thinker.make_context; on a GPU, where its mask depends on them, a sequence is one document."""
+        """Like Thinker.make_context(). On a GPU masks depend on documents, so each sequence counts as one document."""
         context = super().make_context(inputs, tokens, None if inputs.is_cuda else document_ids)
         for layer, mask in enumerate(context.masks):
             if mask.kernel in ("flex", "blockwise"):
@@ -92,29 +92,29 @@ def _attend_blockwise(bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, scal
 
 
 def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.device) -> MemoryEstimate:
-    """Run a training step on fake tensors, without contents. What kernels and allocators use is not counted."""
+    """Trace a training step on fake tensors. Excludes workspaces of kernels and overhead of allocators."""
     accumulates = micro_batch_size < settings.train.batch_size
     settings = settings.with_train(micro_batch_size=micro_batch_size, compile=False)
     if settings.train.precision == "fp16":
-        settings = settings.with_train(precision="bf16")  # as large, and without the loss scale, which needs values
+        settings = settings.with_train(precision="bf16")  # same size, but no loss scale, which needs real values
     rng_state = torch.get_rng_state()
     with FakeTensorMode(), LiveTensorMeter(device) as meter:
         with device:
             model = TraceableThinker(settings.model)
         weights = meter.now
-        step = TrainingStep(model, settings, skip_nonfinite=False)  # there are no values to check
+        step = TrainingStep(model, settings, skip_nonfinite=False)  # fake tensors have no values to check
         tokens = torch.zeros(micro_batch_size, settings.data.seq_len, dtype=torch.int64, device=device)
         batch = Batch(tokens, tokens, tokens.numel(), tokens if settings.data.document_masking else None)
-        meter.now = weights  # counters and batch are not part of the estimate
+        meter.now = weights  # the estimate excludes counters and the batch
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        step.optimizers.step()  # the first one creates the optimizers' state
+        step.optimizers.step()  # the first step creates the optimizer state
         step.optimizers.zero_grad()
         loss = step.model(tokens, targets=tokens, document_ids=batch.document_ids)
         activations = meter.now
         del loss
         persistent = meter.now
-        if accumulates:  # earlier micro-batches have left gradients
+        if accumulates:  # gradients of earlier micro-batches exist
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         meter.peak = meter.now
@@ -125,18 +125,18 @@ def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.dev
 
 
 def usable_fraction(device: torch.device) -> float:
-    """The fraction of free memory that tensors can use: allocators lose the rest to fragmentation."""
+    """Fraction of free memory that tensors can use; allocators lose the rest to fragmentation."""
     return 0.9 if device.type == "cuda" else 0.6  # 0.6: malloc
 
 
 def free_memory(device: torch.device, dist: DistContext = SINGLE_PROCESS) -> int:
-    """Bytes that each rank can allocate now; all ranks must call this. Ranks on one host share its memory equally."""
+    """Bytes that each rank can allocate now. Ranks on one host share its memory equally. All ranks must call this."""
     sharing = 1 if device.type == "cuda" else dist.local_world_size
     return int(min(free for (free,) in dist.all_gather_scalars(memory.free_memory(device) // sharing)))
 
 
 def largest_micro_batch(settings: Settings, device: torch.device, free: int, dist: DistContext = SINGLE_PROCESS) -> int:
-    """The largest micro-batch whose peak fits into `free` bytes. Raises UserError where one sequence is more."""
+    """Largest micro-batch whose peak fits in `free` bytes. Raises UserError if not even one sequence fits."""
     rows = settings.train.batch_size // dist.world_size
     elsewhere = 1 - 1 / dist.world_size if settings.train.parallel == "fsdp" else 0.0  # of weights and their state
 
@@ -146,7 +146,7 @@ def largest_micro_batch(settings: Settings, device: torch.device, free: int, dis
         return estimate.peak - elsewhere * (estimate.weights + estimate.optimizer)
 
     limit = usable_fraction(device) * free
-    if peak(rows) <= limit:  # may be less than the peak of half of it: it alone adds no gradients up
+    if peak(rows) <= limit:  # without gradient accumulation it may need less than half the batch does
         return rows
     parts = divisors(rows)[:-1]
     n_fitting = bisect_right(parts, limit, key=peak)
@@ -154,6 +154,6 @@ def largest_micro_batch(settings: Settings, device: torch.device, free: int, dis
         return parts[n_fitting - 1]
     needed, available = memory.format_bytes(peak(1)), memory.format_bytes(free)
     raise UserError(
-        f"one sequence of {settings.data.seq_len} tokens takes {needed} and {available} are free; "
-        "train.checkpoint_every_n_blocks=1, a shorter data.seq_len or a smaller model take less"
+        f"one sequence of {settings.data.seq_len} tokens needs {needed}, but only {available} are free; "
+        "set train.checkpoint_every_n_blocks=1, lower data.seq_len or use a smaller model"
     )

@@ -1,4 +1,4 @@
-"""How fast the training goes, against what the device could do, and how much memory it takes."""
+"""Speed and memory metrics: FLOPs per token, peak FLOP/s of GPUs, and peak memory."""
 
 import contextlib
 import sys
@@ -8,8 +8,8 @@ import torch
 
 from thinker.model import Thinker
 
-# Dense peaks in FLOP/s for bf16 (fp16 alike) with fp32 accumulation, from the makers' data sheets, by a part of the
-# name that torch reports. For other devices no MFU is reported.
+# Dense peak FLOP/s in bf16 and fp16 with fp32 accumulation, from the vendors' data sheets. Keys are parts of the device
+# names that torch reports. Other devices have no MFU.
 PEAK_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
     "A10G": 70e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
@@ -17,9 +17,9 @@ PEAK_FLOPS = {
 
 
 def flops_per_token(model: Thinker, seq_len: int) -> int:
-    """FLOPs of a training step per token, by the convention of PaLM's appendix B (arXiv:2204.02311).
+    """FLOPs per token of a training step, counted as in appendix B of PaLM (arXiv:2204.02311).
 
-    6 per parameter, except an embedding that is only looked up, and for attention 12 · T · the width of all heads.
+    6 per parameter, excluding an untied embedding, plus 12 · T · the total width of all heads for attention.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if not model.config.tie_embeddings:
@@ -29,7 +29,7 @@ def flops_per_token(model: Thinker, seq_len: int) -> int:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's dense peak in FLOP/s at a precision, or None where it is not known."""
+    """Dense peak FLOP/s of the device at a precision, or None if unknown."""
     if device.type != "cuda" or precision == "fp32":
         return None
     words = f" {torch.cuda.get_device_name(device)} ".replace("-", " ")
@@ -37,26 +37,26 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class MemoryMeter:
-    """Peak memory since this was made: allocated on a GPU, elsewhere the growth of the process's resident set."""
+    """Peak memory since creation: allocated memory on a GPU, otherwise growth of the process's resident set."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.before = device, 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        with contextlib.suppress(OSError):  # Linux may allow it: the peak so far was perhaps larger
+        with contextlib.suppress(OSError):  # reset the peak, if Linux allows it
             Path("/proc/self/clear_refs").write_text("5")
         self.before = _peak_resident_bytes()
 
     def peak(self) -> int:
-        """Bytes; 0 on a system that does not report them (Windows)."""
+        """Bytes; 0 on Windows, which does not report them."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return _peak_resident_bytes() - self.before
 
 
 def _peak_resident_bytes() -> int:
-    if (status := Path("/proc/self/status")).exists():  # getrusage also counts what this process was forked from
+    if (status := Path("/proc/self/status")).exists():  # getrusage would include the parent process
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
     try:
         import resource

@@ -1,4 +1,4 @@
-"""torch's Muon with three Newton-Schulz iterations instead of five, and with updates normalized by row."""
+"""torch's Muon with three Newton-Schulz iterations instead of five, and row-normalized updates."""
 
 from collections.abc import Callable
 from functools import cache
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from thinker.runtime.process_group import local_tensor
 
-# Quintics a·σ + b·σ³ + c·σ⁵. Applied in turn they bring all singular values in [0.01, 1] close to one: each is optimal
-# in the maximum norm on the interval that the previous one leaves (Amsel et al. 2025, Polar Express, arXiv:2505.16932,
-# theorem 3.1). The last interval is [0.73, 1.27].
+# Quintics a·σ + b·σ³ + c·σ⁵ that move all singular values in [0.01, 1] into [0.73, 1.27] when applied one after the
+# other. Each is optimal in the maximum norm on the interval that the previous one produces (Amsel et al. 2025, Polar
+# Express, arXiv:2505.16932, theorem 3.1).
 POLAR_EXPRESS_COEFFICIENTS = (
     (8.093369, -23.62043, 17.446152),
     (3.636586, -2.721927, 0.536546),
@@ -20,28 +20,28 @@ POLAR_EXPRESS_COEFFICIENTS = (
 
 
 class Muon(torch.optim.Muon):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) with NorMuon's normalization of rows.
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) with the row normalization of NorMuon.
 
-    An orthogonalized matrix with more rows than columns moves some rows far and others hardly at all. NorMuon (Li et
-    al. 2025, arXiv:2510.05491) divides each row by its root mean square over recent steps (`row_beta`) and keeps the
-    norm of the matrix. torch orthogonalizes one matrix after the other, always in bf16; here all matrices of one shape
-    form a batch, in `dtype`: a CPU without bf16 units is five times slower in bf16 than in fp32.
+    If a matrix has more rows than columns, its orthogonalized update moves some rows far and others hardly at all.
+    NorMuon (Li et al. 2025, arXiv:2510.05491) divides each row by its root mean square over recent steps (`row_beta`)
+    and keeps the norm of the matrix. torch orthogonalizes matrices one by one in bf16. Here all matrices of one shape
+    form a batch in `dtype`, since a CPU without bf16 units is five times slower in bf16 than in fp32.
     """
 
     def __init__(
         self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, is_compiled: bool = False, **options: Any
     ) -> None:
-        assert not {"adjust_lr_fn", "ns_steps", "ns_coefficients"} & options.keys(), "not built"
+        assert not {"adjust_lr_fn", "ns_steps", "ns_coefficients"} & options.keys(), "options that are not supported"
         super().__init__(params, **options)
         self.dtype, self.row_beta, self.is_compiled = dtype, row_beta, is_compiled
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
-        """One update. As in torch's fused AdamW, nothing changes if `found_inf`, a scalar on the device, is 1."""
-        assert closure is None, "our loop computes the loss"
+        """Update the parameters, unless `found_inf`, a scalar on the device, is 1 (as in torch's fused AdamW)."""
+        assert closure is None, "closures are not supported"
         skip = None if getattr(self, "found_inf", None) is None else self.found_inf > 0
         weight = 1 - self.row_beta if skip is None else skip.logical_not() * (1 - self.row_beta)
-        n_sharded = 0  # matrices orthogonalized so far; decides which rank computes the next one
+        n_sharded = 0  # matrices orthogonalized so far, to balance them over the ranks
         for group in self.param_groups:
             by_shape: dict[tuple[int, ...], list[Tensor]] = {}
             for parameter in group["params"]:
@@ -49,7 +49,7 @@ class Muon(torch.optim.Muon):
                     by_shape.setdefault(tuple(parameter.shape), []).append(parameter)
             for shape, parameters in by_shape.items():
                 mesh = getattr(parameters[0], "device_mesh", None)
-                ranks = None if mesh is None else mesh.get_group()  # that share the rows (FSDP2)
+                ranks = None if mesh is None else mesh.get_group()  # the ranks that share the rows (FSDP2)
                 states = [self.state[parameter] for parameter in parameters]
                 for parameter, state in zip(parameters, states):
                     if not state:
@@ -74,10 +74,10 @@ class Muon(torch.optim.Muon):
     def _momentum_updates(
         self, group: dict[str, Any], parameters: list[Tensor], states: list[dict[str, Tensor]], skip: Tensor | None
     ) -> Tensor:
-        """Move the momentum of n matrices of one shape. Returns their updates, (n, rows, columns)."""
+        """Update the momentum of n matrices of one shape. Returns their updates, (n, rows, columns)."""
         momenta = [local_tensor(state["momentum_buffer"]) for state in states]
         grads = [local_tensor(parameter.grad) for parameter in parameters]
-        if skip is not None:  # momentum moved towards itself stays the same
+        if skip is not None:  # interpolating momentum with itself leaves it unchanged
             stacked = torch.stack(grads)
             grads = torch.where(skip, torch.stack(momenta), stacked, out=stacked).unbind()
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
@@ -85,14 +85,14 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Approximate U·Vᵀ of each matrix U·S·Vᵀ in a batch (n, rows, columns): its singular values come close to one.
+    """Approximate U·Vᵀ for each matrix U·S·Vᵀ of a batch (n, rows, columns), whose singular values move close to one.
 
-    Three iterations do what five of torch's do: each has its own polynomial, and matrices are first divided by the
-    fourth root of Σσ⁴, which for n equal values is n^¼ times too large, the Frobenius norm n^½ times.
+    Three iterations replace five of torch's. Each has its own polynomial, and matrices are first divided by the fourth
+    root of Σσ⁴. For n equal singular values this is n^¼ times too large, but the Frobenius norm is n^½ times.
     """
     wide = x.shape[1] <= x.shape[2]
     x = x if wide else x.mT
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)  # no entry of the next product overflows
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)  # so that the next product does not overflow
     gram = x @ x.mT  # (n, rows, rows)
     norm = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=1e-14)  # (n, 1, 1): √Σσ⁴
     x, gram = x * norm.rsqrt(), gram / norm
@@ -104,14 +104,14 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def sharded_orthogonalize(shards: Tensor, n_rows: int, first_owner: int, group: Any) -> Tensor:
-    """orthogonalize() n matrices whose `n_rows` rows are sharded: (n, local rows, columns) on each rank, and returned.
+    """orthogonalize() for n matrices of `n_rows` rows, sharded over the ranks as (n, local rows, columns).
 
-    Each matrix has an owner, in turn from rank `first_owner` on. All ranks send the owner their rows, and it sends
-    the results back. A rank sends and receives twice its shards, and no matrix is computed twice.
+    The ranks own the matrices in round-robin order, starting at `first_owner`. All ranks send their rows to the owner,
+    which sends the results back. Each rank sends and receives twice its shards; no matrix is computed twice.
     """
     world_size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     n, local_rows, columns = shards.shape
-    max_rows = -(-n_rows // world_size)  # as FSDP2 shards: the last ranks may have fewer rows, or none
+    max_rows = -(-n_rows // world_size)  # as FSDP2 does; the last ranks may have fewer rows, or none
     rows_per_rank = [min(max_rows, max(0, n_rows - other * max_rows)) for other in range(world_size)]
     n_owned = [n // world_size + ((other - first_owner) % world_size < n % world_size) for other in range(world_size)]
     shard_sizes = [count * local_rows * columns for count in n_owned]  # this rank's rows, by owner
@@ -132,9 +132,9 @@ def normalize_rows(
 ) -> tuple[Tensor, Tensor]:
     """Divide each row of updates (n, rows, columns) by its root mean square over recent steps; keep each matrix's norm.
 
-    `row_second_moments`: running means of squares (n, rows, 1); the new squares get `weight`. Starting at zero needs no
-    correction: a factor common to a whole matrix cancels. `group`: the ranks that share the rows. Returns the updates,
-    zeros if `skip`, and the new means.
+    `row_second_moments`: running means of squares (n, rows, 1); new squares enter with `weight`. They start at zero
+    without a correction, since a common factor of a matrix cancels. `group`: the ranks that share the rows. Returns the
+    updates (zeros if `skip`) and the new means.
     """
     squares = updates.float().square().mean(2, keepdim=True)  # (n, rows, 1)
     means = row_second_moments.lerp(squares, weight)
@@ -152,5 +152,5 @@ def normalize_rows(
 
 @cache
 def _compiled() -> Callable:
-    """normalize_rows() compiled, for the whole process, at its first use: importing the compiler takes seconds."""
+    """Compiled normalize_rows(), made at its first use because importing the compiler takes seconds."""
     return torch.compile(normalize_rows, fullgraph=True, dynamic=False)

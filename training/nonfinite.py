@@ -1,4 +1,4 @@
-"""Diagnosis of a step whose loss or gradient is not finite: its samples, and the first module to overflow."""
+"""Diagnose a step with a non-finite loss or gradient: its samples, and the first module that overflows."""
 
 import math
 from functools import partial
@@ -13,20 +13,20 @@ from thinker.model import Thinker
 from thinker.model.lora import RANK_OF, add_lora
 from thinker.runtime.process_group import full_tensor
 
-MAX_TEXT_CHARS = 200  # per sample, in a report
+MAX_TEXT_CHARS = 200  # per sample of a report
 
 
 def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
-    """Run each sample of a step (from 0) alone, forward and backward without dropout, on the current weights.
+    """Run each sample of a step (from 0) separately, forward and backward without dropout, on the current weights.
 
-    Returns "samples": id, loss (nats per token), gradient norm and the beginning of the text of each sample;
-    "first_not_finite": the first module whose output is not finite; "gradients_not_finite": parameters whose gradient
-    is not finite; "largest_weight": [name, absolute value]. Numbers that are not finite are None.
+    Returns "samples": id, loss (nats per token), gradient norm and first characters of each sample;
+    "first_not_finite": the first module with a non-finite output; "gradients_not_finite": the parameters with a
+    non-finite gradient; "largest_weight": [name, absolute value]. Non-finite numbers become None.
     """
     copy = unwrapped_copy(model)
     samples: list[dict[str, Any]] = []
-    modules: list[str] = []  # whose output was not finite, in the order of the forward pass
-    parameters: set[str] = set()  # whose gradient was not finite
+    modules: list[str] = []  # with a non-finite output, in the order of the forward pass
+    parameters: set[str] = set()  # with a non-finite gradient
 
     def record_nonfinite(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
@@ -61,12 +61,12 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
 
 
 def finite_or_none(value: Tensor | float) -> float | None:
-    """The number, or None for nan and inf, which JSON cannot hold."""
+    """The number, or None for nan and inf, which JSON does not have."""
     return float(value) if math.isfinite(value) else None
 
 
 def unwrapped_copy(model: Thinker) -> Thinker:
-    """A copy for evaluation, neither compiled nor sharded. All ranks must call this."""
+    """Copy a model for evaluation, without compilation and sharding. All ranks must call this."""
     weights = {name: full_tensor(tensor) for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
         copy = Thinker(model.config)

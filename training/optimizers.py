@@ -1,4 +1,4 @@
-"""The optimizers: default learning rates, and which parameter belongs to which group."""
+"""Optimizers: default learning rates, parameter groups, and one interface for Muon and AdamW."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,15 +14,13 @@ from thinker.training.muon import Muon
 def resolve_learning_rates(
     optimizer_config: OptimizerConfig, model_config: ThinkerConfig, batch_size: int, lr_scale: float = 1.0
 ) -> OptimizerConfig:
-    """Fill in the learning rates that the config leaves out (docs/explanations/learning-rates.md has the rules).
+    """Fill in the learning rates that the config leaves null (docs/explanations/learning-rates.md has the rules).
 
-    Under Muon a matrix moves by its rate in every direction, whatever its size, so neither lr nor head_lr depends on
-    the width. An embedding's row is read alone: its entries, of order one, move by embedding_lr. AdamW moves every
-    entry by its rate, and in a matrix d_model entries that move together are summed: its lr falls as 1/d_model (Yang et
-    al. 2022, arXiv:2203.03466), and so does that of an embedding that is tied to the head.
-
-    `lr_scale` multiplies all rates. Below 16 sequences per step the gradient is mostly noise, and they fall with the
-    square root of the batch size (Malladi et al. 2022, arXiv:2205.10287).
+    Muon moves a matrix of any size by its learning rate in every direction, so lr and head_lr do not depend on the
+    width. AdamW moves every entry by its learning rate, and a matrix adds up d_model entries that move together, so its
+    lr is proportional to 1/d_model (Yang et al. 2022, arXiv:2203.03466), also for an embedding tied to the head. Below
+    16 sequences per step the gradient is mostly noise, and the rates decrease with the square root of the batch size
+    (Malladi et al. 2022, arXiv:2205.10287). `lr_scale` multiplies all rates.
     """
     scale = lr_scale * min(1.0, batch_size / 16) ** 0.5
     if optimizer_config.name == "muon":
@@ -39,11 +37,11 @@ def resolve_learning_rates(
 
 
 class Optimizers:
-    """One or two torch optimizers as one: AdamW alone, or Muon on the matrices and AdamW on embedding and norms.
+    """One interface for AdamW on everything, or Muon on the matrices and AdamW on embedding and norms.
 
-    Muon moves each matrix by its orthogonalized momentum: by the same amount in every direction. That suits the head
-    too, although it is often left to AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): rare words with similar
-    neighbours stay apart (docs/experiments.md). `optimizer_config` has every learning rate.
+    Muon moves each matrix by its orthogonalized momentum, which has the same size in every direction. It also trains
+    the head, often left to AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), as it separates rare words with similar
+    neighbors better (docs/experiments.md). `optimizer_config` must contain every learning rate.
     """
 
     def __init__(self, model: Thinker, optimizer_config: OptimizerConfig) -> None:
@@ -65,7 +63,7 @@ class Optimizers:
             group["lr"] = group["peak_lr"] * multiplier
 
     def step(self, skip: Tensor | None = None) -> None:
-        """Update all parameters, or none where `skip` (a scalar on the device) is true; a GPU's kernels read it."""
+        """Update all parameters, unless `skip` (a scalar on the device, read by GPU kernels) is true."""
         if skip is not None and skip.device.type != "cuda":
             if bool(skip):
                 return
@@ -80,7 +78,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The complete state, as "optimizer.PARAMETER.KEY"."""
+        """The complete state, named "optimizer.PARAMETER.KEY"."""
         return {
             f"optimizer.{name}.{key}": torch.as_tensor(value)
             for optimizer, name, parameter in self._named_parameters()
@@ -88,7 +86,7 @@ class Optimizers:
         }
 
     def expected_state(self) -> dict[str, Tensor]:
-        """Tensors of the shapes that tensors() has after a first step: on the meta device, or sharded zeros."""
+        """Tensors with the shapes of tensors() after the first step: on the meta device, or sharded zeros."""
         expected = {}
         for optimizer, name, parameter in self._named_parameters():
             like = parameter.detach()
@@ -102,7 +100,7 @@ class Optimizers:
         return expected
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of tensors(), from any device."""
+        """Load the result of tensors() from any device."""
         for optimizer in self.optimizers:
             state = optimizer.state_dict()
             for group in state["param_groups"]:
@@ -121,7 +119,7 @@ class Optimizers:
 
 
 def _parameter_groups(model: Thinker, optimizer_config: OptimizerConfig) -> dict[str, dict[str, Any]]:
-    """torch's parameter groups by kind: matrices, embedding, head, norms. Only matrices and the head decay."""
+    """Parameter groups by kind: matrices, embedding, head, norms. Only matrices and the head have weight decay."""
     c = optimizer_config
     rates = {"matrices": c.lr, "embedding": c.embedding_lr, "head": c.head_lr, "norms": c.norm_lr}
     decays = {"matrices": c.weight_decay, "embedding": 0.0, "head": c.weight_decay, "norms": 0.0}

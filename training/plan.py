@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: bytes, FLOPs, tokens and time."""
+"""Plan a run: estimate its memory, FLOPs, tokens and time before it starts."""
 
 import statistics
 import time
@@ -23,12 +23,12 @@ from thinker.training.resolve_settings import resolve_precision, resolve_setting
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.training_data import prepare_training_data
 
-SAMPLED_SEQUENCES = 1000  # whose targets are counted
-OPTIMAL_TOKENS = 20  # per parameter: Hoffmann et al. 2022 (arXiv:2203.15556), table 3
+SAMPLED_SEQUENCES = 1000  # to estimate the number of targets per sequence
+OPTIMAL_TOKENS = 20  # per parameter (Hoffmann et al. 2022, arXiv:2203.15556, table 3)
 
 
 def time_steps(settings: Settings, device: torch.device, repeats: int = 3) -> tuple[float, float]:
-    """Seconds of the first step (which compiles), and the median of `repeats` more, on random tokens."""
+    """Seconds of the first step, including compilation, and the median of `repeats` more, on random tokens."""
     step = TrainingStep(build_model(settings.model, settings.run.seed, device), settings)
     tokens = torch.randint(settings.model.vocab_size, (settings.train.batch_size, settings.data.seq_len))
     batch = Batch(tokens, tokens, tokens.numel())
@@ -41,9 +41,9 @@ def time_steps(settings: Settings, device: torch.device, repeats: int = 3) -> tu
 
 
 def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
-    """The bytes, FLOPs, tokens, epochs and seconds of a config on this machine, and what to change about it.
+    """Estimate the bytes, FLOPs, tokens, epochs and seconds of a run on this machine, with recommendations.
 
-    With model.vocab_size the corpus, which may be large, is not read, and the epochs are unknown.
+    If model.vocab_size is set, the corpus, which may be large, is not read, and the number of epochs is unknown.
     """
     reads_corpus, device = config.model.vocab_size is None, choose_device(config.train.device)
     precision = resolve_precision(config, device)
@@ -55,7 +55,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if corpus is not None:
         data = config.data
         sequences = PackedDataset(corpus.train, data.seq_len, data.packing, prefix_len=model_config.prefix)
-        BatchLoader(sequences, 1, config.run.seed)  # refuses a text that is shorter than a window
+        BatchLoader(sequences, 1, config.run.seed)  # raises UserError if the text is shorter than a sequence
     configure_backend(device)
     settings = resolve_settings(config, model_config, device, precision)
     train = settings.train
@@ -65,7 +65,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = flops_per_token(model, config.data.seq_len)
     step_positions = step_tokens = train.batch_size * config.data.seq_len
-    if corpus is not None:  # padding, and in conversations all but the answers, is not learned
+    if corpus is not None:  # padding and prompts have no loss
         sample = np.linspace(0, len(sequences) - 1, min(len(sequences), SAMPLED_SEQUENCES)).round()
         step_tokens = train.batch_size * np.mean([(sequences[int(i)][1] != IGNORE_INDEX).sum() for i in sample])
     cache = KVCache(model_config, 1, model_config.max_seq_len, "meta", DTYPES[train.precision])
@@ -82,7 +82,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         "cache_bytes": cache.nbytes,
         "flops_per_token": flops,
         "tokens_per_step": round(step_tokens),
-        "optimal_tokens": None if config.run.init_from else OPTIMAL_TOKENS * parameters,  # its model has been trained
+        "optimal_tokens": None if config.run.init_from else OPTIMAL_TOKENS * parameters,  # None: already trained
     }
     if measure:
         meter = MemoryMeter(device)

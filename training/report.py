@@ -1,4 +1,4 @@
-"""What a run prints and plots at its end."""
+"""The summary and loss curve at the end of a run."""
 
 import sys
 from pathlib import Path
@@ -11,15 +11,15 @@ from thinker.training.resume import RunState
 
 
 def print_summary(run: RunDirectory, state: RunState, epochs: float, is_chat: bool = False) -> None:
-    """Print the result, plot the loss curve, and advise. With `is_chat` a prompt is a message."""
+    """Print the result and advice, and plot the loss curve. `is_chat`: the model was trained on conversations."""
     if not run.writes:
         return
     lines = list(run.read_metrics())
     val = next((line for line in reversed(lines) if {"val_loss", "val_bits_per_byte"} <= line.keys()), None)
     if val is None:
-        print(f"finished: {state.step} steps; {run.metrics} does not hold its result", file=sys.stderr)
+        print(f"finished: {state.step} steps; {run.metrics} does not contain the result", file=sys.stderr)
         return
-    print("\n".join(describe_result(val, state)), flush=True)  # the result, whatever becomes of the plot
+    print("\n".join(describe_result(val, state)), flush=True)  # first, as plotting may fail
     plot = run.path / "loss.png"
     plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
     messages = [f"loss curve {plot}", sampling_hint(run.path, state, is_chat)]
@@ -27,11 +27,11 @@ def print_summary(run: RunDirectory, state: RunState, epochs: float, is_chat: bo
 
 
 def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot training and validation loss by step from the lines of metrics.jsonl, and the entropy floor if known."""
+    """Plot training and validation loss by step from the lines of metrics.jsonl, and the floor if known."""
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     val = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     floor = next((line["entropy_floor"] for line in reversed(lines) if line.get("entropy_floor")), None)
-    figure, (axes,) = new_figure(8, 4.5, layout=None)  # "constrained" draws everything twice
+    figure, (axes,) = new_figure(8, 4.5, layout=None)  # faster than "constrained", which draws everything twice
     figure.subplots_adjust(left=0.09, bottom=0.11, right=0.97, top=0.92)
     if train:
         axes.plot(*zip(*train), color=BLUE, alpha=0.35, linewidth=1, label="training")
@@ -41,7 +41,7 @@ def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
         color=ORANGE, fontweight="bold",
     )  # fmt: skip
     if floor:
-        axes.axhline(floor, color=GREY, linestyle="--", linewidth=1.2, label=f"entropy of the corpus, {floor:.3f}")
+        axes.axhline(floor, color=GREY, linestyle="--", linewidth=1.2, label=f"entropy of the corpus ({floor:.3f})")
     losses = [loss for _, loss in train + val]
     lowest, highest = min([*losses, floor or losses[0]]), max(losses)
     if lowest > 0 and highest > 3 * lowest:
@@ -52,5 +52,5 @@ def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
         axes.minorticks_off()
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=plain_text(title))
     axes.legend(frameon=False)
-    path.unlink(missing_ok=True)  # a link in its place is not followed
+    path.unlink(missing_ok=True)  # so that a link of that name is not followed
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""Resuming a run bit for bit: its saved state, and what may not change."""
+"""Resume a run bit for bit: its saved state, and the keys that must not change."""
 
 import contextlib
 import hashlib
@@ -21,29 +21,29 @@ from thinker.runtime.process_group import DistContext
 from thinker.training.config import Settings
 from thinker.training.step import TrainingStep
 
-# Keys that may not change; of the other sections (model, data) every key but those of DATA_KEYS_OF_THE_MACHINE.
+# Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE.
 FIXED_KEYS = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}
-DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")  # they decide neither text nor batches
-PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # of data: what the files hold counts, not where they lie
-ROUNDING_KEYS = ("micro_batch_size", "precision", "compile", "deterministic")  # of train: they decide the last bits
-REMEDY = "put it back, choose another run.dir, or remove that folder to begin anew"
+DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")  # do not affect text or batches
+PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # in data; files may move, but must not change
+ROUNDING_KEYS = ("micro_batch_size", "precision", "compile", "deterministic")  # in train; they change the last bits
+REMEDY = "undo the change, choose another run.dir, or delete that folder to start over"
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class RunState(BaseModel):
-    """Everything beside its tensors that decides a run's future, as state.json holds it."""
+    """The state of a run in state.json: everything that resuming needs besides tensors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    step: Count = 0  # steps done; with the seed it is the position in the data too
+    step: Count = 0  # steps done; with the seed, also the position in the data
     tokens: Count = 0
     elapsed_s: float = 0.0  # of training
     best_val_loss: float | None = None
     evaluated_at: Count | None = None  # the step of the last evaluation
     skipped: Count = 0  # non-finite steps
-    pending_steps: Count = 0  # steps that are in no line of metrics.jsonl yet,
-    pending_losses: float = 0.0  # the sum of their losses,
-    pending_norm: float | None = None  # and the last one's gradient norm
+    pending_steps: Count = 0  # steps not yet in metrics.jsonl,
+    pending_losses: float = 0.0  # their summed loss,
+    pending_norm: float | None = None  # and the gradient norm of the last one
     scaler: dict[str, float | int] = {}
     tokenizer: str = ""  # content hash
     corpus: str = ""  # sha256 of its tokens
@@ -52,35 +52,35 @@ class RunState(BaseModel):
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of a checkpoint. Raises CorruptCheckpoint where it does not hold a run's state."""
+    """Read the state of a checkpoint. Raises CorruptCheckpoint if it is not valid."""
     path = folder / "state.json"
     try:
         return RunState.model_validate(checkpoint.read_json(path))
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise CorruptCheckpoint(f"{path} does not hold the state of a run of this version: {where} is wrong") from error
+        raise CorruptCheckpoint(f"{path}: {where} is not valid; use the version of Thinker that wrote it") from error
 
 
 def describe_machine(device: torch.device, dist: DistContext, parallel: str) -> dict[str, str]:
-    """What has to stay the same for bitwise equal results."""
+    """Properties that must stay the same for bitwise equal results."""
     machine = {"device": device_name(device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
     return machine | ({"ranks": f"{dist.world_size} ({parallel})"} if dist.world_size > 1 else {})
 
 
 def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, dict[str, Any]]) -> None:
-    """Raise UserError, naming the key, where a key that decides weights or batches is no longer what it was."""
-    begun_with = previous.model_dump(mode="json")
+    """Raise UserError if a key that affects weights or batches has changed since the run started."""
+    started_with = previous.model_dump(mode="json")
     for section, values in sections.items():
         for key, value in values.items():
-            was, is_fixed = begun_with[section][key], key in FIXED_KEYS.get(section, (key,))
+            was, is_fixed = started_with[section][key], key in FIXED_KEYS.get(section, (key,))
             may_move = key in PATHS and None not in (value, was) and (key != "tokenizer" or is_path(value))
             if is_fixed and value != was and key not in DATA_KEYS_OF_THE_MACHINE and not may_move:
-                reason = f"{section}.{key} is {value!r}, but the run in {run.path} was begun with {was!r}"
+                reason = f"{section}.{key} is {value!r}, but the run in {run.path} started with {was!r}"
                 raise UserError(f"{reason}; {REMEDY}")
 
 
 def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:
-    """On stderr: which keys have changed, and why the numbers will differ slightly from an uninterrupted run's."""
+    """Print to stderr which keys have changed, and which changes make results differ from an uninterrupted run."""
     previous, now = state.settings.model_dump(mode="json"), settings.model_dump(mode="json", exclude={"run"})
     changes = [
         f"{section}.{key} {previous[section][key]} -> {value}"
@@ -89,18 +89,17 @@ def warn_about_changes(state: RunState, machine: dict[str, str], settings: Setti
         if previous[section][key] != value
     ]
     if changes:
-        print(f"changed since it was saved: {', '.join(changes)}", file=sys.stderr)
+        print(f"changed since the last save: {', '.join(changes)}", file=sys.stderr)
     bits = [{f"train.{key}": tree["train"][key] for key in ROUNDING_KEYS} for tree in (previous, now)]
     old, new = ({"ranks": "1"} | where | keys for where, keys in zip((state.machine, machine), bits))
     for key in old | new:
         before, after = old.get(key), new.get(key)
         if before != after:
-            message = f"{key} was {before} and is {after} now: what follows differs slightly from an uninterrupted run"
-            print(message, file=sys.stderr)
+            print(f"{key}: {before} -> {after}; results differ slightly from an uninterrupted run", file=sys.stderr)
 
 
 def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunState]:
-    """Lock the run directory. Returns the folder of its newest valid checkpoint, None for a new run, and the state."""
+    """Lock the run directory. Returns its newest valid checkpoint, or None for a new run, and the state."""
     run.lock()
     if dist.is_main:
         checkpoint.recover(run.checkpoints)
@@ -109,40 +108,40 @@ def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunStat
         return None, RunState()
     state = read_state(folder)
     if state.settings is None:
-        raise CorruptCheckpoint(f"{folder / 'state.json'} does not hold the settings of its run")
+        raise CorruptCheckpoint(f"{folder / 'state.json'} does not contain settings; use an earlier checkpoint")
     return folder, state
 
 
 def create_run(run: RunDirectory, is_new: bool, dist: DistContext) -> None:
-    """Make and lock the run directory; the best checkpoint of a run that has to start over is put aside."""
+    """Create and lock the run directory. If the run starts over, an old best checkpoint is renamed to earlier-*."""
     run.create()
     run.lock()
     if not (dist.is_main and is_new):
         return
     if checkpoint.list_checkpoints(run.checkpoints):
-        raise UserError(f"another training has just been at work in {run.path}; run the same command again")
+        raise UserError(f"another process has just trained in {run.path}; run the same command again")
     for folder in checkpoint.list_checkpoints(run.checkpoints, "best"):
         if (run.path / FILE_NAME).exists():
-            shutil.copy(run.path / FILE_NAME, folder)  # the run's may become another
+            shutil.copy(run.path / FILE_NAME, folder)  # the run's tokenizer may change
         checkpoint.quarantine(folder, "earlier")
 
 
 def resume_run(
     run: RunDirectory, folder: Path, state: RunState, step: TrainingStep, settings: Settings, dist: DistContext
 ) -> None:
-    """Restore model, optimizers and scaler from a checkpoint, and update its state to what has changed since."""
+    """Restore model, optimizers and scaler from a checkpoint, and adapt its state to changed keys."""
     if dist.is_main:
         for newer in checkpoint.list_checkpoints(run.checkpoints):
             if newer.name > folder.name:
-                checkpoint.quarantine(newer, "damaged")  # or it would count as one of the last that are kept
+                checkpoint.quarantine(newer, "damaged")  # so that it does not count towards keep_last
     if state.skipped > settings.train.max_nonfinite_steps:
-        needed = f"set train.max_nonfinite_steps to {state.skipped} or more"
-        raise UserError(f"the run in {run.path} has skipped {state.skipped} non-finite steps: {needed}")
+        remedy = f"set train.max_nonfinite_steps to at least {state.skipped}"
+        raise UserError(f"the run in {run.path} has already skipped {state.skipped} non-finite steps; {remedy}")
     restore(folder, step, state)
     warn_about_changes(state, describe_machine(step.device, dist, settings.train.parallel), settings)
     losses = [state.best_val_loss]
     for best in checkpoint.list_checkpoints(run.checkpoints, "best") if dist.is_main else ():
-        with contextlib.suppress(CorruptCheckpoint):  # it is kept, even if the run resumes from before it
+        with contextlib.suppress(CorruptCheckpoint):  # kept, even if the run resumes from an earlier step
             checkpoint.verify(best)
             losses.append(checkpoint.read_json(best / "state.json").get("val_loss"))
     if state.settings.train.eval_sequences != settings.train.eval_sequences:
@@ -151,8 +150,8 @@ def resume_run(
 
 
 def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
-    """Load a checkpoint into model, optimizers and scaler. Raises CorruptCheckpoint where names or shapes differ."""
-    has_optimizer_state = bool(checkpoint.read_header(folder, checkpoint.TRAINING))  # not before the first step
+    """Load a checkpoint into model, optimizers and scaler. Raises CorruptCheckpoint if names or shapes differ."""
+    has_optimizer_state = bool(checkpoint.read_header(folder, checkpoint.TRAINING))  # no state before the first step
     expected = step.optimizers.expected_state() if has_optimizer_state else {}
     tensors = checkpoint.load_tensors(folder, checkpoint.TRAINING, expected)
     checkpoint.load_weights(step.model, folder)
@@ -162,10 +161,10 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
         try:
             step.scaler.load_state_dict(state.scaler)
         except (RuntimeError, KeyError) as error:
-            raise CorruptCheckpoint(f"{folder} does not hold a loss scale: {error}") from error
+            raise CorruptCheckpoint(f"{folder} has no valid loss scale: {error}") from error
     step.n_nonfinite.fill_(state.skipped)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed dropout for this step and rank: the same whether or not the run was interrupted before."""
+    """Seed dropout for this step and rank, independently of interruptions."""
     torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:7], "little"))

@@ -1,4 +1,4 @@
-"""What a resumed run reads: its tokenizer and its text, which may lie elsewhere now, or be gone."""
+"""Tokenizer and text of a resumed run, whose files may have moved or be missing."""
 
 import sys
 from pathlib import Path
@@ -16,9 +16,9 @@ from thinker.training.training_data import prepare_training_data
 
 
 def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) -> Tokenizer | None:
-    """The run's copy of a tokenizer that files or run.init_from gave it; None in a new run, or if the text makes it.
+    """The run's copy of a tokenizer from a file or run.init_from; None for a new run or a tokenizer made from the text.
 
-    Raises UserError where such a file holds something else now; a line says that one is gone.
+    Raises UserError if the content of such a file has changed. Prints a line if the file is missing.
     """
     spec, template = config.data.tokenizer, config.data.chat_template
     if previous is None or not (config.run.init_from or template or is_path(spec)):
@@ -26,7 +26,7 @@ def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) 
     own, was = load_tokenizer(run.path), previous.data
     if is_path(spec) and not _is_gone("tokenizer", spec, was.tokenizer):
         named = load_tokenizer(spec)
-        if was.chat_template is not None:  # which replaced the tokenizer's own one
+        if was.chat_template is not None:  # it replaced the tokenizer's own template
             named = named.with_chat_template(own.chat_template)
         _check_equal(own, named, f"data.tokenizer={spec}", run)
     if None not in (template, was.chat_template) and not _is_gone("chat_template", template, was.chat_template):
@@ -35,9 +35,9 @@ def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) 
 
 
 def read_corpus(run: RunDirectory, state: RunState, config: Config, tokenizer: Tokenizer | None) -> Corpus:
-    """The data of a run. If it is resumed, its files may lie elsewhere now, or be gone where the token cache has it.
+    """The corpus of a run. If the run is resumed, its files may have moved, or be missing if the tokens are cached.
 
-    Raises UserError where they hold something else than when the run was begun.
+    Raises UserError if the text has changed since the run started.
     """
     data, was = config.data, state.settings and state.settings.data
     files = {"source": data.source, "path": data.path, "val_tokens": data.val_tokens}
@@ -49,21 +49,21 @@ def read_corpus(run: RunDirectory, state: RunState, config: Config, tokenizer: T
             raise
         corpus = find_corpus(state.corpus, state.tokenizer, data.cache_dir)
         if corpus is None:
-            cache = f"and the token cache in data.cache_dir={data.cache_dir} does not have the run's tokens"
-            raise UserError(f"{error}, {cache}") from error
-        print(f"{text} is gone; the run's tokens in the token cache are used", file=sys.stderr)
+            cache = f"data.cache_dir={data.cache_dir} does not contain the tokens of the run either"
+            raise UserError(f"{error}; {cache}") from error
+        print(f"{text} does not exist; using the cached tokens of the run", file=sys.stderr)
     if was is not None and (corpus.tokenizer.content_hash, corpus.sha256) != (state.tokenizer, state.corpus):
-        raise UserError(f"{text} is not what the run in {run.path} was begun with; {REMEDY}")
+        raise UserError(f"{text} has changed since the run in {run.path} started; {REMEDY}")
     return corpus
 
 
 def _is_gone(key: str, path: str, path_before: str | None) -> bool:
     if path != path_before or Path(path).exists():
         return False
-    print(f"data.{key}={path} is gone; the run's copy of it is used", file=sys.stderr)
+    print(f"data.{key}={path} does not exist; using the run's copy of it", file=sys.stderr)
     return True
 
 
 def _check_equal(own: Tokenizer, named: Tokenizer, key: str, run: RunDirectory) -> None:
     if named.content_hash != own.content_hash:
-        raise UserError(f"{key} is not what the run in {run.path} was begun with; {REMEDY}")
+        raise UserError(f"{key} has changed since the run in {run.path} started; {REMEDY}")

@@ -1,4 +1,4 @@
-"""From a config to a finished run: open the run, resolve settings, prepare data, build the model, restore, fit."""
+"""Train from a config: open the run, resolve settings, prepare data, build the model, restore, fit."""
 
 import sys
 
@@ -26,16 +26,16 @@ from thinker.training.step import TrainingStep, build_model
 from thinker.training.trainer import Trainer
 from thinker.training.wandb_tracking import Tracker
 
-BACKGROUND_CPU_SHARE = 0.005  # of a core, for background saves when training needs every core (docs/benchmarks.md)
+BACKGROUND_CPU_SHARE = 0.005  # of a core for background saves, as training needs every core (docs/benchmarks.md)
 
 
 def train(config: Config, dist: DistContext = SINGLE_PROCESS) -> int:
-    """Train by a config, from where its run stands. Returns the exit status: 0, or 128 + the signal that ended it."""
+    """Start or resume the run of a config. Returns the exit status: 0, or 128 + the signal that ended it."""
     return build_trainer(config, dist).train()
 
 
 def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer:
-    """Check everything before anything is written, build everything, and restore the newest checkpoint of the run."""
+    """Check the config before writing any file, build the trainer, and restore the newest checkpoint of the run."""
     if config.train.deterministic:
         enable_determinism()
     device = choose_device(config.train.device)
@@ -46,7 +46,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     folder, state = resume.open_run(run, dist)
     previous = state.settings
 
-    # Resolve what is needed to read the data, and read it.
+    # Resolve the settings that the data needs, and read the data.
     config, initial_model, tokenizer = load_initial_model(config, previous, own_tokenizer(run, previous, config))
     if previous is not None:
         resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
@@ -67,14 +67,14 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     # Build batches, model and optimizers.
     batches, evaluator = build_batches(settings, corpus, device, dist)
     memory = MemoryMeter(device)
-    is_sharded = dist.world_size > 1 and train.parallel == "fsdp"  # then no device ever holds the whole model
+    is_sharded = dist.world_size > 1 and train.parallel == "fsdp"  # then the whole model need not fit on a device
     model_device = torch.device("cpu") if is_sharded else device
     step = TrainingStep(build_model(model_config, settings.run.seed, model_device, initial_model), settings, dist=dist)
     if train.sample_every:
         prompt = [0, *corpus.tokenizer.encode(train.sample_prompt)]
         check_prompt(prompt, corpus.tokenizer, model_config, model_config.max_cached_len)
 
-    # Everything has been checked: from here on files are written.
+    # All checks are done. Write files from here on.
     resume.create_run(run, is_new=folder is None, dist=dist)
     if folder is not None:
         resume.resume_run(run, folder, state, step, settings, dist)
@@ -99,7 +99,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
 def build_batches(
     settings: Settings, corpus: Corpus, device: torch.device, dist: DistContext
 ) -> tuple[Prefetcher, Evaluator]:
-    """The training batches of this rank, and the evaluation of the validation set."""
+    """The training batches of this rank, and the evaluator of the validation split."""
     data, train = settings.data, settings.train
     masking = {"document_masking": data.document_masking, "prefix_len": settings.model.prefix}
     train_set = PackedDataset(corpus.train, data.seq_len, data.packing, **masking)

@@ -1,4 +1,4 @@
-"""The learning rate over a run, as a factor of its peak."""
+"""Learning-rate schedules."""
 
 import math
 
@@ -6,10 +6,10 @@ from thinker.training.config_sections import TrainConfig
 
 
 def lr_multiplier(train: TrainConfig, step: int, progress: float) -> float:
-    """The factor for the step about to be made (0 for the first), where a share `progress` of the run is done.
+    """Learning rate of a step (from 0) as a factor of the peak, when the share `progress` of the run is done.
 
-    "cosine" falls from the start on; "wsd" (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395) stays at the peak
-    and falls linearly over the last `decay_fraction`.
+    "cosine" decreases from the start. "wsd" (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395) stays at the peak
+    and decreases linearly over the last `decay_fraction`.
     """
     decay_fraction = 0.6 if train.decay_fraction is None else train.decay_fraction
     warmup = min(1.0, (step + 1) / (train.warmup_steps + 1))

@@ -1,4 +1,4 @@
-"""Being stopped by a signal: the training finishes its step and saves."""
+"""Stop on a signal: training finishes its step and saves."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ from thinker.runtime import interrupts
 
 
 class SignalHandler:
-    """While entered, the first SIGINT, SIGTERM or SIGHUP only sets `number`; a second one ends the process at once.
+    """Context in which the first SIGINT, SIGTERM or SIGHUP sets `number`, and a second one ends the process at once.
 
-    A signal that was ignored when the process began (nohup, a shell's background job) stays ignored. To one of several
-    ranks (`together`) the launcher passes on a signal that it may have received itself: what comes within ECHO_SECONDS
-    after the first is taken for the same one; so is, in any process, what comes within TWICE_SECONDS.
+    A signal that is ignored when the process starts (nohup, a shell's background job) stays ignored. The launcher of
+    several ranks (`together`) forwards a signal that the ranks may also receive directly, so signals within
+    ECHO_SECONDS of the first count as the same one. In any process, so do signals within TWICE_SECONDS.
     """
 
     ECHO_SECONDS = 5.0
@@ -27,7 +27,7 @@ class SignalHandler:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalHandler":
-        is_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
+        is_main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
         handled = [number for number in self.NUMBERS if is_main and signal.getsignal(number) != signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
@@ -43,12 +43,12 @@ class SignalHandler:
             self._handle_all(signal.SIG_IGN)
             time.sleep(interrupts.TWICE_SECONDS)
         if self.number or not self.together:
-            self._handle_all(signal.SIG_DFL)  # the system's own, which does not wait for Python
+            self._handle_all(signal.SIG_DFL)  # the handler of the system, which does not wait for Python
         if self.number:
             signal.raise_signal(number)
         self.number, self._first_at = number, time.monotonic()
-        with contextlib.suppress(OSError):  # not through Python's stream, which the signal may have interrupted
-            message = f"\n{signal.Signals(number).name}: finishing this step and saving; once more leaves at once\n"
+        with contextlib.suppress(OSError):  # not Python's stream, which the signal may have interrupted
+            message = f"\n{signal.Signals(number).name}: finishing this step and saving; repeat to stop at once\n"
             os.write(sys.stderr.fileno(), message.encode())
 
     def _handle_all(self, handler: Any) -> None:

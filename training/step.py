@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over micro-batches, clipping, update."""
+"""One optimizer step: forward and backward over micro-batches, gradient clipping, update."""
 
 import contextlib
 import math
@@ -20,11 +20,11 @@ from thinker.training.optimizers import Optimizers
 
 
 class TrainingStep:
-    """A model, its optimizers, and the step that training repeats.
+    """A model, its optimizers, and the training step.
 
-    With `skip_nonfinite` a step whose loss or gradient is not finite changes nothing. `n_nonfinite` counts them on the
-    device (in fp16 only losses: gradients overflow by design). After more than train.max_nonfinite_steps no step
-    changes anything, so that the weights are still the old ones when the host learns of it.
+    With `skip_nonfinite`, a step with a non-finite loss or gradient changes nothing. `n_nonfinite` counts such steps on
+    the device (in fp16 by their losses only, as gradients overflow by design). After more than
+    train.max_nonfinite_steps no step changes anything, so the weights are intact when the host reads the count.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class TrainingStep:
             self._warm_up_buckets(settings)
 
     def _warm_up_buckets(self, settings: Settings) -> None:
-        """Run one backward pass whose gradients are zero, so that all later ones, also of a resumed run, are alike.
+        """Run a backward pass with zero gradients, so that all later passes, also of a resumed run, are equal.
 
-        DDP assigns gradients to buckets in its first one, and the last bits of a sum depend on its position there.
+        DDP assigns gradients to buckets in its first pass, and the last bits of a sum depend on the position there.
         """
         shape = (self.train.micro_batch_size, settings.data.seq_len)
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -56,9 +56,9 @@ class TrainingStep:
         self.optimizers.zero_grad()
 
     def __call__(self, batch: Batch, lr_multiplier: float) -> tuple[Tensor, Tensor]:
-        """Make a step. Returns loss (nats per token) and gradient norm before clipping, both still on the device.
+        """Run a step. Returns loss (nats per token) and gradient norm before clipping, both on the device.
 
-        Each rank passes its own rows and the number of targets of all ranks; each gets the same result.
+        Each rank passes its own rows and the total number of targets. All ranks get the same result.
         """
         train, rows = self.train, len(batch.inputs)
         self.optimizers.set_lr(lr_multiplier)
@@ -88,28 +88,28 @@ class TrainingStep:
         return loss, grad_norm
 
     def _should_skip(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Count a non-finite step. Returns whether this step must change nothing, still on the device."""
+        """Count non-finite steps. Returns whether to skip this step, on the device."""
         is_finite = loss.isfinite() & grad_norm.isfinite()
         self.n_nonfinite += ~(loss.isfinite() if self.scaler.is_enabled() else is_finite)
         return ~is_finite | (self.n_nonfinite > self.train.max_nonfinite_steps)
 
 
 def build_model(config: ThinkerConfig, seed: int, device: torch.device, initial: Thinker | None = None) -> Thinker:
-    """A new model, or `initial`, on the device; random weights come from the CPU, the same for every device."""
+    """A new model, or `initial`, on the device. Random weights come from the CPU and are equal on all devices."""
     torch.manual_seed(seed)
     return (Thinker(config) if initial is None else initial).to(device)
 
 
 @contextlib.contextmanager
 def cached_weight_casts(model: Thinker) -> Iterator[None]:
-    """Within it each matrix is cast to the activations' precision once; gradients accumulate at the fp32 weights."""
+    """Context that casts each matrix to the activation dtype only once; gradients accumulate in the fp32 weights."""
     weights = model.embedding.weight.dtype
-    is_sharded = hasattr(model, "unshard")  # FSDP2 gathers the blocks' weights in the activations' precision
+    is_sharded = hasattr(model, "unshard")  # FSDP2 gathers the weights of blocks in the activation dtype
     matrices = [m for m in model.modules() if isinstance(m, Linear) and model.dtype != weights and not is_sharded]
     try:
         for matrix in matrices:
             matrix.cached_weight = matrix.weight.to(model.dtype)
-        if model.lm_head.cached_weight is not None:  # the loss gives lm_head.weight its gradient, in fp32
+        if model.lm_head.cached_weight is not None:  # the loss computes the gradient of lm_head.weight in fp32
             model.lm_head.cached_weight = model.lm_head.cached_weight.detach()
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The training loop: one optimizer step after the other, with evaluations, checkpoints and metrics in between."""
+"""The training loop: optimizer steps, evaluations, checkpoints, samples and metrics."""
 
 import json
 import math
@@ -32,17 +32,17 @@ from thinker.training.signals import SignalHandler
 from thinker.training.step import TrainingStep
 from thinker.training.wandb_tracking import Tracker
 
-# No smoothing: the remaining time follows the mean speed, which an evaluation does not change.
+# Without smoothing, the remaining time follows the mean speed, and evaluations do not distort it.
 BAR_OPTIONS = {"smoothing": 0, "bar_format": "{percentage:3.0f}%|{bar}|{postfix} [{elapsed}<{remaining}]"}
 
 
 @dataclass
 class Trainer:
-    """The loop of one run, built from a config by thinker.training.run. With several ranks, each has its own."""
+    """The training loop of one run, built by thinker.training.run. Each rank has its own."""
 
     settings: Settings
     step: TrainingStep
-    state: RunState  # where the run stands; saved with each checkpoint
+    state: RunState  # current state, saved with each checkpoint
     run: RunDirectory
     corpus: Corpus
     batches: Prefetcher
@@ -53,25 +53,24 @@ class Trainer:
     dist: DistContext
     saved: RunState | None = None  # the state in the newest checkpoint
     last_evaluation: Evaluation | None = None
-    # The last steps that had targets, and their (loss, gradient norm), which are still on the device.
-    unread: list[tuple[int, Tensor]] = field(default_factory=list)
+    unread: list[tuple[int, Tensor]] = field(default_factory=list)  # steps, and (loss, gradient norm) on the device
 
     def __post_init__(self) -> None:
         self.model, self.device, self.loader = self.step.model, self.step.device, self.batches.loader
         self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
-        self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # and seconds waited when the last line was
+        self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # at the last logged line, with the seconds waited
         self.sync_step()
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do, not even the last evaluation."""
+        """Whether the run is complete, including the last evaluation."""
         return self.state.step > 0 and self.progress() >= 1 and self.state.evaluated_at == self.state.step
 
     def train(self) -> int:
-        """Run to the end, or until a signal. Returns the exit status."""
+        """Train to the end, or until a signal. Returns the exit status."""
         is_finished = self.is_finished
         if is_finished:
-            print(f"{self.run.path} is finished; raise train.max_steps or train.max_minutes to go on", file=sys.stderr)
+            print(f"{self.run.path} is finished; raise train.max_steps or max_minutes to continue", file=sys.stderr)
         elif self.state.step:
             print(f"resuming from step {self.state.step} in {self.run.path}", file=sys.stderr)
         with self.signal_handler:
@@ -89,13 +88,13 @@ class Trainer:
                 self.run.unlock()
             if self.stopping:
                 saved = f"saved step {self.state.step} in {self.run.path}"
-                print(f"{saved}; the same command resumes from there", file=sys.stderr)
+                print(f"{saved}; run the same command again to resume", file=sys.stderr)
                 return 128 + self.stopping  # as shells report a signal: 129, 130, 143
             print_summary(self.run, self.state, self.epochs, self.corpus.train.has_conversations)
         return 0
 
     def fit(self) -> None:
-        """Every step, with what is due after it; then the last evaluation and the last checkpoint."""
+        """Run all steps with their evaluations, checkpoints and samples; then evaluate and save a last time."""
         train = self.settings.train
         try:
             if self.is_due(train.eval_every):  # a signal interrupted it
@@ -113,15 +112,15 @@ class Trainer:
             if not self.stopping:
                 self.evaluate()
         except RuntimeError as error:
-            names = [kind.__name__ for kind in type(error).__mro__]  # importing torch._dynamo.exc takes long
+            names = [kind.__name__ for kind in type(error).__mro__]  # importing torch._dynamo.exc is slow
             if not (self.signal_handler.number and "BackendCompilerFailed" in names):
                 raise
-            self.signal = self.signal_handler.number  # the signal has ended the compilers of all ranks
+            self.signal = self.signal_handler.number  # the signal also ended the compilers of all ranks
         self.save()
         self.bar.update(self.progress() - self.bar.n)
 
     def train_step(self) -> None:
-        """One optimizer step, and a line of metrics where one is due."""
+        """Run one optimizer step, and log metrics if they are due."""
         state, started = self.state, time.perf_counter()
         multiplier = lr_multiplier(self.settings.train, state.step, self.progress())
         resume.seed_step(self.settings.run.seed, state.step, self.dist.rank)
@@ -139,7 +138,7 @@ class Trainer:
         self.bar.update(self.progress() - self.bar.n)
 
     def sync_step(self, started: float | None = None) -> None:
-        """Fetch the next batch; agree with all ranks on its number of targets, time (since `started`), and signals."""
+        """Fetch the next batch; share its number of targets, the time since `started`, and signals with all ranks."""
         batch = self.batches.batch(self.state.step)
         elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
         values = self.dist.all_gather_scalars(batch.n_targets, elapsed, self.signal_handler.number)
@@ -149,16 +148,16 @@ class Trainer:
 
     @property
     def stopping(self) -> int:
-        """The signal that ends the run, 0 if there is none; with several ranks, one that all of them know."""
+        """The signal that ends the run, or 0. With several ranks, one that all of them know."""
         return self.signal if self.dist.world_size > 1 else self.signal_handler.number
 
     def poll_signals(self) -> bool:
-        """Whether any rank has received a signal, so that the run should end. All ranks must call this."""
+        """Whether any rank has received a signal that should end the run. All ranks must call this."""
         self.signal = int(max(number for (number,) in self.dist.all_gather_scalars(self.signal_handler.number)))
         return bool(self.stopping)
 
     def read_losses(self) -> None:
-        """Fetch losses and gradient norms of the last steps; nothing else in a step waits for the device."""
+        """Fetch the losses and gradient norms of recent steps. Nothing else in a step waits for the device."""
         rows = torch.stack([values for _, values in self.unread]).tolist() if self.unread else []
         steps = [step for step, _ in self.unread]
         self.unread.clear()
@@ -171,11 +170,11 @@ class Trainer:
                 self.skip_nonfinite_step(step, loss, grad_norm)
 
     def skip_nonfinite_step(self, step: int, loss: float, grad_norm: float) -> None:
-        """Report a non-finite step (from 0), which has changed nothing. Raises RunError where no more are allowed."""
+        """Report a non-finite step (from 0), which changed no weights. Raises RunError if no more are allowed."""
         number, allowed = step + 1, self.settings.train.max_nonfinite_steps
         self.state.skipped += 1
         is_allowed = self.state.skipped <= allowed
-        message = f"step {number}: the loss is {loss:g}, the gradient norm {grad_norm:g}"
+        message = f"step {number}: loss {loss:g}, gradient norm {grad_norm:g}"
         report = {"step": number, "loss": finite_or_none(loss), "grad_norm": finite_or_none(grad_norm)}
         report["sample_ids"] = self.loader.sample_ids(step)
         if not is_allowed:
@@ -184,31 +183,31 @@ class Trainer:
         if self.run.writes:
             atomic_write(path, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         if is_allowed:
-            self.bar.write(f"{message}: skipped, {self.state.skipped} of {allowed} ({path})", file=sys.stderr)
+            self.bar.write(f"{message}; step skipped ({self.state.skipped} of {allowed}, see {path})", file=sys.stderr)
             return
         self.checkpoints.save("nonfinite", number, checkpoint.checkpoint_files(self.model, {"step": number}))
-        self.dist.all_gather_scalars(number)  # the first rank to leave ends the others
+        self.dist.all_gather_scalars(number)  # the first rank to end ends the others
         name, size = report["largest_weight"]
         size = "not finite" if size is None else f"{size:g}"
         raise RunError(
-            f"{message}; it changed no weight. {path} names its samples, {self.run.checkpoints}/nonfinite-{number:08d} "
-            f"holds the weights of before; the largest is {size}, in {name}. Lower optimizer.lr, or, against rare bad "
-            f"samples, skip such steps with train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
+            f"{message}; no weight changed. {path} lists the samples. {self.run.checkpoints}/nonfinite-{number:08d} "
+            f"has the weights; the largest is {size}, in {name}. Lower optimizer.lr, or skip rare bad samples with "
+            f"train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
         )
 
     def resume_hint(self) -> str:
-        """Where a stopped run would resume."""
+        """Say where the run would resume."""
         if self.saved is None:
-            return "training would start over"
-        return f"training would resume from step {self.saved.step}, or, without that checkpoint, from the one before"
+            return "the same command starts over, as there is no checkpoint"
+        return f"the same command resumes from step {self.saved.step}; to start earlier, delete that checkpoint"
 
     def log_steps(self, multiplier: float) -> None:
-        """A line of metrics for the steps since the last one."""
+        """Log a line of metrics for the steps since the last one."""
         state, now = self.state, (self.state.elapsed_s, self.state.tokens, self.batches.waited)
         seconds, tokens, waited = (max(new - old, 1e-9) for new, old in zip(now, self.logged))
         self.logged = now
         if not state.pending_steps:
-            return  # all of them were skipped, or had no targets
+            return  # all were skipped, or had no targets
         line = {"train_loss": state.pending_losses / state.pending_steps, "lr": self.step.optimizers.lr * multiplier}
         if state.pending_norm is not None:
             line["grad_norm"] = state.pending_norm
@@ -221,11 +220,11 @@ class Trainer:
         self.bar.set_postfix_str(f"{text}, {tokens / seconds:,.0f} tokens/s", refresh=False)
 
     def is_due(self, every: int | None) -> bool:
-        """Whether something that happens every `every` steps is due now. At the end of the run fit() does it anyway."""
+        """Whether an action is due that repeats every `every` steps. False at the end, where fit() acts anyway."""
         return bool(every and self.state.step and self.state.step % every == 0 and self.progress() < 1)
 
     def progress(self) -> float:
-        """The fraction of the run that is done, in [0, 1]: of steps or of time, whichever is further."""
+        """Fraction of the run that is done, in [0, 1]: of steps or time, whichever is larger."""
         train = self.settings.train
         steps = self.state.step / train.max_steps if train.max_steps else 0.0
         minutes = self.state.elapsed_s / 60 / train.max_minutes if train.max_minutes else 0.0
@@ -233,7 +232,7 @@ class Trainer:
 
     @property
     def epochs(self) -> float:
-        """How often the training split has been read."""
+        """Number of epochs: how often the training split has been read."""
         return self.state.step * self.settings.train.batch_size / len(self.loader.dataset)
 
     def speed(self, tokens_per_second: float) -> dict[str, float]:
@@ -250,7 +249,7 @@ class Trainer:
         self.tracker.log(line)
 
     def evaluate(self) -> None:
-        """Measure and log the validation loss, unless that was done or a signal comes; save the best weights."""
+        """Measure and log the validation loss, unless that was done or a signal comes. Save the best weights."""
         state = self.state
         self.read_losses()
         if state.evaluated_at == state.step:
@@ -259,8 +258,8 @@ class Trainer:
         if evaluation is None:
             return
         if not math.isfinite(evaluation.loss):
-            message = f"step {state.step}: the validation loss is {evaluation.loss}; nothing was saved"
-            raise RunError(f"{message}. Lower optimizer.lr; {self.resume_hint()}")
+            message = f"step {state.step}: the validation loss is {evaluation.loss}, so nothing was saved"
+            raise RunError(f"{message}; lower optimizer.lr; {self.resume_hint()}")
         self.last_evaluation, state.evaluated_at = evaluation, state.step
         line = {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
         if evaluation.entropy_floor is not None:
@@ -273,7 +272,7 @@ class Trainer:
             self.checkpoints.save("best", state.step, best)
 
     def save(self) -> None:
-        """Write a checkpoint, unless the newest one holds this state."""
+        """Write a checkpoint, unless the newest one has this state."""
         self.read_losses()
         self.state.scaler = self.step.scaler.state_dict()
         if self.state != self.saved:
@@ -285,7 +284,7 @@ class Trainer:
             self.saved = self.state.model_copy(deep=True)
 
     def sample(self) -> str:
-        """A sample from the current model, as one line. All ranks must call this; only rank 0 gets a text."""
+        """A sample from the current model, as one line; empty except on rank 0. All ranks must call this."""
         model = unwrapped_copy(self.model) if hasattr(self.model, "unshard") else self.model
         if not self.dist.is_main:
             return ""
@@ -293,6 +292,6 @@ class Trainer:
         prompt, seed = self.settings.train.sample_prompt, self.state.step
         try:
             completion = generator.generate([prompt], SamplingParams(max_new_tokens=48, temperature=0.8, seed=seed))
-        except RunError as error:  # logits that are not finite; the next step's loss decides what becomes of the run
+        except RunError as error:  # non-finite logits; training continues, and checks the next loss
             return str(error)
         return " ".join((prompt + completion[0].text).split())

@@ -1,4 +1,4 @@
-"""The data of a config, and of a run that is found from its folder: its validation set, and the tokens in use."""
+"""The data of a config, and of an existing run: its validation split and the tokens in use."""
 
 import shlex
 import sys
@@ -24,7 +24,7 @@ from thinker.training.config import Config, load_config
 
 
 def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:
-    """The config's corpus as tokens on disk; `tokenizer`: instead of the one that the config names."""
+    """Tokenize the corpus of a config. `tokenizer` replaces the one that the config names."""
     names = {"path", "config", "split", "column", "streaming", "assistant_only_loss", "val_fraction", "max_documents"}
     options = config.data.model_dump(include=names | {"val_tokens", "cache_dir"}, exclude_none=True)
     tokenizer = tokenizer or config.data.tokenizer
@@ -32,7 +32,7 @@ def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) ->
 
 
 def load_run_config(folder: Path) -> Config | None:
-    """The config of the run that a model's folder is in, None for other folders."""
+    """The config of the run that contains a model's folder, or None outside a run directory."""
     run = find_run_directory(folder)
     return None if run is None else load_config(run / "config.yaml", [])
 
@@ -40,34 +40,34 @@ def load_run_config(folder: Path) -> Config | None:
 def load_validation_data(
     folder: Path, tokenizer: Tokenizer, option: str, scratch: Path, read_data: bool = False
 ) -> tuple[Config, TokenShards]:
-    """The config of the run that a checkpoint is in, and the run's validation tokens.
+    """The config of the run that contains a checkpoint, and its validation tokens.
 
-    They come from the token cache, or are made again, in `scratch` where nothing can be written there: from files that
-    the config, perhaps a stranger's, names only with `read_data`. Raises UserError, naming `option`, which chooses
-    other data, for other folders, or changed data.
+    Tokens come from the token cache. If they are missing there, the text is tokenized again, in `scratch` if the cache
+    is read-only. Files named in the config, which may come from a stranger, are read only with `read_data`. Raises
+    UserError if there is no run or its text has changed; the message names `option`, which chooses other data.
     """
     config = load_run_config(folder)
     if config is None:
-        raise UserError(f"{folder} is not in a run directory with validation data; choose data with {option}")
+        raise UserError(f"{folder} is not in a run directory, so it has no validation data; choose data with {option}")
     data, sha256 = config.data, read_json(find_checkpoint(folder) / "state.json").get("corpus")
     corpus = find_corpus(str(sha256), tokenizer.content_hash, data.cache_dir)
     if corpus is None:
         source = f"data.source={data.source}"
         if (data.path or data.val_tokens) and not read_data:
             files = f"{source} data.path={shlex.quote(str(data.path))}"
-            remedy = f"add --read-data to read what its config names ({files}), or choose data with {option}"
-            raise UserError(f"the run's validation data is not in the token cache; {remedy}")
+            remedy = f"add --read-data to read the files in its config ({files}), or choose data with {option}"
+            raise UserError(f"the token cache does not contain the validation data of the run; {remedy}")
         if not can_write(Path(data.cache_dir)):
-            print(f"data.cache_dir={data.cache_dir} cannot be written; tokenizing for this time only", file=sys.stderr)
+            print(f"data.cache_dir={data.cache_dir} is not writable; the tokens will not be cached", file=sys.stderr)
             config = config.model_copy(update={"data": data.model_copy(update={"cache_dir": str(scratch)})})
         corpus = prepare_training_data(config, tokenizer)
         if corpus.sha256 != sha256:
-            raise UserError(f"the text of {source} has changed since the training; choose data with {option}")
+            raise UserError(f"the text of {source} has changed since training; choose data with {option}")
     return config, corpus.val
 
 
 def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens: int = 50_000) -> Tensor | None:
-    """The ids, except special ones, in the first `max_tokens` tokens of a run's data; None if that is not at hand."""
+    """The ids, except special ones, in the first `max_tokens` tokens of a run's data; None if not available."""
     config = load_run_config(folder)
     if config is None:
         return None
@@ -87,10 +87,10 @@ def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens
 def sample_sequences(
     model: Thinker, tokenizer: Tokenizer, folder: Path, path: Path | None, n: int, scratch: Path, max_len: int = 256
 ) -> tuple[Tensor, Tensor]:
-    """At most n sequences of the beginning of a text file, or from all over the validation set of the run in `folder`.
+    """Up to n sequences from the start of a text file, or evenly spaced in the validation split of the run in `folder`.
 
-    Returns tokens and targets, (N, T) each, on the model's device. Targets without loss are IGNORE_INDEX; where the run
-    masks documents, so are those after a sequence's first one. Raises UserError where there are too few tokens.
+    Returns tokens and targets, (N, T) each, on the model's device. Targets without loss are IGNORE_INDEX, including
+    those after a sequence's first document if the run masks documents. Raises UserError if there are too few tokens.
     """
     T, packing, masking = min(max_len, model.config.max_seq_len), "contiguous", False
     if path is None:
@@ -102,7 +102,7 @@ def sample_sequences(
     total = sum(shard.n_tokens for shard in tokens.shards)
     T = min(T, total // 8)  # several sequences even of a short text
     if T < 2:
-        raise UserError(f"{path or 'the text'} has {total} tokens; it needs at least 16")
+        raise UserError(f"{path or 'the validation split'} has only {total} tokens; use a text of at least 16")
     dataset = PackedDataset(tokens, T, packing, document_masking=masking, prefix_len=model.config.prefix)
     inputs, targets = dataset.batch(np.linspace(0, len(dataset) - 1, min(n, len(dataset))).round())  # (N, T) each
     if masking:

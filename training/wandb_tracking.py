@@ -1,4 +1,4 @@
-"""Weights & Biases, if the config enables it. The training loop writes metrics.jsonl in any case."""
+"""Logging to Weights & Biases, in addition to metrics.jsonl."""
 
 import json
 import secrets
@@ -13,26 +13,26 @@ from thinker.training.config import Settings
 
 
 class Tracker:
-    """A wandb run of rank 0 that continues under the same id when the training resumes; does nothing if disabled.
+    """A wandb run on rank 0 that keeps its id when training resumes. Does nothing if disabled.
 
-    wandb accepts steps in increasing order only. So tracking.json stores the last step sent, and is replaced before
-    wandb gets that step: no step is sent twice, even if the training is killed and repeats steps. It need not be
-    synced: the page cache outlives a killed process. A kill loses only steps that wandb still had in memory. The start
-    sends what metrics.jsonl has after the last step sent, such as steps trained while tracking was disabled.
+    wandb accepts steps only in increasing order. tracking.json stores the last step sent and is replaced before wandb
+    gets that step, so no step is sent twice, even if training is killed and repeats steps. It needs no sync, since the
+    page cache outlives a killed process. A kill loses only steps that wandb still has in memory. On start, the lines of
+    metrics.jsonl after the last step sent are sent, such as steps trained while tracking was disabled.
     """
 
     def __init__(self, settings: Settings, run: RunDirectory) -> None:
-        """metrics.jsonl must end where training resumes. Raises UserError if wandb is missing or cannot be reached."""
+        """metrics.jsonl must end at the step that training resumes from. Raises UserError if wandb cannot start."""
         self.run: Any = None
         self.path = run.path / "tracking.json"
-        self.pending: dict[str, Any] = {}  # the newest step's lines so far: wandb takes a step once
+        self.pending: dict[str, Any] = {}  # lines of the newest step, as wandb accepts each step once
         section = settings.tracking
         if section.wandb == "disabled" or not run.writes:
             return
         try:
             import wandb
         except ImportError as error:
-            raise UserError("tracking.wandb needs the package wandb: pip install wandb, or disabled") from error
+            raise UserError("tracking.wandb needs the package wandb; run pip install wandb, or disable it") from error
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
             self.run_id, self.last_step = str(saved["wandb_id"]), int(saved["last_step"])
@@ -50,7 +50,7 @@ class Tracker:
             names = f"tracking.project={section.project}, id {self.run_id} of {self.path}"
             raise UserError(f"wandb cannot start ({names}): {error}{remedy}") from error
         if section.wandb == "online" and self.run.resumed:
-            self.last_step = self.run.starting_step - 1  # what has arrived: nothing is lost
+            self.last_step = self.run.starting_step - 1  # the last step that has arrived
         for line in run.read_metrics():
             self.log(line)
 
@@ -62,14 +62,14 @@ class Tracker:
             self.pending |= line
 
     def finish(self, is_complete: bool = True) -> None:
-        """End the wandb run; the newest step is sent only if it is complete, not while its evaluation is still due."""
+        """End the wandb run. Sends the newest step only if it is complete, including its evaluation."""
         if self.run:
             if is_complete:
                 self._send()
             self.run.finish()
             if self.run.offline:
                 logs = f"{shlex.quote(str(self.path.parent / 'wandb'))}/offline-run-*-{self.run_id}"
-                print(f"send the log to Weights & Biases with: wandb sync {logs}", file=sys.stderr)
+                print(f"upload the log to Weights & Biases: wandb sync {logs}", file=sys.stderr)
 
     def _send(self) -> None:
         if self.pending:

@@ -176,7 +176,7 @@ def test_no_path_leaves_the_folder(run, name):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = [9, "0" * 64]
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    with pytest.raises(CorruptCheckpoint, match="manifest.json is not as it was written"):
+    with pytest.raises(CorruptCheckpoint, match="manifest.json is damaged"):
         checkpoint.verify(folder)
 
 
@@ -224,7 +224,7 @@ def test_a_configuration_that_asks_for_the_moon_takes_no_memory(run):
 def test_nothing_whole_ends_in_one_error(run):
     for folder in run.checkpoints.iterdir():
         (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(UserError, match=r"all checkpoints in .* are damaged"):
         run.latest()
 
 

@@ -106,7 +106,7 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.attention=LG"], "needs model.window"),
         (
             ["model.attention=prefix(4)", "data.document_masking=true"],
-            "data.document_masking does not go with a prefix",
+            "data.document_masking cannot be combined with a prefix",
         ),
         (["model.rope_scaling={type: yarns, factor: 2}"], "did you mean yarn?"),
         (["model.attention=3"], "model.attention is 3; it must be text"),
@@ -116,10 +116,10 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.attention=LX", "model.window=4"], "LX is not a list of layers; use the letters L"),
         (["model.attention=lg", "model.window=4"], "lg is not a list of layers; use the letters L"),
         (["model.attention=[dilated(64, 2), full]"], "quote patterns with a comma"),
-        (["model.attention=prefix(600)"], "leaves none of data.seq_len"),
+        (["model.attention=prefix(600)"], "is shorter than the prefix of 600"),
         (
             ["data.document_masking=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],
-            "data.document_masking does not go with dynamic rope_scaling",
+            "data.document_masking cannot be combined with dynamic model.rope_scaling",
         ),
     ],
 )

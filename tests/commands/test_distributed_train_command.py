@@ -176,8 +176,8 @@ def test_a_mistake_is_shown_once_and_ends_all(start_ranks, config, tmp_path):
     assert [rank.wait() for rank in ranks] == [2, 2]
     lines = [line for rank in ranks for line in rank.output()[1].splitlines()]
     assert [line for line in lines if line.startswith("error:")] == [
-        "error: train.batch_size (7) must be a multiple of the number of ranks (2); "
-        "it can be split over these numbers of ranks: 1, 7"
+        "error: train.batch_size (7) is not a multiple of the number of ranks (2); "
+        "change it, or use one of these numbers of ranks: 1, 7"
     ]
     assert not (tmp_path / "run").exists()
 
@@ -186,7 +186,7 @@ def test_torchrun_repeats_our_line_at_the_end_of_its_own(torchrun, config, tmp_p
     process = torchrun("train.py", config, f"run.dir={tmp_path / 'run'}", "train.batch_size=7")
     assert process.wait() != 0
     lines = process.output()[1].splitlines()
-    ours = [line for line in lines if "error: train.batch_size (7) must be a multiple of the number of ranks" in line]
+    ours = [line for line in lines if "error: train.batch_size (7) is not a multiple of the number of ranks" in line]
     assert len(ours) == 2, lines
     assert ours[0].startswith("error: ")
     assert lines.index(ours[1]) >= len(lines) - 2  # a line of === ends torchrun's report
@@ -213,7 +213,10 @@ def test_a_rank_that_never_starts_is_named(config, tmp_path, rank):
     command = start_script(*arguments, environment=environment)
     _, stderr = command.communicate()
     assert command.returncode == 1
-    message = {0: "error: rank 1 of 2 did not start within 0.5 s", 1: "error: rank 1 of 2 found nobody at 127.0.0.1:"}
+    message = {
+        0: "error: rank 1 of 2 did not start within 0.5 s",
+        1: "error: rank 1 of 2 could not connect to rank 0 at 127.0.0.1:",
+    }
     assert stderr.splitlines()[-1].startswith(message[rank])
     assert "Traceback" not in stderr
 
@@ -241,10 +244,10 @@ REAL_CLOCK = pytest.mark.stress  # every wait lasts, and any rank may be the fir
     ("failure", "message", "seconds"),
     [
         ("killed", "has gone", None),
-        ("hangs before an object", "gave no answer for 0.5 s", None),
-        ("hangs before a tensor", "gave no answer for 0.5 s (train.dist_timeout_s)", None),
-        pytest.param("hangs before an object", "gave no answer for 10 s", 10.0, marks=REAL_CLOCK),
-        pytest.param("hangs before a tensor", "gave no answer for 10 s", 10.0, marks=REAL_CLOCK),
+        ("hangs before an object", "did not respond for 0.5 s", None),
+        ("hangs before a tensor", "did not respond for 0.5 s (train.dist_timeout_s)", None),
+        pytest.param("hangs before an object", "did not respond for 10 s", 10.0, marks=REAL_CLOCK),
+        pytest.param("hangs before a tensor", "did not respond for 10 s", 10.0, marks=REAL_CLOCK),
     ],
 )
 def test_a_rank_of_four_that_is_lost_is_named_once(tmp_path, failure, message, seconds):

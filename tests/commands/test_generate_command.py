@@ -133,7 +133,7 @@ def test_text_is_streamed_and_a_closed_pipe_is_not_a_traceback(tiny_run):
         (["--chat", "--system", b"\xff\xfe"], "--system is not valid UTF-8"),
         (["--stop", b"caf\xe9"], "stop contains a lone surrogate"),
         (["--max-new-tokens", "many"], "invalid int value"),
-        (["--device", "gpu"], "the device gpu is not available; this machine has:"),
+        (["--device", "gpu"], "device 'gpu' is not available (available:"),
         (["--checkpoint", "newest"], "has no checkpoint newest (available: step-"),
         (
             ["--prompt", "word " * 100],

@@ -229,7 +229,7 @@ def test_texts_lie_evenly_and_count_what_follows(loaded, tiny_run, tmp_path):
     assert torch.equal(tokens[:, 1:][is_read], targets[:, :-1][is_read])
     assert tokens.shape == (4, model.config.max_seq_len)
     text.write_text("short")
-    with pytest.raises(UserError, match="it needs at least 16"):
+    with pytest.raises(UserError, match="use a text of at least 16"):
         sample_sequences(model, tokenizer, tiny_run, text, 4, tmp_path)
 
 
@@ -288,7 +288,7 @@ def test_numbers_that_are_none_end_in_one_line(command, loaded, tmp_path):
     checkpoint.save(tmp_path / "nan", model, {"step": 0})
     tokenizer.save(tmp_path / "nan")
     for name in ("lens", "attribute"):
-        with pytest.raises(RunError, match="blocks.0.mlp.up_proj.weight has weights that are not finite"):
+        with pytest.raises(RunError, match="blocks.0.mlp.up_proj.weight has non-finite weights"):
             command(name, tmp_path / "nan", "--prompt", "ab")
 
 

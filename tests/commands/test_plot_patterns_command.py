@@ -43,9 +43,7 @@ def test_a_users_own_style_of_plots_is_not_read(tmp_path):
     (tmp_path / "own" / "matplotlibrc").write_bytes(b"\xff\xfe")
     done = subprocess.run(command, cwd=tmp_path / "own", capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: matplotlib cannot start, perhaps because of your matplotlibrc"
-    )
+    assert done.stderr.splitlines()[-1].startswith("error: matplotlib failed to start; check your matplotlibrc")
 
 
 WINDOW = """\

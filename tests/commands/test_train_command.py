@@ -112,7 +112,7 @@ def test_a_signal_saves_and_the_same_command_resumes(train_args, tmp_path, numbe
     _, stderr = process.communicate()
     assert process.returncode == status
     assert f"\n{number.name}: finishing this step and saving" in stderr
-    assert "the same command resumes from there" in stderr
+    assert "run the same command again to resume" in stderr
     assert "Traceback" not in stderr
     saved = checkpoint.list_checkpoints(run / "checkpoints")[-1]
     step = checkpoint.read_json(saved / "state.json")["step"]
@@ -145,7 +145,7 @@ def test_a_half_written_checkpoint_is_passed_over_and_said_so(train_args, tiny_r
     os.truncate(newest, newest.stat().st_size // 2)
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=41")
     assert done.returncode == 0
-    assert f"passing over a checkpoint: {newest} is not as it was written" in done.stderr
+    assert f"skipping a damaged checkpoint: {newest} is damaged" in done.stderr
     assert "resuming from step 38" in done.stderr
     assert list(train_losses(run)) == list(range(1, 42))
 
@@ -204,7 +204,7 @@ def test_a_worse_model_never_replaces_the_best_after_going_back(train_args, tiny
     slow = [f"optimizer.{name}=1e-6" for name in ("lr", "embedding_lr", "head_lr", "norm_lr")]
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40", *slow)
     assert done.returncode == 0, done.stderr
-    assert "changed since it was saved: " in done.stderr
+    assert "changed since the last save: " in done.stderr
     assert "optimizer.norm_lr 0.005 -> 1e-06" in done.stderr
     assert checkpoint.read_json(best / "state.json") == before
     assert checkpoint.read_json(run / "checkpoints/step-00000040/state.json")["best_val_loss"] == before["val_loss"]
@@ -225,7 +225,7 @@ def test_a_training_whose_folder_was_removed_stops_and_writes_into_no_other(trai
         (run / ".lock").write_text("of another")
     _, stderr = process.communicate()
     assert process.returncode == 1
-    assert "while the training was at work in it" in stderr.splitlines()[-1]
+    assert "during training; set run.dir to its new path" in stderr.splitlines()[-1]
     assert "Traceback" not in stderr
     assert not run.exists() or not list((run / "checkpoints").iterdir())
 
@@ -252,7 +252,7 @@ def test_a_finished_run_without_its_metrics_says_so(train_args, tiny_run, tmp_pa
     (run / "metrics.jsonl").write_text('{"step": 40, "val_loss": "x"}\n')
     done = run_script(*train_args, f"run.dir={run}", "train.max_steps=40")
     assert done.returncode == 0, done.stderr
-    assert "metrics.jsonl does not hold its result" in done.stderr
+    assert "metrics.jsonl does not contain the result" in done.stderr
 
 
 @pytest.mark.parametrize("stderr", ["closed", "/dev/full"])
@@ -309,7 +309,7 @@ def test_two_trainings_do_not_share_a_directory(train_args, tmp_path):
         assert wait_for(lambda: last_step(run), process), process.output()
         done = run_script(*train_args, f"run.dir={run}", "train.max_steps=100000")
         assert done.returncode == 2
-        owner = rf"another training is at work in .* \(process {process.pid} on .*\)"
+        owner = rf"another process is training in .* \(process {process.pid} on .*\)"
         assert re.search(owner, done.stderr.splitlines()[-1])
     finally:
         process.kill()
@@ -324,7 +324,7 @@ def test_a_run_that_diverges_keeps_what_it_had(train_args, tmp_path):
     options = ["optimizer.name=adamw", "optimizer.lr=1e38", "train.max_steps=20"]
     done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 1
-    assert "it changed no weight" in done.stderr.splitlines()[-1]
+    assert "no weight changed" in done.stderr.splitlines()[-1]
     assert "Lower optimizer.lr" in done.stderr.splitlines()[-1]
     for kind in ("step", "best"):
         kept = checkpoint.list_checkpoints(run / "checkpoints", kind)
@@ -453,7 +453,7 @@ def test_a_device_that_is_not_there(tmp_path):
 
     if torch.cuda.is_available():
         pytest.skip("here the device is there")
-    assert "the device cuda is not available; this machine has: cpu" in mistake(tmp_path, BASE, "train.device=cuda")
+    assert "device 'cuda' is not available (available: cpu)" in mistake(tmp_path, BASE, "train.device=cuda")
 
 
 def test_fp16_on_a_cpu(tmp_path):
@@ -509,7 +509,7 @@ def test_a_text_that_has_changed_its_tokenizer(train_args, tmp_path, text_file):
     mine.write_text("zebra quagga okapi " * 2000 + text_file.read_text())
     done = run_script(*command, "train.max_steps=8")
     assert done.returncode == 2
-    assert f"data.path={mine} is not what the run in {tmp_path / 'run'} was begun with" in done.stderr.splitlines()[-1]
+    assert f"data.path={mine} has changed since the run in {tmp_path / 'run'} started" in done.stderr.splitlines()[-1]
 
 
 def test_a_sample_prompt_longer_than_the_context(train_args, tmp_path):
@@ -552,7 +552,7 @@ def test_a_run_whose_checkpoints_are_all_broken(train_args, tiny_run, tmp_path):
         (folder / "manifest.json").unlink()
     done = run_script(*train_args, f"run.dir={run}")
     assert done.returncode == 2
-    assert "no checkpoint" in done.stderr.splitlines()[-1]
+    assert "are damaged" in done.stderr.splitlines()[-1]
 
 
 def test_a_command_line_without_a_config():

@@ -149,7 +149,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error_and_one_that_is_removed
     os.truncate(file, HEADER_BYTES + 6)
     assert shard.tokens[:3].tolist() == [BOS, 1, 2]
     for array in (shard.tokens, shard.offsets, shard.log_probs):
-        with pytest.raises(DamagedShard, match=f"{file.name} was cut while it was in use"):
+        with pytest.raises(DamagedShard, match=f"{file.name} was truncated while in use"):
             array[:]
 
 

@@ -40,12 +40,12 @@ def restore_handler():
         (OSError("the hub cannot be reached"), 1, "the hub cannot be reached"),
         (OSError(errno.EFBIG, "File too large"), 1, "File too large"),
         (OSError(errno.ENOSPC, "No space", "a"), 1,
-         "the disk is full (writing a); make space and run the same command again"),
-        (MemoryError(), 1, "there is not enough memory"),
-        (MemoryError("Unable to allocate 7 GiB"), 1, "there is not enough memory: Unable to allocate 7 GiB"),
+         "the disk is full (writing a); free some space and run the same command again"),
+        (MemoryError(), 1, "not enough memory"),
+        (MemoryError("Unable to allocate 7 GiB"), 1, "not enough memory: Unable to allocate 7 GiB"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), 1,
-         "there is not enough memory: CUDA out of memory. Tried"),
-        (RuntimeError("can't start new thread"), 1, "there is not enough memory: can't start new thread"),
+         "not enough memory: CUDA out of memory. Tried"),
+        (RuntimeError("can't start new thread"), 1, "not enough memory: can't start new thread"),
     ],
     ids=repr,
 )  # fmt: skip
@@ -76,7 +76,7 @@ def shell(tmp_path):
 def test_a_working_directory_that_is_gone(shell, tmp_path):
     line = f"mkdir gone; cd gone; rmdir ../gone; $RUN {shlex.quote(str(tmp_path))}/main.py"
     status, errors = shell(line, "run_command(lambda: 0)")
-    assert (status, errors) == (2, "error: the working directory was removed; change to one that exists\n")
+    assert (status, errors) == (2, "error: the working directory was removed; cd to one that exists\n")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows does not bound the size of files")
@@ -109,7 +109,7 @@ def test_a_tensor_that_no_memory_holds_ends_as_one_line(capsys):
         run_command(lambda: torch.empty(2**50).numel())
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: there is not enough memory: ")
+    assert line.startswith("error: not enough memory: ")
 
 
 INTERRUPTED = """

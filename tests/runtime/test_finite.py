@@ -87,7 +87,7 @@ def command(monkeypatch, text_file, tmp_path, capfd):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_weights_that_are_not_finite_are_refused_by_name(command, nan_run, name):
     message = command(name, nan_run, COMMANDS[name])
-    assert "run: blocks.0.mlp.up_proj.weight has weights that are not finite" in message
+    assert "run: blocks.0.mlp.up_proj.weight has non-finite weights" in message
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in NEED_NO_LOGITS])
@@ -112,7 +112,7 @@ def test_gguf_in_f16_refuses_what_f16_cannot_hold(command, tiny_run, tmp_path):
 
     run = broken_run(tiny_run, tmp_path / "run", change)
     message = command("scripts/export_gguf.py", run, ["RUN", "OUT"])
-    assert "blocks.0.mlp.down_proj.weight as torch.float16 has weights that are not finite" in message
+    assert "blocks.0.mlp.down_proj.weight as torch.float16 has non-finite weights" in message
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"speculate": 2}, {"window": 8}, {"int8": True}])
@@ -133,7 +133,7 @@ def test_what_is_finite_passes():
     check_computed([0.0, -1e300])
     assert finite_json({"ü": 1.5}) == '{"\\u00fc": 1.5}'
     for wrong in (math.nan, math.inf, -math.inf):
-        with pytest.raises(RunError, match="x: w has weights that are not finite"):
+        with pytest.raises(RunError, match="x: w has non-finite weights"):
             check_weights([("w", torch.tensor([1.0, wrong, -wrong]))], "x")
         with pytest.raises(RunError, match="not finite"):
             finite_json([{"a": wrong}])

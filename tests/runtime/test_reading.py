@@ -32,10 +32,10 @@ def test_a_file_that_is_too_large_or_no_text(tmp_path, read):
     path = tmp_path / "file"
     with path.open("wb") as file:
         file.truncate(reading.MAX_FILE_BYTES + 1)  # takes no space on the disk
-    with pytest.raises(UserError, match="is larger than any file of its kind"):
+    with pytest.raises(UserError, match="is too large; the limit is 64 MB"):
         read(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="is not UTF-8 text|cannot be read as JSON"):
+    with pytest.raises(UserError, match="is not valid UTF-8|is not valid JSON"):
         read(path)
 
 
@@ -44,7 +44,7 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path):
     levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 11)]
     path.write_text("\n".join(["a0: &a0 [1]", *levels]))
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"a.yaml is not valid YAML in line 2: aliases such as \*a0 are not read"):
+    with pytest.raises(UserError, match=r"a.yaml, line 2: invalid YAML: aliases such as \*a0 are not supported"):
         reading.read_yaml(path)
     assert time.monotonic() - start < 60  # expanded they would take hours
     path.write_text("base: &base {a: 1}\nother:\n  <<: *base\n")
@@ -73,7 +73,7 @@ def test_random_yaml_is_read_or_refused(tmp_path):
 
 @pytest.mark.parametrize("pattern", ["((([a-z_.0-9])+)+)+Z", "(a*b?)*c", "(a{2,}){2,}", ".*.*.*.*.*Z", "(x+x+)+y"])
 def test_a_pattern_that_may_take_forever_is_refused(pattern):
-    with pytest.raises(re.error, match="it repeats what repeats, or has more than 4 repetitions"):
+    with pytest.raises(re.error, match="it has nested repetitions, or more than 4"):
         reading.checked_pattern(pattern)
 
 

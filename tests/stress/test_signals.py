@@ -39,7 +39,7 @@ def test_sigterm_at_random_moments_loses_no_step(train_args, tmp_path, stress):
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate()
         assert process.returncode == 143, stderr
-        assert "the same command resumes from there" in stderr
+        assert "run the same command again to resume" in stderr
         assert checkpoint_steps(run)[-1] == last_step(run) > before  # every step that was made is kept
         assert not temporary_files(run)
         stopped += 1
@@ -81,7 +81,7 @@ def test_a_second_signal_leaves_at_once(train_args, tmp_path):
     assert wait_for((tmp_path / "inside").exists, process), process.output()
     process.send_signal(signal.SIGTERM)
     assert wait_for((tmp_path / "without Python").exists, process), process.output()
-    assert "once more leaves at once" in process.output()[1]
+    assert "repeat to stop at once" in process.output()[1]
     process.send_signal(signal.SIGTERM)
     assert process.wait() == -signal.SIGTERM
     assert not (run / "metrics.jsonl").exists()

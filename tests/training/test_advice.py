@@ -54,16 +54,16 @@ def test_a_short_text_is_overfitted_and_the_run_says_so(make_trainer, capsys):
     epochs = 150 * 8 / sequences
     assert f"{n_train:,} tokens in 1 document for training, {n_val} tokens in 1 document for validation" in started
     assert f"; {epochs:.0f} epochs in 150 steps" in started
-    assert f"advice: validation reads only {n_val} tokens" in started
-    assert f"advice: the data will be read {epochs:.0f} times" in started
-    assert "computing in fp32, 8 sequences at a time" in started
+    assert f"advice: the validation split has only {n_val} tokens" in started
+    assert f"advice: the model will see the data {epochs:.0f} times" in started
+    assert "precision fp32, micro-batches of 8 sequences" in started
     assert f"(to {math.ceil(4 * sequences / 8)} for 4 epochs)" in started
     assert trainer.train() == 0
     evaluated = [line for line in trainer.run.read_metrics() if "val_loss" in line]
     best = min(evaluated, key=lambda line: line["val_loss"])
     printed = capsys.readouterr()
     assert f"advice: overfitting: since step {best['step']} the validation loss has risen from" in printed.out
-    assert f"the data was read {epochs:.1f} times" in printed.out
+    assert f"({epochs:.1f} epochs)" in printed.out
     assert f"epoch {epochs:.2f}" in printed.err  # in the bar
     assert len({line["step"] for line in evaluated}) == len(evaluated) == 10  # the last evaluation is made once
 
@@ -80,17 +80,17 @@ def test_validation_on_one_conversation(make_trainer, tmp_path, capsys):
     assert 1 <= n < 5
     started = capsys.readouterr().err
     assert f"tokens in {9 - n} conversations for training" in started
-    assert f"advice: validation reads only {n} conversation" in started
+    assert f"advice: the validation split has only {n} conversation" in started
     n_long = sum(int((shard.offsets[1:] - shard.offsets[:-1] > 16).sum()) for shard in trainer.corpus.train.shards)
-    assert f"advice: {n_long} of {9 - n} conversations are longer than data.seq_len=16 and are cut" in started
+    assert f"advice: {n_long} of {9 - n} conversations are longer than data.seq_len=16 and get cut" in started
     close(trainer)
 
 
 def test_char_explains_its_number_of_tokens(make_trainer, capsys):
     trainer = make_trainer("Schöne Grüße\n" * 200, "data.source=text", "data.tokenizer=char", "train.max_steps=1")
     started = capsys.readouterr().err
-    assert "char: 260 tokens, namely all 256 bytes" in started
-    assert "3 characters beyond ASCII" in started
+    assert "char: 260 tokens (256 bytes to encode any text" in started
+    assert "3 non-ASCII characters" in started
     assert "ln 260 = 5.56" in started
     close(trainer)
 
@@ -100,7 +100,7 @@ def test_a_warmup_that_the_run_does_not_outlast(make_trainer, capsys):
         close(
             make_trainer("some words\n" * 300, "data.source=text", f"train.max_steps={n_steps}", "train.warmup_steps=7")
         )
-        said = "advice: train.warmup_steps=7 leaves no step at the peak rate; lower it"
+        said = "advice: train.warmup_steps=7 lasts until the end of the run; lower it"
         assert (said in capsys.readouterr().err) == is_advised
 
 
@@ -125,10 +125,10 @@ def test_results_that_need_advice(ended):
     (line,) = advice.after_training([*losses(5, 1), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
     assert "overfitting: since step 10 the validation loss has risen from 3.000 to 3.500 while" in line
     (line,) = advice.after_training([*losses(1, 5), val(10, 3.0), val(20, 3.5)], ended(100, 1), 3.0)
-    assert "the validation loss was lowest at step 10, 3.000" in line
-    assert line.endswith("the weights of that step are kept (generate.py --checkpoint best)")
+    assert "the validation loss was lowest at step 10 (3.000)" in line
+    assert line.endswith("use the weights of that step (generate.py --checkpoint best)")
     (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
-    assert "overfitting: the validation loss is 3.500, the training loss" in line
+    assert "overfitting: validation loss 3.500, training loss" in line
     assert "fewer steps" not in line  # the validation loss has not risen
     assert advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []
     # Since then another part of the validation set is measured, and the weights of step 20 are the best.
@@ -140,15 +140,15 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
     far, near = ([*losses(2, 1), val(20, loss, entropy_floor=1.0)] for loss in (1.13, 1.04))
     (line,) = advice.after_training(far, ended(60, 3), 0.5)
     assert "train.max_minutes=3 ended the run after 60 of 100 steps" in line
-    assert "train.max_minutes=6 resumes it" in line
+    assert "run the same command with train.max_minutes=6" in line
     assert advice.after_training(near, ended(60, 3), 0.5) == []
     assert advice.after_training(far, ended(100, 1), 0.5) == []  # its steps ended it
     falling, risen = ([*losses(2, 1), val(10, 2.5), val(20, loss)] for loss in (2.4, 2.51))  # a text of unknown entropy
     (line,) = advice.after_training(falling, ended(60, 3), 0.5)
-    assert "train.max_minutes=6 resumes it" in line
+    assert "run the same command with train.max_minutes=6" in line
     assert advice.after_training(risen, ended(60, 3), 0.5) == []
     (line,) = advice.after_training([*losses(2, 1), val(20, 2.4)], ended(60, 3), 0.5)
-    assert "train.max_minutes=6 resumes it" in line
+    assert "run the same command with train.max_minutes=6" in line
 
 
 def test_losses_of_twice_the_floor_and_more_are_factors(ended):
@@ -169,26 +169,28 @@ def plan(**values):
 
 
 def test_a_plan_ends_in_a_recommendation():
-    assert advice.recommendation(plan(epochs=2)) == ["it fits, and nothing needs to be changed"]
+    assert advice.recommendation(plan(epochs=2)) == ["the run fits; no changes needed"]
     assert advice.recommendation({"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": 9})[0].startswith(
-        "it fits, and"
+        "the run fits;"
     )
     fits, line = advice.recommendation(plan(epochs=100.0))
-    assert fits == "it fits"
-    assert "the data will be read 100 times" in line
+    assert fits == "the run fits"
+    assert "the model will see the data 100 times" in line
     assert "(to 40 for 4 epochs)" in line
     (line,) = advice.recommendation(plan(peak_bytes=2 * 10**10))
-    assert line.startswith("it does not fit: it takes 20 GB, and 10 GB can be used; train.micro_batch_size=auto, train")
-    assert "one of about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
+    assert line.startswith(
+        "the run does not fit: it needs 20 GB, but only 10 GB are usable; set train.micro_batch_size=auto or train"
+    )
+    assert "use about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
     assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]
 
 
 def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
     """Of a plan and of a run with run.init_from, whose model has the size that it has."""
     given = plan(tokens=1, optimal_tokens=None)
-    assert advice.recommendation(given) == ["it fits, and nothing needs to be changed"]
+    assert advice.recommendation(given) == ["the run fits; no changes needed"]
     (line,) = advice.recommendation(given | {"peak_bytes": 2 * 10**10})
-    assert line.endswith("train.checkpoint_every_n_blocks=1 or a shorter data.seq_len takes less")
+    assert line.endswith("train.checkpoint_every_n_blocks=1, or lower data.seq_len")
     state = ended(100, 1)
     lines = [*losses(5, 1), val(10, 3.0), val(20, 3.5)]
     assert "a smaller model" in advice.after_training(lines, state, 3.0)[0]

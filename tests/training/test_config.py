@@ -85,7 +85,7 @@ def test_a_text_on_the_command_line_is_taken_as_it_is(tmp_path, text):
 def test_numbers_of_base_60_are_refused(tmp_path, text):
     path = tmp_path / "r.yaml"
     path.write_text(f"train:\n  max_minutes: {text}\n")
-    with pytest.raises(UserError, match=rf"in line 2: {text} is no decimal number"):
+    with pytest.raises(UserError, match=rf"line 2: invalid YAML: {text} is not a decimal number"):
         load_config(path, [])
     path.write_text("train: {max_steps: 5}\n")
     with pytest.raises(UserError, match=f"train.max_minutes is '{text}'; it must be a number"):
@@ -95,7 +95,7 @@ def test_numbers_of_base_60_are_refused(tmp_path, text):
 def test_a_leading_zero_is_no_octal_number(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train: {max_steps: 010}\n")
-    with pytest.raises(UserError, match="010 is no decimal number"):
+    with pytest.raises(UserError, match="010 is not a decimal number"):
         load_config(path, [])
     path.write_text("train: {max_steps: 5}\n")
     assert load_config(path, ["train.max_steps=010"]).train.max_steps == 10
@@ -111,25 +111,29 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
     ("override", "message"),
     [
         ("run.dir=", "'run.dir=' is not an override; write section.key=value"),
-        ("train.max_step=5", "no key train.max_step; did you mean train.max_steps"),
-        ("trian.max_steps=5", "no key trian; did you mean train"),
+        ("train.max_step=5", "unknown config key train.max_step; did you mean train.max_steps"),
+        ("trian.max_steps=5", "unknown config key trian; did you mean train"),
         ("train.max_steps=soon", "train.max_steps is 'soon'"),
         ("train.max_steps=0", "train.max_steps is 0"),
-        ("train.max_steps=true", "max_steps is True"),
+        ("train.max_steps=true", "train.max_steps is true "),
         ("train.max_steps=2.5", "train.max_steps is 2.5"),
-        ("train.max_steps=null", "train.max_steps or train.max_minutes"),
-        ("train.compile=perhaps", "train.compile is 'perhaps'; it must be true or false, or 'auto'$"),
-        ("train.micro_batch_size=some", "it must be a whole number, or 'auto'$"),
-        ("train.precision=fp8", "'auto', 'fp32', 'bf16' or 'fp16'"),
+        ("train.max_steps=null", "the run has no end; set train.max_steps or train.max_minutes"),
+        ("train.compile=perhaps", "train.compile is 'perhaps'; it must be true, false or auto$"),
+        ("train.micro_batch_size=some", "it must be an integer or auto$"),
+        ("train.precision=fp8", "it must be auto, fp32, bf16 or fp16$"),
         ("optimizer.lr=-1", "optimizer.lr is -1"),
         ("optimizer.lr=.nan", "optimizer.lr is nan"),
-        ("optimizer.betas=[0.9]", "optimizer.betas"),
+        ("optimizer.betas=[0.9]", r"optimizer.betas is \[0.9\]; it must be a list of two numbers"),
+        ("optimizer.betas=[0.9, 2]", r"optimizer.betas\[1\] is 2; it must be less than 1$"),
         ("model.n_kv_heads=3", "use 1, 2, 4"),
         ("model.max_seq_len=1", r"data.seq_len \(256\) is longer than model.max_seq_len \(1\)"),
         ("data.val_fraction=1.5", "data.val_fraction is 1.5"),
-        ("tracking.wandb=on", "YAML reads on, off.*must be disabled or offline or online"),
-        ("tracking.wandb=maybe", "'disabled', 'offline' or 'online'"),
-        ("model.d_model=abc", "model.d_model is 'abc'; it must be a whole number"),
+        (
+            "tracking.wandb=on",
+            "tracking.wandb is true .YAML reads on and yes as true, off.*must be disabled or offline or online",
+        ),
+        ("tracking.wandb=maybe", "it must be disabled, offline or online$"),
+        ("model.d_model=abc", "model.d_model is 'abc'; it must be an integer"),
         ("model.dropout=abc", "it must be a number"),
         ("optimizer.betas=0.9", "a list of two numbers"),
         ("train.compile=maybe", "true or false"),
@@ -140,9 +144,9 @@ def test_an_exponent_without_a_dot_is_a_number(tmp_path):
         ("data.path=7", "data.path is 7"),
         ('run.dir="a\\0b"', r"dir is 'a\\x00b'; it must be UTF-8 text without NUL"),
         ("data.cache_dir=caf\udce9", r"cache_dir is 'caf\\udce9'; it must be UTF-8"),
-        ("train.max_steps=1" + "0" * 30, "max_steps is 10+; it must be less than"),
-        ("model.n_layers=20000", "less than or equal to 10000"),
-        ("train.max_minutes=1.0e+200", "less than or equal to"),
+        ("train.max_steps=1" + "0" * 30, "max_steps is 10+; it must be less than 9007199254740992$"),
+        ("model.n_layers=20000", "model.n_layers is 20000; it must be at most 10000$"),
+        ("train.max_minutes=1.0e+200", "it must be at most 1000000000$"),
     ],
 )
 def test_wrong_values_and_keys(tmp_path, override, message):
@@ -176,10 +180,13 @@ def test_every_number_has_an_upper_bound():
 
 def test_keys_that_another_key_disables_are_refused():
     for tree, message in (
-        ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "optimizer.name=muon only"),
-        ({"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}}, "train.schedule=wsd only"),
-        ({"train": {"keep_every": 2, "save_every": None, "max_steps": 1}}, "train.save_every only; leave it out"),
-        ({"train": {"sample_prompt": "a", "max_steps": 1}}, "train.sample_every only; leave it out"),
+        ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "has no effect without optimizer.name=muon"),
+        (
+            {"train": {"schedule": "cosine", "decay_fraction": 0.2, "max_steps": 1}},
+            "has no effect without train.schedule=wsd",
+        ),
+        ({"train": {"keep_every": 2, "save_every": None, "max_steps": 1}}, "without train.save_every; remove it"),
+        ({"train": {"sample_prompt": "a", "max_steps": 1}}, "without train.sample_every; remove it"),
     ):
         with pytest.raises(UserError, match=message):
             validate_config({"train": {"max_steps": 1}, **tree})
@@ -189,7 +196,7 @@ def test_keys_that_another_key_disables_are_refused():
 def test_duplicate_keys_are_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("train:\n  max_steps: 3\n  max_steps: 4\n")
-    with pytest.raises(UserError, match="in line 3: the key max_steps is given twice"):
+    with pytest.raises(UserError, match="line 3: invalid YAML: duplicate key max_steps"):
         load_config(path, [])
 
 

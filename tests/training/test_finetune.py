@@ -258,10 +258,12 @@ def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys
     file.write_text("A talk.\n" + TEMPLATE)
     given = [f"data.chat_template={file}"]
     make_trainer(*([] if change == "added" else given), "train.max_steps=1").train()
-    refusal = r"^data.chat_template is .* was begun with .*; put it back, choose another run.dir, or"
+    refusal = r"^data.chat_template is .* started with .*; undo the change, choose another run.dir, or"
     if change == "edited":
         file.write_text(file.read_text().replace("A talk", "Talk"))
-        refusal = rf"^data.chat_template={file} is not what the run in {tmp_path / 'run'} was begun with; put it back"
+        refusal = (
+            rf"^data.chat_template={file} has changed since the run in {tmp_path / 'run'} started; undo the change"
+        )
     elif change == "left out":
         given = []
     elif change == "moved":
@@ -271,7 +273,7 @@ def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys
     capsys.readouterr()
     if change in ("moved", "gone"):
         assert make_trainer(*given, "train.max_steps=2").train() == 0
-        said = f"data.chat_template={file} is gone; the run's copy of it is used"
+        said = f"data.chat_template={file} does not exist; using the run's copy of it"
         assert capsys.readouterr().err.splitlines().count(said) == (change == "gone")
         return
     with pytest.raises(UserError, match=refusal):
@@ -284,15 +286,15 @@ def test_what_a_chat_templates_file_holds_decides(make_trainer, tmp_path, capsys
         (["model.n_layers=3"], "model.n_layers is 3, but the model in run.init_from="),
         (["data.tokenizer=byte"], "data.tokenizer=byte is not the tokenizer of run.init_from"),
         (["data.seq_len=100"], "longer than the context of the model in run.init_from"),
-        (["train.lora_rank=4", "optimizer.name=muon"], "train.lora_rank goes with"),
-        (["train.lora_rank=4", "optimizer.norm_lr=0.1"], "optimizer.norm_lr is not read with train.lora_rank"),
-        (["train.lora_alpha=4"], "train.lora_alpha is read with"),
-        (["run.init_from=null", "train.lora_rank=2"], "train.lora_rank goes with"),
+        (["train.lora_rank=4", "optimizer.name=muon"], "train.lora_rank needs"),
+        (["train.lora_rank=4", "optimizer.norm_lr=0.1"], "optimizer.norm_lr has no effect with train.lora_rank"),
+        (["train.lora_alpha=4"], "train.lora_alpha has no effect without"),
+        (["run.init_from=null", "train.lora_rank=2"], "train.lora_rank needs"),
         (["run.init_from=nowhere"], "nowhere does not exist"),
         (["data.chat_template=nowhere.jinja"], "nowhere.jinja is not a file"),
-        (["run.init_from=null", "data.chat_template=x.jinja"], "goes with a tokenizer that exists"),
+        (["run.init_from=null", "data.chat_template=x.jinja"], "needs an existing tokenizer"),
         (["run.init_from=null", "data.tokenizer=byte"], "need a chat template"),
-        (["train.lora_rank=33"], r"train.lora_rank \(33\) exceeds model.d_model"),
+        (["train.lora_rank=33"], "train.lora_rank is 33; use at most d_model=32"),
         (["model.attn_logit_softcap=5"], "model.attn_logit_softcap is 5.0, but .* has null"),
     ],
 )
@@ -324,7 +326,7 @@ def test_a_plan_does_not_advise_another_size_for_the_initial_model(base, convers
         "train.max_steps=1", "train.batch_size=1",
     ])  # fmt: skip
     plan = make_plan(config, measure=False)
-    assert plan["recommendation"] == ["it fits, and nothing needs to be changed"]
+    assert plan["recommendation"] == ["the run fits; no changes needed"]
     assert 0 < plan["tokens"] < 64  # a sequence has 64, of which answers alone are learned
     assert f"{plan['tokens']} in 1 steps, 0." in format_plan(plan)
     assert "optimal" not in format_plan(plan)

@@ -86,7 +86,7 @@ def test_generate_refuses_a_million_samples_before_it_makes_any(tiny_run):
     done = run_script(ROOT / "generate.py", tiny_run, "--prompt", "Line", "--num-samples", 10**9)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.match(r"error: this takes at least .* of memory \(cache .*ask for fewer samples", line)
+    assert re.match(r"error: this needs at least .* of memory \(cache .*ask for fewer samples", line)
 
 
 def test_a_generator_refuses_more_samples_than_memory_holds(tiny_run, monkeypatch):
@@ -96,5 +96,5 @@ def test_a_generator_refuses_more_samples_than_memory_holds(tiny_run, monkeypatc
     monkeypatch.setattr(memory, "_host_memory", lambda: (200_000, 0))
     params = SamplingParams(max_new_tokens=20, seed=1)
     assert len(generator.generate(["Line"] * 5, params)) == 5
-    with pytest.raises(UserError, match=r"takes at least .* \(cache .*ask for fewer samples"):
+    with pytest.raises(UserError, match=r"needs at least .* \(cache .*ask for fewer samples"):
         generator.generate(["Line"] * 500, params)

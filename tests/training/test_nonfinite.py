@@ -194,14 +194,14 @@ def test_the_run_stops_with_a_report_and_the_weights_of_before(train_args, tmp_p
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("error: step 2: the loss is nan")
-    assert "training would start over" in said
+    assert said.startswith("error: step 2: loss nan")
+    assert "the same command starts over" in said
     report = json.loads((run / "nonfinite-step-00000002.json").read_text())
     assert report["loss"] is None
     # The weights are those after step 1, although steps 3 and 4 were made before anybody looked.
     stopped = run_script(*train_args, f"run.dir={saving}", *WILD, "train.save_every=1")
     assert stopped.returncode == 1
-    assert "training would resume from step 1" in stopped.stderr.splitlines()[-1]
+    assert "the same command resumes from step 1" in stopped.stderr.splitlines()[-1]
     name = "model.safetensors"
     weights = [run / "checkpoints" / "nonfinite-00000002" / name, saving / "checkpoints" / "step-00000001" / name]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -233,8 +233,10 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     options = [*WILD, "train.max_nonfinite_steps=3", "train.save_every=2", "train.max_steps=3"]
     done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 1  # the last evaluation finds what two left-out steps did not mend
-    assert "the validation loss is nan; nothing was saved. Lower optimizer.lr; training would resume" in done.stderr
-    assert "step 2: the loss is nan" in done.stderr
+    assert (
+        "the validation loss is nan, so nothing was saved; lower optimizer.lr; the same command resumes" in done.stderr
+    )
+    assert "step 2: loss nan" in done.stderr
     assert "skipped, 1 of 3" in done.stderr
     assert "skipped, 2 of 3" in done.stderr
     assert [line["step"] for line in read_metrics(run)] == [1]
@@ -243,7 +245,7 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     assert len(report["sample_ids"]) == 4
     fewer = run_script(*train_args, f"run.dir={run}", *options, "train.max_nonfinite_steps=0")
     assert fewer.returncode == 2
-    assert "has skipped 1 non-finite steps: set train.max_nonfinite_steps to 1 or more" in fewer.stderr
+    assert "has already skipped 1 non-finite steps; set train.max_nonfinite_steps to at least 1" in fewer.stderr
     again = run_script(*train_args, f"run.dir={run}", *options)
     assert "resuming from step 2" in again.stderr
     assert "skipped, 2 of 3" in again.stderr

@@ -69,7 +69,7 @@ def test_rates_that_are_given_stay():
     assert (adamw.embedding_lr, adamw.head_lr) == (0.5, 0.3)
     tied = resolve_learning_rates(OptimizerConfig(embedding_lr=0.3), config(tie_embeddings=True), 16)
     assert (tied.embedding_lr, tied.head_lr) == (0.3, None)
-    with pytest.raises(UserError, match="head_lr is read with model.tie_embeddings=false only"):
+    with pytest.raises(UserError, match="head_lr has no effect without model.tie_embeddings=false"):
         validate_config({"model": {"tie_embeddings": True}, "optimizer": {"head_lr": 0.3}, "train": {"max_steps": 1}})
 
 

@@ -83,9 +83,9 @@ def test_the_rest_may_change_and_says_so_where_the_last_bits_will(section, key, 
     capsys.readouterr()
     resume.warn_about_changes(resume.RunState(settings=before, machine={"threads": "1"}), {"threads": "1"}, after)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("changed since it was saved: ")
+    assert lines[0].startswith("changed since the last save: ")
     assert f"{section}.{key} " in lines[0]
-    said = [line for line in lines if "differs slightly from an uninterrupted run" in line]
+    said = [line for line in lines if "differ slightly from an uninterrupted run" in line]
     expected = [f"train.{key} was %s and is %s now" % SAID[key]] if key in SAID else []
     assert [line.split(":")[0] for line in said] == expected
 
@@ -151,7 +151,7 @@ def test_what_the_text_is_decides_and_not_where_it_lies(train_args, project, int
     done = run_in(interrupted, train_args, name, *overrides)
     assert done.returncode == 0, done.stderr
     assert "resuming from step 4" in done.stderr
-    said = f"the text of data.source=text data.path={name} is gone; the run's tokens in the token cache are used"
+    said = f"the text of data.source=text data.path={name} does not exist; using the cached tokens of the run"
     assert done.stderr.splitlines().count(said) == (change == "gone")
     assert (f"data.path {name} -> new/{name}" in done.stderr) == (change == "moved")
     assert_same_tensors(project / "runs" / name, interrupted / "runs" / name, 6)
@@ -160,7 +160,9 @@ def test_what_the_text_is_decides_and_not_where_it_lies(train_args, project, int
 @pytest.mark.parametrize("change", ["edited", "another", "reordered", "missing", "gone without cache", "damaged cache"])
 def test_another_text_or_none_is_refused(train_args, interrupted, change):
     text, name, overrides = interrupted / "my.txt", "my.txt", []
-    message = "the text of data.source=text data.path={} is not what the run in runs/{} was begun with; put it back, "
+    message = (
+        "the text of data.source=text data.path={} has changed since the run in runs/{} started; undo the change, "
+    )
     if change == "edited":
         text.write_text(text.read_text().replace("Cat 1", "Cat 9", 1))
     elif change == "another":
@@ -214,11 +216,11 @@ def test_what_a_tokenizers_file_holds_decides(train_args, project, interrupted, 
     elif change == "edited":
         make_tokenizer("bpe:300", ["other words " * 99]).save(interrupted).rename(file)
     done = run_in(interrupted, train_args, "my.txt", *options)
-    said = "data.tokenizer=tokenizer.json is gone; the run's copy of it is used"
+    said = "data.tokenizer=tokenizer.json does not exist; using the run's copy of it"
     assert done.stderr.splitlines().count(said) == (change == "gone")
     if change == "edited":
         assert done.returncode == 2
-        line = "data.tokenizer=tokenizer.json is not what the run in runs/other was begun with; put it back, "
+        line = "data.tokenizer=tokenizer.json has changed since the run in runs/other started; undo the change, "
         assert line in done.stderr.splitlines()[-1]
     else:
         assert done.returncode == 0, done.stderr
@@ -240,7 +242,7 @@ def test_a_file_of_the_cache_that_is_cut_while_it_is_read_costs_the_steps_since_
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert f"{name} was cut while it was in use; run the same command again" in errors[0]
+    assert f"{name} was truncated while in use; run the same command again" in errors[0]
     assert "Traceback" not in done.stderr
     assert checkpoint_steps(tmp_path / "run") == [2]
     done = run_script(*command)

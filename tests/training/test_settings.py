@@ -37,7 +37,9 @@ def test_blocks_are_compiled_where_the_run_is_long_enough(model_config, minutes,
     assert resolved(model_config, max_minutes=minutes).compile is pays_off
     said = capsys.readouterr().err
     assert said.startswith("compiling the blocks: it takes about 35 s" if pays_off else "not compiling the blocks: ")
-    assert said.endswith(f"of {60 * minutes}\n" if model_config is WIDE else "at width 64 it saves nothing on a cpu\n")
+    assert said.endswith(
+        f"of {60 * minutes} s\n" if model_config is WIDE else "it does not save time on cpu at model.d_model=64\n"
+    )
 
 
 def test_no_compiler_no_compiling(capsys, monkeypatch):
@@ -81,11 +83,11 @@ def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
     one_layer = dataclasses.replace(NARROW, n_layers=1)
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**40)
     assert resolved(one_layer, micro_batch_size="auto", compile=False).micro_batch_size == 6
-    assert capsys.readouterr().err == "6 sequences at once fit into 1.1 TB\n"
+    assert capsys.readouterr().err == "train.micro_batch_size=auto: 6 sequences fit in 1.1 TB of free memory\n"
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**20)
-    with pytest.raises(UserError, match="one sequence of 256 tokens takes"):
+    with pytest.raises(UserError, match="one sequence of 256 tokens needs"):
         resolved(one_layer, micro_batch_size="auto", batch_size=1)
-    with pytest.raises(UserError, match="must divide .* 6 sequences; possible: 1, 2, 3, 6"):
+    with pytest.raises(UserError, match="does not divide .* 6 sequences; use 1, 2, 3, 6"):
         resolved(NARROW, micro_batch_size=4)
 
 
@@ -96,9 +98,9 @@ def test_activations_are_offloaded_from_a_gpu_only():
 
 def test_a_machine_that_cannot_resume_a_run_says_why(monkeypatch):
     monkeypatch.setattr(resolve_settings.shutil, "which", lambda name: None)
-    with pytest.raises(UserError, match="begun with compiled blocks, and there is no C.. compiler here"):
+    with pytest.raises(UserError, match="uses compiled blocks, but this machine has no C.. compiler"):
         resolved(NARROW, previous=PREVIOUS.with_train(compile=True), compile="auto")
-    with pytest.raises(UserError, match="begun in fp16: precision fp16 trains on a GPU only"):
+    with pytest.raises(UserError, match="train.precision=fp16, but precision fp16 cannot train on a CPU"):
         resolved(NARROW, previous=PREVIOUS.with_train(precision="fp16"), precision="auto")
 
 

@@ -75,7 +75,7 @@ def train(case, runs):
 def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
     whole, parts, plain, reference = (tmp_path / name for name in ("whole", "parts", "plain", "reference"))
     if case["train.lora_rank"] != "null" and case["optimizer.name"] == "muon":
-        with pytest.raises(UserError, match="train.lora_rank goes with run.init_from and optimizer.name=adamw"):
+        with pytest.raises(UserError, match="train.lora_rank needs run.init_from and optimizer.name=adamw"):
             load_config(BASE, overrides(case, whole, cache, tiny_run))
         case |= {"optimizer.name": "adamw"}  # the other pairs of this case
     runs = [overrides(case, whole, cache, tiny_run), *(overrides(case, parts, cache, tiny_run, n) for n in (2, 4))]

@@ -73,7 +73,7 @@ def test_offline_losses_equal_metrics(train_args, tmp_path):
     for n_steps, mode in ((2, "disabled"), (4, "offline"), (6, "offline")):
         done = run_script(*train_args, f"run.dir={run}", f"tracking.wandb={mode}", f"train.max_steps={n_steps}")
         assert done.returncode == 0, done.stderr
-        sync = re.findall(r"send the log to Weights & Biases with: wandb sync (.*)", done.stderr)
+        sync = re.findall(r"upload the log to Weights & Biases: wandb sync (.*)", done.stderr)
         assert len(sync) == (mode == "offline")
     (first_id, first), (second_id, second) = read_runs(run)
     assert len(glob.glob(shlex.split(sync[0])[0])) == 2  # one run in two logs, which the command sends in order
