@@ -110,7 +110,7 @@ class DataConfig(ConfigSection):
     """The corpus, the tokenizer, and how tokens are packed into sequences."""
 
     source: str = "tales"
-    """Source of the text: tales, text, jsonl, parquet, hub, pysource or repeated_random (README.md)."""
+    """Source of the text: tales, text, jsonl, parquet, hub, pysource or repeated_random (docs/guides/your-data.md)."""
     path: str | None = None
     """File, folder or glob to read, or name of the Hugging Face dataset."""
     config: str | None = None

@@ -259,5 +259,5 @@ def test_a_rank_of_four_that_is_lost_is_named_once(tmp_path, failure, message, s
     lines = [line for _, text in exits for line in text.splitlines()]
     assert len(lines) == 1, lines
     rank_3 = r"(, 3 \(process \d+ on \S+\))?" if seconds else ""  # it may still wait for the others
-    error = rf"error: rank 1 \(process \d+ on \S+\){rank_3} of 4 {re.escape(message)}.*; run the same command again to resume"
+    error = rf"error: rank 1 \(process \d+ on \S+\){rank_3} of 4 {re.escape(message)}.*; run the same command again"
     assert re.match(error, lines[0])
