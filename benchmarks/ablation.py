@@ -130,7 +130,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.axvline(0, color=GREY, linewidth=1)
         axes.set_yticks(range(len(variants)), variants)
         axes.set_ylim(len(variants) - 0.5, -1)
-        axes.set_xlabel("loss minus that of full attention (nats per token, ± std over seeds)")
+        axes.set_xlabel("loss minus full attention's (nats per token)")
         axes.set_title(corpus, loc="left")
         axes.annotate("tokens/s, full = 1", (1.02, -0.75), xycoords=("axes fraction", "data"), ha="center", fontsize=8)
     figure.savefig(path)

@@ -94,7 +94,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot(x, y, marker="o", markersize=11, fillstyle="none", color=line.get_color())
         axes.axhline(1, color=GREY, linestyle="--", linewidth=1)
         axes.set(xscale="log", xlabel=key)
-    panels[0].set_ylabel("% above the best loss of its size (circled: the config)")
+    panels[0].set_ylabel("% above the best of its size")
     if rows[0]["shape"]:
         panels[0].legend(frameon=False)
     figure.savefig(path)

@@ -53,10 +53,7 @@ class BatchSampler:
 def sample_steps(
     sequences: list[Sequence], logits: Tensor, n_steps: int, step: Callable[[Tensor], Tensor]
 ) -> list[list[SampledToken]]:
-    """Sample `n_steps` tokens per sequence, and copy them to the host once.
-
-    `logits` (B, 1, V): after the sequences. `step`: tokens (B, 1) to the next logits, not called for the last.
-    """
+    """Sample `n_steps` tokens per sequence from logits (B, 1, V); step(tokens (B, 1)) returns the next logits."""
     vocab_size = sequences[0].tokenizer.vocab_size
     sampler = BatchSampler([(sequence, []) for sequence in sequences], vocab_size, logits.device, n_steps)
     n_top = min(max(sequence.params.logprobs for sequence in sequences), vocab_size)
@@ -85,7 +82,6 @@ def sample_next(sequences: list[Sequence], drafts: list[list[int]], logits: Tens
 
     Every position is sampled from the model's own distribution, with the random number of that position. A draft is
     accepted if it equals the sampled token, so speculation produces the tokens of plain decoding, greedy or sampled.
-
     `drafts`: per sequence, the tokens that the model read after its last token. `logits` (B, 1 + longest draft, V):
     after the last token and each draft. Returns tokens, log-probabilities and top log-probabilities per sequence.
     """

@@ -17,8 +17,7 @@ ANSWER_SHARE = 1 / 4  # largest part of the context to reserve for an answer
 class ChatConversation(Conversation):
     """User messages and model answers, after an optional system message.
 
-    An interrupted answer keeps the text generated so far. If the Generator slides, the oldest turns are dropped from
-    the context when the chat and an answer do not fit; the system message stays.
+    If the Generator slides, the oldest turns are dropped when the chat and an answer do not fit into the context.
     """
 
     greeting = "Type a message; /help lists the commands."

@@ -86,10 +86,7 @@ def _with_own_code(function: FunctionType) -> FunctionType:
 
 
 class _Bucket:
-    """Tensors of a step with up to `n_rows` rows and `capacity` positions; on a GPU captured as a CUDA graph.
-
-    Missing rows of a batch are padding at position 0, whose logits are not used.
-    """
+    """Tensors of a step for `n_rows` rows (some may be padding) and `capacity` positions; on a GPU, a CUDA graph."""
 
     def __init__(self, model: Thinker, step: Callable[..., Tensor], n_rows: int, capacity: int) -> None:
         assert model.config.is_plain
@@ -122,10 +119,7 @@ class _Bucket:
             self._logits = self._step()
 
     def adopt(self, cache: KVCache) -> None:
-        """Move a cache into the buffers, as views of them; the previous cache gets its own tensors back.
-
-        Works layer by layer, so that an interruption leaves every layer intact.
-        """
+        """Move a cache into the buffers, layer by layer in case of an interruption; release the previous cache."""
         if all(self._holds(cache)):
             return
         if (owner := self._owner()) is not None:

@@ -17,8 +17,7 @@ from thinker.model import KVCache
 class Conversation:
     """The text so far as token ids, and its cache, which is rebuilt if it has evicted positions.
 
-    An interrupted turn keeps the tokens sampled so far. If the Generator slides, a text longer than the context slides
-    as in one call: what the model reads depends only on the text's length.
+    If the Generator slides, a text longer than the context slides as in one call, regardless of turns.
     """
 
     greeting = "Type the beginning of a text; /help lists the commands."

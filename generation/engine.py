@@ -36,8 +36,7 @@ STEPS_PER_READ = 16  # on a GPU, to synchronize less often
 class Generator:
     """Generates text with a Thinker: batches, streaming, scores, speculative decoding.
 
-    Works on a copy of the weights, so training the model further does not change the Generator. Raises UserError if
-    options contradict each other, or the model does not support one of them.
+    Works on a copy of the weights. Raises UserError if options contradict each other or do not suit the model.
     """
 
     def __init__(
@@ -116,10 +115,9 @@ class Generator:
     def generate(
         self, prompts: str | list[str], params: Params = None, prompt_tokens: list[list[int]] | None = None
     ) -> list[Completion]:
-        """Continue prompts in one batch; equal prompts are read once.
+        """Continue prompts in one batch; equal prompts are read once. Raises UserError for invalid arguments.
 
-        `params`: one for all prompts, where prompt i is sampled with seed + i, or one per prompt. `prompt_tokens`: by
-        default, encode(prompt). Raises UserError if a prompt does not fit into the context, or `params` is invalid.
+        `params`: one per prompt, or one for all (prompt i gets seed + i). `prompt_tokens`: by default encoded.
         """
         completions = [Completion(prompt) for prompt in checks.prompt_list(prompts)]
         for _ in self.stream_batch(completions, params, prompt_tokens):
@@ -208,12 +206,9 @@ class Generator:
     def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:
         """Compute the log-probability of every token of a text.
 
-        A text longer than the context is read in windows that overlap by half; every token is counted once, after at
-        least half a context. With `window`, the text is read in one pass. Tokens inside a bidirectional prefix are not
-        counted.
-
-        `n_top`: number of top log-probabilities per position. `progress`: show a progress bar for long texts. Raises
-        UserError if the whole text is inside the bidirectional prefix.
+        A text longer than the context is read in windows that overlap by half; with `window`, it is read in one pass.
+        Tokens inside a bidirectional prefix are not counted. `n_top`: number of top log-probabilities per position.
+        `progress`: show a progress bar. Raises UserError if the whole text is inside the bidirectional prefix.
         """
         if type(n_top) is not int or n_top < 0:
             raise UserError(f"n_top is {describe(n_top)}; use a whole number of at least 0")

@@ -12,10 +12,9 @@ from thinker.runtime.errors import UserError
 
 @torch.no_grad()
 def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, int8: bool = False) -> Thinker:
-    """Copy a Thinker for sampling; the original does not change.
+    """Copy a Thinker for sampling, fusing matrices with the same input (q, k and v; gate and up).
 
-    Matrices with the same input (q, k and v; gate and up) are fused. `int8` quantizes all matrices and the LM head,
-    tied or not, to a quarter of the bytes of fp32. The embedding, activations and KV cache have `dtype`.
+    `int8` quantizes all matrices and the LM head, tied or not; embedding, activations and cache have `dtype`.
     """
 
     def fuse(*linears: Linear) -> nn.Module:

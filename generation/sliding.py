@@ -17,7 +17,6 @@ def decode_sliding(
     """Decode sequences until every text has ended, sliding those that fill the context.
 
     start(sequences) reads them; it returns their cache and the logits after each, (B, 1, V).
-
     When a sequence has context_len + 1 tokens, it continues from its newest context_len // 2 tokens as a new text. The
     samples equal those of reading these tokens from scratch at every step. Penalties still count the whole text.
     """
@@ -47,11 +46,7 @@ def kept_when_sliding(context_len: int) -> int:
 
 
 def continue_text(generator: Any, tokens: list[int], n_known: int, params: SamplingParams) -> Sequence:
-    """Return a sequence that continues a text of any length, whose tokens after the first `n_known` are new.
-
-    It drops the tokens that sampling to this length would have dropped, but no new ones. Raises UserError if these (or
-    without sliding, the whole text) do not fit into the context.
-    """
+    """Return a sequence that continues a text whose tokens after the first `n_known` are new. May raise UserError."""
     context_len, n_forgotten = generator.context_len, 0
     if generator.slide and len(tokens) > context_len:
         per_slide = context_len + 1 - kept_when_sliding(context_len)

@@ -64,10 +64,7 @@ class _NgramIndex:
 
 
 class DraftModel:
-    """Drafts by sampling from a smaller model (Leviathan et al. 2023, arXiv:2211.17192).
-
-    Both models sample a position with the same random number, so similar distributions yield the same token.
-    """
+    """Drafts by sampling a smaller model with the same random numbers (Leviathan et al. 2023, arXiv:2211.17192)."""
 
     def __init__(self, model: Thinker, max_len: int, prefill: Callable[..., tuple[KVCache, Tensor]]) -> None:
         # prefill(model, sequences, slack) returns a cache of the sequences and the logits after them.

@@ -95,10 +95,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def explain_vectors(path: Path, query: int) -> Report:
-    """Explain attention over the vectors in a JSON file, {"q": [[...], ...], "k": ..., "v": ...}, for one query.
+    """Explain attention over vectors in a JSON file, {"q": [[...], ...], "k": ..., "v": ...}, for one query.
 
-    Queries belong to the last positions. Optional keys: "tokens" (a label per key) and "causal" (default: true).
-    Raises UserError for other content.
+    Optional keys: "tokens" (a label per key), "causal" (default: true). Queries belong to the last positions.
     """
     content = read_json(path)
     if unknown := content.keys() - {"q", "k", "v", "tokens", "causal"}:

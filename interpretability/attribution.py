@@ -105,8 +105,7 @@ def direct_logit_attribution(
 ) -> LogitComponents:
     """((c ⊙ γ) / rms(x_L)) · (W_U[target] − W_U[contrast_token]) for each component c of x_L = Σ c, at one position.
 
-    Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, "A Mathematical Framework for
-    Transformer Circuits").
+    Exact, since RMSNorm divides all components by the same number (Elhage et al. 2021, without an approximate norm).
     """
     last = f"blocks.{len(model.blocks) - 1}"
     with model.record("embedding", "blocks.*.attention.heads", "blocks.*.mlp", last) as cache:

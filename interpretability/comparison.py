@@ -44,10 +44,7 @@ def report_over_training(
 def compare(
     one: Thinker, other: Thinker, prompt: Prompt | None, random: Tensor, origin: str, names: tuple[str, str]
 ) -> Report:
-    """Compare attention, head scores and predictions of two models on the prompt, or else on `random`.
-
-    With different numbers of heads, only predictions. Raises UserError if the vocabularies differ in size.
-    """
+    """Compare attention, head scores and predictions on the prompt or `random`. May raise UserError."""
     if one.config.vocab_size != other.config.vocab_size:
         raise UserError("the models have vocabularies of different sizes; compare models with the same tokenizer")
     models = one, other

@@ -50,10 +50,7 @@ def first_token(weights: Tensor) -> Tensor:
 
 
 def repeated_random_tokens(ids: int | Tensor, n: int, batch: int = 8, seed: int = 0) -> Tensor:
-    """Rows of n distinct random tokens of `ids` (or a vocabulary of that size), repeated once: (batch, 2n).
-
-    For induction() and duplicate_token(). Raises UserError if there are fewer than n.
-    """
+    """Repeat n distinct random tokens of `ids` (or a vocabulary size): (batch, 2n). Raises UserError if too few."""
     ids = torch.arange(ids) if isinstance(ids, int) else ids
     if len(ids) < n:
         raise UserError(f"cannot sample {n} distinct tokens from {len(ids)}; use a larger vocabulary")
@@ -170,8 +167,7 @@ def importance_by_gradient(
 ) -> Importance:
     """E_x |Σ_t z · ∂L/∂z|, then each layer's vector scaled to L2 norm 1 (Michel et al. 2019, arXiv:1905.10650).
 
-    z (T, D) is a head's output, L the mean loss of a text x. The interval is over texts, scaled like the value.
-    Arguments as in importance_by_ablation().
+    z (T, D): output of a head; L: mean loss of text x. Intervals are scaled, too. See importance_by_ablation().
     """
     by_layer: list[list[Tensor]] = [[] for _ in model.blocks]  # (H, B) per batch
     patches = {"embedding": require_grad_from_embedding}

@@ -61,7 +61,6 @@ def make_explorer(
 
     target, contrast_token, position: the prediction to attribute; by default the most likely token after `position`.
     layer, head, view: initial selection; the view is attention, attribution or lens.
-
     Raises UserError if the prompt is too long for a single head, RunError if the logits are not finite.
     """
     config, T = model.config, len(prompt.tokens)

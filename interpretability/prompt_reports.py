@@ -72,10 +72,7 @@ def _describe_target(tokenizer: Tokenizer, target: int, contrast_token: int | No
 def report_attribution(
     model: Thinker, tokenizer: Tokenizer, prompt: Prompt, target: int | None, contrast_token: int | None, position: int
 ) -> Report:
-    """Report contributions of tokens (integrated gradients) and components (direct logit attribution).
-
-    Default target: the most likely token. Baseline: BOS at every position, if texts start with BOS.
-    """
+    """Report contributions of tokens (integrated gradients) and components (direct logit attribution)."""
     target = likeliest_next_token(model, prompt, position, contrast_token) if target is None else target
     prediction = target, contrast_token, position
     components = attribution.direct_logit_attribution(model, prompt.tokens, *prediction)

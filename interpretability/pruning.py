@@ -14,8 +14,7 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     """Copy the model without these (layer, KV head) groups and their query heads.
 
     Equals the model with "blocks.i.attention.heads.h" set to zero. If layers keep different numbers of heads, the
-    config has n_kv_heads_per_layer. Raises UserError if a group does not exist, a layer would keep no head, or heads
-    differ in more than their weights (ALiBi, patterns by head).
+    config has n_kv_heads_per_layer. Raises UserError for unknown groups, layers without heads, ALiBi, patterns by head.
     """
     old, remaining = model.config, []
     for layer, block in enumerate(model.blocks):

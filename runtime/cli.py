@@ -5,15 +5,13 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from thinker.runtime.errors import UserError
 
 
 class HelpFormatter(argparse.HelpFormatter):
     """Appends "(default: X)" to help texts that do not mention a default, and keeps the lines of an epilog."""
-
-    METAVARS: ClassVar[dict[Any, str]] = {int: "N", float: "X", Path: "PATH"}
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n" in text else super()._fill_text(text, width, indent)
@@ -27,7 +25,8 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {shown.replace('%', '%%')})".lstrip()
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return self.METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
+        names = {int: "N", float: "X", Path: "PATH"}
+        return names.get(action.type) or super()._get_default_metavar_for_optional(action)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -40,11 +39,10 @@ class ArgumentParser(argparse.ArgumentParser):
         lines = [" ".join((command, *self.prog.split()[1:], example)).rstrip() for example in examples]
         self.epilog = "\n  ".join(("examples:", *lines)) if lines else self.epilog
 
-    def add_model(self, name: str, metavar: str, model_help: str = "") -> None:
+    def add_model(self, name: str, metavar: str, hint: str = "") -> None:
         """Add the positional argument for a model, and --checkpoint."""
-        model_help = model_help or "run directory, checkpoint or Hugging Face folder"
+        self.add_argument(name, metavar=metavar, help=f"run directory, checkpoint or Hugging Face folder{hint}")
         checkpoint_help = "checkpoint to load from a run directory: latest, best, a step or a name"
-        self.add_argument(name, metavar=metavar, help=model_help)
         self.add_argument("--checkpoint", default="latest", metavar="NAME", help=checkpoint_help)
 
     def error(self, message: str) -> NoReturn:

@@ -19,7 +19,7 @@ VIEWS = {"attribute": "attribution", "lens": "lens"}  # views to open; for other
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line, with one subparser per command."""
     shared, prompt, optional_prompt, texts, target, position = (ArgumentParser(add_help=False) for _ in range(6))
-    shared.add_model("model", "MODEL", "run directory, checkpoint or Hugging Face folder (explain: or JSON file)")
+    shared.add_model("model", "MODEL", " (explain: or JSON file)")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     group = shared.add_argument_group("output")
     group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE")

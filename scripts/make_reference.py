@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -47,8 +48,8 @@ EXAMPLE = """import torch
 from thinker import Thinker, ThinkerConfig
 
 model = Thinker(ThinkerConfig(vocab_size=4096, d_model=256, n_layers=4, n_heads=4, n_kv_heads=2))
-tokens = torch.randint(4096, (2, 16))                            # (B, T)
-logits = model(tokens)                                           # (B, T, V)
+tokens = torch.randint(4096, (2, 16))  # (B, T)
+logits = model(tokens)  # (B, T, V)
 loss_sum, n_targets = model(tokens, targets=tokens.roll(-1, 1))  # in nats
 """
 GENERATED = "`python scripts/make_reference.py` generates this page; do not edit it.\n"
@@ -56,8 +57,6 @@ GENERATED = "`python scripts/make_reference.py` generates this page; do not edit
 
 def main() -> int:
     """Write all generated files. Returns the exit status."""
-    from thinker.training.config_docs import config_markdown, config_schema
-
     ArgumentParser(description="Write the generated pages of docs/reference/ and configs/schema.json.").parse_args()
     reference = ROOT / "docs" / "reference"
     (reference / "config.md").write_text(config_markdown(), encoding="utf-8")
@@ -65,6 +64,47 @@ def main() -> int:
     (reference / "python-api.md").write_text(api_markdown(), encoding="utf-8")
     (ROOT / "configs" / "schema.json").write_text(config_schema(), encoding="utf-8")
     return 0
+
+
+def config_markdown() -> str:
+    """A table of keys per section."""
+    from thinker.training.config import Config
+
+    parts = [
+        "# Config keys\n",
+        f"Every key of a config file. On the command line, write `section.key=value`. {GENERATED}",
+    ]
+    for section_name, section_field in Config.model_fields.items():
+        section = section_field.annotation
+        schema = section.model_json_schema()
+        parts += [f"## {section_name}\n", f"{section.__doc__.strip()}\n"]
+        parts += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for name, field in section.model_fields.items():
+            default = json.dumps(field.default, ensure_ascii=False)
+            type_name = _type_name(schema["properties"][name]).replace("|", "\\|")
+            parts.append(f"| `{name}` | {type_name} | `{default}` | {field.description} |")
+        parts.append("")
+    return _join(parts)
+
+
+def config_schema() -> str:
+    """JSON schema for editors that check config files."""
+    from thinker.training.config import Config
+
+    schema = Config.model_json_schema() | {"title": "Thinker config"}
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def _type_name(schema: dict[str, Any]) -> str:
+    """Short name of a JSON schema's type, such as "integer ≥ 1 | null"."""
+    if "anyOf" in schema:
+        return " | ".join(_type_name(option) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return " | ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    name = schema.get("type", "any")
+    bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {schema[key]:.10g}" for key, sign in bounds.items() if abs(schema.get(key, 1e38)) < 1e15]
+    return " ".join([name, ", ".join(limits)]).strip()
 
 
 def commands_markdown() -> str:

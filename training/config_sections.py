@@ -1,6 +1,6 @@
 """Every key of a config: its type and default, followed by its description.
 
-training/config_docs.py generates docs/reference/config.md and configs/schema.json from this file.
+scripts/make_reference.py generates docs/reference/config.md and configs/schema.json from this file.
 """
 
 import os

@@ -75,8 +75,8 @@ def test_vectors_in_a_file(command, tmp_path):
     assert (tmp_path / "v.png").read_bytes().startswith(b"\x89PNG")
     assert "<table>" in (tmp_path / "v.html").read_text()
     assert json.loads(command("explain", path, "--query", 0, "--json"))["output"] == [3, 4]
-    for given, message in ((["--prompt", "ab"], "explain needs a model with --prompt, or a JSON file"),
-                           (["--layer", 1], "is one head without a model; leave out --layer")):  # fmt: skip
+    for given, message in ((["--prompt", "ab"], "explain needs a model with --prompt TEXT, or a JSON file"),
+                           (["--layer", 1], "--layer, --head and --checkpoint have no effect")):  # fmt: skip
         with pytest.raises(UserError, match=message):
             command("explain", path, *given)
 

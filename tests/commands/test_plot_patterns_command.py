@@ -54,7 +54,7 @@ window(3)
 · ██████
 · · ██████
 · · · ██████
-2.5 keys per query, 2.9 at length 24; cache: a ring of 3
+2.5 keys per query, 2.9 at length 24; cache: the newest 3
 """
 PREFIX = """\
 prefix(3) | global(1)
@@ -67,14 +67,14 @@ prefix(3) | global(1)
 4.0 keys per query, 12.6 at length 24; cache: all
 """
 LINEAR = """\
-linear(9) (a sum over features)
+linear(9) (sums over features)
 ░░
 ░░░░
 ░░░░░░
 ░░░░░░░░
 ░░░░░░░░░░
 ░░░░░░░░░░░░
-3.5 keys per query, 12.5 at length 24; cache: a state of 9 sums
+3.5 keys per query, 12.5 at length 24; cache: 9 sums
 """
 LEGEND = (
     "rows: queries, columns: keys; ██ attended to, ▓▓ attended to, after the query, "

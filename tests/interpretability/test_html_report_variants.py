@@ -115,7 +115,7 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
     assert tab.locator("#banner").is_visible()
     assert tab.locator("#banner").inner_text() == (
         "29 tokens × 12 heads are too many for one report: 5 heads can be opened, "
-        "the others show thumbnails and scores only"
+        "the others have only thumbnails and scores"
     )
     missing = next((n, h) for n in range(3) for h in range(4) if (n, h) not in shown.explorer.weights)
     cell(tab, *missing).click()
@@ -181,7 +181,7 @@ def test_every_form_of_model(tmp_path, visit, shape, text):
         view(tab, name)
         tokens(tab).first.hover()
         if name == "Attribution" and "token" in str(shape.get("attention")):
-            assert "No attribution to tokens" in tab.locator("#meaning").inner_text()
+            assert "No contributions of tokens" in tab.locator("#meaning").inner_text()
     tokens(tab).last.click()
     for sides in tab.evaluate("state.sides.map(side => side.tokens.map(([token]) => token))"):
         assert len(sides) <= 36

@@ -11,8 +11,8 @@ import yaml
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS
+from thinker.scripts.make_reference import config_markdown, config_schema
 from thinker.training.config import Config, load_config, validate_config
-from thinker.training.config_docs import config_markdown, config_schema
 from thinker.training.config_sections import ModelConfig
 from thinker.training.resolve_settings import check_batch_split
 
@@ -222,7 +222,7 @@ def test_config_survives_yaml():
 
 
 def test_the_generated_page_and_schema_are_up_to_date():
-    hint = "run python -m thinker.training.config_docs"
+    hint = "run python scripts/make_reference.py"
     assert (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8") == config_markdown(), hint
     assert (ROOT / "configs" / "schema.json").read_text(encoding="utf-8") == config_schema(), hint
 
