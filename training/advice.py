@@ -198,7 +198,7 @@ def describe_result(val: dict[str, Any], state: RunState) -> Lines:
         lines.append(f"skipped {state.skipped} steps with a non-finite loss or gradient (see nonfinite-step-*.json)")
     if floor := val.get("entropy_floor"):
         excess = format_excess(val["val_loss"], floor, 1)
-        lines.append(f"floor, the entropy of the corpus: {floor:.4f} nats per token; the model is {excess} it")
+        lines.append(f"floor {floor:.4f} nats per token, the entropy of the corpus; the loss is {excess} the floor")
     return lines
 
 

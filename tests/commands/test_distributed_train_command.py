@@ -160,7 +160,7 @@ def test_a_killed_rank_ends_the_others_and_costs_only_time(start_ranks, config, 
     assert wait_for(lambda: last_step(run) >= 6, ranks[0]), ranks[0].output()
     ranks[1].kill()
     assert ranks[0].wait() == 1
-    assert re.search(r"rank 1 \(process \d+ on \S+\) of 2 has gone", ranks[0].output()[1])
+    assert re.search(r"rank 1 \(process \d+ on \S+\) of 2 ended unexpectedly", ranks[0].output()[1])
     kept = checkpoint_steps(run)[-1]
     ranks = start_ranks(config, f"run.dir={run}", *options)
     assert wait_for(lambda: last_step(run) >= kept + 6 and resumed_at(ranks[0].output()[1]), ranks[0])
@@ -243,7 +243,7 @@ REAL_CLOCK = pytest.mark.stress  # every wait lasts, and any rank may be the fir
 @pytest.mark.parametrize(
     ("failure", "message", "seconds"),
     [
-        ("killed", "has gone", None),
+        ("killed", "ended unexpectedly", None),
         ("hangs before an object", "did not respond for 0.5 s", None),
         ("hangs before a tensor", "did not respond for 0.5 s (train.dist_timeout_s)", None),
         pytest.param("hangs before an object", "did not respond for 10 s", 10.0, marks=REAL_CLOCK),
@@ -259,5 +259,5 @@ def test_a_rank_of_four_that_is_lost_is_named_once(tmp_path, failure, message, s
     lines = [line for _, text in exits for line in text.splitlines()]
     assert len(lines) == 1, lines
     rank_3 = r"(, 3 \(process \d+ on \S+\))?" if seconds else ""  # it may still wait for the others
-    error = rf"error: rank 1 \(process \d+ on \S+\){rank_3} of 4 {re.escape(message)}.*; the same command resumes"
+    error = rf"error: rank 1 \(process \d+ on \S+\){rank_3} of 4 {re.escape(message)}.*; run the same command again"
     assert re.match(error, lines[0])

@@ -277,7 +277,7 @@ def test_it_cannot_be_written(shown, tmp_path):
 def test_logits_that_are_not_finite(shown, tmp_path):
     model = random_model(vocab_size=257)
     model.lm_head.weight.data.fill_(float("nan"))
-    with pytest.raises(RunError, match="not finite"):
+    with pytest.raises(RunError, match="non-finite"):
         html_report.make_explorer(model, shown.tokenizer, shown.prompt)
 
 

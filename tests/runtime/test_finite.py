@@ -95,7 +95,7 @@ def test_logits_that_are_not_finite_are_an_error_too(command, overflowing_run, n
     if name == "scripts/export_hf.py":
         pytest.importorskip("transformers")
     message = command(name, overflowing_run, COMMANDS[name])
-    assert ("logits of transformers differ" if name == "scripts/export_hf.py" else "not finite") in message
+    assert ("logits of transformers differ" if name == "scripts/export_hf.py" else "non-finite") in message
 
 
 def test_it_is_one_line_and_status_1(run_script, nan_run):
@@ -119,9 +119,9 @@ def test_gguf_in_f16_refuses_what_f16_cannot_hold(command, tiny_run, tmp_path):
 def test_a_generator_ends_where_logits_are_not_finite(overflowing_run, options):
     generator = Generator(*interop.load(overflowing_run), **options)
     for params in (SamplingParams(temperature=0), SamplingParams(top_p=0.9, seed=1)):
-        with pytest.raises(RunError, match="not finite"):
+        with pytest.raises(RunError, match="non-finite"):
             generator.generate("Line", params)
-    with pytest.raises(RunError, match="not finite"):
+    with pytest.raises(RunError, match="non-finite"):
         generator.score("Line 1")
 
 
@@ -135,5 +135,5 @@ def test_what_is_finite_passes():
     for wrong in (math.nan, math.inf, -math.inf):
         with pytest.raises(RunError, match="x: w has non-finite weights"):
             check_weights([("w", torch.tensor([1.0, wrong, -wrong]))], "x")
-        with pytest.raises(RunError, match="not finite"):
+        with pytest.raises(RunError, match="non-finite"):
             finite_json([{"a": wrong}])

@@ -43,7 +43,7 @@ def test_a_limit_of_a_control_group_counts_but_not_what_it_has_cached(cgroup, mo
     assert memory.free_memory(CPU) == 150 * MB
     memory.check_memory({"weights": 150 * MB}, CPU, "lower it")
     swap = memory._host_memory()[1]
-    with pytest.raises(UserError, match=r"at least .* of memory \(weights .*, batch 1 KB\), and .* available"):
+    with pytest.raises(UserError, match=r"at least .* of memory \(weights .*, batch 1 KB\), but .* available"):
         memory.check_memory({"weights": 150 * MB + swap, "batch": 1000}, CPU, "lower it")
     with pytest.raises(UserError, match="in each of 2 processes"):
         memory.check_memory({"weights": (150 * MB + swap) // 2 + 1}, CPU, "lower it", n_processes=2)

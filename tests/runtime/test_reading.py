@@ -23,7 +23,7 @@ def test_only_regular_files_are_read(tmp_path, read):
         with pytest.raises(UserError, match=f"{name} is not a regular file"):
             read(tmp_path / name)
     for name in ("nowhere", "a\0b", "\ud800", "x" * 300):
-        with pytest.raises(UserError, match="is missing|cannot be read"):
+        with pytest.raises(UserError, match="does not exist|cannot be read"):
             read(tmp_path / name)
 
 
@@ -48,7 +48,7 @@ def test_yaml_aliases_are_refused_before_they_are_expanded(tmp_path):
         reading.read_yaml(path)
     assert time.monotonic() - start < 60  # expanded they would take hours
     path.write_text("base: &base {a: 1}\nother:\n  <<: *base\n")
-    with pytest.raises(UserError, match="in line 3: aliases"):
+    with pytest.raises(UserError, match="line 3: invalid YAML: aliases"):
         reading.read_yaml(path)
 
 

@@ -152,7 +152,7 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
 
 
 def test_losses_of_twice_the_floor_and_more_are_factors(ended):
-    for loss, words in ((0.956, "4.1% above the best"), (1.9, "90.0% above the best"), (3.1, "3.1 times the best")):
+    for loss, words in ((0.956, "4.1% above the floor"), (1.9, "90.0% above the floor"), (3.1, "3.1 times the floor")):
         entropy_floor = 0.918 if loss < 1 else 1.0
         lines = advice.describe_result(val(20, loss, entropy_floor=entropy_floor), ended(20, 1))
         assert words in lines[-1]
@@ -197,7 +197,7 @@ def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
     run = state.settings.run.model_copy(update={"init_from": "runs/a"})
     state = state.model_copy(update={"settings": state.settings.model_copy(update={"run": run})})
     (line,) = advice.after_training(lines, state, 3.0)
-    assert line.endswith("fewer steps, more text or a higher model.dropout help")
+    assert line.endswith("or train with fewer steps, more text or a higher model.dropout")
 
 
 @pytest.mark.parametrize(
