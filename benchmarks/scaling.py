@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     law = PowerLaw.fit([row["flops"] for row in rows], [row["loss"] for row in rows], entropy)
     floor_name = "fitted floor" if entropy is None else "entropy of the corpus"
     print(f"loss = {law.floor:.3f} + {law.scale:.3g} · FLOPs^-{law.exponent:.3f} ({floor_name}: {law.floor:.3f})")
-    print(f"at ten times the compute of the largest model the law predicts {law(10 * rows[-1]['flops']):.3f} nats")
+    print(f"at ten times the compute of the largest model, the law predicts {law(10 * rows[-1]['flops']):.3f} nats")
     png = arguments.png or arguments.folder / "scaling.png"
     plot(runs, rows, law, floor_name, png)
     print(f"plot {png}")

@@ -85,5 +85,4 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         "{bits_per_byte:.4f} bits per byte".format(**numbers)
     )
     if exact is not None:
-        change = f"change with int8: {100 * numbers['cost_of_int8']:+.3f}%"
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; {change}")
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; int8: {100 * numbers['cost_of_int8']:+.3f}%")
