@@ -312,13 +312,8 @@ def test_checkpoint_overhead(train_args, tmp_path):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-<<<<<<< HEAD
         (["time_to_loss", "a.yaml", "b.yaml"], "config a.yaml does not exist"),
-        (["time_to_loss", "a.yaml", "b.yaml", "--tune", "optimizer.lr"], "names no values"),
-=======
-        (["time_to_loss", "a.yaml", "b.yaml"], "there is no config a.yaml"),
         (["time_to_loss", "a.yaml", "b.yaml", "--tune", "optimizer.lr"], "has no values"),
->>>>>>> w-gen
         (
             ["time_to_loss", *[ROOT / "configs" / f"{name}.yaml" for name in ("pysource", "quickstart")]],
             "read different data",
