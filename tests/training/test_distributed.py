@@ -279,7 +279,7 @@ def test_files_of_ranks_that_lost_or_doubled_rows_are_damaged(saved, tmp_path):
     parts[0].write_bytes(b"{}")
     with pytest.raises(checkpoint.CorruptCheckpoint, match="is damaged"):
         checkpoint.verify(folder)
-    with pytest.raises(checkpoint.CorruptCheckpoint, match="is not a complete safetensors file"):
+    with pytest.raises(checkpoint.CorruptCheckpoint, match="contains an incomplete safetensors file"):
         checkpoint.load_model(folder)
 
 

@@ -57,7 +57,7 @@ def test_a_run_is_refused_when_its_bound_exceeds_the_memory_and_not_before(monke
     monkeypatch.setattr(memory, "_host_memory", lambda: (needed - 7, 7))
     memory_bound.check_run_fits(config, CPU)
     monkeypatch.setattr(memory, "_host_memory", lambda: (needed - 7, 6))
-    with pytest.raises(UserError, match=r"at least .* \(weights .*, gradients .*\), and .*; lower model.d_model"):
+    with pytest.raises(UserError, match=r"at least .* \(weights .*, gradients .*\), but .*; lower model.d_model"):
         memory_bound.check_run_fits(config, CPU)
 
 
@@ -66,10 +66,10 @@ def test_a_run_is_refused_when_its_bound_exceeds_the_memory_and_not_before(monke
     [
         ("model.d_model=1000000", "of memory (weights"),
         ("train.batch_size=16000000", "activations"),
-        ("train.batch_size=1000000000", "must be less than or equal to 16777216"),
-        ("model.n_layers=20000", "must be less than or equal to 10000"),
+        ("train.batch_size=1000000000", "it must be at most 16777216"),
+        ("model.n_layers=20000", "it must be at most 10000"),
         ("data.seq_len=16777216", "activations"),
-        ("train.dist_timeout_s=1.0e+300", "must be less than or equal to"),
+        ("train.dist_timeout_s=1.0e+300", "it must be at most 100000000"),
     ],
 )
 def test_train_refuses_a_size_nobody_has_in_one_line(train_args, tmp_path, override, message):
@@ -86,7 +86,7 @@ def test_generate_refuses_a_million_samples_before_it_makes_any(tiny_run):
     done = run_script(ROOT / "generate.py", tiny_run, "--prompt", "Line", "--num-samples", 10**9)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.match(r"error: this needs at least .* of memory \(cache .*ask for fewer samples", line)
+    assert re.match(r"error: this needs at least .* of memory \(cache .*reduce the number of samples", line)
 
 
 def test_a_generator_refuses_more_samples_than_memory_holds(tiny_run, monkeypatch):
@@ -96,5 +96,5 @@ def test_a_generator_refuses_more_samples_than_memory_holds(tiny_run, monkeypatc
     monkeypatch.setattr(memory, "_host_memory", lambda: (200_000, 0))
     params = SamplingParams(max_new_tokens=20, seed=1)
     assert len(generator.generate(["Line"] * 5, params)) == 5
-    with pytest.raises(UserError, match=r"needs at least .* \(cache .*ask for fewer samples"):
+    with pytest.raises(UserError, match=r"needs at least .* \(cache .*reduce the number of samples"):
         generator.generate(["Line"] * 500, params)

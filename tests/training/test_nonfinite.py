@@ -237,8 +237,8 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
         "the validation loss is nan, so nothing was saved; lower optimizer.lr; the same command resumes" in done.stderr
     )
     assert "step 2: loss nan" in done.stderr
-    assert "skipped, 1 of 3" in done.stderr
-    assert "skipped, 2 of 3" in done.stderr
+    assert "step skipped (1 of 3" in done.stderr
+    assert "step skipped (2 of 3" in done.stderr
     assert [line["step"] for line in read_metrics(run)] == [1]
     assert checkpoint.read_json(run / "checkpoints" / "step-00000002" / "state.json")["skipped"] == 1
     report = json.loads((run / "nonfinite-step-00000003.json").read_text())
@@ -248,4 +248,4 @@ def test_a_few_bad_steps_can_be_left_out_and_a_resumed_run_remembers(train_args,
     assert "has already skipped 1 non-finite steps; set train.max_nonfinite_steps to at least 1" in fewer.stderr
     again = run_script(*train_args, f"run.dir={run}", *options)
     assert "resuming from step 2" in again.stderr
-    assert "skipped, 2 of 3" in again.stderr
+    assert "step skipped (2 of 3" in again.stderr

@@ -73,7 +73,7 @@ def check(section, key, value):
 
 @pytest.mark.parametrize(("section", "key", "value"), all_keys(FIXED))
 def test_what_decides_weights_or_batches_is_refused(section, key, value):
-    with pytest.raises(UserError, match=rf"^{section}.{key} is .*; put it back"):
+    with pytest.raises(UserError, match=rf"^{section}.{key} is .*; undo the change"):
         check(section, key, value)
 
 
@@ -86,8 +86,8 @@ def test_the_rest_may_change_and_says_so_where_the_last_bits_will(section, key, 
     assert lines[0].startswith("changed since the last save: ")
     assert f"{section}.{key} " in lines[0]
     said = [line for line in lines if "differ slightly from an uninterrupted run" in line]
-    expected = [f"train.{key} was %s and is %s now" % SAID[key]] if key in SAID else []
-    assert [line.split(":")[0] for line in said] == expected
+    expected = [f"train.{key}: %s -> %s" % SAID[key]] if key in SAID else []
+    assert [line.split(";")[0] for line in said] == expected
 
 
 def test_nothing_is_said_where_nothing_changed(capsys):
