@@ -115,7 +115,7 @@ def test_decode_lengths_and_their_plot(tmp_path):
         (["--variants", "transformers"], "unknown transformers; use names"),
         (["--variants", "fp32@all"], "unknown fp32@all; use names"),
         (["--new", "1"], "use at least 2, 2 and 1"),
-        (["--device", "gpu"], "the device gpu is not available"),
+        (["--device", "gpu"], "device 'gpu' is not available"),
     ],
 )
 def test_decode_rejects_mistakes(arguments, message):
