@@ -6,7 +6,7 @@ try:
     from thinker.runtime.errors import run_command
     from thinker.training.command_line import ConfigArgumentParser
 except ModuleNotFoundError:
-    print("error: run `make demo` once and then .venv/bin/python, or pip install -r requirements.txt", file=sys.stderr)
+    print("error: run `make demo` and use .venv/bin/python, or pip install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
 
 
