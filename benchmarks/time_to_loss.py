@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         ratios = {key: reached[key] / baseline.final[key] for key in ("step", "tokens", "elapsed_s")}
         print(
-            f"{candidate.name} reaches {reached['val_loss']:.4f} after {ratios['tokens']:.3f} of the tokens, "
-            f"{ratios['step']:.3f} of the steps and {ratios['elapsed_s']:.3f} of the seconds of {baseline.name}"
+            f"{candidate.name} reaches {reached['val_loss']:.4f} after {ratios['tokens']:.3f} times the tokens, "
+            f"{ratios['step']:.3f} times the steps and {ratios['elapsed_s']:.3f} times the seconds of {baseline.name}"
         )
     if arguments.png:
         plot(baseline, candidate, arguments.png)

@@ -201,7 +201,7 @@ def test_names_that_are_none(random_model, names, changes, message):
     model = random_model()
     with pytest.raises(UserError, match=message), model.patch(changes) if changes else model.record(*names):
         pass
-    with pytest.raises(UserError, match="the patch of blocks.0 is 'none'"), model.patch({"blocks.0": "none"}):
+    with pytest.raises(UserError, match="the patch for blocks.0 is 'none'"), model.patch({"blocks.0": "none"}):
         model(torch.zeros(1, 4, dtype=int))
 
 
