@@ -441,11 +441,7 @@ TEXT = ["data.source=text", "data.max_documents=null"]
         ("data.source=tails", "tales"),
         ("data.tokenizer=bep:4096", "bpe"),
         ("data.path=x.txt", "data.path"),
-<<<<<<< HEAD
         ("optimizer.name=sgd", "must be muon or adamw"),
-=======
-        ("optimizer.name=sgd", "it must be muon or adamw"),
->>>>>>> w-train
     ],
 )
 def test_mistakes_in_the_config(tmp_path, override, says):
