@@ -23,7 +23,11 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {WORDS: "llama-bpe", LLAMA3: "llama-bpe", GPT2: "gpt-2", LLAMA3.replace("{1,3}", ""): "qwen2"}
+TIKTOKEN_GPT2 = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"  # splits as GPT2 does
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+SPLITS = {WORDS: "llama-bpe", LLAMA3: "llama-bpe", GPT2: "gpt-2", TIKTOKEN_GPT2: "gpt-2", QWEN2: "qwen2"}
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 

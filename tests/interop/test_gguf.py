@@ -4,14 +4,18 @@ import json
 
 import numpy as np
 import pytest
+import regex
 import torch
 from conftest import ROOT, random_model
+from hypothesis import given
+from hypothesis import strategies as st
+from tiktoken_ext import openai_public
 
 from thinker.data import tokenizer_conversion
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import make_tokenizer
-from thinker.interop.gguf import LLAMA3, write_gguf
+from thinker.interop.gguf import LLAMA3, TIKTOKEN_GPT2, write_gguf
 from thinker.interop.verify_export import verify_gguf
 from thinker.runtime.errors import RunError, UserError
 
@@ -36,7 +40,14 @@ def other_split(pattern):
 
 
 TOKENIZERS = {"byte": make_tokenizer("byte", []), "bpe": BPE, "gpt2": other_split(GPT2), "llama3": other_split(LLAMA3)}
+TOKENIZERS["tiktoken-gpt2"] = other_split(TIKTOKEN_GPT2)
 TOKENIZERS["qwen2"] = other_split(LLAMA3.replace("{1,3}", ""))
+
+
+@given(st.text(st.one_of(st.sampled_from("aZé1٣½ '\t\r\n\u00a0\u3000.!st"), st.characters(exclude_categories=["Cs"]))))
+def test_tiktoken_gpt2_splits_as_gpt2(text):
+    assert openai_public.r50k_pat_str == TIKTOKEN_GPT2
+    assert regex.findall(TIKTOKEN_GPT2, text) == regex.findall(GPT2, text)
 
 
 @pytest.mark.parametrize("form", FORMS)
