@@ -111,10 +111,10 @@ def test_decode_lengths_and_their_plot(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--variants", "fp33"], "unknown fp33; use names"),
-        (["--variants", "transformers"], "unknown transformers; use names"),
-        (["--variants", "fp32@all"], "unknown fp32@all; use names"),
-        (["--new", "1"], "use at least 2, 2 and 1"),
+        (["--variants", "fp33"], "unknown variant fp33 in --variants; use names"),
+        (["--variants", "transformers"], "unknown variant transformers in --variants; use names"),
+        (["--variants", "fp32@all"], "unknown variant fp32@all in --variants; use names"),
+        (["--new", "1"], "use at least --new 2 --prompt 2 --repeats 1"),
         (["--device", "gpu"], "device 'gpu' is not available"),
     ],
 )

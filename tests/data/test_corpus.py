@@ -332,7 +332,7 @@ def test_an_empty_split(tmp_path, quick):
     path = write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(24)])
     with pytest.raises(UserError, match="the val split is empty .* validate on 2 of 24") as raised:
         quick(source="jsonl", path=path, val_fraction=1e-9)
-    advised = re.search(r"data.val_fraction=(0\.\d+), which", str(raised.value))[1]
+    advised = re.search(r"data.val_fraction=(0\.\d+), to", str(raised.value))[1]
     assert quick(source="jsonl", path=path, val_fraction=float(advised)).val.n_documents == 2
     path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 9)
     with pytest.raises(UserError, match=r"the val split is empty .*; add documents$"):
