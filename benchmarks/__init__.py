@@ -1,1 +1,1 @@
-"""What is timed or measured, beside which peer; results/ holds what was found, with command, machine and versions."""
+"""Benchmarks. results/ contains their results, with command, machine and versions."""

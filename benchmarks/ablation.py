@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="training runs per variant, with seeds 1 to N")
     parser.add_argument("--steps", type=int, help="training steps, for a quick test (default: 100 or 120 by corpus)")
     parser.add_argument("--jobs", type=int, default=2, help="training runs in parallel, which share the cores")
-    parser.add_argument("--rounds", type=int, default=5, help="timing rounds, with a step of each variant")
+    parser.add_argument("--rounds", type=int, default=5, help="timing rounds, each with one step per variant")
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/ablation"), help="folder for runs; finished runs are reused"
     )
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train every variant, time its steps alternately with the others, and print a table for each corpus."""
     for name in arguments.only or ():
         if name not in VARIANTS:
-            raise UserError(f"there is no variant {name!r}; choose from: {'; '.join(VARIANTS)}")
+            raise UserError(f"unknown variant {name!r}; choose from: {'; '.join(VARIANTS)}")
     chosen = ("full", *arguments.only) if arguments.only else tuple(VARIANTS)
     variants = {name: overrides for name, overrides in VARIANTS.items() if name in chosen}
     seeds = range(1, arguments.seeds + 1)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for corpus in CORPORA:
         speeds = time_variants(corpus, variants, arguments.rounds)
         losses = {name: [runs[corpus, name, seed].loss for seed in seeds] for name in variants}
-        print(f"{corpus}, {len(seeds)} seeds: nats per token, difference from full, tokens/s, and relative to full")
+        print(f"{corpus}, {len(seeds)} seeds: nats per token, difference from full, tokens/s, speed relative to full")
         for name, values in losses.items():
             differences = [loss - full_loss for loss, full_loss in zip(values, losses["full"])]
             row = {"corpus": corpus, "variant": name, "losses": values, "mean_loss": statistics.mean(values)}

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure each pattern with each kernel at each length and print a table."""
     lengths = [int(text) for text in arguments.lengths.split(",") if text.isdecimal()]
     if not lengths or sorted(lengths) != lengths:
-        raise UserError(f"--lengths is {arguments.lengths}; use increasing whole numbers, such as 512,1024")
+        raise UserError(f"--lengths is {arguments.lengths}; use increasing integers, such as 512,1024")
     configure_backend(torch.device(arguments.device))
     cases = [(pattern, kernel) for pattern in arguments.patterns for kernel in arguments.kernels]
     rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What Thinker is compared with: transformers, holding the same weights, and a plain GPT in the style of nanoGPT."""
+"""Baselines: transformers with the same weights, and a plain GPT in the style of nanoGPT."""
 
 from typing import Any
 

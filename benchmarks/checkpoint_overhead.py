@@ -1,4 +1,4 @@
-"""Overhead of exact resuming: per step, and per save in foreground and background."""
+"""Overhead of exact resuming per step, and of saving in the foreground and in the background."""
 
 import argparse
 import statistics
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the run to measure")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the config")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of a plain step and a resumable step")
-    parser.add_argument("--saves", type=int, default=9, help="saves in the foreground and in the background, each")
+    parser.add_argument("--saves", type=int, default=9, help="number of foreground saves, and of background saves")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         result |= measure_saves(trainer, Path(folder), arguments.saves)
         trainer.batches.close()
         trainer.run.unlock()
-    print(f"a resumable step takes {result['step_s']:.4f} s, {result['step_ratio']:.4f} times a bare one")
+    print(f"a resumable step takes {result['step_s']:.4f} s, {result['step_ratio']:.4f} times a plain one")
     print(f"copying the state takes {result['copy_s']:.4f} s, saving it {result['foreground_save_s']:.4f} s")
     print(
         f"a background save delays its step by {result['delay_s']:.4f} s (standard error "
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def bare_step(trainer: Trainer) -> None:
-    """A step as most training loops make it, without what resuming and the checks for finite values need."""
+    """A plain training step, without the work for resuming and for checks of finite values."""
     multiplier = lr_multiplier(trainer.settings.train, trainer.state.step, trainer.progress())
     batch = trainer.batches.batch(trainer.state.step)
     trainer.step.skip_nonfinite = False

@@ -1,4 +1,4 @@
-"""Work in processes of their own: contenders warm up side by side, then take turns on the device."""
+"""Contenders in separate processes: they warm up in parallel, then take turns on the device."""
 
 import contextlib
 import multiprocessing
@@ -20,13 +20,13 @@ from thinker.runtime.errors import RunError, UserError
 from thinker.training.metrics import MemoryMeter
 
 PRELOADED = ["thinker.benchmarks.gpu", "torch._dynamo"]
-WARM_UP_SHARE = 0.8  # of a race's time; who is not ready then is left out
+WARM_UP_SHARE = 0.8  # of the time of a race; contenders that are not ready then are left out
 MEMORY_GB = 130  # of contenders that warm up side by side, by their own estimates; on an H200
 start_method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 class Calls(NamedTuple):
-    """What a contender repeats, by name, and what is known about it without a measurement."""
+    """Calls of a contender by name, and facts that need no measurement."""
 
     calls: dict[str, Callable[[], Any]]
     facts: dict[str, Any]

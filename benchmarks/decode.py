@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Time every variant and print a table."""
     device = choose_device(arguments.device)
     if arguments.new < 2 or arguments.prompt < 2 or arguments.repeats < 1:
-        raise UserError("--new, --prompt or --repeats is too small; use at least 2, 2 and 1")
+        raise UserError("--new, --prompt or --repeats is too small; use at least --new 2 --prompt 2 --repeats 1")
     names = arguments.variants or (CUDA_VARIANTS if device.type == "cuda" else CPU_VARIANTS)
     model = make_random_model(arguments.shape, arguments.prompt + arguments.new, device)
     variants = [make_variant(model, name, arguments.prompt, arguments.new) for name in names.split(",")]
@@ -103,7 +103,7 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     supported = [*DTYPES] if is_transformers else [*DTYPES, "int8"]
     if precision not in supported or not (batch_text or "1").isdecimal():
         raise UserError(
-            f"--variants has the unknown {name}; use names such as transformers-fp32, fp32-compiled or bf16@8"
+            f"unknown variant {name} in --variants; use names such as transformers-fp32, fp32-compiled or bf16@8"
         )
     batch, dtype = int(batch_text or 1), DTYPES.get(precision)
     if dtype is None:  # int8, whose activations have another precision

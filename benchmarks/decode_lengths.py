@@ -84,7 +84,7 @@ def measure(model: Thinker, window: int, repeats: int) -> dict[str, Any]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """The time per token by the number of cached tokens, and what reading the bytes would take."""
+    """Plot time per token by cache length, and the time to read the bytes."""
     rows = result["lengths"]
     lengths = [row["length"] for row in rows]
     base = rows[0]["full_ms"]

@@ -1,4 +1,4 @@
-"""The environment that every result is recorded with: command, date, hardware and versions."""
+"""Timing, and the environment recorded with every result: command, date, hardware, versions."""
 
 import datetime
 import json
@@ -17,7 +17,7 @@ from thinker.runtime.device import processor_name
 
 
 def describe_environment() -> dict[str, str]:
-    """What somebody needs to know to repeat a measurement."""
+    """Describe what is needed to repeat a measurement."""
     return {
         "command": "python " + " ".join(sys.argv),
         "date": datetime.date.today().isoformat(),
@@ -58,7 +58,7 @@ def time_alternately(
 ) -> list[list[float]]:
     """Seconds of each call in each round, after a warm-up round; the median where it is repeated for `min_seconds`.
 
-    In a round all calls take turns, so that a slow moment of the machine affects all of them alike.
+    Calls take turns in each round, so that noise affects all of them equally.
     """
     results: list[list[float]] = [[] for _ in calls]
     for _ in tqdm(range(rounds + 1), desc="rounds", leave=False):

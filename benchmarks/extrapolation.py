@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def scaled_name(scaling: str) -> str:
-    """How the table calls RoPE scaled after training."""
+    """Name RoPE that was scaled after training."""
     return f"rope, {scaling} x{LONGEST}"
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 as most people train it: transformers' GPT2LMHeadModel, trained by one of our configs on the same windows."""
+"""GPT-2 baseline: GPT2LMHeadModel of transformers, trained with a Thinker config on the same windows."""
 
 import time
 from dataclasses import dataclass

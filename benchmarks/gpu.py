@@ -20,7 +20,7 @@ from thinker.benchmarks.gpu_plots import plot_part
 from thinker.benchmarks.gpu_training import Campaign, Results
 from thinker.runtime.errors import RunError, UserError
 
-REPORT_SECONDS = 8.0  # for the pictures
+REPORT_SECONDS = 8.0  # for the plots
 ENVIRONMENT = {  # of all processes
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for a GPU must not open it: workers are forked
     "TORCHINDUCTOR_COMPILE_THREADS": "4",  # per contender
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the stages of a part one after the other, whatever becomes of each."""
+    """Run the stages of a part in order, even if some fail."""
     if arguments.imports:
         return {"packages": import_closure()}
     if arguments.part is None or arguments.out is None:
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class Recorder:
-    """Results of the stages, each written to a file as soon as it is there and printed in short."""
+    """Writes each result to a file as soon as it is available, and prints a summary."""
 
     def __init__(self, path: Path, part: str) -> None:
         self.path, self.part, self.results = path, part, []
@@ -126,7 +126,7 @@ def run_stage(stage: Stage, campaign: Campaign, deadline: float, recorder: Recor
     try:
         for result in stage.run(campaign, deadline):
             recorder.write(stage.name, result)
-    except Exception:  # the next stage has its own chance
+    except Exception:  # later stages still run
         recorder.write(stage.name, {"name": "stage", "error": traceback.format_exc()})
     recorder.write(stage.name, {"name": "end", "wall_s": time.monotonic() - start, "allowed_s": deadline - start})
 

@@ -1,4 +1,4 @@
-"""The stages of the GPU campaign that run commands: the CUDA tests, and a training as a user makes it."""
+"""GPU stages that run commands: the CUDA tests and a whole training run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Command:
         self.process.wait()
 
     def wait(self, deadline: float) -> int | None:
-        """The exit status, or None if it is still running at `deadline`."""
+        """Wait for the exit status; None if the command is still running at `deadline`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(max(0.0, deadline - time.monotonic()))
         return None
@@ -82,18 +82,18 @@ class Command:
         return result if status == 0 else result | {"error": describe_failure(status, result["output"])}
 
     def output(self) -> str:
-        """What it has written so far."""
+        """Return the output so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
 
 def describe_failure(status: int | None, output: str) -> str:
-    """The end of a failed command's output, and how it ended."""
+    """Describe a failed command: the end of its output and its exit status."""
     end = "still running at the deadline" if status is None else f"exit status {status}"
     return f"{output[-8000:]}\n{end}"
 
 
 def real_training(campaign: Campaign, deadline: float) -> Results:
-    """A run as a user makes it: interrupted after a third of its time, resumed, evaluated, sampled."""
+    """Train through the commands: interrupt after a third of the time, resume, evaluate, sample."""
     with tempfile.TemporaryDirectory() as folder:
         yield from RealRun(campaign, deadline, Path(folder)).results()
 

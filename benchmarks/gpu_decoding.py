@@ -1,4 +1,4 @@
-"""The stages of the GPU campaign that do not train: decoding and attention."""
+"""GPU stages without training: decoding and attention."""
 
 import statistics
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def attention_calls(
 
 
 def backend_context(backend: str | None) -> AbstractContextManager[None]:
-    """Within it SDPA uses this backend alone; None: it chooses."""
+    """Restrict SDPA to one backend; None: let it choose."""
     return sdpa_kernel(SDPBackend.__members__[backend]) if backend else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""The pictures of the GPU campaign, from its results."""
+"""Plots of the GPU results."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ Rows = list[dict[str, Any]]
 
 
 def plot_part(part: str) -> dict[str, Callable[[Rows, Path], None]]:
-    """The functions that draw the pictures of a part, by file name."""
+    """Return the plot functions of a part by file name."""
     if part == "A":
         return {"training.png": partial(plot_rates, ("training, 124m", "training, 350m")), "profile.png": plot_profile}
     plot_decoding = partial(plot_rates, ("decoding, 124m", "decoding, 1.1b"))

@@ -1,4 +1,4 @@
-"""Stages of the GPU campaign: facts, training steps beside baselines, a profile, losses by precision."""
+"""GPU stages: facts, training steps compared with baselines, a profile, losses by precision."""
 
 import importlib.metadata
 import os
@@ -35,7 +35,7 @@ GROUPS = {  # of kernels by their names; the first that matches counts
 
 
 class Campaign(NamedTuple):
-    """What all stages share."""
+    """Settings shared by all stages."""
 
     device: torch.device
     precision: str
@@ -88,7 +88,7 @@ def measure_facts(device: torch.device, is_rehearsal: bool) -> Results:
 
 
 def gpu_state() -> dict[str, str]:
-    """What nvidia-smi says, or why it says nothing."""
+    """Return the output of nvidia-smi, or why there is none."""
     command = ["nvidia-smi", f"--query-gpu={NVIDIA_SMI}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -123,7 +123,7 @@ def train_beside(name: str, campaign: Campaign, deadline: float) -> Results:
 
 
 def profile(campaign: Campaign, deadline: float) -> Results:
-    """Where the time of three steps goes."""
+    """Profile three steps."""
     args = campaign.shape("124m"), campaign.device, campaign.precision
     return stream(profile_steps, *args, deadline=deadline, **campaign.options)
 

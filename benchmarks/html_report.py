@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=512, help="tokens in the prompt")
     parser.add_argument("--layers", type=int, default=12, help="layers of the model")
     parser.add_argument("--heads", type=int, default=12, help="heads per layer")
-    parser.add_argument("--repeats", type=int, default=5, help="times that each page is opened")
+    parser.add_argument("--repeats", type=int, default=5, help="number of times to open each page")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in measurements:
         print(f"{name:<8} {seconds[name]:8.2f} s {peaks[name] / 2**20:8.0f} MiB")
     ratios = {"memory": peaks["chunked"] / peaks["plain"], "time": seconds["chunked"] / seconds["plain"]}
-    print(f"chunked to plain: memory {ratios['memory']:.2f}, time {ratios['time']:.2f}")
+    print(f"chunked / plain: memory {ratios['memory']:.2f}, time {ratios['time']:.2f}")
     return {"shape": shape, "precision": precision, "seconds": seconds, "peak_bytes": peaks, "ratios": ratios}
 
 

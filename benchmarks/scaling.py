@@ -1,4 +1,4 @@
-"""Loss by compute: train several model sizes and fit a power law."""
+"""Power law of loss by compute, fitted to several model sizes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PowerLaw:
         """
         min_points = 4 if floor is None else 3
         if len(losses) < min_points:
-            raise UserError(f"{len(losses)} sizes are too few to fit a power law; give at least {min_points}")
+            raise UserError(f"{len(losses)} sizes are too few to fit a power law; use at least {min_points}")
         if floor is not None and floor >= min(losses):
             raise UserError(f"a loss of {min(losses):.4f} is below the floor of {floor:.4f}, so no power law fits")
         x, y = np.log(compute), np.log(losses)
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     law = PowerLaw.fit([row["flops"] for row in rows], [row["loss"] for row in rows], entropy)
     floor_name = "fitted floor" if entropy is None else "entropy of the corpus"
     print(f"loss = {law.floor:.3f} + {law.scale:.3g} · FLOPs^-{law.exponent:.3f} ({floor_name}: {law.floor:.3f})")
-    print(f"at ten times the compute of the largest model the law predicts {law(10 * rows[-1]['flops']):.3f} nats")
+    print(f"at ten times the compute of the largest model, the law predicts {law(10 * rows[-1]['flops']):.3f} nats")
     png = arguments.png or arguments.folder / "scaling.png"
     plot(runs, rows, law, floor_name, png)
     print(f"plot {png}")

@@ -1,4 +1,4 @@
-"""Loss on tales of a model that sees only the last 16 tokens.
+"""Loss of a model that sees only the last 16 tokens, on tales.
 
 Trains the quickstart's model on windows of that length, for longer and longer, and measures the loss of whole
 validation stories in which each token is predicted from such a window. A lower bound that no training can beat is

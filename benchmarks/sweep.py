@@ -73,11 +73,11 @@ def scale_setting(config: Config, key: str, setting: str) -> str:
         values = resolve_learning_rates(values, config.thinker_config(vocab_size=1), config.train.batch_size)
     base: Any = getattr(values, name, None)
     if not isinstance(base, (int, float)):
-        raise UserError(f"{key} is {base!r} in the config; {setting} can only multiply a number")
+        raise UserError(f"{key} is {base!r} in the config, which {setting} cannot multiply; use values")
     try:
         return f"{float(setting[1:]) * base:.6g}"
     except ValueError as error:
-        raise UserError(f"{setting} is not a multiple; write it as x0.5") from error
+        raise UserError(f"{setting} is not a multiplier; write it as x0.5") from error
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     reached = next((summarize(line) for line in candidate.curve if line["val_loss"] <= baseline.loss), None)
     if reached is None:
         ratios = {}
-        print(f"{candidate.name} does not reach {baseline.loss:.4f}")
+        print(f"{candidate.name} did not reach {baseline.loss:.4f}")
     else:
         ratios = {key: reached[key] / baseline.final[key] for key in ("step", "tokens", "elapsed_s")}
         print(
-            f"{candidate.name} reaches {reached['val_loss']:.4f} after {ratios['tokens']:.3f} of the tokens, "
-            f"{ratios['step']:.3f} of the steps and {ratios['elapsed_s']:.3f} of the seconds of {baseline.name}"
+            f"{candidate.name} reaches {reached['val_loss']:.4f} after {ratios['tokens']:.3f} times the tokens, "
+            f"{ratios['step']:.3f} times the steps and {ratios['elapsed_s']:.3f} times the seconds of {baseline.name}"
         )
     if arguments.png:
         plot(baseline, candidate, arguments.png)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarize(line: dict[str, Any]) -> dict[str, Any]:
-    """What is recorded of an evaluation."""
+    """Select the recorded values of an evaluation."""
     return {key: line[key] for key in ("val_loss", "step", "tokens", "elapsed_s")}
 
 

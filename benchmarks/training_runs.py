@@ -1,4 +1,4 @@
-"""Whole training runs for benchmarks: train.py in processes of its own, and what the runs recorded."""
+"""Training runs for benchmarks: train.py in subprocesses, and the metrics of the runs."""
 
 import os
 import subprocess
@@ -94,7 +94,7 @@ def parse_assignments(flag: str, text: str, example: str) -> list[tuple[str, str
     """Split "key=v1,v2" into ("key", "v1") and ("key", "v2"). Raises UserError without a value."""
     key, _, values = text.partition("=")
     if not values:
-        raise UserError(f"{flag} {text} names no values; write it as optimizer.lr={example}")
+        raise UserError(f"{flag} {text} has no values; write it as optimizer.lr={example}")
     return [(key, value) for value in values.split(",")]
 
 

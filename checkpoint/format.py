@@ -123,7 +123,7 @@ def verify(folder: Path) -> None:
         raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from error
     number = re.fullmatch(r"(?:step|best|nonfinite)-(\d+)", folder.name)
     if number and read_json(folder / STATE).get("step") != int(number[1]):
-        raise CorruptCheckpoint(f"{folder / STATE} belongs to another step than its folder")
+        raise CorruptCheckpoint(f"{folder / STATE} is from a different step than its folder")
 
 
 def read_json(path: Path) -> dict[str, Any]:

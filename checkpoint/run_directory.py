@@ -52,7 +52,7 @@ class RunDirectory:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
                 raise
-            print(f"cannot lock files in {self.path}; do not start a second training there", file=sys.stderr)
+            print(f"cannot lock files in {self.path}; do not start a second run there", file=sys.stderr)
             path.touch()
         self._locked_file = path.stat()
         atomic_write(owner, f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -130,5 +130,5 @@ class RunDirectory:
         if not damaged:
             return None
         has_best = bool(list_checkpoints(self.checkpoints, "best"))
-        hint = "sample from --checkpoint best, or " if has_best else ""
+        hint = "sample with --checkpoint best, or " if has_best else ""
         raise UserError(f"all checkpoints in {self.checkpoints} are damaged; {hint}train again in another run.dir")

@@ -31,7 +31,7 @@ def pieces(tokenizer: Tokenizer, messages: list[Message]) -> list[tuple[str, boo
             before = render(tokenizer, messages[:number], add_generation_prompt=True)
             after = render(tokenizer, messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
-                reason = "renders a turn differently when others follow, so answers cannot be located"
+                reason = "renders a turn differently if more turns follow, so answers cannot be located"
                 remedy = "mark them with {% generation %} and {% endgeneration %} in your own data.chat_template"
                 raise UserError(f"the chat template {reason}; {remedy}")
             spans.append((len(before), len(before) + _answer_length(tokenizer, after[len(before) :])))

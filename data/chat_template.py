@@ -115,11 +115,11 @@ def _reply(
             return_assistant_tokens_mask=mark_answers, **names,
         )  # fmt: skip
     except ImportError:
-        return "", [], "conversations need the library transformers: pip install transformers jinja2"
+        return "", [], "conversations need the transformers package; run pip install transformers jinja2"
     except MemoryError:
         raise
     except Exception as error:  # a template can raise any error
         return "", [], f"the chat template rejects a conversation: {error or type(error).__name__}"
     if len(texts[0]) > MAX_TEXT_CHARS:
-        return "", [], f"the chat template renders {len(texts[0]):,} characters for one conversation"
+        return "", [], f"the chat template renders more than {MAX_TEXT_CHARS:,} characters for one conversation"
     return texts[0], spans[0] if mark_answers else [], None

@@ -88,7 +88,7 @@ class HFTokenizer(Tokenizer):
             if name not in self.special_tokens:
                 raise ValueError(f"it does not add the token {name!r} that other files declare")
             if isinstance(token, dict) and {flag: bool(token.get(flag)) for flag in FLAGS} != self.flags[name]:
-                raise ValueError(f"other files declare its token {name!r} with other flags")
+                raise ValueError(f"other files declare its token {name!r} with different flags")
 
     def _load(self) -> None:
         """Load the tokenizer twice, with and without recognition of special tokens, and check the vocabulary."""
@@ -187,7 +187,7 @@ def _piece_to_bytes(content: dict) -> Callable[[str], bytes]:
     if "ByteLevel" in kinds:
         return lambda piece: bytes(TO_BYTE[char] for char in piece) if set(piece) <= TO_BYTE.keys() else piece.encode()
     if not {"Metaspace", "ByteFallback", "Replace"} & set(kinds):
-        raise ValueError(f"its decoder is {' of '.join(kinds) or 'missing'}; supported are ByteLevel and Metaspace")
+        raise ValueError(f"its decoder is {' of '.join(kinds) or 'missing'} (supported: ByteLevel, Metaspace)")
 
     def from_sentencepiece(piece: str) -> bytes:
         number = re.fullmatch("<0x([0-9A-F]{2})>", piece)
@@ -205,7 +205,7 @@ def _library(content: dict) -> Any:
     except BaseException as error:
         if not _is_of_library(error):
             raise
-        raise ValueError(f"the library tokenizers rejects it: {error}") from error
+        raise ValueError(f"the tokenizers library rejects it: {error}") from error
     library.no_truncation()
     library.no_padding()
     return library

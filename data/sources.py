@@ -194,7 +194,7 @@ def _find_files(source: str, path: str) -> list[str]:
         if os.path.isdir(path) or glob.has_magic(path):
             wanted = "file" if source == "text" else f"{source} file"
             reason = f"{'contains' if os.path.isdir(path) else 'matches'} no {wanted}"
-        raise MissingData(f"data.path={path} {reason}; set a file, a folder or a glob such as 'folder/*.txt'")
+        raise MissingData(f"data.path={path} {reason}; use a file, a folder or a glob such as 'folder/*.txt'")
     return files
 
 
@@ -241,7 +241,7 @@ def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[
                 hint = did_you_mean(column, row) if number == 0 else ""  # earlier rows have it
                 if {"role", "content"} <= row.keys() or "conversations" in row:  # another format of messages
                     hint = '; write each conversation as {"messages": [{"role": ..., "content": ...}, ...]}'
-                raise UserError(f"data.column={column}: row {number} of {where} has columns {', '.join(row)}{hint}")
+                raise UserError(f"data.column={column} is not in row {number} of {where} (has {', '.join(row)}){hint}")
             text = row[column]
             if isinstance(text, list):
                 row_name = f"data.column={column}: row {number} of {where}"

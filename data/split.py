@@ -55,10 +55,10 @@ def empty_split_error(split: str, source: Source, val_fraction: float) -> UserEr
     remedy = "; add text"
     if not source.whole_text:
         shares = sorted({_hash_share(document.text.encode()) for document in source.documents() if document.text})
-        remedy = " (equal documents are in the same split); add documents"
+        remedy = " (identical documents share a split); add documents"
         if len(shares) > 1:
             n_val = max(1, len(shares) // 10)
             fraction = (shares[n_val - 1] + shares[n_val]) / 2
-            remedy += f", or set data.val_fraction={fraction:.4f}, which puts {n_val} of {len(shares)} documents in val"
+            remedy += f", or set data.val_fraction={fraction:.4f}, to validate on {n_val} of {len(shares)} documents"
     where = f"data.source={source.name}: the {split} split is empty with"
     return UserError(f"{where} data.val_fraction={val_fraction}{remedy}")

@@ -185,7 +185,7 @@ class Grammar:
                 if isinstance(op, Call):
                     names = self._check(op.rule, names, (*callers, rule.name))
                 elif isinstance(op, SampleWord):
-                    assert op.name not in names, f"rule {rule.name}: {op.name} is bound already"
+                    assert op.name not in names, f"rule {rule.name}: {op.name} is already bound"
                     self.used.add(op.source)
                     names = names | {op.name} if op.name else names
                 elif isinstance(op, RecallWord):

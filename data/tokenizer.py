@@ -61,13 +61,13 @@ class Tokenizer:
         ranks = {token: i for i, token in enumerate(tokens) if token is not None}
         are_distinct = len(ranks) == sum(token is not None for token in tokens) and b"" not in ranks
         if not (256 <= len(tokens) <= MAX_VOCAB and are_distinct and all(bytes([b]) in ranks for b in range(256))):
-            raise ValueError("the tokens must be distinct, not empty, at most 2**20, and include all 256 bytes")
+            raise ValueError("the tokens must be distinct, non-empty, at most 2**20, and include all 256 bytes")
         ids = list(special_tokens.values())
         if any(not 0 <= i < len(tokens) or tokens[i] is not None for i in ids):  # two names may share an id
             raise ValueError("the id of a special token is out of range or belongs to an ordinary token")
         ends_with_gap = tokens[-1] is None and len(tokens) - 1 not in ids
         if bos_token not in special_tokens or "" in special_tokens or ends_with_gap:
-            raise ValueError("the BOS token or the last id is not a token, or a special token has no name")
+            raise ValueError("the BOS token or the last id has no token, or a special token has no name")
         self.kind, self.pattern, self.normalizer, self.chat_template = kind, pattern, normalizer, chat_template
         self.vocab_size, self._tokens = len(tokens), tokens
         self.special_tokens, self.non_special_added_tokens = dict(special_tokens), non_special_added_tokens or []
@@ -81,7 +81,7 @@ class Tokenizer:
         default = {"bos_token": bos_token, "eos_token": [bos_token, *eos_names][-1]}
         self.special_tokens_map = default if special_tokens_map is None else special_tokens_map
         if normalizer not in (None, "NFC") or any(name not in special_tokens for name in self.non_special_added_tokens):
-            raise ValueError("the normalizer is not NFC, or a non-special added token is not an added token")
+            raise ValueError("the normalizer is not NFC, or non_special_added_tokens has an unknown name")
         texts = [kind, *self.special_tokens_map.values(), *([] if chat_template is None else [chat_template])]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("its kind, chat template or a name in special_tokens_map is not a string")

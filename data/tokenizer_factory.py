@@ -28,7 +28,7 @@ def check_spec(spec: str) -> str:
     kind, _, option = spec.partition(":")
     names = tiktoken.list_encoding_names() if kind == "tiktoken" else []
     if kind == "bpe" and not (re.fullmatch("[0-9]{1,9}", option) and 258 <= int(option) <= MAX_VOCAB):
-        wanted = f"a whole number from 258 (256 bytes, one merge, the BOS token) to {MAX_VOCAB}, for example bpe:4096"
+        wanted = f"an integer from 258 (256 bytes, one merge, the BOS token) to {MAX_VOCAB}, for example bpe:4096"
         raise UserError(f"data.tokenizer={spec}: bpe:VOCAB needs {wanted}")
     if kind == "tiktoken" and option not in names:
         raise UserError(f"data.tokenizer={spec}: choose from {', '.join(names)}{did_you_mean(option, names)}")

@@ -90,7 +90,7 @@ class ThinkerLM(TemplateLM):
             params = sampling_params(options)
             n_new = params.max_new_tokens
             if n_new >= self.max_length:
-                raise UserError(f"the task generates {n_new} tokens, which do not fit the context of {self.max_length}")
+                raise UserError(f"the task generates {n_new} tokens, but the context is only {self.max_length}")
             tokens = self.tok_encode(context)[n_new - self.max_length :] or [self.prefix_token_id]
             texts.append(self.generator.generate([context], params, [tokens])[0].text)
         return texts

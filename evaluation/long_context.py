@@ -108,7 +108,7 @@ def override_rope_scaling(model: Thinker, scaling: dict[str, Any] | str) -> None
         try:
             scaling = yaml.safe_load(scaling)
         except yaml.YAMLError as error:
-            raise UserError(f"{scaling!r} is not a mapping such as {{type: linear, factor: 4}}") from error
+            raise UserError(f"RoPE scaling {scaling!r} is not a mapping such as {{type: linear, factor: 4}}") from error
     model.rope = Rope(model.config.head_dim, model.config.rope_theta, RopeScaling.from_dict(scaling))
 
 

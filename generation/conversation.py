@@ -21,7 +21,7 @@ class Conversation:
     """
 
     greeting = "Type the beginning of a text; /help lists the commands."
-    description = "Each line that you type is appended to the text, then the model continues; it may be empty."
+    description = "Each line that you type, even an empty one, is appended to the text, and the model continues it."
     continues_text = True  # user and model write the same text
 
     def __init__(self, generator: Generator) -> None:

@@ -91,7 +91,7 @@ class Generator:
             raise UserError(f"window cannot be combined with {'speculate' if speculate else 'compile'}; use only one")
         if (window is not None or compile) and not config.is_plain:
             name, has = "compile" if compile else "window", f"{config.attention}, model.positions={config.positions}"
-            raise UserError(f"{name} needs full attention, RoPE and plain scores; this model has model.attention={has}")
+            raise UserError(f"{name} needs full attention and RoPE, no softcap or sinks; got model.attention={has}")
         patterns = config.patterns if draft is None else (*config.patterns, *draft.config.patterns)
         if speculate and any(pattern.n_features for pattern in patterns):
             raise UserError("speculate does not support linear attention: its state cannot be rolled back; use 0")
@@ -101,7 +101,7 @@ class Generator:
         if not speculate:
             raise UserError("draft needs speculate; set it to the number of tokens to draft per step")
         if n_draft_ids != n_ids:
-            raise UserError(f"the draft model has {n_draft_ids} token ids, the model {n_ids}; use the same tokenizer")
+            raise UserError(f"the draft has {n_draft_ids} token ids, the model has {n_ids}; use the same tokenizer")
         if draft.config.prefix > config.prefix:
             raise UserError(f"the draft's bidirectional prefix is {draft.config.prefix}; use at most {config.prefix}")
         if not draft.config.is_unbounded and (config.is_unbounded or length < config.max_cached_len):
@@ -211,7 +211,7 @@ class Generator:
         `progress`: show a progress bar. Raises UserError if the whole text is inside the bidirectional prefix.
         """
         if type(n_top) is not int or n_top < 0:
-            raise UserError(f"n_top is {describe(n_top)}; use a whole number of at least 0")
+            raise UserError(f"n_top is {describe(n_top)}; use an integer of at least 0")
         ids = self.tokenizer.encode(checks.check_text(text, "the text"))
         tokens = [self.tokenizer.bos_id, *ids]
         n_skipped = max(0, self.config.prefix - 1)  # ids inside the prefix

@@ -69,7 +69,7 @@ def check_prompt(
         need = f"the model's bidirectional prefix needs at least {prefix}" if prefix else "it needs at least 1"
         raise UserError(f"{start}; {need}")
     if len(tokens) > max_len:
-        raise UserError(f"{start} and the model's context is {max_len}; shorten it to at most {max_len} tokens{hint}")
+        raise UserError(f"{start}, but the model's context is {max_len}; shorten it to at most {max_len} tokens{hint}")
     last = tokenizer.vocab_size - 1
     for token, _ in logit_bias:
         if token > last:

@@ -15,16 +15,16 @@ from thinker.runtime.type_checks import describe
 
 _LIMIT = 1e100  # for penalties and biases; prevents overflow in float64
 _RANGES = {  # by field of SamplingParams: type, lowest and highest value, range in words
-    "max_new_tokens": (Integral, 1, math.inf, "a whole number of at least 1"),
+    "max_new_tokens": (Integral, 1, math.inf, "an integer of at least 1"),
     "temperature": (Real, 0, _LIMIT, "0 (greedy) or a number up to 1e100"),
-    "top_k": (Integral, 1, math.inf, "a whole number of at least 1"),
+    "top_k": (Integral, 1, math.inf, "an integer of at least 1"),
     "top_p": (Real, math.ulp(0.0), 1, "a number in (0, 1]"),
     "min_p": (Real, 0, 1, "a number in [0, 1]"),
     "repetition_penalty": (Real, 1 / _LIMIT, _LIMIT, "a number from 1e-100 to 1e100 (1: none)"),
     "presence_penalty": (Real, -_LIMIT, _LIMIT, "a number from -1e100 to 1e100 (0: none)"),
     "frequency_penalty": (Real, -_LIMIT, _LIMIT, "a number from -1e100 to 1e100 (0: none)"),
-    "logprobs": (Integral, 0, math.inf, "a whole number of at least 0"),
-    "seed": (Integral, 0, math.inf, "a whole number of at least 0"),
+    "logprobs": (Integral, 0, math.inf, "an integer of at least 0"),
+    "seed": (Integral, 0, math.inf, "an integer of at least 0"),
 }
 _ROUNDING = 1e-12  # relative difference below which float64 values count as equal
 _TOP_P_CANDIDATES = 1024  # number of tokens that top-p considers first

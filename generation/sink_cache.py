@@ -31,7 +31,7 @@ class SinkLayer(RingLayer):
 
     sinks: Tensor  # (B, K, n_global, D), the keys of the sinks with RoPE at their own positions
     tensors = ("keys", "values", "sinks")
-    no_truncate_reason = "a sink cache that has evicted positions cannot go back"
+    no_truncate_reason = "a sink cache cannot restore evicted positions; create a new cache"
 
     def update(self, q: Tensor, k: Tensor, v: Tensor, slots: SinkSlots) -> tuple[Tensor, Tensor, Tensor]:
         """As RingLayer.update, but several queries get twice the width, to attend to sinks from nearer."""

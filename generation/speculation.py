@@ -19,8 +19,7 @@ NGRAM_SIZES = (4, 3, 2, 1)  # lengths of the text's ending to look up, longest f
 class PromptLookup:
     """Drafts what followed the last occurrence of the text's ending ("prompt lookup decoding", Saxena 2023).
 
-    Needs no second model and helps with repetitive text: code, names, quotations, lists. Drafts grow while they are
-    accepted and shrink when they are not.
+    Helps with repetitive text: code, names, lists. Drafts grow while they are accepted, and shrink when they are not.
     """
 
     def __init__(self, max_len: int) -> None:

@@ -67,8 +67,8 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
     """Print the likelihood of a text. `exact`: the score of the fp32 model, for comparison with int8."""
     n_tokens, bits = len(score.token_ids), score.bits_per_byte
     context = generator.context_len
-    windows = f", in windows of {context} tokens that overlap by half" if n_tokens > context else ""
-    log(f"counted: all tokens without the end of the text{windows}")
+    windows = f", in windows of {context} tokens, each overlapping the last by half" if n_tokens > context else ""
+    log(f"counted: all tokens, without an end-of-text token{windows}")
     numbers = {"tokens": n_tokens, "bytes": score.n_bytes, "nats": score.nats}
     numbers |= {"nats_per_token": score.nats / max(n_tokens, 1), "bits_per_byte": bits}
     if exact is not None:
@@ -85,5 +85,4 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         "{bits_per_byte:.4f} bits per byte".format(**numbers)
     )
     if exact is not None:
-        change = f"change with int8: {100 * numbers['cost_of_int8']:+.3f}%"
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; {change}")
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; int8: {100 * numbers['cost_of_int8']:+.3f}%")

@@ -37,7 +37,7 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     try:
         import gguf
     except ImportError as error:
-        raise UserError("GGUF export needs the library gguf; run pip install gguf") from error
+        raise UserError("GGUF export needs the gguf package; run pip install gguf") from error
     config = model.config
     architecture, scaling = hf_model_type(config), config.rope_scaling or {"type": None}
     reasons = {

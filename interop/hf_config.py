@@ -51,7 +51,7 @@ TYPES = {  # of keys whose type ThinkerConfig does not check
     **dict.fromkeys(("sliding_window", "max_window_layers", "no_rope_layer_interval", ORIGINAL_LENGTH, *SIZES), int),
     "use_sliding_window": bool,
 }
-TYPE_NAMES = {list: "a list", dict: "a mapping", bool: "true or false", int: "a whole number above 0"}
+TYPE_NAMES = {list: "a list", dict: "a mapping", bool: "true or false", int: "an integer above 0"}
 
 
 def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:

@@ -79,7 +79,7 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), folder / SINGLE_FILE)
     if not (folder / INDEX).is_file():
         pickled = next(iter([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")]), None)
-        hint = f"; {pickled.name} is a pickle, which can run any code; convert it to safetensors" if pickled else ""
+        hint = f"; {pickled.name} is a pickle, which can run arbitrary code; convert to safetensors" if pickled else ""
         raise CorruptCheckpoint(f"{folder} has neither {SINGLE_FILE} nor {INDEX}{hint}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     file_name = re.compile(r"[\w.-]+\.safetensors")

@@ -62,11 +62,11 @@ def load_adapter(folder: Path) -> tuple[Thinker, Path]:
         raise UserError(f"{folder / CONFIG}: init_lora_weights={init!r} is not supported; it changes the base model")
     rank, alpha, name = config.get("r"), config.get("lora_alpha"), str(config.get("base_model_name_or_path"))
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise CorruptCheckpoint(f"{folder / CONFIG}: r and lora_alpha are {rank!r} and {alpha!r}")
+        raise CorruptCheckpoint(f"{folder / CONFIG}: r is {rank!r}, lora_alpha is {alpha!r}; use numbers, r >= 1")
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     base = next(filter(is_hf_folder, (Path(name), folder / name, folder.absolute().parent / Path(name).name)), None)
     if base is None:
-        raise UserError(f"the base model {name} of {folder} does not exist; put it beside the adapter")
+        raise UserError(f"the base model {name} of {folder} does not exist; put it next to the adapter")
     model = load_pretrained(base)
     weights = {to_hf_name(name): weight for name, weight in model.named_parameters()}
     with open_safetensors(folder / WEIGHTS) as file, torch.no_grad():
@@ -94,7 +94,7 @@ def _is_target(module: str, targets: Any) -> bool:
         try:
             return targets == "all-linear" or bool(re.fullmatch(checked_pattern(targets), module))
         except re.error as error:
-            raise UserError(f"{CONFIG}: target_modules is {targets!r}, not a regular expression: {error}") from error
+            raise UserError(f"{CONFIG}: target_modules is {targets!r}, an invalid regex: {error}") from error
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise UserError(f"{CONFIG}: target_modules is {targets!r}; use a list of names or a regular expression")
     return any(module == target or module.endswith(f".{target}") for target in targets)

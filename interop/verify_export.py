@@ -65,7 +65,7 @@ def verify_hf_export(
     try:
         import transformers
     except ImportError as error:
-        raise UserError("verifying the export needs the library transformers; run pip install transformers") from error
+        raise UserError("verifying the export needs the transformers package; run pip install transformers") from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32).eval()
@@ -81,14 +81,14 @@ def verify_hf_export(
     logits = model(tokens)  # (2, T, V)
     difference, largest = (logits - hf_model(tokens).logits).abs().max().item(), logits.abs().max().item()
     if not difference <= TOLERANCE * max(1.0, largest):
-        raise RunError(f"the logits of transformers differ by {difference:.2g}; nothing was written")
+        raise RunError(f"the logits from transformers differ by {difference:.2g}; nothing was written")
     steps = int(min(MAX_GREEDY_TOKENS, model.rope.max_static_len - 4))  # maximum of a cache with dynamic RoPE
     hf_logits = partial(hf_model, past_key_values=cache, use_cache=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions rename past_key_values
         _check_greedy(model, tokens[:1, :4], steps, lambda x: hf_logits(x).logits, "transformers")
-    compared = f"logits of up to {largest:.0f} within {difference:.1e} at {length} positions"
-    compared += f", {steps} greedy tokens equal"
+    compared = f"logits equal within {difference:.1e} (largest: {largest:.0f}) at {length} positions"
+    compared += f", {steps} equal greedy tokens"
     if tokenizer is None:
         return compared
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -98,10 +98,10 @@ def verify_hf_export(
         while batch := list(islice(texts, TEXTS_PER_BATCH)):
             for text, ids in zip(batch, hf_tokenizer(batch, add_special_tokens=False)["input_ids"]):
                 if tokenizer.encode(text, allow_special=True) != ids:
-                    reason = " (for qwen2 it always splits text like Qwen)" if is_qwen else ""
+                    reason = " (for qwen2, it always splits text as Qwen does)" if is_qwen else ""
                     raise RunError(f"transformers tokenizes {text!r} differently{reason}; nothing was written")
             bar.update(len(batch))
-    compared += f", {n_texts:,} texts tokenized equally"
+    compared += f", {n_texts:,} texts tokenized identically"
     return compared if base is not None else f"{compared}, {verify_text(model, tokenizer, hf_model, hf_tokenizer)}"
 
 
@@ -133,5 +133,5 @@ def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n
                 raise RunError(f"llama.cpp tokenizes {text!r} differently; nothing was written")
     finally:
         llama.close()
-    greedy = f"{steps} greedy tokens equal, " if exact else "tokens not compared (weights rounded; use --dtype f32), "
-    return f"compared with llama.cpp: {greedy}{n_texts:,} texts tokenized equally"
+    greedy = f"{steps} equal greedy tokens, " if exact else "tokens not compared (weights rounded; use --dtype f32), "
+    return f"compared with llama.cpp: {greedy}{n_texts:,} texts tokenized identically"

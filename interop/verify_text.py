@@ -32,12 +32,12 @@ def verify_text(model: Thinker, tokenizer: Tokenizer, hf_model: Any, hf_tokenize
     output = hf_model.generate(**tokens, max_new_tokens=n_tokens, do_sample=False, suppress_tokens=padding)[0]
     text = hf_tokenizer.decode(output, skip_special_tokens=True)
     if text == (known := tokenizer.decode([*tokenizer.encode(PROMPT), *ours[0].token_ids])):
-        return f"the text after {PROMPT!r} equal"
+        return f"identical text after {PROMPT!r}"
     prompt, new = [*tokenizer.bos_prefix, *tokenizer.encode(PROMPT)], ours[0].token_ids
     n_equal = sum(takewhile(bool, map(operator.eq, output.tolist(), prompt + new)))
     if len(prompt) <= n_equal < len(output):
         logits = model(torch.tensor([output[:n_equal].tolist()]))[0, -1, : tokenizer.vocab_size]
         if is_likeliest(logits, int(output[n_equal])):
             n = n_equal - len(prompt)
-            return f"the text after {PROMPT!r} equal for {n} tokens, up to a tie of the largest logits"
+            return f"{n} identical tokens after {PROMPT!r}, up to a tie between the largest logits"
     raise RunError(f"transformers continues {PROMPT!r} as {text!r}, generate.py as {known!r}; nothing was written")

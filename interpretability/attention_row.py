@@ -106,10 +106,10 @@ def explain_vectors(path: Path, query: int) -> Report:
     T, S = len(q), len(k)
     if q.shape[1] != k.shape[1] or len(v) != S or T > S:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in {"q": q, "k": k, "v": v}.items())
-        wanted = "q and k need the same width, v as many rows as k, and q at most as many"
+        wanted = "q and k need equal widths, k and v equal numbers of rows, and q at most as many rows"
         raise UserError(f"{path}: the shapes are {shapes}; {wanted}")
     if not -T <= query < T:
-        raise UserError(f"--query is {query}; {path} has {T} queries, use {-T} to {T - 1}")
+        raise UserError(f"--query is {query}; {path} has {T} queries (use {-T} to {T - 1})")
     labels, causal = content.get("tokens", [""] * S), content.get("causal", True)
     if not (isinstance(labels, list) and len(labels) == S and all(isinstance(text, str) for text in labels)):
         raise UserError(f"{path}: tokens is not a list of {S} strings; give one string per key")
@@ -133,7 +133,7 @@ def _matrix(path: Path, name: str, value: Any) -> Tensor:
     if not (isinstance(value, list) and value and all(isinstance(row, list) and row for row in value)):
         raise UserError(f"{path}: {name} is not a list of vectors; write it as [[1, 0.5], [0, -1]]")
     if len(value) > MAX_KEYS or len({len(row) for row in value}) > 1:
-        raise UserError(f"{path}: {name} has {len(value)} vectors; use at most {MAX_KEYS}, all of one length")
+        raise UserError(f"{path}: {name} has {len(value)} vectors; use at most {MAX_KEYS}, all of the same length")
     try:
         matrix = torch.tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -16,7 +16,7 @@ def explain(model: Thinker, prompt: Prompt, layer: int, head: int, query: int) -
     """Explain one attention row step by step (Vaswani et al. 2017, eq. 1). Raises UserError for linear attention."""
     attention = model.blocks[layer].attention
     if isinstance(attention, LinearAttention):
-        raise UserError(f"layer {layer} is linear attention, which has no scores; use another --layer")
+        raise UserError(f"layer {layer} uses linear attention, which has no scores; use another --layer")
     path, query = f"blocks.{layer}.attention", query % len(prompt.tokens)
     names = [f"{path}.{part}" for part in ("q", "k", "v", "weights", "heads")]
     with model.record(*names) as cache:

@@ -27,7 +27,7 @@ def max_flow(weights: Tensor, position: int | None = None) -> Tensor:
     try:
         import networkx
     except ImportError as error:
-        raise UserError("maximum flow needs the package networkx; run pip install networkx") from error
+        raise UserError("maximum flow needs the networkx package; run pip install networkx") from error
 
     capacities, graph = with_residual(weights).double().cpu(), networkx.DiGraph()
     layers, T = len(capacities), capacities.shape[-1]

@@ -75,7 +75,7 @@ def make_explorer(
     facts |= {"layers": layers, "heads": H, "scores": scores, "summaries": _summaries(model, scores), "banner": ""}
     if count < layers * H:
         facts["banner"] = f"{T:,} tokens × {layers * H} heads are too many for one report: "
-        facts["banner"] += f"{count} heads can be opened, the others have only thumbnails and scores"
+        facts["banner"] += f"{count} heads can be opened; the others have only thumbnails and scores"
     facts |= _predictions(model, prompt.tokens)
     facts["attribution"] = _attribution(model, tokenizer, prompt, target, contrast_token, position)
     listed = {*facts["likeliest"]["tokens"], *facts["lens"]["tokens"], *facts["tokens"]}

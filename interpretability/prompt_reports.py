@@ -41,14 +41,14 @@ def report_flow(model: Thinker, prompt: Prompt, position: int) -> Report:
     layers = [f"layer {layer}" for layer in range(len(rollout))]
     columns, flows = ["key", "token", *layers], None
     rows = [[str(key), text, *(f"{x:.3f}" for x in rollout[:, key].tolist())] for key, text in enumerate(prompt.labels)]
-    footer = "layer columns: share of the token in this position (rollout)"
+    footer = "layer columns: share of each token in the position (rollout)"
     if len(prompt.tokens) <= MAX_FLOW_TOKENS:
         flows = flow.max_flow(weights, position).tolist()
         columns.append("max flow")
         rows = [[*row, f"{x:.3f}"] for row, x in zip(rows, flows)]
-        footer += "; max flow: upper bound of what the position receives"
+        footer += "; max flow: upper bound on what the position receives"
     else:
-        footer += f"; no max flow, which is too slow beyond {MAX_FLOW_TOKENS} tokens"
+        footer += f"; max flow skipped: too slow beyond {MAX_FLOW_TOKENS} tokens"
     data = {"position": position, "tokens": prompt.labels, "rollout": rollout.tolist(), "max_flow": flows}
     panel = Panel(f"rollout: share of each token in position {position}", rollout, layers, prompt.numbered())
     return Report({"position": f"{position} {prompt.labels[position]}"}, columns, rows, data, [panel], footer)
@@ -145,5 +145,5 @@ def report_patching(
     columns = [f"{i} {text}" for i, text in enumerate(tokens)]
     panel = Panel(f"share of {description} restored by patching", values, names, columns, signed=True)
     header = {"prediction": description, "clean": "".join(clean.labels), "corrupt": "".join(corrupt.labels)}
-    footer = "0: patching restores nothing of the clean prediction; 1: it restores all of it"
+    footer = "0: patching restores none of the clean prediction; 1: it restores all of it"
     return Report(header, ["position", "token", *names], rows, data, [panel], footer)

@@ -20,7 +20,7 @@ def prune(model: Thinker, groups: Collection[tuple[int, int]]) -> Thinker:
     for layer, block in enumerate(model.blocks):
         remaining.append([head for head in range(block.attention.n_kv_heads) if (layer, head) not in groups])
         if not remaining[-1]:
-            raise UserError(f"layer {layer} would have no head left; keep at least one in every layer")
+            raise UserError(f"layer {layer} would have no heads left; keep at least one in every layer")
     existing = {(i, head) for i, block in enumerate(model.blocks) for head in range(block.attention.n_kv_heads)}
     if unknown := set(groups) - existing:
         raise UserError("layer {} has no KV head {}; use existing heads, counted from 0".format(*min(unknown)))

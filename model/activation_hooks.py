@@ -116,7 +116,7 @@ def _apply_patch(name: str, patch: Patch, x: Tensor) -> Tensor:
         if isinstance(value, Tensor) and value.dim() == x.dim() and all(value.shape[i] == x.shape[i] for i in dims):
             return value
     elif isinstance(patch, str) and patch not in ("zero", "mean"):
-        raise UserError(f"the patch of {name} is {patch!r}; use zero, mean, a number, a tensor or a function")
+        raise UserError(f"the patch for {name} is {patch!r}; use zero, mean, a number, a tensor or a function")
     else:
         dims = 0 if name.endswith("weights") else (0, 2) if name.endswith("heads") else (0, 1)
         if isinstance(patch, str):

@@ -161,7 +161,7 @@ class ThinkerConfig:
         """The inverse of to_dict. Raises UserError for an unknown key or a wrong type."""
         for name in values:
             if name not in cls.__dataclass_fields__:
-                raise UserError(f"the model config has an unknown key {name!r}; it may come from a newer version")
+                raise UserError(f"the model config has an unknown key {name!r}; it may need a newer version of Thinker")
         if "vocab_size" not in values:
             raise UserError("the model config has no vocab_size; add it")
         return cls(**values)

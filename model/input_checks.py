@@ -35,7 +35,7 @@ def check_inputs(
         raise UserError(f"{name} is a {type(inputs).__name__}; it must be a tensor{encode}")
     width = () if embeddings is None else (config.d_model,)
     if inputs.dim() != 2 + len(width) or 0 in inputs.shape or inputs.shape[2:] != width:
-        raise UserError(f"{name} has shape {tuple(inputs.shape)}; use tokens (B, T) or embeddings (B, T, C), not empty")
+        raise UserError(f"{name} has shape {tuple(inputs.shape)}; use non-empty tokens (B, T) or embeddings (B, T, C)")
     for name, value in given.items():
         shape = (*inputs.shape[:2], *(width if name == "embeddings" else ()))
         if not isinstance(value, Tensor) or value.shape != shape:
@@ -66,14 +66,14 @@ def _check_cache(config: ThinkerConfig, dtype: torch.dtype, cache: KVCache, docu
     if document_ids is not None:
         raise UserError("document_ids cannot be combined with a cache; pass only one")
     if (len(cache.layers), cache.head_dim) != (config.n_layers, config.head_dim):
-        raise UserError("the cache was made for a model of another shape; create one with model.new_cache()")
+        raise UserError("the cache was made for a model of another shape; create a new one with model.new_cache()")
     if cache.dtype != dtype:
         raise UserError(f"the cache is {cache.dtype}, but the model uses {dtype}; create one with model.new_cache()")
 
 
 def _check_ids(name: str, tokens: Tensor, vocab_size: int) -> None:
     if tokens.dtype not in (torch.int64, torch.int32):
-        raise UserError(f"{name} is {tokens.dtype}; it must be int64, the ids of {name.removesuffix('_ids')}")
+        raise UserError(f"{name} is {tokens.dtype}; it must be torch.int64 (or int32)")
     if name == "document_ids":  # may be any numbers
         return
     lowest = IGNORE_INDEX if name == "targets" else 0

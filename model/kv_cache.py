@@ -129,7 +129,7 @@ class KVCache:
         """`slack`: number of positions that truncate() can always remove, even from ring buffers."""
         if not all(type(n) is int and n >= least for n, least in ((batch_size, 1), (max_len, 1), (slack, 0))):
             sizes = f"batch_size={describe(batch_size)}, max_len={describe(max_len)}, slack={describe(slack)}"
-            raise UserError(f"invalid cache size {sizes}; use whole numbers from 1, and from 0 for slack")
+            raise UserError(f"invalid cache size {sizes}; use integers of at least 1 (slack: at least 0)")
         self.max_len, self.device, self.slack = max_len, torch.device(device), slack
         self.mask_builder = MaskBuilder.of_model(config, dtype, self.device, "auto")
         self.prefix, self.head_dim, self.dtype = config.prefix, config.head_dim, dtype
@@ -189,7 +189,7 @@ class KVCache:
         """Add `length` positions to every row and return the previous lengths. Raises the errors of append()."""
         starts = self.lengths
         if batch_size != len(starts):
-            raise UserError(f"the cache has {len(starts)} rows, the batch {batch_size}; use new_cache({batch_size})")
+            raise UserError(f"the cache has {len(starts)} rows, not {batch_size}; use new_cache({batch_size})")
         if max(starts) + length > self.max_len and not self.is_unbounded:
             used = f"the cache has {self.max_len} positions and {max(starts)} are used"
             raise UserError(f"{used}, so {length} more do not fit; raise max_len in new_cache(max_len=...)")

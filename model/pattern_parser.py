@@ -13,7 +13,7 @@ MAX_NUMBER = 1 << 24  # the largest number in a pattern
 MAX_TEXT_LENGTH = 1000  # characters
 MAX_ARGUMENTS = {"random": (1, 256), "bigbird": (3, 256), "linear": (0, 1 << 16)}  # name: (argument, its maximum)
 MAY_BE_ZERO = ("token", "random", "bigbird")  # numbers from 0; other patterns require at least 1
-HINT = "write for example window(64) | global(4)"
+HINT = "write it as in window(64) | global(4)"
 
 PATTERNS: dict[str, Callable[..., Pattern]] = {  # by name in a config
     "full": patterns.full, "window": patterns.window, "dilated": patterns.dilated, "block": patterns.block,
@@ -56,7 +56,7 @@ def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr])
             raise UserError(
                 f"{name} is not a list of layers; use the letters L (model.window) and G (full), as in LLLG"
             )
-        raise UserError(f"no pattern {name}{did_you_mean(name, PATTERNS) or '; choose from: ' + ', '.join(PATTERNS)}")
+        raise UserError(f"unknown pattern {name}{did_you_mean(name, PATTERNS) or '; use ' + ', '.join(PATTERNS)}")
     if name == "heads":
         values = [_parse_node(argument) for argument in arguments]
     else:
@@ -73,14 +73,14 @@ def _make_pattern(node: ast.expr, function: ast.Name, arguments: list[ast.expr])
         raise UserError("heads cannot be nested; list one pattern per head, as in heads(full, window(8), full)")
     index, maximum = MAX_ARGUMENTS.get(name, (0, MAX_NUMBER))
     if name in MAX_ARGUMENTS and values[index] > maximum:
-        raise UserError(f"{_unparse(node)} has {values[index]:,}; the maximum is {maximum:,}")
+        raise UserError(f"{_unparse(node)} is too large: {values[index]:,} (maximum: {maximum:,})")
     return PATTERNS[name](*values)
 
 
 def _parse_number(node: ast.expr, minimum: int) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int and minimum <= node.value <= MAX_NUMBER:
         return node.value
-    raise UserError(f"{_unparse(node)} is not a whole number from {minimum} to {MAX_NUMBER:,}")
+    raise UserError(f"{_unparse(node)} is not an integer from {minimum} to {MAX_NUMBER:,}")
 
 
 def _unparse(node: ast.expr) -> str:
@@ -100,14 +100,14 @@ def layer_patterns(attention: str | list[str], n_layers: int, window_size: int |
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f"model.attention is {attention!r}; it must be a pattern, a list of patterns, or letters")
     if len(texts) > 1 and any(text.count("(") != text.count(")") for text in texts):
-        raise UserError(f"model.attention {attention!r}: quote patterns with a comma, as in ['dilated(64, 2)', full]")
+        raise UserError(f"model.attention {attention!r}: quote a pattern with commas, as in ['dilated(64, 2)', full]")
     if len(texts) > n_layers:
         raise UserError(f"model.attention {attention!r} has {len(texts)} layers, but model.n_layers is {n_layers}")
     if is_letters:
         texts = [f"window({window_size})" if letter == "L" else "full" for letter in texts]
     parsed = [parse_pattern(text) for text in texts]
     if window_size is not None and not needs_window:
-        raise UserError("model.window has no effect without layers L in model.attention; use LLLG or window(64)")
+        raise UserError("model.window has no effect without L layers in model.attention; use LLLG or window(64)")
     if max(pattern.min_heads for pattern in parsed) > n_heads:
         raise UserError(f"model.attention {attention!r} has patterns for more heads than model.n_heads = {n_heads}")
     return [parsed[layer % len(parsed)] for layer in range(n_layers)]

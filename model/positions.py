@@ -14,7 +14,7 @@ from thinker.runtime.errors import UserError, did_you_mean
 TYPES = ("linear", "dynamic", "yarn", "llama3")
 MAX_TABLE_LEN = 1 << 14  # positions; longer passes compute their angles without a table
 MIN_NUMBER, MAX_NUMBER = 1e-9, 1e9  # of any parameter; wider than useful, and safe from overflow
-KINDS = {"int": ((int,), "a whole number"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false")}
+KINDS = {"int": ((int,), "an integer"), "float": ((int, float), "a number"), "bool": ((bool,), "true or false")}
 Rotation = tuple[Tensor, Tensor] | None  # (cos, cos) and (−sin, sin) of the positions; None: not rotated
 
 

@@ -180,7 +180,7 @@ class Thinker(nn.Module):
             raise UserError("model.attention selects tokens by id, but embeddings have no ids; pass tokens")
         end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
         if self.positions is not None and end > (n_learned := len(self.positions.weight)):
-            raise UserError(f"the sequence has {end} tokens, but there are {n_learned} learned positions; shorten it")
+            raise UserError(f"the sequence has {end} tokens, more than the {n_learned} learned positions; shorten it")
         if self.rope is not None and not (cache is None and document_ids is None):
             self.rope.check_growth(end)
         if cache is not None:

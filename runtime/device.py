@@ -34,7 +34,7 @@ def choose_dtype(name: torch.dtype | str) -> torch.dtype:
     """The floating-point dtype of a short name ("bf16") or torch name. Raises UserError for other names."""
     dtype = {**DTYPES, **TORCH_DTYPES}.get(str(name).removeprefix("torch."))
     if dtype is None:
-        raise UserError(f"unknown dtype {name}; use {', '.join(DTYPES)}, or a floating-point dtype of torch")
+        raise UserError(f"unknown dtype {name}; use {', '.join(DTYPES)}, or a floating-point torch.dtype")
     return dtype
 
 

@@ -21,23 +21,23 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line. Raises UserError for flags that cannot be combined."""
     examples = ("runs/quickstart", "runs/quickstart --source text --path book.txt --context 128,512",
                 "runs/quickstart --long --png long.png", "runs/quickstart --tasks hellaswag --limit 200")  # fmt: skip
-    description = "Evaluate a model: loss, perplexity and bits per byte; long contexts; benchmark tasks."
+    description = "Evaluate a model: loss, perplexity, bits per byte, long contexts and benchmark tasks."
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("run", "PATH")
     group = parser.add_argument_group("text")
     sources = ["tales", "pysource", "text", "jsonl", "parquet"]
     group.add_argument("--source", choices=sources, help="text to evaluate on (default: the run's validation split)")
-    read_help = "read files named in the run's config that the token cache lacks; only if you trust the config"
+    read_help = "read files named in the run's config if the token cache lacks them; use only with trusted configs"
     group.add_argument("--read-data", action="store_true", help=read_help)
     group.add_argument("--path", metavar="FILE", help="file, folder or glob for text, jsonl and parquet")
     group.add_argument("--column", metavar="NAME", help="text column of jsonl and parquet (default: text)")
-    group.add_argument("--max-tokens", type=int, help=f"token limit (default: {MAX_TOKENS} with --source, else none)")
+    group.add_argument("--max-tokens", type=int, help=f"maximum number of tokens (default: {MAX_TOKENS} with --source)")
     group = parser.add_argument_group("evaluation")
     context = {"type": context_lengths, "metavar": "N,..."}
     group.add_argument("--context", **context, help="context lengths, such as 128,256 (default: the trained length)")
-    group.add_argument("--stride", type=int, help="tokens to count at the end of each window (default: by source)")
-    group.add_argument("--confidence", type=float, default=0.95, metavar="P", help="level of confidence intervals")
-    group.add_argument("--rope-scaling", metavar="YAML", help='override RoPE scaling, "{type: linear, factor: 4}"')
+    group.add_argument("--stride", type=int, help="score the last N tokens of each window (default: by source)")
+    group.add_argument("--confidence", type=float, default=0.95, metavar="P", help="confidence level of the intervals")
+    group.add_argument("--rope-scaling", metavar="YAML", help='RoPE scaling, such as "{type: linear, factor: 4}"')
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     group = parser.add_argument_group("long context")
     long_help = "loss by position beyond the trained length, and a needle test on tales"
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.check_unused(arguments, "with --tasks", ("long", *TEXT_FLAGS, *PLAIN_FLAGS, *LONG_FLAGS))
         arguments.tasks = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
         if not arguments.tasks:
-            raise UserError("--tasks is empty; name some, such as hellaswag,arc_easy")
+            raise UserError("--tasks is empty; list at least one, such as hellaswag,arc_easy")
     elif arguments.long:
         parser.check_unused(arguments, "with --long", PLAIN_FLAGS + TASK_FLAGS)
     else:
@@ -69,9 +69,9 @@ def parse_arguments() -> argparse.Namespace:
     if not 0 < arguments.confidence <= 0.9999:
         raise UserError(f"--confidence is {arguments.confidence}; use a value above 0 and up to 0.9999, such as 0.95")
     if arguments.long and arguments.max_tokens is not None and arguments.source is None:
-        raise UserError("--max-tokens has no effect with --long and without --source; limit the text with --windows")
+        raise UserError("--max-tokens has no effect with --long unless --source is set; use --windows instead")
     if arguments.include is not None and not arguments.include.is_dir():
-        raise UserError(f"--include {arguments.include} is not a folder; give one with tasks in YAML")
+        raise UserError(f"--include {arguments.include} is not a folder; use a folder of YAML tasks")
     if arguments.read_data and arguments.source is not None:
         raise UserError("--read-data has no effect with --source: it is for the run's own data; remove it")
     if (arguments.path is not None) != (arguments.source in ("text", "jsonl", "parquet")):
@@ -165,8 +165,8 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     draw = partial(plot, losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
     header["part"] = f"the beginning ({losses[0].n_tokens:,} tokens counted; see --max-tokens)" if is_part else None
-    answers_or_all = "answers" if tokens.has_conversations else "all tokens and the end of each document"
-    header["counted"] = "all tokens without the end of the text" if is_one_text else answers_or_all
+    answers_or_all = "answers" if tokens.has_conversations else "all tokens, including the end of each document"
+    header["counted"] = "all tokens, without an end-of-text token" if is_one_text else answers_or_all
     header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
     values = header | {"losses": [loss.to_dict() for loss in losses]}
     header |= {"confidence": f"{confidence:.4g}, for the [intervals]", "bytes": f"{losses[0].n_bytes:,}"}
@@ -198,7 +198,7 @@ def evaluate_long(arguments: argparse.Namespace, folder: Path, model: Any, token
         learned = model.config.positions == "learned" and windows.seq_len == model.config.max_seq_len
         reason = f"the model has {windows.seq_len} learned positions" if learned else "the text is shorter"
         text += f"\nwindows have {windows.seq_len} tokens instead of {longest}: {reason}"
-    found = needle.format_table(needles) if needles else "no needle test, which needs --source tales"
+    found = needle.format_table(needles) if needles else "skipped the needle test, which needs --source tales"
     values = header | {"long": loss.to_dict(), "needle": needles or None}
     return values, f"{text}\n\n{loss.format_table()}\n\n{found}", draw
 
@@ -208,7 +208,7 @@ def evaluate_tasks(arguments: argparse.Namespace, model: Any, tokenizer: Any) ->
     try:
         from thinker.evaluation.lm_eval_harness import run_tasks
     except ModuleNotFoundError as error:
-        raise UserError(f"--tasks needs the package {error.name}: pip install lm-eval") from error
+        raise UserError(f"--tasks needs the {error.name} package; run pip install lm-eval") from error
     results = run_tasks(model, tokenizer, arguments.tasks, arguments.include, arguments.shots, arguments.limit)
     lines = [f"{'task':>24}  {'metric':>18}  {'value':>8}  {'std error':>9}  {'questions':>9}"]
     for task, metrics in results.items():

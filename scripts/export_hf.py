@@ -14,8 +14,8 @@ def main() -> int:
     description = "Export a model as a Hugging Face folder, and verify that transformers computes the same logits."
     parser = ArgumentParser(description=description, examples=examples)
     parser.add_model("path", "RUN")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; new or empty")
-    parser.add_argument("--adapter", action="store_true", help="export only the LoRA adapter, in the format of peft")
+    parser.add_argument("out", metavar="OUT", type=Path, help="output folder, new or empty")
+    parser.add_argument("--adapter", action="store_true", help="export only the LoRA adapter, in PEFT format")
     parser.add_argument("--shard-gigabytes", type=float, default=5.0, help="maximum size of a weight file, in GiB")
     arguments = parser.parse_args()
     if not 0 < arguments.shard_gigabytes < 1e6:

@@ -19,16 +19,16 @@ VIEWS = {"attribute": "attribution", "lens": "lens"}  # views to open; for other
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line, with one subparser per command."""
     shared, prompt, optional_prompt, texts, target, position = (ArgumentParser(add_help=False) for _ in range(6))
-    shared.add_model("model", "MODEL", " (explain: or JSON file)")
+    shared.add_model("model", "MODEL", "; explain also reads JSON")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     group = shared.add_argument_group("output")
     group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE")
     group.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report, interactive if it has a prompt")
-    prompt.add_argument("--prompt", metavar="TEXT", required=True, help="text that the model reads")
-    optional_prompt.add_argument("--prompt", metavar="TEXT", help="text that the model reads (default: random tokens)")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report (interactive with --prompt)")
+    prompt.add_argument("--prompt", metavar="TEXT", required=True, help="text to run the model on")
+    optional_prompt.add_argument("--prompt", metavar="TEXT", help="text to run the model on (default: random tokens)")
     texts.add_argument("--text", type=Path, metavar="FILE", help="text to measure on (default: the validation split)")
-    texts.add_argument("--texts", type=int, help="maximum number of sequences of this text (default: 32)")
+    texts.add_argument("--texts", type=int, help="maximum number of sequences to measure on (default: 32)")
     target.add_argument("--target", metavar="TOKEN", help="predicted token (default: the most likely next token)")
     target.add_argument("--contrast-token", metavar="TOKEN", help="token whose logit is subtracted (default: none)")
     index = {"type": int, "default": -1, "help": "position in the prompt; negative counts from the end"}
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     once, goat = '--prompt "Once upon a time"', '--prompt "Noah has a goat. Noah has a"'
     explain = add_command("explain", "compute one attention row step by step", [], f"{once} --layer 0 --head 3",
                           f"{once} --query 2 --png row.png")  # fmt: skip
-    explain.add_argument("--prompt", metavar="TEXT", help="text that the model reads; none if MODEL is JSON")
+    explain.add_argument("--prompt", metavar="TEXT", help="text to run the model on; omit if MODEL is JSON")
     attention_map = add_command("map", "show what each token attends to in one head", [prompt],
                                 f"{once} --layer 0 --head 3", f"{once} --html page.html")  # fmt: skip
     for command in (explain, attention_map):
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
                         f"{once} --png heads.png", "--importance zero --texts 64")  # fmt: skip
     over = heads.add_mutually_exclusive_group()
     over.add_argument("--over-training", action="store_true", help="score the heads of every checkpoint of the run")
-    importance = {"choices": ("zero", "mean", "gradient"), "help": "rank by loss with the head ablated, or by gradient"}
+    importance = {"choices": ("zero", "mean", "gradient"), "help": "rank heads by loss when ablated, or by gradient"}
     over.add_argument("--importance", **importance)
     add_command("flow", "trace attention from a position to the tokens: rollout, maximum flow", [prompt, position],
                 once, f"{once} --position 3 --png flow.png")  # fmt: skip
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     corrupt = '--corrupt "Noah has a pony. Noah has a"'
     patch = add_command("patch", "find activations that restore a prediction in another prompt", [prompt, target],
                         f"{goat} {corrupt}", f"{goat} {corrupt} --png patch.png")  # fmt: skip
-    patch.add_argument("--corrupt", metavar="TEXT", required=True, help="prompt of equal length, predicted otherwise")
+    patch.add_argument("--corrupt", metavar="TEXT", required=True, help="same-length prompt with another prediction")
     compare = add_command("compare", "compare two models, or two checkpoints of a run", [optional_prompt],
                           "--other runs/pruned", "--other-checkpoint best")  # fmt: skip
     compare.add_argument("--other", metavar="MODEL", help="second model (default: MODEL)")
@@ -80,8 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     prune.add_argument("--importance", **importance, default="zero")
     groups = prune.add_mutually_exclusive_group(required=True)
     groups.add_argument("--count", type=int, help="remove the N least important KV heads with their query heads")
-    groups.add_argument("--groups", type=parse_groups, metavar="L.K,...", help="remove these KV heads, as layer.head")
-    prune.add_argument("--out", type=Path, metavar="FOLDER", help="write the pruned model to FOLDER (default: do not)")
+    groups.add_argument("--groups", type=parse_groups, metavar="L.K,...", help="KV heads to remove, as LAYER.KV_HEAD")
+    prune.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the pruned model (default: not saved)")
     arguments = parser.parse_args()
     parser.check_utf8(arguments, "prompt", "corrupt", "target", "contrast_token")
     check_arguments(arguments)
@@ -94,7 +94,7 @@ def parse_groups(text: str) -> list[tuple[int, int]]:
         raise UserError(f"--groups {text} is not a list of LAYER.KV_HEAD, such as 0.1,2.3 (both counted from 0)")
     groups = [(int(layer), int(group)) for layer, group in (pair.split(".") for pair in text.split(","))]
     if len(set(groups)) < len(groups):
-        raise UserError(f"--groups {text} names a head twice; name each head once")
+        raise UserError(f"--groups {text} lists a head twice; list each head once")
     return groups
 
 
@@ -122,7 +122,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UserError(f"--out {arguments.out} already exists; give a new folder")
     named = [file for file in (arguments.png, arguments.html, arguments.json, arguments.out) if file not in (None, "-")]
     if len({output_file(file).absolute() for file in named}) < len(named):
-        raise UserError(f"two outputs have the same file: {', '.join(map(str, named))}; give each its own")
+        raise UserError(f"two outputs go to the same file: {', '.join(map(str, named))}; use different files")
 
 
 def check_index(flag: str, index: int, size: int, from_end: bool = False) -> int:
@@ -196,7 +196,7 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
         other, other_tokenizer = load(path, model.device, name)
         text = arguments.prompt
         if text is not None and (other_tokenizer is None or other_tokenizer.encode(text) != tokenizer.encode(text)):
-            raise UserError("the models tokenize --prompt differently; remove it, or compare models with one tokenizer")
+            raise UserError("the models tokenize --prompt differently; remove it, or use models with equal tokenizers")
         names = f"{arguments.model} {arguments.checkpoint}", f"{path} {name}"
         return comparison.compare(model, other, *measured_on, names)
     with tempfile.TemporaryDirectory() as scratch:

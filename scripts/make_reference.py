@@ -111,11 +111,11 @@ def commands_markdown() -> str:
     """The commands, each with its options by group."""
     parts = ["# Commands\n", f"Every command and its options. {GENERATED}"]
     for name, module in COMMANDS.items():
-        parts += _command(name, _parser_of(name, import_module(module).main), "##")
+        parts += _command(name, parser_of(name, import_module(module).main), "##")
     return _join(parts)
 
 
-def _parser_of(name: str, main: Callable[[], int]) -> argparse.ArgumentParser:
+def parser_of(name: str, main: Callable[[], int]) -> argparse.ArgumentParser:
     """The parser of a command, caught when it is about to parse: commands build and parse in one function."""
     names, caught = ("parse_known_args", "parse_known_intermixed_args"), []
 

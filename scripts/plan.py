@@ -13,7 +13,7 @@ def main() -> int:
     parser = ConfigArgumentParser(description=description, examples=examples)
     group = parser.add_argument_group("output")
     group.add_argument("--no-steps", action="store_true", help="do not measure speed and memory (default: run 4 steps)")
-    group.add_argument("--json", action="store_true", help="print one JSON object instead of a table (default: table)")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_command_line()
     from thinker.training.advice import format_plan
     from thinker.training.config import load_config

@@ -9,10 +9,10 @@ def main() -> int:
     examples = "--png patterns.png", "'window(8) | global(2)' 'strided(4)' --length 64"
     description = "Plot attention patterns: which keys (columns) each query (row) attends to."
     parser = ArgumentParser(description=description, examples=examples)
-    example = 'such as "window(8) | global(2)" (default: one of each kind)'
+    example = 'attention pattern, such as "window(8) | global(2)" (default: one of each kind)'
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help=example)
     parser.add_argument("--length", type=int, default=32, help="number of positions, up to 128")
-    heads = "number of heads to plot if heads differ (default: those that the pattern names, or 4)"
+    heads = "number of heads to plot if heads differ (default: as in the pattern, or 4)"
     parser.add_argument("--heads", type=int, help=heads)
     parser.add_argument("--png", type=png_file, metavar="FILE", help="write a plot instead of printing text")
     arguments = parser.parse_args()

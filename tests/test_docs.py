@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import chromium
 import pytest
 from conftest import ROOT, TINY_OVERRIDES, run_script
 
-from thinker.scripts.make_reference import api_markdown, commands_markdown
+from thinker.benchmarks import command
+from thinker.scripts.make_reference import api_markdown, commands_markdown, parser_of
 
 browser = chromium.browser  # a fixture
 README = ROOT / "README.md"
@@ -57,14 +59,15 @@ NOT_HERE = {
 }
 
 
-def blocks(path, language):
-    """The fenced blocks of a page in a language."""
-    return [code for name, code in BLOCK.findall(path.read_text(encoding="utf-8")) if name == language]
+def blocks(path, *languages):
+    """The fenced blocks of a page in these languages, as pairs of language and code."""
+    return [block for block in BLOCK.findall(path.read_text(encoding="utf-8")) if block[0] in languages]
 
 
-def pages_with(language):
-    """The pages that have such blocks, as parameters of a test."""
-    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in PAGES if blocks(path, language)]
+def lines_of(code):
+    """The command lines of a block, without comments; a backslash continues a line."""
+    lines = (re.sub(r"(^|\s+)#.*", "", line).strip() for line in code.replace("\\\n", " ").splitlines())
+    return [line for line in lines if line]
 
 
 def test_the_readme_is_short():
@@ -130,31 +133,43 @@ def run_line(line, variables, folder):
         words = words[: -len(SMALLER["generate.py"])]
     if program == "torchrun":
         words[words.index("train.py")] = str(ROOT / "train.py")
-        command = [sys.executable, "-m", "torch.distributed.run", *words]
-        return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
+        return subprocess.run(torchrun, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
     if program.startswith("thinker-"):
         words.insert(0, f"{program.removeprefix('thinker-')}.py")
     words[0] = str(ROOT / words[0])
     return run_script(*words, cwd=folder, input="Hello\n", **environment)
 
 
-@pytest.mark.parametrize("path", pages_with("bash"))
-def test_commands_run(path, folder):
-    variables = ""
-    for code in blocks(path, "bash"):
-        for line in code.replace("\\\n", " ").splitlines():
-            line = re.sub(r"\s+#.*", "", line).strip()
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if blocks(path, "bash", "python")], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_commands_and_python_run(path, folder, monkeypatch):
+    """In the order of the page, in one folder; the Python of a page is one program."""
+    monkeypatch.chdir(folder)
+    variables, names = "", {"__name__": "page"}
+    for language, code in blocks(path, "bash", "python"):
+        if language == "python":
+            exec(compile(code, str(path), "exec"), names)
+            continue
+        for line in lines_of(code):
             if re.fullmatch(r"\w+=(\".*\"|'.*'|\S*)", line):
                 variables += f"{line}\n"
-            elif line and not line.startswith("#") and not any(name in line for name in NOT_HERE):
+            elif not any(name in line for name in NOT_HERE):
                 done = run_line(line, variables, folder)
                 assert done.returncode == 0, f"{line}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("path", pages_with("python"))
-def test_python_runs(path, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    exec(compile("\n".join(blocks(path, "python")), str(path), "exec"), {"__name__": "page"})
+def test_benchmark_commands_are_accepted():
+    """Those that take too long to run: their flags exist."""
+    commands = [line for path in PAGES for _, code in blocks(path, "text") for line in lines_of(code)]
+    commands = [
+        line for line in commands if line.startswith("python scripts/benchmark.py ") and "BENCHMARK" not in line
+    ]
+    assert len(commands) > 15
+    parser = parser_of("scripts/benchmark.py", command.main)
+    for line in commands:
+        parser.parse_args(shlex.split(line)[2:])
 
 
 def test_reference_pages_are_current():
@@ -168,8 +183,8 @@ def test_reference_pages_are_current():
 def site(tmp_path_factory):
     """The documentation as a site. Strict: each page is in the navigation, each link and anchor exists."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -55,7 +55,7 @@ def test_a_dtype_has_several_names(name):
 
 @pytest.mark.parametrize("dtype", ["half a float", 8, float, torch.int8, torch.complex64, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused(dtype):
-    refused(lambda: Generator(MODEL, TOKENIZER, dtype=dtype), "^(unknown dtype|dtype is) ")
+    refused(lambda: Generator(MODEL, TOKENIZER, dtype=dtype), "^(unknown )?dtype ")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_model_needs_a_config(config):
     "sizes", [(0, -1), (0,), (1, 0), (1, -1), ("a",), (1.5,), (1, "b"), (None,), (1, 5, -1), (True,)]
 )
 def test_sizes_of_a_cache(sizes):
-    refused(lambda: MODEL.new_cache(*sizes), "use whole numbers from 1")
+    refused(lambda: MODEL.new_cache(*sizes), "use integers of at least 1")
 
 
 def test_a_cache_of_another_dtype_is_refused():
@@ -203,8 +203,8 @@ def test_score_refuses_what_is_no_number(n_top):
     ("arguments", "message"),
     [
         ({"document_ids": "x"}, "^document_ids is 'x'; it must be a tensor"),
-        ({"document_ids": IDS.float()}, "^document_ids is torch.float32; it must be int64"),
-        ({"targets": IDS.float()}, "^targets is torch.float32; it must be int64"),
+        ({"document_ids": IDS.float()}, "^document_ids is torch.float32; it must be torch.int64"),
+        ({"targets": IDS.float()}, "^targets is torch.float32; it must be torch.int64"),
         ({"targets": IDS[..., None]}, r"^targets is .*; it must be a tensor of shape \(2, 3\)"),
         (
             {"targets": IDS.to("meta")},

@@ -147,7 +147,7 @@ def recommendation(plan: dict[str, Any]) -> Lines:
         )
     if plan["peak_bytes"] > plan["usable_bytes"]:
         remedy = "set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower data.seq_len"
-        return [f"the run does not fit: it needs {peak}, but only {usable} are usable; {remedy}", *changes]
+        return [f"the run does not fit: it needs {peak}, but only {usable} is usable; {remedy}", *changes]
     return [f"the run fits{'' if changes else '; no changes needed'}", *changes]
 
 

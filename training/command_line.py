@@ -20,7 +20,7 @@ class ConfigArgumentParser(ArgumentParser):
         group.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
         overrides_help = "override a key of the config, such as train.max_steps=100 (default: none)"
         group.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=overrides_help)
-        keys_help = "list all config keys with their defaults and exit, or only the keys of SECTION (default: all)"
+        keys_help = "list the config keys of SECTION with their defaults and exit (default: all sections)"
         group.add_argument("--keys", nargs="?", action=_ListKeys, metavar="SECTION", help=keys_help)
 
     def parse_command_line(self) -> argparse.Namespace:

@@ -149,7 +149,7 @@ def check_run_folder(path: str | Path, config: Config, overrides: list[str]) -> 
     folder = Path(path).resolve().parent
     is_given = any(override.strip().startswith("run.dir") for override in overrides)
     if (folder / "checkpoints").is_dir() and not is_given and Path(config.run.dir).resolve() != folder:
-        raise UserError(f"{path} is not in the folder run.dir={config.run.dir} that it names; add run.dir={folder}")
+        raise UserError(f"{path} is not in its run.dir ({config.run.dir}); if the run was moved, add run.dir={folder}")
 
 
 def validate_config(tree: dict[str, Any]) -> Config:

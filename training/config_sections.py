@@ -50,7 +50,7 @@ class RunConfig(ConfigSection):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Random seed for the weights, the data order and dropout."""
     init_from: Annotated[PathText, AfterValidator(lambda path: str(Path(path)))] | None = None
-    """Run, checkpoint or Hugging Face folder whose weights and tokenizer training starts from. null: random weights."""
+    """Run directory, checkpoint or Hugging Face folder with the initial weights and tokenizer. null: random weights."""
 
 
 class ModelConfig(ConfigSection):
@@ -85,11 +85,11 @@ class ModelConfig(ConfigSection):
     init: Literal["fan_in", "normal"] = "fan_in"
     """Weight initialization. fan_in: scaled by the input width of each matrix. normal: std 0.02, as in GPT-2."""
     head_init_std: float = 0.0
-    """Std of the LM head's initial weights. Above 0, the model learns to copy sooner and everything else later."""
+    """Std of the LM head's initial weights. Values above 0 speed up learning to copy and delay everything else."""
     attention: str | list[str] = "full"
     """One attention pattern for all layers, a list with one pattern per layer, or letters such as LLLG."""
     window: Size | None = None
-    """Window of the layers with the letter L: how many keys each query attends to."""
+    """Number of keys that each query attends to in layers with the letter L."""
     positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
     """Position encoding."""
     rope_scaling: dict[str, Any] | None = None
@@ -122,9 +122,9 @@ class DataConfig(ConfigSection):
     streaming: bool | None = None
     """Stream a hub dataset instead of downloading it first. null: true."""
     tokenizer: PathText | None = None
-    """Tokenizer, such as char or bpe:4096, or its path. null: the tokenizer of run.init_from, or else bpe:4096."""
+    """Tokenizer name, such as char or bpe:4096, or path. null: the tokenizer of run.init_from, or else bpe:4096."""
     seq_len: Annotated[int, Field(ge=2, le=MAX_SIZE)] = DEFAULT_SEQ_LEN
-    """Tokens per sequence. If omitted, at most model.max_seq_len or the context length of run.init_from."""
+    """Tokens per sequence. If omitted, capped at model.max_seq_len or the context length of run.init_from."""
     packing: Literal["contiguous", "documents"] = "contiguous"
     """contiguous: cut the token stream every seq_len tokens. documents: pack whole documents and pad the rest."""
     assistant_only_loss: bool = False
@@ -136,7 +136,7 @@ class DataConfig(ConfigSection):
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of documents held out for validation. Has no effect with val_tokens."""
     val_tokens: PathText | None = None
-    """File of GPT-2 tokens to validate on instead (docs/guides/gpu.md). Its documents are excluded from training."""
+    """File of GPT-2 tokens for the validation split (docs/guides/gpu.md). Its documents are excluded from training."""
     max_documents: Positive | None = None
     """Maximum number of documents to read; not allowed for a single text file. null: all."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
@@ -200,7 +200,7 @@ class TrainConfig(ConfigSection):
     schedule: Literal["wsd", "cosine"] = "wsd"
     """Learning-rate schedule after the warmup: warmup-stable-decay, or cosine."""
     decay_fraction: Fraction | None = None
-    """Fraction of a wsd run, at its end, in which the learning rate falls linearly. null: 0.6."""
+    """Fraction of a wsd run, at its end, over which the learning rate decays linearly. null: 0.6."""
     min_lr_ratio: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
     grad_clip: Rate | None = 1.0
@@ -212,7 +212,7 @@ class TrainConfig(ConfigSection):
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks with torch.compile. auto: only if it saves time over the whole run."""
     log_every: Positive = 1
-    """Steps between logged lines of training metrics."""
+    """Steps between log lines of training metrics."""
     eval_every: Positive | None = 250
     """Steps between evaluations. null: only at the end."""
     eval_sequences: Positive | None = None
@@ -226,9 +226,9 @@ class TrainConfig(ConfigSection):
     async_save: bool = False
     """Write checkpoints in the background from a copy of the state, while training continues."""
     save_sharded: bool | Literal["auto"] = "auto"
-    """Write one checkpoint file per rank. auto: if several ranks train weights of more than 8 GB."""
+    """Write one checkpoint file per rank. auto: if several ranks train more than 8 GB of weights."""
     max_nonfinite_steps: Natural = 0
-    """Number of steps with a non-finite loss or gradient to skip; one more ends the run."""
+    """Skip up to this many steps with a non-finite loss or gradient; one more ends the run."""
     deterministic: bool = False
     """Make runs bitwise reproducible on the same machine."""
     sample_every: Positive | None = None

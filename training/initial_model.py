@@ -83,7 +83,7 @@ def _with_chat_template(config: Config, tokenizer: Tokenizer | None) -> Tokenize
         return tokenizer
     if tokenizer is None:
         if check_spec(config.data.tokenizer) != "path":
-            raise UserError("data.chat_template needs an existing tokenizer; use run.init_from or data.tokenizer=PATH")
+            raise UserError("data.chat_template needs an existing tokenizer; set run.init_from or data.tokenizer=PATH")
         tokenizer = load_tokenizer(config.data.tokenizer)
     if not Path(path).is_file():
         raise UserError(f"data.chat_template={path} is not a file; use the path of a Jinja template")

@@ -154,6 +154,6 @@ def largest_micro_batch(settings: Settings, device: torch.device, free: int, dis
         return parts[n_fitting - 1]
     needed, available = memory.format_bytes(peak(1)), memory.format_bytes(free)
     raise UserError(
-        f"one sequence of {settings.data.seq_len} tokens needs {needed}, but only {available} are free; "
+        f"one sequence of {settings.data.seq_len} tokens needs {needed}, but only {available} is free; "
         "set train.checkpoint_every_n_blocks=1, lower data.seq_len or use a smaller model"
     )

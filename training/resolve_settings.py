@@ -75,8 +75,8 @@ def check_batch_split(config: Config, dist: DistContext) -> None:
         )
     if isinstance(micro_batch_size, int) and rows % micro_batch_size:
         raise UserError(
-            f"train.micro_batch_size ({micro_batch_size}) does not divide each rank's share of train.batch_size, "
-            f"{rows} sequences; use {', '.join(map(str, divisors(rows)))}"
+            f"train.micro_batch_size ({micro_batch_size}) does not divide each rank's share of train.batch_size "
+            f"({rows} sequences); use {', '.join(map(str, divisors(rows)))}"
         )
 
 

@@ -190,7 +190,7 @@ class Trainer:
         name, size = report["largest_weight"]
         size = "not finite" if size is None else f"{size:g}"
         raise RunError(
-            f"{message}; no weight changed. {path} lists the samples. {self.run.checkpoints}/nonfinite-{number:08d} "
+            f"{message}; weights unchanged. {path} lists the samples. {self.run.checkpoints}/nonfinite-{number:08d} "
             f"has the weights; the largest is {size}, in {name}. Lower optimizer.lr, or skip rare bad samples with "
             f"train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
         )

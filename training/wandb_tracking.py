@@ -32,7 +32,7 @@ class Tracker:
         try:
             import wandb
         except ImportError as error:
-            raise UserError("tracking.wandb needs the package wandb; run pip install wandb, or disable it") from error
+            raise UserError("tracking.wandb needs the wandb package; run pip install wandb, or disable it") from error
         try:
             saved = json.loads(self.path.read_text(encoding="utf-8"))
             self.run_id, self.last_step = str(saved["wandb_id"]), int(saved["last_step"])

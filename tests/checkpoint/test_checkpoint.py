@@ -146,7 +146,7 @@ def test_no_byte_of_a_file_can_change_unseen(run, name, stress):
 def test_a_whole_checkpoint_under_another_steps_name_is_seen(run):
     shutil.rmtree(run.checkpoints / "step-00000003")
     shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / "step-00000003")
-    with pytest.raises(CorruptCheckpoint, match=r"step-00000003.state.json belongs to another step"):
+    with pytest.raises(CorruptCheckpoint, match=r"step-00000003.state.json is from a different step"):
         checkpoint.verify(run.checkpoints / "step-00000003")
 
 

@@ -85,9 +85,9 @@ def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
 
 def test_what_a_form_cannot_is_refused(trained):
     name, folder = trained
-    with pytest.raises(UserError, match="window needs full attention, RoPE and plain scores"):
+    with pytest.raises(UserError, match="window needs full attention and RoPE, no softcap or sinks"):
         said(folder, window=8)
-    with pytest.raises(UserError, match="full attention, RoPE and plain scores"):
+    with pytest.raises(UserError, match="full attention and RoPE, no softcap or sinks"):
         said(folder, compile=True)
     model, tokenizer = load(folder)
     if name == "prefix":
@@ -102,7 +102,7 @@ def test_what_a_form_cannot_is_refused(trained):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["model.attention=windows(8)"], "no pattern windows; did you mean window?"),
+        (["model.attention=windows(8)"], "unknown pattern windows; did you mean window?"),
         (["model.attention=LG"], "needs model.window"),
         (
             ["model.attention=prefix(4)", "data.document_masking=true"],
@@ -115,7 +115,7 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.attention=LLLG", "model.window=4"], "has 4 layers, but model.n_layers is 2"),
         (["model.attention=LX", "model.window=4"], "LX is not a list of layers; use the letters L"),
         (["model.attention=lg", "model.window=4"], "lg is not a list of layers; use the letters L"),
-        (["model.attention=[dilated(64, 2), full]"], "quote patterns with a comma"),
+        (["model.attention=[dilated(64, 2), full]"], "quote a pattern with commas"),
         (["model.attention=prefix(600)"], "is shorter than the prefix of 600"),
         (
             ["data.document_masking=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],

@@ -38,7 +38,7 @@ def test_long_tables_and_plot(run_script, tiny_run, tmp_path):
     completed = run_script(EVAL, tiny_run, "--long", "--windows", 8, "--device", "cpu", "--png", tmp_path / "a.png")
     assert completed.returncode == 0, completed.stderr
     assert "trained length  32\n" in completed.stdout
-    assert "no needle test" in completed.stdout
+    assert "skipped the needle test" in completed.stdout
     assert completed.stdout.count("beyond the trained length") == 3
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -136,7 +136,7 @@ def test_a_text_has_the_score_that_generate_prints(run_script, tiny_run, text_fi
     assert loss["n_windows"] > 1 or n_lines == 1
     assert score["nats_per_token"] == pytest.approx(loss["nats_per_token"]["mean"], rel=1e-5)
     assert score["bits_per_byte"] == pytest.approx(loss["bits_per_byte"]["mean"], rel=1e-5)
-    assert values["counted"] == "all tokens without the end of the text"
+    assert values["counted"] == "all tokens, without an end-of-text token"
     assert f"counted: {values['counted']}" in scored.stderr
 
 
@@ -208,14 +208,14 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--context", "64,x"], "--context 64,x is not a list"),
         (["--context", "1"], "not a list of lengths"),
         (["--confidence", "0.9999999999999999"], "0.9999"),
-        (["--long", "--max-tokens", "9"], "--max-tokens has no effect with --long and without --source"),
+        (["--long", "--max-tokens", "9"], "--max-tokens has no effect with --long unless --source is set"),
         (["--context", "16,32", "--stride", "17", "--device", "cpu"], "use 1 to the context length, 16"),
         (["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"], "needs contiguous windows"),
         (["--context", "9999999", "--device", "cpu"], "--context is 9999999, longer than the text"),
         (["--stride", "9999999", "--device", "cpu"], "the stride is 9999999 tokens"),
         (["--tasks", "x", "--include", "nowhere"], "nowhere is not a folder"),
         (["--tasks", "x", "--shots", "-1"], "--shots is -1; use at least 0"),
-        (["--tasks", " ,"], "--tasks is empty; name some, such as hellaswag"),
+        (["--tasks", " ,"], "--tasks is empty; list at least one, such as hellaswag"),
         (["--png", "a.pdf"], "cannot write plot a.pdf"),
         (["--source", "jsonl"], "--path"),
         (["--long", "--windows", "none"], "invalid int"),

@@ -46,7 +46,7 @@ def test_a_run_as_a_folder_that_opens_there_and_here(run_script, tiny_run, tmp_p
     done = run_script(EXPORT, tiny_run, out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert ": qwen3, " in done.stdout
-    assert "64 greedy tokens equal, 5,000 texts tokenized equally" in done.stdout
+    assert "64 equal greedy tokens, 5,000 texts tokenized identically" in done.stdout
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     assert {path.name for path in out.iterdir()} == names | {"tokenizer_config.json"}
     assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {(out / "README.md").stat().st_mode & 0o777}
@@ -139,7 +139,7 @@ def test_a_finetuned_run_answers_and_goes_out_merged_and_as_an_adapter(command, 
     base.rename(tmp_path / "moved")
     lost = run_script(GENERATE, adapter, *options, "--prompt", "7?")
     assert (lost.returncode, lost.stderr.count("\n")) == (2, 1)
-    assert "put it beside the adapter" in lost.stderr
+    assert "put it next to the adapter" in lost.stderr
 
 
 def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, tmp_path, random_model, monkeypatch):
@@ -152,7 +152,7 @@ def test_an_export_that_cannot_be_written_or_cut_there_alike(command, tiny_run, 
     tokenizer = interop.load(tiny_run)[1]
     biased = random_model(vocab_size=tokenizer.vocab_size, qk_norm=False, attention_bias=True)
     monkeypatch.setattr(interop, "load", lambda *_, **__: (biased, tokenizer))
-    with pytest.raises(RunError, match="for qwen2 it always splits text like Qwen"):
+    with pytest.raises(RunError, match="for qwen2, it always splits text as Qwen does"):
         command("export_hf", tiny_run, tmp_path / "model")
 
 

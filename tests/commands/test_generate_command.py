@@ -221,11 +221,11 @@ def test_score_and_logprobs(tiny_run, tmp_path):
     assert "longer than the context" not in output.stderr
     (tmp_path / "long.txt").write_text("Line 1: the cat number 1 sat. " * 9)
     long = run_script(GENERATE, tiny_run, "--score", tmp_path / "long.txt")
-    assert "in windows of 32 tokens that overlap by half" in long.stderr
+    assert "in windows of 32 tokens, each overlapping the last by half" in long.stderr
     *tokens, summary, cost = output.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
-    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; change with int8: ")
+    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; int8: ")
     table = run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--logprobs", "1").stderr.splitlines()
     assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(row["logprobs"], abs=1e-4)
 
@@ -262,7 +262,7 @@ def test_interactive_by_pipe(tiny_run):
         "error: top_p is 3; use a number in (0, 1]",
         "error: temperature is '[[[['; use a number or none",
         f"error: temperature is '{'[' * 40}'; use a number or none",
-        "error: seed is []; use a whole number of at least 0",
+        "error: seed is []; use an integer of at least 0",
         "error: logit_bias is [[1]]; use distinct token ids, each with a number up to ±1e100 or -inf",
         "error: unknown command /set stop; /help lists commands; did you mean /set?",
         "error: logprobs cannot be set in a session; run generate.py --logprobs N without --interactive",
@@ -290,7 +290,7 @@ def test_interactive_slides_as_one_text_does(tiny_run):
     ended, refused, removed = turns.stderr.splitlines()[1:]
     assert (turns.returncode, removed) == (0, "removed the last turn")
     assert ended.startswith("stopped at the end of the context (32 tokens); use --window N")
-    assert refused.startswith("error: the prompt has 33 tokens and the model's context is 32")
+    assert refused.startswith("error: the prompt has 33 tokens, but the model's context is 32")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

@@ -90,10 +90,10 @@ def test_text_from_another_folder(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["windw(3)"], "no pattern windw; did you mean window?"),
+        (["windw(3)"], "unknown pattern windw; did you mean window?"),
         (["LLLG"], "LLLG is not a list of layers; use the letters L (model.window) and G (full)"),
-        (["random(1, 16777216)"], "random(1, 16777216) has 16,777,216; the maximum is 256"),
-        (["linear(16777216)"], "linear(16777216) has 16,777,216; the maximum is 65,536"),
+        (["random(1, 16777216)"], "random(1, 16777216) is too large: 16,777,216 (maximum: 256)"),
+        (["linear(16777216)"], "linear(16777216) is too large: 16,777,216 (maximum: 65,536)"),
         (["--length", "0"], "--length is 0; use 1 to 128"),
         (["--heads", "two"], "invalid int value: 'two'"),
     ],

@@ -169,7 +169,7 @@ def test_a_template_without_end_is_one_line_and_the_next_one_works(tokenizer, mo
 
 def test_a_template_that_writes_too_much(tokenizer, monkeypatch):
     chat_template._renderer().close()
-    with pytest.raises(UserError, match="renders 99,999,000 characters for one conversation"):
+    with pytest.raises(UserError, match="renders more than .* characters for one conversation"):
         chat.render(tokenizer.with_chat_template("{{ 'x' * 99999000 }}"), TALK)
 
 

@@ -330,7 +330,7 @@ def test_an_empty_split(tmp_path, quick):
         with pytest.raises(UserError, match="the train split is empty .*; add documents, or set"):
             quick(source="jsonl", path=path, tokenizer=tokenizer, val_fraction=0.9999999)
     path = write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(24)])
-    with pytest.raises(UserError, match="the val split is empty .* puts 2 of 24") as raised:
+    with pytest.raises(UserError, match="the val split is empty .* validate on 2 of 24") as raised:
         quick(source="jsonl", path=path, val_fraction=1e-9)
     advised = re.search(r"data.val_fraction=(0\.\d+), which", str(raised.value))[1]
     assert quick(source="jsonl", path=path, val_fraction=float(advised)).val.n_documents == 2

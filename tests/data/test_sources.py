@@ -157,14 +157,14 @@ def test_parquet_and_its_columns(tmp_path):
     assert texts("parquet", path=str(tmp_path)) == ["1", "2", "3"]
     assert texts("parquet", path=str(tmp_path / "a.parquet"), column="story") == ["x", "y"]
     with pytest.raises(
-        UserError, match="data.column=stori: row 0 of .*a.parquet has columns text, story; did you mean story"
+        UserError, match="data.column=stori is not in row 0 of .*a.parquet .has text, story.; did you mean story"
     ):
         texts("parquet", path=str(tmp_path / "a.parquet"), column="stori")
 
 
 def test_a_later_row_without_the_column_is_no_misspelling(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"txt": "b"}])
-    with pytest.raises(UserError, match=r"row 1 of .* has columns txt$"):
+    with pytest.raises(UserError, match=r"row 1 of .* .has txt.$"):
         texts("jsonl", path=path)
     path = write_jsonl(tmp_path / "b.jsonl", [[{"role": "user", "content": "a"}]])
     with pytest.raises(UserError, match='write each conversation as {"messages": '):
@@ -183,7 +183,7 @@ def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (document,) = open_source("parquet", path=write_parquet(tmp_path / "b.parquet", messages=[talk])).documents()
     assert document.messages == talk
-    with pytest.raises(UserError, match="data.column=text: .*b.parquet has columns messages"):  # as it says
+    with pytest.raises(UserError, match="data.column=text is not in .*b.parquet .has messages."):  # as it says
         texts("parquet", path=str(tmp_path / "b.parquet"), column="text")
 
 
@@ -200,7 +200,7 @@ def test_hub_on_a_local_folder(tmp_path, streaming, monkeypatch):
     for wrong, message in {
         "split": "split.*train.*test",
         "config": "'nope' not found. Available: .*default",
-        "column": "has columns text, n",
+        "column": "(has text, n)",
     }.items():
         with pytest.raises(UserError, match=message):
             texts("hub", **options, **{wrong: "nope"})
@@ -280,7 +280,7 @@ def test_a_folder_at_home_and_a_pipe(tmp_path, monkeypatch):
     (tmp_path / "texts" / "a.txt").write_text("one text")
     assert [document.text for document in open_source("text", path="~/texts").documents()] == ["one text"]
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match="data.path=.*pipe is not a regular file; set a file"):
+    with pytest.raises(UserError, match="data.path=.*pipe is not a regular file; use a file"):
         open_source("text", path=str(tmp_path / "pipe"))
 
 

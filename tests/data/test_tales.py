@@ -288,7 +288,7 @@ def test_pronouns_belong_to_the_hero(stories):
         ("list x\n  a b\nrule story\n  1| {y:x} <end>\n", "line 3: there is no rule end"),
         ("list x\n  a b\nrule story\n  1| {y:z}\n", "line 3: there is no list z"),
         ("list x\n  a b\nrule story\n  1| {y} {y:x}\n", "nothing is bound to y"),
-        ("list x\n  a b\nrule story\n  1| {y:x} {y:x}\n", "y is bound already"),
+        ("list x\n  a b\nrule story\n  1| {y:x} {y:x}\n", "y is already bound"),
         ("list x\n  a b\nrule story\n  1| {y:x\n", "line 3: cannot read"),
         ("list x\n  a a\nrule story\n  1| {y:x}\n", "line 1: list x repeats a word"),
         ("list x\n  a b\nlist z\n  c d\nrule story\n  1| {y:x}\n", "never used: .'z'"),

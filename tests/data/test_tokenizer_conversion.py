@@ -325,7 +325,7 @@ def test_split_merges_the_lowest_pair_first(token):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{", "cannot be read as JSON"),
+        ("tokenizer.json", "{", "is not valid JSON"),
         ("tokenizer.json", "[]", "not a JSON object"),
         ("tokenizer.json", "{}", "it has no 'model'"),
         ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "pad_token": "<pad>"}', "not add the token '<pad>'"),
@@ -334,7 +334,7 @@ def test_split_merges_the_lowest_pair_first(token):
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "lstrip": true}}}',
-            "its token '<|endoftext|>' with other flags",
+            "its token '<|endoftext|>' with different flags",
         ),
         ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": ["a"]}', "cannot be used"),
         ("tokenizer_config.json", '{"eos_token": "<|endoftext|>", "chat_template": {"a": 1}}', "template is not text"),

@@ -155,7 +155,7 @@ def test_a_finished_sequence_does_not_change_the_others(model):
 
 
 def test_a_prompt_longer_than_the_context_raises(model):
-    with pytest.raises(UserError, match="49 tokens and the model's context is 48; shorten it to at most 48"):
+    with pytest.raises(UserError, match="49 tokens, but the model's context is 48; shorten it to at most 48"):
         Generator(model, TOKENIZER).generate(["a" * 48])
     assert len(Generator(model, TOKENIZER).generate(["a" * 47])[0].token_ids) == 1
     assert Generator(model, TOKENIZER).generate([]) == []
@@ -295,7 +295,7 @@ def test_a_string_is_one_prompt(model):
         (lambda generator: generator.generate("a", prompt_tokens=[[]]), "0 tokens; it needs at least 1"),
         (lambda generator: generator.generate("a", prompt_tokens=[[5, 99_999]]), "99999; use ids from 0 to 256"),
         (lambda generator: generator.generate("a", prompt_tokens=[[-1]]), "id -1"),
-        (lambda generator: generator.generate("a", prompt_tokens=[[1] * 500]), "500 tokens .* context is 48"),
+        (lambda generator: generator.generate("a", prompt_tokens=[[1] * 500]), "500 tokens, .* context is 48"),
         (lambda generator: generator.generate("a", SamplingParams(stop="ab")), "stop is 'ab'; use a list"),
         (lambda generator: Generator(generator.model, None), "tokenizer is None; pass the model's tokenizer"),
         (

@@ -267,7 +267,7 @@ def test_does_not_rewind_once_something_is_forgotten(random_model):
     model = random_model()
     cache = SinkCache(model, 1, 6, 2)
     model(draw_tokens(1, 9), cache=cache)
-    with pytest.raises(UserError, match="cannot go back"):
+    with pytest.raises(UserError, match="cannot restore evicted positions"):
         cache.truncate([8])
     assert cache.lengths == [9]
     cache.truncate([9])  # nowhere

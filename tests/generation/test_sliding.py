@@ -143,7 +143,7 @@ def test_a_new_text_is_read_whole_or_refused(model):
     hook = conversation.generator.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].tolist()[0]))
     list(conversation.reply("hello", SamplingParams(7, logit_bias=NO_END)))
     before, text = list(conversation.tokens), "x" * CONTEXT
-    with pytest.raises(UserError, match="the prompt has 13 tokens and the model's context is 12"):
+    with pytest.raises(UserError, match="the prompt has 13 tokens, but the model's context is 12"):
         list(conversation.reply(text + "x", SamplingParams(7)))
     assert conversation.tokens == before
     del passes[:]
@@ -167,7 +167,7 @@ def test_what_happens_at_the_end_of_the_context_is_said_once(model):
     assert said[slides] == [[], [line], []]
     assert said[ends][0] == []
     assert said[ends][1][0].startswith("stopped at the end of the context (12 tokens)")
-    assert said[ends][2].startswith("the prompt has 13 tokens and the model's context is 12")
+    assert said[ends][2].startswith("the prompt has 13 tokens, but the model's context is 12")
     slides.reset()
     for text, lines in [("hello", []), ("world", [line])]:  # the new text alone goes beyond the context
         list(slides.reply(text, SamplingParams(2, logit_bias=NO_END)))

@@ -362,7 +362,7 @@ def test_a_draft_model_proposes_its_own_samples_after_accepted_and_rejected_draf
 
 
 def test_a_draft_model_must_have_the_same_vocabulary_and_context(model):
-    with pytest.raises(UserError, match="the draft model has 300 token ids, the model 264"):
+    with pytest.raises(UserError, match="the draft has 300 token ids, the model has 264"):
         Generator(model, TOKENIZER, speculate=2, draft=small_model(vocab_size=300))
     with pytest.raises(UserError, match="the draft model's context is 47 tokens; use a draft model with at least 48"):
         Generator(model, TOKENIZER, speculate=2, draft=small_model(max_seq_len=47))

@@ -75,7 +75,7 @@ def test_there_and_back(tmp_path, shape, kind, monkeypatch, stress):
     save_pretrained(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
     compared = verify_hf_export(model, tokenizer, tmp_path, n_texts=100)
-    assert compared.endswith("equal, 100 texts tokenized equally, the text after 'The' equal")
+    assert compared.endswith("tokens, 100 texts tokenized identically, identical text after 'The'")
     again, its_tokenizer = load(tmp_path)
     assert again.config == model.config
     ours, back = model.state_dict(), again.state_dict()
@@ -112,7 +112,7 @@ def test_every_form_that_the_format_has(tmp_path, family, rope):
     assert hf_model_type(model.config) == family
     save_pretrained(model, None, tmp_path)
     compared = verify_hf_export(model, None, tmp_path)
-    assert compared.endswith(f", {28 if rope == 'dynamic' else 64} greedy tokens equal")
+    assert compared.endswith(f", {28 if rope == 'dynamic' else 64} equal greedy tokens")
     again, tokenizer = load(tmp_path)
     assert tokenizer is None
     with torch.no_grad():
@@ -264,7 +264,7 @@ def test_our_shards(tmp_path):
     assert set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()) == {file.name for file in files}
     with safe_open(files[0], framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-    assert verify_hf_export(model, None, tmp_path).endswith("greedy tokens equal")
+    assert verify_hf_export(model, None, tmp_path).endswith("equal greedy tokens")
     again, _ = load(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
@@ -278,7 +278,7 @@ def test_the_proof_sees_other_weights_and_another_tokenizer(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     other = tensors | {"model.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"] * 1.001}
     save_file(other, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RunError, match="logits of transformers differ"):
+    with pytest.raises(RunError, match="logits from transformers differ"):
         verify_hf_export(model, tokenizer, tmp_path, n_texts=50)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     content = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -296,7 +296,7 @@ def test_the_obvious_three_lines_give_the_generators_text(tmp_path, kind):
     model = random_model(vocab_size=tokenizer.vocab_size)
     save_pretrained(model, tokenizer, tmp_path)
     tokenizer_conversion.write(tokenizer, tmp_path, 64)
-    assert verify_hf_export(model, tokenizer, tmp_path, n_texts=20).endswith("the text after 'The' equal")
+    assert verify_hf_export(model, tokenizer, tmp_path, n_texts=20).endswith("identical text after 'The'")
     known = Generator(model, tokenizer).generate("A boy", SamplingParams(max_new_tokens=30, temperature=0))[0]
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     its_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -325,7 +325,7 @@ def test_tokens_that_rounding_may_swap_are_equal(tmp_path):
     nearly[twin if best < twin else best] *= 1 + 1e-6 * math.copysign(1, logit)  # the one that is not taken here
     save_file(tensors | {"lm_head.weight": nearly}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     compared = verify_hf_export(model, tokenizer, tmp_path, n_texts=20)
-    assert "text after 'The' equal for 0 tokens, up to a tie of the largest logits" in compared
+    assert "0 identical tokens after 'The', up to a tie between the largest logits" in compared
     assert is_likeliest(torch.tensor([1.0, 1.0 + 5e-6]), 0)
     assert not is_likeliest(torch.tensor([1.0, 1.0 + 5e-5]), 0)
 
@@ -374,7 +374,7 @@ def theirs(tmp_path_factory):
         ),
         ({"rope_parameters": {"rope_type": "default", "full_attention": {}}}, "rope_type is 'default'"),
         ({"hidden_size": None}, "has no hidden_size"),
-        ({"hidden_size": "big"}, "hidden_size is 'big'; it must be a whole number above 0"),
+        ({"hidden_size": "big"}, "hidden_size is 'big'; it must be an integer above 0"),
         ({"rope_parameters": [1]}, "rope_parameters is [1]; it must be a mapping"),
         ({"architectures": 5}, "architectures is 5; it must be a list"),
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),

@@ -95,7 +95,7 @@ def test_vectors_in_a_file_need_no_model(tmp_path):
     ("change", "message"),
     [
         ({"q": None}, "q is not a list of vectors"),
-        ({"k": [[1, 0], [1]]}, "k has 2 vectors; use at most 2048, all of one length"),
+        ({"k": [[1, 0], [1]]}, "k has 2 vectors; use at most 2048, all of the same length"),
         ({"k": [[1, 0], [1, float("nan")], [1, 1]]}, "k contains infinite or nested values"),
         ({"v": [["a"]] * 3}, "v contains values that are not numbers"),
         ({"v": [[[1]]] * 3}, "v contains infinite or nested values"),
@@ -120,5 +120,5 @@ def test_queries_that_a_file_does_not_have(tmp_path):
 
 
 def test_sums_have_no_scores(random_model):
-    with pytest.raises(UserError, match="layer 0 is linear attention"):
+    with pytest.raises(UserError, match="layer 0 uses linear attention"):
         explain(random_model(attention="linear(8)"), Prompt(torch.arange(4), list("abcd")), 0, 0, 1)

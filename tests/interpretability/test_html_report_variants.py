@@ -114,7 +114,7 @@ def test_more_than_a_page_holds(tmp_path, visit, monkeypatch):
     tab = visit(shown.path)
     assert tab.locator("#banner").is_visible()
     assert tab.locator("#banner").inner_text() == (
-        "29 tokens × 12 heads are too many for one report: 5 heads can be opened, "
+        "29 tokens × 12 heads are too many for one report: 5 heads can be opened; "
         "the others have only thumbnails and scores"
     )
     missing = next((n, h) for n in range(3) for h in range(4) if (n, h) not in shown.explorer.weights)

@@ -118,7 +118,7 @@ def test_one_key_head_stays_in_each_layer(random_model):
 @pytest.mark.parametrize(
     ("form", "groups", "message"),
     [
-        ({"n_kv_heads": 2}, [(0, 0), (0, 1)], "layer 0 would have no head left"),
+        ({"n_kv_heads": 2}, [(0, 0), (0, 1)], "layer 0 would have no heads left"),
         ({"n_kv_heads": 2}, [(0, 2)], "layer 0 has no KV head 2"),
         ({"n_kv_heads": 2}, [(5, 0)], "layer 5 has no KV head 0"),
         ({"n_kv_heads": 4, "positions": "alibi"}, [(0, 2)], "does not work with alibi"),

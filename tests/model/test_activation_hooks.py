@@ -201,7 +201,7 @@ def test_names_that_are_none(random_model, names, changes, message):
     model = random_model()
     with pytest.raises(UserError, match=message), model.patch(changes) if changes else model.record(*names):
         pass
-    with pytest.raises(UserError, match="the patch of blocks.0 is 'none'"), model.patch({"blocks.0": "none"}):
+    with pytest.raises(UserError, match="the patch for blocks.0 is 'none'"), model.patch({"blocks.0": "none"}):
         model(torch.zeros(1, 4, dtype=int))
 
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_recorded_or_patched_says_so(random_model):
             prepare_for_inference(model)
         with pytest.raises(UserError, match="close the hooks first"):
             copy.deepcopy(model)
-        with pytest.raises(UserError, match="leave compile out"):
+        with pytest.raises(UserError, match="use compile=False"):
             CompiledThinker(model)(tokens[:, :1], model.new_cache(1))
     with model.record("logits"), pytest.raises(UserError, match="in a pass with targets"):
         model(tokens, targets=tokens)

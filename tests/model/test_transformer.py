@@ -129,10 +129,10 @@ def test_wrong_inputs_are_refused(random_model):
         ({"tokens": "hello"}, r"tokens is a str; .* encode the text first: torch.tensor\(\[tokenizer"),
         ({"tokens": torch.tensor([[5, 99_999]])}, "token id 99999 in tokens is out of range; use 0 to 60"),
         ({"tokens": torch.tensor([[-1]])}, "token id -1 in tokens is out of range"),
-        ({"tokens": torch.zeros(1, 3)}, "tokens is torch.float32; it must be int64"),
+        ({"tokens": torch.zeros(1, 3)}, "tokens is torch.float32; it must be torch.int64"),
         (
             {"embeddings": torch.zeros(1, 3, 31)},
-            r"embeddings has shape \(1, 3, 31\); .* embeddings \(B, T, C\), not empty",
+            r"embeddings has shape \(1, 3, 31\); use non-empty tokens .* embeddings",
         ),
         ({"embeddings": [0.0]}, "embeddings is a list"),
         (
@@ -270,7 +270,7 @@ def test_weights_stay_fp32_while_activations_are_bf16(random_model):
         ({"d_model": 12, "n_heads": 4}, "even"),
         ({"n_layers": 0}, "from 1 to"),
         ({"dropout": 1.0}, "dropout"),
-        ({"attention": "fancy"}, "no pattern fancy"),
+        ({"attention": "fancy"}, "unknown pattern fancy"),
         ({"head_init_std": -0.1}, "from 0 to"),
         ({"rope_theta": 10**30}, "at most"),
         ({"init": "zeros"}, "choose from: fan_in, normal"),

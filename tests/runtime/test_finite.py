@@ -95,7 +95,7 @@ def test_logits_that_are_not_finite_are_an_error_too(command, overflowing_run, n
     if name == "scripts/export_hf.py":
         pytest.importorskip("transformers")
     message = command(name, overflowing_run, COMMANDS[name])
-    assert ("logits of transformers differ" if name == "scripts/export_hf.py" else "non-finite") in message
+    assert ("logits from transformers differ" if name == "scripts/export_hf.py" else "non-finite") in message
 
 
 def test_it_is_one_line_and_status_1(run_script, nan_run):

@@ -179,7 +179,7 @@ def test_a_plan_ends_in_a_recommendation():
     assert "(to 40 for 4 epochs)" in line
     (line,) = advice.recommendation(plan(peak_bytes=2 * 10**10))
     assert line.startswith(
-        "the run does not fit: it needs 20 GB, but only 10 GB are usable; set train.micro_batch_size=auto or train"
+        "the run does not fit: it needs 20 GB, but only 10 GB is usable; set train.micro_batch_size=auto or train"
     )
     assert "use about 50,000 parameters" in advice.recommendation(plan(optimal_tokens=10**9))[1]
     assert "about 50,000 parameters would learn more" in advice.recommendation(plan(optimal_tokens=10**5))[1]

@@ -87,7 +87,7 @@ def test_a_micro_batch_that_fits_is_found_and_printed(capsys, monkeypatch):
     monkeypatch.setattr(resolve_settings, "free_memory", lambda device, dist: 2**20)
     with pytest.raises(UserError, match="one sequence of 256 tokens needs"):
         resolved(one_layer, micro_batch_size="auto", batch_size=1)
-    with pytest.raises(UserError, match="does not divide .* 6 sequences; use 1, 2, 3, 6"):
+    with pytest.raises(UserError, match="does not divide .* .6 sequences.; use 1, 2, 3, 6"):
         resolved(NARROW, micro_batch_size=4)
 
 
