@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     mode.add_argument("--score", metavar="FILE", help="print the likelihood of the text in FILE (UTF-8; - for stdin)")
     group.add_argument("--logprobs", type=int, help="print the log-probability of each token and of the top N")
     group.add_argument("--json", action="store_true", help="print one JSON object per sample or score")
-    group = parser.add_argument_group("sampling (applied in this order)")
+    group = parser.add_argument_group("sampling (order: penalties, logit bias, temperature, top-k, top-p, min-p)")
     group.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens to generate")
     group.add_argument("--repetition-penalty", type=float, default=1.0, help="values above 1 reduce repetition")
     group.add_argument("--presence-penalty", type=float, default=0.0, help="lower the logit of a generated token by X")

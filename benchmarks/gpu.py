@@ -1,4 +1,4 @@
-"""All GPU measurements, in two parts of ten minutes."""
+"""All GPU measurements, in two parts of nine minutes each."""
 
 import argparse
 import json

@@ -73,7 +73,7 @@ def scale_setting(config: Config, key: str, setting: str) -> str:
         values = resolve_learning_rates(values, config.thinker_config(vocab_size=1), config.train.batch_size)
     base: Any = getattr(values, name, None)
     if not isinstance(base, (int, float)):
-        raise UserError(f"{key} is {base!r} in the config, which {setting} cannot multiply; use values")
+        raise UserError(f"{key} is {base!r} in the config, so {setting} cannot scale it; list values instead")
     try:
         return f"{float(setting[1:]) * base:.6g}"
     except ValueError as error:

@@ -146,7 +146,7 @@ def load_tensors(folder: Path, name: str, expected: Expected) -> dict[str, Tenso
         if has != needs and not (has and key in expected and tensor is None):
             has_text, needs_text = (" ".join(map(str, shape or ["nothing"])) for shape in (has, needs))
             where = folder if is_sharded else folder / name
-            raise CorruptCheckpoint(f"{where}: tensor {key} is {has_text} instead of {needs_text}")
+            raise CorruptCheckpoint(f"{where}: tensor {key}: found {has_text}, expected {needs_text}")
     wanted = {key: tensor for key, tensor in expected.items() if tensor is not None}
     if is_sharded or any(hasattr(tensor, "to_local") for tensor in wanted.values()):
         return sharded.read(folder, wanted)

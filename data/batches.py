@@ -76,9 +76,8 @@ class PackedDataset:
         self.stride = seq_len if stride is None else stride
         can_overlap = packing == "contiguous" and prefix_len <= 1
         if not 1 <= self.stride <= seq_len or (self.stride < seq_len and not can_overlap):
-            bounds = f"use 1 to the context length, {seq_len}"
-            needs = "overlap needs contiguous windows and a model without a prefix"
-            raise UserError(f"the stride is {self.stride} tokens; {bounds}; {needs}")
+            only = f", or exactly {seq_len} with packed documents or a bidirectional prefix"
+            raise UserError(f"the stride is {self.stride} tokens; use 1 to the context length, {seq_len}{only}")
         masked = [shard for shard in tokens.shards if document_masking and shard.loss_mask is not None]
         if any((shard.tokens[:] == shard.bos_id).sum() > len(shard.offsets) for shard in masked):
             reason = "the chat template also writes the BOS token inside conversations"

@@ -73,7 +73,8 @@ def prepare_corpus(
         raise UserError(f"data.val_fraction={val_fraction}: use a fraction between 0 and 1, for example 0.05")
     opened = open_source(source, **source_options)
     if val_tokens is not None and (kind in ("bpe", "char", "byte") or opened.whole_text):
-        raise UserError("data.val_tokens needs a source of documents and data.tokenizer=tiktoken:gpt2 or a path")
+        needs = "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other than a single text file"
+        raise UserError(f"data.val_tokens needs {needs}")
     if val_tokens is not None and not os.path.isfile(val_tokens):
         raise MissingData(f"data.val_tokens={val_tokens} is not a file; set the path of a token file")
     spec, tokenizer_key = (load_tokenizer(tokenizer) if kind == "path" else tokenizer), tokenizer
@@ -193,7 +194,7 @@ def encode_all(
         raise UserError("the rows mix conversations and text; put them in separate files")
     if documents[0].messages is None:
         if assistant_only_loss:
-            raise UserError("data.assistant_only_loss=true needs conversations; set data.column to lists of messages")
+            raise UserError("data.assistant_only_loss=true needs conversations; name its column in data.column")
         yield from ((ids, None) for ids in tokenizer.encode_batch([document.text for document in documents]))
         return
     reads_calls = tokenizer.chat_template is None or "tool_calls" in tokenizer.chat_template

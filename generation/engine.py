@@ -91,7 +91,8 @@ class Generator:
             raise UserError(f"window cannot be combined with {'speculate' if speculate else 'compile'}; use only one")
         if (window is not None or compile) and not config.is_plain:
             name, has = "compile" if compile else "window", f"{config.attention}, model.positions={config.positions}"
-            raise UserError(f"{name} needs full attention and RoPE, no softcap or sinks; got model.attention={has}")
+            needs = "full attention and plain RoPE in all layers, no soft cap or sinks"
+            raise UserError(f"{name} needs {needs} (this model has model.attention={has})")
         patterns = config.patterns if draft is None else (*config.patterns, *draft.config.patterns)
         if speculate and any(pattern.n_features for pattern in patterns):
             raise UserError("speculate does not support linear attention: its state cannot be rolled back; use 0")

@@ -119,7 +119,7 @@ def _read_windows(values: dict[str, Any], model_type: str, n_layers: int, no_rop
         wanted = f"it must list one of {', '.join(patterns)} per layer"
         raise UserError(f"config.json: layer_types is {layer_types}; {wanted}")
     if layer_types != default and model_type in ("llama", "mistral"):  # versions of transformers disagree here
-        raise UserError(f"config.json: layer_types is {layer_types}, but this {model_type} supports only {default[0]}")
+        raise UserError(f"config.json: layer_types is {layer_types}; {model_type} needs {default[0]} in every layer")
     layers = [patterns[kind] for kind in layer_types]
     return layers[0] if len(set(layers)) == 1 else layers
 
@@ -170,12 +170,12 @@ def hf_model_type(config: ThinkerConfig) -> str:
             raise UserError(f"cannot export a model with {obstacle}; no transformers architecture supports it")
     if config.no_rope_layers:
         if config.qk_norm or config.attention_bias or windows:
-            raise UserError("cannot export model.no_rope_layers with QK-norm, biases or windows; smollm3 has none")
+            raise UserError("cannot export model.no_rope_layers with QK-norm, biases or windows; remove one of them")
         return "smollm3"
     if config.qk_norm or config.attention_bias:
         return "qwen3" if config.qk_norm else "qwen2"
     if windows and "full" in layers:
-        raise UserError("cannot export windows in only some layers; use QK-norm, biases or the same window everywhere")
+        raise UserError("windows in only some layers can be exported only with model.qk_norm or model.attention_bias")
     return "mistral" if windows else "llama"
 
 

@@ -60,7 +60,7 @@ def load_pretrained(folder: Path) -> Thinker:
                 stored, wanted = file.get_slice(name), list(parameters[expected[name]].shape)
                 if stored.get_dtype() not in ("F32", "BF16", "F16") or stored.get_shape() != wanted:
                     found = f"{stored.get_dtype()} {stored.get_shape()}"
-                    raise CorruptCheckpoint(f"{path}: {name} is {found}; config.json expects {wanted}")
+                    raise CorruptCheckpoint(f"{path}: {name} is {found}; it must be F32, BF16 or F16 {wanted}")
                 tensors[expected[name]] = file.get_tensor(name).to(torch.float32, copy=True)  # no memory map
     if config.tie_embeddings and LM_HEAD in files:  # not all versions of transformers use it
         with open_safetensors(files[LM_HEAD]) as file:

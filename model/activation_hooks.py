@@ -81,7 +81,7 @@ def open_hooks(model: nn.Module, names: tuple[str, ...], patches: Mapping[str, P
     for pattern, patch in patches.items():
         for name in _matching_names(pattern, points):
             if points[name][1] in READ_ONLY:
-                raise UserError(f"{name} can be recorded but not patched; patch weights or heads instead")
+                raise UserError(f"{name} can be recorded but not patched; patch attention.weights or attention.heads")
             hooks.append((name, partial(_apply_patch, name, patch)))
     for name, function in hooks:
         module, point = points[name]

@@ -75,8 +75,8 @@ def choose_kernel(
     if requested != "auto":
         if supported.get(requested, False):
             return requested
-        hint = "" if requested in supported else f"; choose from: {', '.join(KERNELS)}"
-        raise UserError(f"the attention kernel {requested!r} does not support {pattern.text} here{hint}")
+        hint = "use auto" if requested in supported else f"choose from: {', '.join(KERNELS)}"
+        raise UserError(f"the kernel {requested!r} does not support {pattern.text} with these inputs; {hint}")
     T = query.position.shape[-1]
     if query.position.is_cuda:
         is_plain = pattern == CAUSAL and plain_scores and not (has_documents or has_alibi)

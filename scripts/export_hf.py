@@ -43,8 +43,10 @@ def main() -> int:
             settings = None if run is None else read_yaml(run / "config.yaml").get("run")
             base = Path(str(settings.get("init_from") if isinstance(settings, dict) else None))
             if not huggingface.is_hf_folder(base):
-                problem = f"run.init_from is {base}, not a Hugging Face folder"
-                raise UserError(f"--adapter needs a fine-tuned model: {problem}; remove --adapter")
+                problem = f"run.init_from is {base}"
+                raise UserError(
+                    f"--adapter needs a run that starts from a Hugging Face folder, but {problem}; remove --adapter"
+                )
             adapter = save_adapter(find_checkpoint(path, arguments.checkpoint), model.config, base.resolve(), temporary)
         else:
             huggingface.save_pretrained(model, tokenizer, temporary, int(arguments.shard_gigabytes * 2**30))

@@ -19,7 +19,7 @@ VIEWS = {"attribute": "attribution", "lens": "lens"}  # views to open; for other
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line, with one subparser per command."""
     shared, prompt, optional_prompt, texts, target, position = (ArgumentParser(add_help=False) for _ in range(6))
-    shared.add_model("model", "MODEL", "; explain also reads JSON")
+    shared.add_model("model", "MODEL", "; explain also reads a JSON file with vectors q, k and v")
     shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     group = shared.add_argument_group("output")
     group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE")
@@ -27,7 +27,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report (interactive with --prompt)")
     prompt.add_argument("--prompt", metavar="TEXT", required=True, help="text to run the model on")
     optional_prompt.add_argument("--prompt", metavar="TEXT", help="text to run the model on (default: random tokens)")
-    texts.add_argument("--text", type=Path, metavar="FILE", help="text to measure on (default: the validation split)")
+    texts.add_argument("--text", type=Path, metavar="FILE", help="text to measure on (default: validation split)")
     texts.add_argument("--texts", type=int, help="maximum number of sequences to measure on (default: 32)")
     target.add_argument("--target", metavar="TOKEN", help="predicted token (default: the most likely next token)")
     target.add_argument("--contrast-token", metavar="TOKEN", help="token whose logit is subtracted (default: none)")

@@ -17,6 +17,7 @@ from thinker.training.resume import RunState
 
 MANY_EPOCHS = 10  # up to 4 epochs are nearly as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
 GOOD_EPOCHS = 4
+FEW_STEPS = 20
 MIN_VAL_TOKENS = 2000  # with fewer, the standard error of the loss is several hundredths of a nat
 MIN_VAL_CONVERSATIONS = 10
 MANY_CUT = 0.01  # of the documents
@@ -66,9 +67,12 @@ def few_to_validate(val: TokenShards) -> str | None:
 def too_many_epochs(epochs: float, steps_per_epoch: float, at_most: str = "") -> str:
     """Say that a run has too many epochs, and what to change."""
     steps = max(1, math.ceil(GOOD_EPOCHS * steps_per_epoch))
+    seen = f"the model will see the data {at_most}{epochs:,.0f} times and memorize it"
+    if steps < FEW_STEPS:  # too few to learn from
+        return f"{seen}; add text: {GOOD_EPOCHS} epochs are only {steps} step{'s' if steps > 1 else ''}"
     return (
-        f"the model will see the data {at_most}{epochs:,.0f} times and memorize it; add text or lower train.max_steps "
-        f"(to {steps:,} for {GOOD_EPOCHS} epochs); raising model.dropout helps a little"
+        f"{seen}; add text or lower train.max_steps (to {steps:,} for {GOOD_EPOCHS} epochs); raising model.dropout "
+        "helps a little"
     )
 
 
@@ -96,7 +100,8 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
         minutes = math.ceil(2 * train.max_minutes)
         advice.append(
             f"train.max_minutes={train.max_minutes:g} ended the run after {state.step:,}{of_steps} steps; longer "
-            f"training would lower the validation loss: run the same command with train.max_minutes={minutes}"
+            f"training would lower the validation loss; continue it with: {_command('train')} "
+            f"{shlex.quote(f'{settings.run.dir}/config.yaml')} train.max_minutes={minutes}"
         )
     return [f"advice: {line}" for line in advice]
 
@@ -145,6 +150,9 @@ def recommendation(plan: dict[str, Any]) -> Lines:
             f"a model of about {_round(plan['tokens'] / 20)} parameters would learn more from these tokens "
             "(raise model.d_model or model.n_layers), but train more slowly"
         )
+    if plan.get("max_steps", 0) > plan.get("steps", 0):
+        ended = f"train.max_minutes ends the run after about {plan['steps']:,} of {plan['max_steps']:,} steps"
+        changes.append(f"{ended}; raise it to train to the end")
     if plan["peak_bytes"] > plan["usable_bytes"]:
         remedy = "set train.micro_batch_size=auto or train.checkpoint_every_n_blocks=1, or lower data.seq_len"
         return [f"the run does not fit: it needs {peak}, but only {usable} is usable; {remedy}", *changes]
@@ -204,15 +212,11 @@ def describe_result(val: dict[str, Any], state: RunState) -> Lines:
 
 def sampling_hint(run: Path, state: RunState, is_chat: bool) -> str:
     """The command that samples from a run; with `is_chat`, the one that chats with it."""
-    command, prompt = "thinker-generate", ""
-    if (script := Path(sys.argv[0])).name == "train.py":  # in a checkout
-        python = Path(sys.executable)
-        python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-        command = shlex.join([str(python), str(script.with_name("generate.py"))])
+    prompt = ""
     if prefix_len := state.settings.model.prefix:  # including the BOS token
         prompt = f' --prompt "at least {prefix_len} tokens of text"'
     prompt = ' --chat --prompt "your message"' if is_chat else prompt
-    return f"sample from it: {command} {shlex.quote(str(run))}{prompt}"
+    return f"sample from it: {_command('generate')} {shlex.quote(str(run))}{prompt}"
 
 
 def _amount(tokens: TokenShards) -> str:
@@ -227,3 +231,13 @@ def _kind(tokens: TokenShards) -> str:
 
 def _round(n: float) -> str:
     return f"{float(f'{n:.1g}'):,.0f}"
+
+
+def _command(name: str) -> str:
+    """The start of a command line: thinker-NAME, or python NAME.py in a checkout."""
+    script = Path(sys.argv[0])
+    if script.name != "train.py":
+        return f"thinker-{name}"
+    python = Path(sys.executable)
+    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    return shlex.join([str(python), str(script.with_name(f"{name}.py"))])

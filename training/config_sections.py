@@ -87,11 +87,11 @@ class ModelConfig(ConfigSection):
     head_init_std: float = 0.0
     """Std of the LM head's initial weights. Values above 0 speed up learning to copy and delay everything else."""
     attention: str | list[str] = "full"
-    """One attention pattern for all layers, a list with one pattern per layer, or letters such as LLLG."""
+    """A pattern such as full or window(64), a list of patterns, or letters such as LLLG (L: model.window, G: full)."""
     window: Size | None = None
     """Number of keys that each query attends to in layers with the letter L."""
     positions: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
-    """Position encoding."""
+    """Position encoding: rope, alibi, learned, sinusoidal or none."""
     rope_scaling: dict[str, Any] | None = None
     """RoPE scaling for longer contexts, such as `{type: yarn, factor: 4, original_max_seq_len: 256}`. null: none."""
     attn_logit_softcap: float | None = None
@@ -241,7 +241,7 @@ class TrackingConfig(ConfigSection):
     """Logging to Weights & Biases, in addition to metrics.jsonl."""
 
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Mode of Weights & Biases."""
+    """Weights & Biases: disabled, offline or online."""
     project: str = "thinker"
     """Project in Weights & Biases."""
     name: str | None = None

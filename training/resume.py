@@ -108,7 +108,8 @@ def open_run(run: RunDirectory, dist: DistContext) -> tuple[Path | None, RunStat
         return None, RunState()
     state = read_state(folder)
     if state.settings is None:
-        raise CorruptCheckpoint(f"{folder / 'state.json'} does not contain settings; use an earlier checkpoint")
+        remedy = f"move {folder} elsewhere to resume from an earlier checkpoint"
+        raise CorruptCheckpoint(f"{folder / 'state.json'} does not contain settings; {remedy}")
     return folder, state
 
 

@@ -249,7 +249,7 @@ def test_shapes_are_checked_before_loading(tmp_path):
     checkpoint.save(tmp_path / "a", random_model(), {})
     other = Thinker(ThinkerConfig(vocab_size=271, d_model=16, n_layers=1, n_heads=2))
     before = [parameter.clone() for parameter in other.parameters()]
-    with pytest.raises(CorruptCheckpoint, match="tensor embedding.weight is F32 270 16 instead of F32 271 16"):
+    with pytest.raises(CorruptCheckpoint, match="tensor embedding.weight: found F32 270 16, expected F32 271 16"):
         checkpoint.load_weights(other, tmp_path / "a")
     assert all(map(torch.equal, before, other.parameters()))
 

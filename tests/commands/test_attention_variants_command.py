@@ -85,9 +85,11 @@ def test_speculation_changes_no_text_and_is_refused_by_sums(trained):
 
 def test_what_a_form_cannot_is_refused(trained):
     name, folder = trained
-    with pytest.raises(UserError, match="window needs full attention and RoPE, no softcap or sinks"):
+    with pytest.raises(
+        UserError, match="window needs full attention and plain RoPE in all layers, no soft cap or sinks"
+    ):
         said(folder, window=8)
-    with pytest.raises(UserError, match="full attention and RoPE, no softcap or sinks"):
+    with pytest.raises(UserError, match="full attention and plain RoPE in all layers, no soft cap or sinks"):
         said(folder, compile=True)
     model, tokenizer = load(folder)
     if name == "prefix":

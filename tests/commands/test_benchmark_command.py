@@ -322,7 +322,7 @@ def test_checkpoint_overhead(train_args, tmp_path):
         (["sweep", "a.yaml", "--vary", "optimizer.lr"], "has no values"),
         (["sweep", "a.yaml", "--vary", "optimizer.lr=1", "--shapes", "64x4"], "'64x4' is not a shape"),
         (["sweep", ROOT / "configs" / "pysource.yaml", "--vary", "optimizer.lr=xx"], "xx is not a multiplier"),
-        (["sweep", ROOT / "configs" / "pysource.yaml", "--vary", "run.dir=x2"], "which x2 cannot multiply"),
+        (["sweep", ROOT / "configs" / "pysource.yaml", "--vary", "run.dir=x2"], "so x2 cannot scale"),
     ],
 )
 def test_training_benchmarks_reject_mistakes(command, message, tmp_path):

@@ -210,7 +210,7 @@ def test_user_errors_are_one_line_and_status_2(run_script, tiny_run):
         (["--confidence", "0.9999999999999999"], "0.9999"),
         (["--long", "--max-tokens", "9"], "--max-tokens has no effect with --long unless --source is set"),
         (["--context", "16,32", "--stride", "17", "--device", "cpu"], "use 1 to the context length, 16"),
-        (["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"], "needs contiguous windows"),
+        (["--source", "tales", "--max-tokens", "99", "--stride", "8", "--device", "cpu"], "with packed documents"),
         (["--context", "9999999", "--device", "cpu"], "--context is 9999999, longer than the text"),
         (["--stride", "9999999", "--device", "cpu"], "the stride is 9999999 tokens"),
         (["--tasks", "x", "--include", "nowhere"], "nowhere is not a folder"),

@@ -100,7 +100,7 @@ def test_mistakes_in_a_file_of_tokens(tmp_path, quick):
     with pytest.raises(UserError, match="is not a file"):
         quick(**options, **path_tokenizer, val_tokens=str(tmp_path))
     for bad in ({}, {"source": "text", "path": str(tmp_path / "a.jsonl")} | path_tokenizer):
-        with pytest.raises(UserError, match="needs a source of documents and"):
+        with pytest.raises(UserError, match="a source other than a single text file"):
             quick(**{**options, **bad}, val_tokens=str(tmp_path / "val.bin"))
 
 

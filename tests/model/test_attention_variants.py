@@ -438,7 +438,7 @@ def test_learning_goes_on_in_every_form(random_model):
 def test_forced_kernels_that_cannot_are_refused(random_model):
     model = Thinker(random_model(attention="strided(4)").config)
     model.kernel = "local"
-    with pytest.raises(UserError, match=r"the attention kernel 'local' does not support strided\(4\)"):
+    with pytest.raises(UserError, match=r"the kernel 'local' does not support strided\(4\)"):
         model(torch.zeros(1, 9, dtype=torch.long))
     model.kernel = "fast"
     with pytest.raises(UserError, match="choose from: auto, sdpa"):

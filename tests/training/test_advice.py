@@ -140,15 +140,15 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
     far, near = ([*losses(2, 1), val(20, loss, entropy_floor=1.0)] for loss in (1.13, 1.04))
     (line,) = advice.after_training(far, ended(60, 3), 0.5)
     assert "train.max_minutes=3 ended the run after 60 of 100 steps" in line
-    assert "run the same command with train.max_minutes=6" in line
+    assert "/config.yaml train.max_minutes=6" in line
     assert advice.after_training(near, ended(60, 3), 0.5) == []
     assert advice.after_training(far, ended(100, 1), 0.5) == []  # its steps ended it
     falling, risen = ([*losses(2, 1), val(10, 2.5), val(20, loss)] for loss in (2.4, 2.51))  # a text of unknown entropy
     (line,) = advice.after_training(falling, ended(60, 3), 0.5)
-    assert "run the same command with train.max_minutes=6" in line
+    assert "/config.yaml train.max_minutes=6" in line
     assert advice.after_training(risen, ended(60, 3), 0.5) == []
     (line,) = advice.after_training([*losses(2, 1), val(20, 2.4)], ended(60, 3), 0.5)
-    assert "run the same command with train.max_minutes=6" in line
+    assert "/config.yaml train.max_minutes=6" in line
 
 
 def test_losses_of_twice_the_floor_and_more_are_factors(ended):
@@ -206,3 +206,16 @@ def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
 )
 def test_epochs_in_words(epochs, text):
     assert advice.format_epochs(epochs) == text
+
+
+def test_a_text_for_a_few_steps_needs_more_text_and_not_fewer_steps():
+    assert "add text: 4 epochs are only 1 step" in advice.too_many_epochs(640, 0.19)
+    assert "(to 40 for 4 epochs)" in advice.too_many_epochs(15, 10)
+
+
+def test_a_plan_says_which_step_its_minutes_reach():
+    plan = {"peak_bytes": 1, "usable_bytes": 2, "optimal_tokens": None, "tokens": 9, "steps": 328, "max_steps": 700}
+    fits, ended = advice.recommendation(plan)
+    assert fits == "the run fits"
+    assert "after about 328 of 700 steps" in ended
+    assert advice.recommendation(plan | {"steps": 700}) == ["the run fits; no changes needed"]
