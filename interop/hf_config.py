@@ -175,7 +175,7 @@ def hf_model_type(config: ThinkerConfig) -> str:
     if config.qk_norm or config.attention_bias:
         return "qwen3" if config.qk_norm else "qwen2"
     if windows and "full" in layers:
-        raise UserError("windows in only some layers can be exported only with model.qk_norm or model.attention_bias")
+        raise UserError("cannot export windows in only some layers without model.qk_norm or model.attention_bias")
     return "mistral" if windows else "llama"
 
 

@@ -104,7 +104,7 @@ def test_every_stride_counts_each_token_once(length, stride, n):
 
 
 def test_a_stride_needs_contiguous_windows(tokens):
-    with pytest.raises(UserError, match="contiguous"):
+    with pytest.raises(UserError, match="packed documents"):
         PackedDataset(tokens, 32, "documents", stride=8)
     with pytest.raises(UserError, match="prefix"):
         PackedDataset(tokens, 32, "contiguous", stride=8, prefix_len=4)
