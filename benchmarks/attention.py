@@ -33,7 +33,8 @@ N_DECODED = 20  # tokens per timed call
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
-    parser.add_argument("--patterns", nargs="*", default=list(PATTERNS), help="patterns, as in model.attention")
+    patterns_help = "patterns, as in model.attention (default: one of each kind)"
+    parser.add_argument("--patterns", nargs="*", default=list(PATTERNS), help=patterns_help)
     parser.add_argument("--kernels", nargs="*", default=["auto", "sdpa"], choices=KERNELS, help="attention kernels")
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192", metavar="N,...", help="increasing lengths")
     parser.add_argument("--heads", type=int, default=4, help="number of heads")

@@ -1,7 +1,7 @@
 """Folders of the token cache, built under a lock and verified when they are opened.
 
 KEY/                        a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each file
-KEY.building-XXXXXXXX/      a corpus under construction
+KEY.building-XXXXXXXX/      a corpus that is being built
 KEY.building-XXXXXXXX.lock  locked by the process that builds the corpus until it ends
 """
 

@@ -36,7 +36,7 @@ SMALLER = {
     ],
     "finetune.yaml": ["train.batch_size=2"],
     "plan.py": ["--no-steps"],
-    "wandb": ["tracking.wandb=offline", "run.dir=runs/tracked"],
+    "wandb": ["tracking.wandb=offline"],
     "eval.py": ["--max-tokens", "300"],
     "generate.py": ["--max-new-tokens", "3"],
 }

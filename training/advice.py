@@ -98,10 +98,12 @@ def after_training(lines: list[dict[str, Any]], state: RunState, epochs: float) 
     if by_time and (loss / floor - 1 > FAR_FROM_FLOOR if floor else is_falling and not advice):
         of_steps = f" of {train.max_steps:,}" if train.max_steps else ""
         minutes = math.ceil(2 * train.max_minutes)
+        command = f"{_command('train')} {shlex.quote(f'{settings.run.dir}/config.yaml')}"
+        if "ranks" in state.machine:  # torchrun has options of its own
+            command = "the same command and"
         advice.append(
             f"train.max_minutes={train.max_minutes:g} ended the run after {state.step:,}{of_steps} steps; longer "
-            f"training would lower the validation loss; continue it with: {_command('train')} "
-            f"{shlex.quote(f'{settings.run.dir}/config.yaml')} train.max_minutes={minutes}"
+            f"training would lower the validation loss; continue it with {command} train.max_minutes={minutes}"
         )
     return [f"advice: {line}" for line in advice]
 
@@ -150,7 +152,7 @@ def recommendation(plan: dict[str, Any]) -> Lines:
             f"a model of about {_round(plan['tokens'] / 20)} parameters would learn more from these tokens "
             "(raise model.d_model or model.n_layers), but train more slowly"
         )
-    if plan.get("max_steps", 0) > plan.get("steps", 0):
+    if (plan.get("max_steps") or 0) > plan.get("steps", 0):
         ended = f"train.max_minutes ends the run after about {plan['steps']:,} of {plan['max_steps']:,} steps"
         changes.append(f"{ended}; raise it to train to the end")
     if plan["peak_bytes"] > plan["usable_bytes"]:

@@ -95,7 +95,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if train.max_minutes is not None and measure:
         limits.append(1 + max(0, int((60 * train.max_minutes - first) / seconds)))
     if limits:
-        plan |= {"steps": min(limits), "max_steps": limits[0], "tokens": round(min(limits) * step_tokens)}
+        plan |= {"steps": min(limits), "max_steps": train.max_steps, "tokens": round(min(limits) * step_tokens)}
         if corpus is not None:
             plan["epochs"] = min(limits) * train.batch_size / len(sequences)
         if measure:

@@ -141,6 +141,9 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
     (line,) = advice.after_training(far, ended(60, 3), 0.5)
     assert "train.max_minutes=3 ended the run after 60 of 100 steps" in line
     assert "/config.yaml train.max_minutes=6" in line
+    ranks = ended(60, 3).model_copy(update={"machine": {"ranks": "2 (ddp)"}})
+    (line,) = advice.after_training(far, ranks, 0.5)
+    assert line.endswith("continue it with the same command and train.max_minutes=6")
     assert advice.after_training(near, ended(60, 3), 0.5) == []
     assert advice.after_training(far, ended(100, 1), 0.5) == []  # its steps ended it
     falling, risen = ([*losses(2, 1), val(10, 2.5), val(20, loss)] for loss in (2.4, 2.51))  # a text of unknown entropy
