@@ -55,7 +55,7 @@ NOT_HERE = {
     "--over-training": "needs a run of hundreds of steps",
     "inspect_model.py patch": "needs a model that has learned to recall",
     "fineweb_val": "a download",
-    "generate.py runs/gpu-124m": "the run of another machine",
+    'runs/gpu-124m --prompt "Once upon a time" --compile': "compiles for a minute",
 }
 
 
