@@ -64,8 +64,12 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     precisions = ["auto", "fp32", "bf16", "fp16"]
     group.add_argument("--precision", default="auto", choices=precisions, help="precision of weights and KV cache")
-    group.add_argument("--int8", action="store_true", help="int8 weights; --score reports the change in quality")
-    group.add_argument("--compile", action="store_true", help="compile decoding: slower start, faster steps")
+    bits = group.add_mutually_exclusive_group()
+    bits_help = "bits per weight: 8 or 4; --score reports the change in quality (default: those of --precision)"
+    bits.add_argument("--bits", type=int, choices=[8, 4], help=bits_help)
+    bits.add_argument("--int8", dest="bits", action="store_const", const=8, help="the same as --bits 8")
+    compile_help = "compile decoding: on a CPU with its C compiler (default, if there is one), on a GPU with torch"
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help=compile_help)
     group.add_argument("--speculate", type=int, default=0, help="draft N tokens per step by prompt lookup")
     group.add_argument("--draft", metavar="PATH", help="with --speculate: draft with this smaller model")
     border = group.add_mutually_exclusive_group()
@@ -138,15 +142,17 @@ def main() -> int:
     draft, draft_tokenizer = (None, tokenizer) if arguments.draft is None else load(arguments.draft, device)
     if draft_tokenizer is None or draft_tokenizer.content_hash != tokenizer.content_hash:
         raise UserError(f"--draft {arguments.draft} has a different tokenizer; use a draft with the model's tokenizer")
-    options = {name: options[name] for name in ("int8", "compile", "window", "sinks", "speculate")}
+    options = {name: options[name] for name in ("bits", "compile", "window", "sinks", "speculate")}
     options["slide"] = not arguments.no_slide
     generator = Generator(model, tokenizer, not arguments.no_cache, dtype=DTYPES[precision], draft=draft, **options)
-    setup = f"{'int8 weights, ' if arguments.int8 else ''}{precision} on {device.type}"
+    setup = f"{f'{arguments.bits}-bit weights, ' if arguments.bits else ''}{precision} on {device.type}"
+    if generator.kernel_problem:
+        setup += f"; slower without compiled kernels: {generator.kernel_problem}"
     if text_to_score is not None:
         terminal.log(setup)
         warn_of_lost_text(loses_text(tokenizer, text_to_score, tokenizer.encode(text_to_score)), 1)
         exact = None
-        if arguments.int8:
+        if arguments.bits:
             exact = Generator(model, tokenizer, window=arguments.window, sinks=arguments.sinks).score(text_to_score)
         terminal.print_score(
             generator, generator.score(text_to_score, n_top, progress=True), exact, arguments.json, show_logprobs
@@ -163,8 +169,8 @@ def main() -> int:
         conversation, tokens = Conversation(generator), generator.encode(prompt)
     first = generator.new_sequence(0, Completion(prompt), params, tokens)  # validates both before anything is printed
     check_cache_fits(generator, generator.model, arguments.num_samples, len(tokens) + first.n_remaining)
-    if arguments.int8 and device.type == "cuda" and not (arguments.compile and arguments.num_samples == 1):
-        terminal.log("int8 is slower on a GPU without --compile or with several samples; it only saves memory there")
+    if arguments.bits and device.type == "cuda" and not (arguments.compile and arguments.num_samples == 1):
+        terminal.log("--bits is slower on a GPU without --compile or with several samples; it only saves memory there")
     terminal.log(f"seed {params.seed}, {setup}" if params.temperature > 0 else setup)
     if arguments.interactive:
         run_interactive(conversation, prompt, params)

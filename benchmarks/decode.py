@@ -22,6 +22,7 @@ SHAPES = {
     "124m": {"vocab_size": 50304, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048},
     "1.1b": {"vocab_size": 32000, "d_model": 2048, "n_layers": 22, "n_heads": 32, "n_kv_heads": 4, "d_ff": 5632},
 }
+BITS = {"int8": 8, "int4": 4}
 CPU_VARIANTS = "transformers-fp32,fp32,fp32-compiled,fp32@8,bf16,bf16@8,int8,int8-compiled,int8@8"
 CUDA_VARIANTS = "transformers-bf16,transformers-bf16-compiled,bf16,bf16-compiled,int8-compiled"
 
@@ -100,19 +101,19 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     words = label.split("-")
     is_transformers, is_compiled = words[0] == "transformers", words[-1] == "compiled"
     precision = words[1] if is_transformers and len(words) > 1 else words[0]
-    supported = [*DTYPES] if is_transformers else [*DTYPES, "int8"]
+    supported = [*DTYPES] if is_transformers else [*DTYPES, *BITS]
     if precision not in supported or not (batch_text or "1").isdecimal():
         raise UserError(
             f"unknown variant {name} in --variants; use names such as transformers-fp32, fp32-compiled or bf16@8"
         )
     batch, dtype = int(batch_text or 1), DTYPES.get(precision)
-    if dtype is None:  # int8, whose activations have another precision
+    if dtype is None:  # 8 or 4 bits, whose activations have another precision
         dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
     if is_transformers:
         generate, n_bytes = transformers_generate(model, batch, n_prompt, dtype, is_compiled)
     else:
         generator = Generator(
-            model, make_tokenizer("byte", []), dtype=dtype, compile=is_compiled, int8=precision == "int8"
+            model, make_tokenizer("byte", []), dtype=dtype, compile=None if model.device.type == "cpu" else is_compiled, bits=BITS.get(precision)
         )
         generate, n_bytes = thinker_generate(generator, batch, n_prompt), matrix_bytes(generator.model)
     kv_per_token = 2 * model.config.n_layers * model.config.n_kv_heads * model.config.head_dim

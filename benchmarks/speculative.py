@@ -59,7 +59,7 @@ def measure_int8(trainer: Trainer, n_windows: int) -> dict[str, Any]:
     nats, n_bytes = {"fp32": 0.0, "int8": 0.0}, 0
     generators = {
         "fp32": Generator(trainer.model, tokenizer, dtype=torch.float32),
-        "int8": Generator(trainer.model, tokenizer, dtype=torch.float32, int8=True),
+        "int8": Generator(trainer.model, tokenizer, dtype=torch.float32, bits=8),
     }
     for passage in tqdm(passages, desc="int8", leave=False):
         text = tokenizer.decode(passage)
@@ -85,7 +85,7 @@ def measure_speculation(trainer: Trainer, arguments: argparse.Namespace) -> dict
     prompts = [tokenizer.decode(passage[: arguments.prompt]) for passage in passages]
     rows = []
     for precision in arguments.precisions.split(","):
-        options: dict[str, Any] = {"int8": True} if precision == "int8" else {"dtype": DTYPES[precision]}
+        options: dict[str, Any] = {"bits": 8} if precision == "int8" else {"dtype": DTYPES[precision]}
         plain = Generator(trainer.model, tokenizer, **options)
         speculative = {n: Generator(trainer.model, tokenizer, speculate=n, **options) for n in arguments.drafts}
         for temperature in arguments.temperatures:

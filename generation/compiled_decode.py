@@ -24,21 +24,16 @@ CAPACITY_MULTIPLE = 128  # positions
 class CompiledThinker:
     """model(tokens, cache=cache) for one position per row, through torch.compile. For `is_plain` models only.
 
-    On a CPU the cache length is a dynamic dimension. Only batches of one row are compiled, since larger ones are bound
-    by matrix products. On a GPU, rows are rounded up to a power of two and the cache's max_len to a multiple of 128.
-    Each such bucket is captured as a CUDA graph; only the newest one is kept, to bound memory.
+    Rows are rounded up to a power of two and the cache's max_len to a multiple of 128. Each such bucket is captured as
+    a CUDA graph; only the newest one is kept, to bound memory. A CPU uses NativeThinker instead.
     """
 
-    def __init__(self, model: Thinker, use_buckets: bool | None = None) -> None:
-        """`use_buckets` (default: on a GPU)."""
+    def __init__(self, model: Thinker) -> None:
         self.model = model
-        on_cpu, on_cuda = (model.device.type == kind for kind in ("cpu", "cuda"))
-        self.uses_buckets = on_cuda if use_buckets is None else use_buckets
-        # The pattern matcher would restore SDPA, which copies the keys. Kernels called from C++ save 3.5% of a step.
-        options = {"pattern_matcher": False, "cpp_wrapper": on_cpu, "size_asserts": False}
+        # The pattern matcher would restore SDPA, which copies the keys.
+        options = {"pattern_matcher": False, "size_asserts": False}
         # None: only dimensions that a bucket marks are dynamic. With True, heads and widths would be dynamic, too.
-        step, dynamic = (_bucket_step, None) if self.uses_buckets else (_step, True)
-        self._compiled = torch.compile(_with_own_code(step), dynamic=dynamic, fullgraph=True, options=options)
+        self._compiled = torch.compile(_with_own_code(_step), dynamic=None, fullgraph=True, options=options)
         self._bucket: _Bucket | None = None
         self.compile_seconds = 0.0  # spent on compiling and on capturing CUDA graphs
 
@@ -46,38 +41,25 @@ class CompiledThinker:
         """tokens (B, 1) -> logits (B, 1, V)."""
         if has_open_hooks(self.model):
             raise UserError("activations of a compiled model cannot be recorded or patched; use compile=False")
-        if self.uses_buckets:
-            positions = cache.reserve(*tokens.shape)
-            shape = 1 << (len(tokens) - 1).bit_length(), -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
-            if self._bucket is None or self._bucket.shape != shape:
-                self._bucket = None  # frees its memory first
-                start = time.perf_counter()
-                self._bucket = _Bucket(self.model, self._compiled, *shape)
-                self.compile_seconds += time.perf_counter() - start
-            self._bucket.adopt(cache)
-            return self._bucket.run(tokens, positions)
-        if len(tokens) > 1:
-            return self.model(tokens, cache=cache)
-        context = cache.append(*tokens.shape)
-        context.rope = self.model.rope(context.positions, context.end, self.model.dtype)
-        start = time.perf_counter()
-        logits = self._compiled(self.model, tokens, context, cache)
-        self.compile_seconds = self.compile_seconds or time.perf_counter() - start  # compiled in the first step
-        return logits
+        positions = cache.reserve(*tokens.shape)
+        shape = 1 << (len(tokens) - 1).bit_length(), -(-cache.max_len // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+        if self._bucket is None or self._bucket.shape != shape:
+            self._bucket = None  # frees its memory first
+            start = time.perf_counter()
+            self._bucket = _Bucket(self.model, self._compiled, *shape)
+            self.compile_seconds += time.perf_counter() - start
+        self._bucket.adopt(cache)
+        return self._bucket.run(tokens, positions)
 
 
-def _step(model: Thinker, tokens: Tensor, context: ForwardContext, cache: KVCache) -> Tensor:
-    return model.lm_head(model.forward_blocks(tokens, context, cache))
-
-
-def _bucket_step(model: Thinker, tokens: Tensor, positions: Tensor, rope_table: Rotation, cache: KVCache) -> Tensor:
+def _step(model: Thinker, tokens: Tensor, positions: Tensor, rope_table: Rotation, cache: KVCache) -> Tensor:
     """tokens, positions (B, 1), rope_table (S, D) each, a cache of S positions -> logits (B, 1, V)."""
     S, n_layers = cache.layers[0].keys.shape[2], len(cache.layers)
     allowed = torch.arange(S, device=positions.device) <= positions  # (B, S)
     masks = [AttentionMask(allowed[:, None, None])] * n_layers  # (B, 1, 1, S)
     cos, sin = (table[positions].unsqueeze(1) for table in rope_table)  # (B, 1, 1, D)
     context = ForwardContext(positions, S, masks, [CacheSlots(positions, S)] * n_layers, (cos, sin))
-    return _step(model, tokens, context, cache)
+    return model.lm_head(model.forward_blocks(tokens, context, cache))
 
 
 def _with_own_code(function: FunctionType) -> FunctionType:

@@ -17,12 +17,15 @@ from thinker.generation import prompts as checks
 from thinker.generation.batch_sampling import sample_next, sample_steps, top_logprobs
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.inference_model import prepare_for_inference
+from thinker.generation.native_decode import NativeThinker
 from thinker.generation.sampler import SamplingParams
 from thinker.generation.sequence import Completion, Score, Sequence
 from thinker.generation.sink_cache import SinkCache
 from thinker.generation.sliding import decode_sliding
 from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_len
 from thinker.model import KVCache, Thinker
+from thinker.native.compiler import load_library
+from thinker.native.operations import FORMATS
 from thinker.runtime.device import choose_dtype, to_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_computed
@@ -46,8 +49,9 @@ class Generator:
         use_cache: bool = True,  # False: recompute all positions at every step, for comparison
         *,
         dtype: torch.dtype | str | None = None,  # of weights, activations and cache; also a name, such as "bf16"
-        int8: bool = False,  # store the weights in int8 (generation.int8.Int8Linear)
-        compile: bool = False,  # compile the decoding step with torch.compile; on a GPU, capture a CUDA graph
+        bits: int | None = None,  # store the weights in 8 or 4 bits (native.quantization)
+        compile: bool | None = None,  # on a CPU: use kernels in C, by default if they can be compiled; on a GPU:
+        # compile the decoding step and capture a CUDA graph, by default not
         window: int | None = None,  # attend to the newest `window` positions, in texts of any length
         sinks: int = 0,  # with `window`, also attend to the first `sinks` positions
         slide: bool = False,  # continue from the newest half when the context is full (generation.sliding)
@@ -59,21 +63,42 @@ class Generator:
         check_types(get_type_hints(Generator.__init__), locals())
         config, dtype = model.config, choose_dtype(dtype or model.dtype)
         self.config, self.tokenizer, self.use_cache = config, tokenizer, use_cache
-        self.window, self.sinks, self.speculate = window, sinks, speculate
-        self._check_options(compile, draft)
+        self.window, self.sinks, self.speculate, self.bits = window, sinks, speculate, bits
+        self._check_options(bool(compile), bits, draft, model.device.type == "cpu")
+        self.kernel_problem = ""  # why decoding uses no native kernels, if nobody asked for that
+        self.native = self._use_native(model, dtype, compile)
         self.supports_window = use_cache and config.is_plain
         self.slide = slide and config.prefix == 0
         self.context_len = config.max_cached_len if use_cache else config.max_seq_len
         if window is not None or (config.is_unbounded and use_cache):
             self.context_len = math.inf
-        self.model = prepare_for_inference(model, dtype, int8)
-        self.decode_model = CompiledThinker(self.model) if compile else self.model
-        self.draft = None if draft is None else prepare_for_inference(draft, dtype, int8)
+        self.model = prepare_for_inference(model, dtype, bits, self.native)
+        self.decode_model = NativeThinker(self.model) if self.native else self.model
+        if compile and not self.native:
+            self.decode_model = CompiledThinker(self.model)
+        self.draft = None if draft is None else prepare_for_inference(draft, dtype, bits, self.native)
         # Tokens per row to sample before the host reads them; those after the end of a text are dropped.
         can_drop = use_cache and not speculate and window is None and self.model.device.type == "cuda"
         self.steps_per_read = STEPS_PER_READ if can_drop else 1
 
-    def _check_options(self, compile: bool, draft: Thinker | None) -> None:
+    def _use_native(self, model: Thinker, dtype: torch.dtype, compile: bool | None) -> bool:
+        """Whether to use native kernels. Raises UserError if `compile` demands them and they are not available."""
+        if model.device.type != "cpu" or compile is False:
+            return False
+        if dtype not in FORMATS:
+            problem = f"kernels in C support fp32 and bf16, not {dtype}".replace("torch.", "")
+        else:
+            try:
+                load_library()
+                return True
+            except UserError as error:
+                problem = str(error)
+        if compile:
+            raise UserError(f"compile is not available: {problem}; use compile=False")
+        self.kernel_problem = problem
+        return False
+
+    def _check_options(self, compile: bool, bits: int | None, draft: Thinker | None, on_cpu: bool) -> None:
         config, window, sinks, speculate = self.config, self.window, self.sinks, self.speculate
         if self.tokenizer.vocab_size > config.vocab_size:
             raise UserError(f"tokenizer has {self.tokenizer.vocab_size} ids, more than the model's {config.vocab_size}")
@@ -82,11 +107,14 @@ class Generator:
         if window is not None and not 1 <= window <= config.max_seq_len - sinks:
             limit = f"the trained context ({config.max_seq_len} tokens)"
             raise UserError(f"window is {window}, sinks is {sinks}; use window >= 1, and a sum of at most {limit}")
+        if bits not in (None, 4, 8):
+            raise UserError(f"bits is {bits}; use 8 or 4, or None for weights in `dtype`")
         if not 0 <= speculate <= 64:
             raise UserError(f"speculate is {speculate}; use 0 (off) to 64 drafted tokens per step")
         for name, value in {"window": window, "speculate": speculate, "compile": compile}.items():
             if value and not self.use_cache:
                 raise UserError(f"{name} needs the KV cache; use use_cache=True")
+        compile = compile and not on_cpu  # kernels for a CPU support all models and windows
         if window is not None and (speculate or compile):
             raise UserError(f"window cannot be combined with {'speculate' if speculate else 'compile'}; use only one")
         if (window is not None or compile) and not config.is_plain:
@@ -181,7 +209,8 @@ class Generator:
         while True:
             if drafter is None:
                 n_steps = min(self.steps_per_read, *(sequence.n_remaining for sequence in sequences))
-                sampled = sample_steps(sequences, logits, n_steps, partial(self.decode_model, cache=cache))
+                step = partial(self.decode_model, cache=cache)
+                sampled = sample_steps(sequences, logits, n_steps, step, self.native)
             else:
                 sampled = sample_next(sequences, drafts, logits)
             unfinished = []

@@ -3,28 +3,35 @@
 import torch
 from torch import Tensor, nn
 
-from thinker.generation.int8 import Int8Linear
+from thinker.generation.inference_linear import NativeLinear, QuantizedLinear
 from thinker.model import Thinker
 from thinker.model.activation_hooks import has_open_hooks
 from thinker.model.layers import Linear, RMSNorm
+from thinker.native.quantization import quantize
 from thinker.runtime.errors import UserError
 
 
 @torch.no_grad()
-def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, int8: bool = False) -> Thinker:
+def prepare_for_inference(
+    model: Thinker, dtype: torch.dtype = torch.float32, bits: int | None = None, native: bool = False
+) -> Thinker:
     """Copy a Thinker for sampling, fusing matrices with the same input (q, k and v; gate and up).
 
-    `int8` quantizes all matrices and the LM head, tied or not; embedding, activations and cache have `dtype`.
+    `bits` (8 or 4) quantizes all matrices and the LM head, tied or not; embedding, activations and cache have `dtype`.
+    `native` uses the kernels of `thinker.native`, for fp32 and bf16 on a CPU.
     """
+    on_cpu = model.device.type == "cpu"
 
     def fuse(*linears: Linear) -> nn.Module:
         weight = torch.cat([linear.effective_weight() for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         bias = torch.cat(biases).to(dtype) if biases else None
-        if int8:
-            return Int8Linear(weight, bias)
+        if bits is not None and (native or not on_cpu):
+            return QuantizedLinear(weight, bias, bits, native)
+        if bits is not None:  # without kernels, a CPU would take longer to expand the codes than to multiply
+            weight = quantize(weight, bits).dequantize()
         with torch.device("meta"):
-            fused = Linear(weight.shape[1], weight.shape[0])
+            fused = (NativeLinear if native else Linear)(weight.shape[1], weight.shape[0])
         fused.weight, fused.bias = _frozen(weight.to(dtype)), None if bias is None else _frozen(bias)
         return fused
 
@@ -44,7 +51,10 @@ def prepare_for_inference(model: Thinker, dtype: torch.dtype = torch.float32, in
         new.gate_up_proj, new.down_proj = fuse(old.gate_proj, old.up_proj), fuse(old.down_proj)
         del new.gate_proj, new.up_proj
     copy.embedding.weight = _frozen(model.embedding.weight.to(dtype))
-    if model.config.tie_embeddings and not int8:
+    if model.config.tie_embeddings and bits is None:
+        if native:
+            with torch.device("meta"):
+                copy.lm_head = NativeLinear(model.config.d_model, model.config.vocab_size)
         copy.lm_head.weight = copy.embedding.weight
     else:
         copy.lm_head = fuse(model.lm_head)

@@ -61,6 +61,13 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "logit_bias", _sorted_pairs(self.logit_bias))
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties, a bias or a filter apply, beside the temperature."""
+        has_filter = self.top_k is not None or self.top_p not in (None, 1) or bool(self.min_p)
+        has_penalty = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(has_filter or has_penalty or self.logit_bias)
+
 
 def _is_number(value: object, kind: type, lowest: float, highest: float) -> bool:
     is_kind = isinstance(value, kind) and not isinstance(value, bool)

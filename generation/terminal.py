@@ -64,7 +64,7 @@ def logprob_lines(generator: Generator, tokens: Completion | Score) -> Iterator[
 
 
 def print_score(generator: Generator, score: Score, exact: Score | None, as_json: bool, show_logprobs: bool) -> None:
-    """Print the likelihood of a text. `exact`: the score of the fp32 model, for comparison with int8."""
+    """Print the likelihood of a text. `exact`: the score of the fp32 model, for comparison with --bits."""
     n_tokens, bits = len(score.token_ids), score.bits_per_byte
     context = generator.context_len
     windows = f", in windows of {context} tokens, each overlapping the last by half" if n_tokens > context else ""
@@ -73,7 +73,7 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
     numbers |= {"nats_per_token": score.nats / max(n_tokens, 1), "bits_per_byte": bits}
     if exact is not None:
         numbers["bits_per_byte_fp32"] = exact.bits_per_byte
-        numbers["cost_of_int8"] = bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
+        numbers["cost_of_quantization"] = bits / exact.bits_per_byte - 1 if exact.bits_per_byte else 0.0
     if as_json:
         tokens = {"token_ids": score.token_ids, "logprobs": score.logprobs, "top_logprobs": score.top_logprobs}
         print(finite_json({**numbers, **tokens}))
@@ -85,4 +85,4 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         "{bits_per_byte:.4f} bits per byte".format(**numbers)
     )
     if exact is not None:
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; int8: {100 * numbers['cost_of_int8']:+.3f}%")
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; in {generator.bits} bits: {100 * numbers['cost_of_quantization']:+.3f}%")

@@ -1,0 +1,83 @@
+"""Compile the kernels with the C compiler of this machine, once, and load them."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch  # first, so that the library shares torch's OpenMP threads
+
+from thinker.runtime.errors import UserError
+
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+COMPILERS = ("gcc", "clang", "cc")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The compiled kernels. Raises UserError with the reason if this machine cannot compile or load them."""
+    wanted = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
+    compiler = next((path for name in wanted if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise UserError(f"no C compiler found ({', '.join(wanted)})")
+    folder = _cache_folder()
+    path = folder / f"{_key(compiler)}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UserError(f"cannot load the kernels compiled by {compiler}: {error}") from None
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.run.argtypes = pointer, integer, pointer, integer
+    library.sample.argtypes = pointer, integer, integer, integer, ctypes.c_double, *[pointer] * 4
+    library.run.restype = library.sample.restype = None
+    return library
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Compile to a temporary file, then rename it, so that other processes never load half of it."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.so")
+    command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCES[0].with_name("decode.c")), "-lm"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+        if result.returncode or not temporary.exists():
+            lines = result.stderr.strip().splitlines()
+            reason = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+            raise UserError(f"{compiler} cannot compile the kernels: {reason}")
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"{compiler} cannot compile the kernels: {error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _cache_folder() -> Path:
+    """A folder for compiled kernels: the user's cache, or a temporary one if that cannot be written."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "thinker" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: no home
+        pass
+    return Path(tempfile.mkdtemp(prefix="thinker-kernels-"))
+
+
+def _key(compiler: str) -> str:
+    """Changes with the kernels, the flags, the compiler, the CPU and torch, whose OpenMP library is linked."""
+    cpu = platform.machine()
+    if CPU_INFO.exists():
+        cpu = "".join(re.findall(r"(?m)^(?:model name|flags|Features)\s*:.*", CPU_INFO.read_text())[:2])
+    stat = os.stat(compiler)
+    parts = [*(source.read_text() for source in SOURCES), *FLAGS, compiler, stat.st_size, stat.st_mtime_ns, cpu]
+    return hashlib.sha256("\n".join(map(str, [*parts, torch.__version__])).encode()).hexdigest()[:20]

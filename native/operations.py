@@ -1,0 +1,130 @@
+"""Run the kernels of decode.c on tensors."""
+
+import ctypes
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from thinker.native.compiler import load_library
+from thinker.native.quantization import GROUP, Packed
+
+EMBED, LINEAR, ROTATE, ATTEND = range(4)  # kinds of operations
+NO_TRANSFORM, RMS_NORM, SWIGLU = range(3)  # of the input of LINEAR
+FORMATS = {torch.float32: 0, torch.bfloat16: 1}
+QUANTIZED_FORMATS = {8: 2, 4: 3}  # by bits
+
+
+class Cached(Structure):
+    """Keys or values of a cache, (B, K, S, D), by strides in elements."""
+
+    _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("is_bf16", "row", "head", "slot", "dim")]]
+
+    def bind(self, tensor: Tensor) -> None:
+        """Refer to the memory of a tensor, which must outlive the use."""
+        self.data, self.is_bf16 = tensor.data_ptr(), tensor.dtype == torch.bfloat16
+        self.row, self.head, self.slot, self.dim = tensor.stride()
+
+
+class Visible(Structure):
+    """The slots of new keys, and the slots that each query attends to."""
+
+    _fields_ = [
+        ("slots", POINTER(c_int64)), ("length", POINTER(c_int64)), ("mask", c_void_p),
+        *[(name, c_int64) for name in ("is_bool", "row", "head", "query", "slot")],
+    ]  # fmt: skip
+
+
+class Operation(Structure):
+    """One step of a list that the kernels run; see decode.c."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("kind", "format", "transform", "adds", "n_in", "n_out")],
+        *[(name, c_void_p) for name in ("weight", "scale", "bias", "norm")],
+        *[(name, c_float) for name in ("eps", "attention_scale", "softcap")],
+        *[(name, c_int64) for name in ("H", "K", "D", "rotates")],
+        ("sinks", c_void_p), ("keys", Cached), ("values", Cached), ("visible", POINTER(Visible)), ("x", c_void_p),
+        ("out", c_void_p),
+    ]  # fmt: skip
+
+
+class Activations(Structure):
+    """Work space for quantized activations."""
+
+    _fields_ = [("codes", c_void_p), ("scale", c_void_p), ("total", c_void_p)]
+
+
+class Step(Structure):
+    """What all operations of a step share; see decode.c."""
+
+    _fields_ = [
+        ("n_rows", c_int64), ("n_queries", c_int64), ("tokens", c_void_p), ("positions", POINTER(c_int64)),
+        ("cosines", c_void_p), ("sines", c_void_p), ("transformed", c_void_p), ("activations", Activations),
+        ("scores", c_void_p), ("n_scores", c_int64),
+    ]  # fmt: skip
+
+
+class Workspace:
+    """A Step with memory for up to `n_rows` rows whose widths are at most `n_in`."""
+
+    def __init__(self, n_rows: int, n_in: int) -> None:
+        n_groups = -(-n_in // GROUP)
+        self.step, self.n_threads = Step(), torch.get_num_threads()
+        self.tensors = {
+            "transformed": torch.empty(n_rows, n_in, dtype=torch.float32, device="cpu"),
+            "codes": torch.empty(n_rows, n_groups * GROUP, dtype=torch.int8, device="cpu"),
+            "scale": torch.empty(n_rows, n_groups, dtype=torch.float32, device="cpu"),
+            "total": torch.empty(n_rows, n_groups, dtype=torch.int32, device="cpu"),
+        }
+        for name, tensor in self.tensors.items():
+            setattr(self.step if name == "transformed" else self.step.activations, name, tensor.data_ptr())
+
+    def set_scores(self, n_scores: int) -> None:
+        """Allocate memory for the attention scores of one head per thread."""
+        if n_scores > self.step.n_scores:
+            self.tensors["scores"] = torch.empty(self.n_threads, n_scores, dtype=torch.float32, device="cpu")
+            self.step.scores, self.step.n_scores = self.tensors["scores"].data_ptr(), n_scores
+
+    def run(self, operations: ctypes.Array, n_rows: int, n_queries: int = 1) -> None:
+        """Run operations on `n_rows` rows, `n_queries` of each sequence."""
+        self.step.n_rows, self.step.n_queries = n_rows, n_queries
+        load_library().run(operations, len(operations), ctypes.byref(self.step), self.n_threads)
+
+
+def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Operation:
+    """x weightᵀ + bias, for a contiguous weight (n_out, n_in) in fp32 or bf16, or a packed one; bias in fp32."""
+    operation = Operation(kind=LINEAR, bias=None if bias is None else bias.data_ptr())
+    if isinstance(weight, Packed):
+        operation.format, operation.n_in, operation.n_out = QUANTIZED_FORMATS[weight.bits], weight.n_in, weight.n_out
+        operation.weight, operation.scale = weight.codes.data_ptr(), weight.scale.data_ptr()
+    else:
+        assert weight.is_contiguous()
+        operation.format, operation.weight = FORMATS[weight.dtype], weight.data_ptr()
+        operation.n_out, operation.n_in = weight.shape
+    return operation
+
+
+def sample(logits: Tensor, n_ids: int, temperature: float, uniforms: list[float]) -> tuple[list[int], list[float]]:
+    """Sample a token from each row of logits (N, V) fp32 on a CPU, of which the first `n_ids` are valid.
+
+    As generation.sampler.sample(), without filters and penalties. Returns tokens and their log-probabilities under the
+    unmodified model.
+    """
+    n_rows = len(uniforms)
+    tokens, logprobs, numbers = (c_int64 * n_rows)(), (c_float * n_rows)(), (c_double * n_rows)(*uniforms)
+    terms = torch.empty(n_ids + 8, dtype=torch.float64, device="cpu")
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    load_library().sample(
+        logits.data_ptr(), n_rows, logits.stride(0), n_ids, temperature, numbers, terms.data_ptr(), tokens, logprobs
+    )
+    return list(tokens), list(logprobs)
+
+
+def linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
+    """x (N, n_in) fp32 -> (N, n_out) fp32; the weight as in linear_operation()."""
+    operation = linear_operation(weight, bias)
+    x = x.contiguous()
+    y = x.new_empty(len(x), operation.n_out)
+    operation.x, operation.out = x.data_ptr(), y.data_ptr()
+    Workspace(len(x), operation.n_in).run((Operation * 1)(operation), len(x))
+    return y
