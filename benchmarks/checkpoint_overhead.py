@@ -1,4 +1,4 @@
-"""Overhead of exact resuming per step, and of saving in the foreground and in the background."""
+"""Overhead per step of exact resume, and of saving in the foreground and in the background."""
 
 import argparse
 import statistics

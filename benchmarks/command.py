@@ -40,7 +40,8 @@ def main() -> int:
         )
         module.add_arguments(command)
         if name != "gpu":  # writes its own files
-            command.add_argument("--out", type=output_file, metavar="FILE", help="append the line of JSON to FILE")
+            out_help = "append the results to FILE as a line of JSON"
+            command.add_argument("--out", type=output_file, metavar="FILE", help=out_help)
         command.set_defaults(run_benchmark=module.run)
     arguments = parser.parse_args()
     if getattr(arguments, "png", None) is not None:

@@ -113,7 +113,11 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
         generate, n_bytes = transformers_generate(model, batch, n_prompt, dtype, is_compiled)
     else:
         generator = Generator(
-            model, make_tokenizer("byte", []), dtype=dtype, compile=None if model.device.type == "cpu" else is_compiled, bits=BITS.get(precision)
+            model,
+            make_tokenizer("byte", []),
+            dtype=dtype,
+            compile=None if model.device.type == "cpu" else is_compiled,
+            bits=BITS.get(precision),
         )
         generate, n_bytes = thinker_generate(generator, batch, n_prompt), matrix_bytes(generator.model)
     kv_per_token = 2 * model.config.n_layers * model.config.n_kv_heads * model.config.head_dim

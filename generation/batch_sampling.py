@@ -59,11 +59,11 @@ def sample_steps(
     `native`: use the kernels of `thinker.native` for the usual case, one step without filters and penalties.
     """
     vocab_size, params = sequences[0].tokenizer.vocab_size, sequences[0].sampling_key
-    if native and n_steps == 1 and logits.dtype == torch.float32 and not params.changes_logits:
-        if all(one.sampling_key == params and not one.params.logprobs for one in sequences):
-            uniforms = [one.uniform(0) for one in sequences]
-            sampled = native_sample(logits[:, 0], vocab_size, params.temperature, uniforms)
-            return [[(token, logprob, {})] for token, logprob in zip(*sampled)]
+    is_usual = n_steps == 1 and logits.dtype == torch.float32 and not params.changes_logits
+    if native and is_usual and all(one.sampling_key == params and not one.params.logprobs for one in sequences):
+        uniforms = [one.uniform(0) for one in sequences]
+        sampled = native_sample(logits[:, 0], vocab_size, params.temperature, uniforms)
+        return [[(token, logprob, {})] for token, logprob in zip(*sampled)]
     sampler = BatchSampler([(sequence, []) for sequence in sequences], vocab_size, logits.device, n_steps)
     n_top = min(max(sequence.params.logprobs for sequence in sequences), vocab_size)
     steps = []

@@ -13,10 +13,8 @@ from thinker.model.input_checks import check_inputs
 from thinker.model.masks import ForwardContext
 from thinker.model.patterns import CAUSAL
 from thinker.model.positions import MAX_TABLE_LEN
-from thinker.native.operations import (
-    ATTEND, EMBED, FORMATS, LINEAR, NO_TRANSFORM, RMS_NORM, ROTATE, SWIGLU, Operation, Visible, Workspace,
-    linear_operation,
-)  # fmt: skip
+from thinker.native import operations as native
+from thinker.native.operations import Operation, Visible, Workspace, linear_operation
 
 
 class NativeThinker:
@@ -87,8 +85,8 @@ class NativeThinker:
         model, config = self.model, self.model.config
         x, qkv, y, gate_up = self._x, self._qkv, self._y, self._gate_up
         weight = model.embedding.weight
-        yield Operation(kind=EMBED, format=FORMATS[weight.dtype], n_out=config.d_model, weight=weight.data_ptr(),
-                        out=x.data_ptr())  # fmt: skip
+        yield Operation(kind=native.EMBED, format=native.FORMATS[weight.dtype], n_out=config.d_model,
+                        weight=weight.data_ptr(), out=x.data_ptr())  # fmt: skip
         for block, pattern in zip(model.blocks, config.patterns):
             attention, mlp = block.attention, block.mlp
             H, K, D = attention.n_heads, attention.n_kv_heads, attention.head_dim
@@ -96,19 +94,20 @@ class NativeThinker:
             shared = {"H": H, "K": K, "D": D, "visible": ctypes.pointer(self._visible[pattern]), "x": qkv.data_ptr()}
             norm = attention.qk_norm
             has_norm = not isinstance(norm, nn.Identity)
-            yield Operation(kind=ROTATE, **shared, norm=self._vector(norm.weight) if has_norm else None,
-                            eps=norm.eps if has_norm else 0, rotates=model.rope is not None and attention.use_rope)  # fmt: skip
-            yield Operation(kind=ATTEND, **shared, out=y.data_ptr(), attention_scale=D**-0.5,
+            yield Operation(kind=native.ROTATE, **shared, norm=self._vector(norm.weight) if has_norm else None,
+                            eps=norm.eps if has_norm else 0,
+                            rotates=model.rope is not None and attention.use_rope)  # fmt: skip
+            yield Operation(kind=native.ATTEND, **shared, out=y.data_ptr(), attention_scale=D**-0.5,
                             softcap=attention.attn_logit_softcap or 0,
                             sinks=None if attention.sinks is None else self._vector(attention.sinks))  # fmt: skip
             yield self._linear(attention.o_proj, y, x, adds=True)
             yield self._linear(mlp.gate_up_proj, x, gate_up, block.mlp_norm)
-            yield self._linear(mlp.down_proj, gate_up, x, transform=SWIGLU, adds=True)
+            yield self._linear(mlp.down_proj, gate_up, x, transform=native.SWIGLU, adds=True)
         yield self._linear(model.lm_head, x, self._logits, model.norm)
 
     def _linear(
-        self, module: nn.Module, x: Tensor, out: Tensor, norm: nn.Module | None = None, transform: int = NO_TRANSFORM,
-        adds: bool = False,
+        self, module: nn.Module, x: Tensor, out: Tensor, norm: nn.Module | None = None,
+        transform: int = native.NO_TRANSFORM, adds: bool = False,
     ) -> Operation:  # fmt: skip
         """out = [out +] module(transform(x))."""
         weight = module.packed if isinstance(module, QuantizedLinear) else module.weight
@@ -116,7 +115,7 @@ class NativeThinker:
         operation.bias = None if module.bias is None else self._vector(module.bias)
         operation.transform, operation.adds, operation.x, operation.out = transform, adds, x.data_ptr(), out.data_ptr()
         if norm is not None:
-            operation.transform, operation.norm, operation.eps = RMS_NORM, self._vector(norm.weight), norm.eps
+            operation.transform, operation.norm, operation.eps = native.RMS_NORM, self._vector(norm.weight), norm.eps
         return operation
 
     def _vector(self, tensor: Tensor) -> int:
@@ -130,7 +129,7 @@ class NativeThinker:
         positions = [start + t for start in starts for t in range(T)]
         if self.model.rope is not None:
             self.model.rope.check_growth(max(cache.lengths))
-        for pattern, (slots, lengths) in self._slots.items():
+        for slots, lengths in self._slots.values():
             slots[: B * T] = positions
             lengths[: B * T] = [position + 1 for position in positions]
         self._set_rope(positions)
@@ -176,7 +175,7 @@ class NativeThinker:
         addresses = cache.max_len, cache.slack, len(cache.lengths), *(tensor.data_ptr() for tensor in tensors)
         if addresses == self._bound_to:  # equal sizes, so equal strides, too
             return
-        by_layer = [operation for operation in self._operations if operation.kind in (ROTATE, ATTEND)]
+        by_layer = [operation for operation in self._operations if operation.kind in (native.ROTATE, native.ATTEND)]
         for index, layer in enumerate(cache.layers):
             for operation in by_layer[2 * index : 2 * index + 2]:
                 operation.keys.bind(layer.keys)

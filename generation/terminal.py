@@ -85,4 +85,5 @@ def print_score(generator: Generator, score: Score, exact: Score | None, as_json
         "{bits_per_byte:.4f} bits per byte".format(**numbers)
     )
     if exact is not None:
-        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; in {generator.bits} bits: {100 * numbers['cost_of_quantization']:+.3f}%")
+        cost = f"{100 * numbers['cost_of_quantization']:+.3f}%"
+        print(f"in fp32: {exact.bits_per_byte:.4f} bits per byte; in {generator.bits} bits: {cost}")

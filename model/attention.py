@@ -94,7 +94,8 @@ class Attention(nn.Module):
         weights = patched = None
         if "weights" in self.hooks:
             if cache is not None and not is_cached:
-                raise UserError("linear attention caches no keys, so it has no attention.weights; run without a cache")
+                problem = "attention.weights of linear attention is not available with a cache, which stores no keys"
+                raise UserError(f"{problem}; run without a cache")
             weights = self.weights(q, k, mask)  # (B, H, T, S)
             patched = self.hooks("weights", weights)
         if patched is weights:

@@ -90,7 +90,8 @@ def tokens_to_inspect(tokens: Tensor | str, tokenizer: Any, config: ThinkerConfi
     """Return tokens (B, T), or encode a text as a prompt, (1, T). Raises UserError beyond the context."""
     if isinstance(tokens, str):
         if not hasattr(tokenizer, "bos_prefix"):
-            raise UserError("a text needs its tokenizer; use attention_weights(text, tokenizer), both from load()")
+            remedy = "use attention_weights(text, tokenizer) with the tokenizer from load()"
+            raise UserError(f"a text needs the model's tokenizer; {remedy}")
         ids = [*tokenizer.bos_prefix, *tokenizer.encode(tokens)] or [tokenizer.bos_id]
         tokens = torch.tensor([ids], device=device)
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] > config.max_seq_len:

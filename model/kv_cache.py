@@ -50,8 +50,6 @@ class LayerCache:
             if slot_mapping.dim() == 2:
                 rows = torch.arange(len(slot_mapping), device=slot_mapping.device)[:, None]  # (B, 1)
                 stored[rows, :, slot_mapping] = new.transpose(1, 2)  # (B, T, K, D)
-            elif torch.compiler.is_compiling():  # Inductor does this in place, but copies the cache for index_copy_
-                stored[:, :, slot_mapping] = new
             else:
                 stored.index_copy_(2, slot_mapping, new)
         return q, keys, values

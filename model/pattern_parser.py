@@ -100,7 +100,8 @@ def layer_patterns(attention: str | list[str], n_layers: int, window_size: int |
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f"model.attention is {attention!r}; it must be a pattern, a list of patterns, or letters")
     if len(texts) > 1 and any(text.count("(") != text.count(")") for text in texts):
-        raise UserError(f"model.attention {attention!r}: quote a pattern with commas, as in ['dilated(64, 2)', full]")
+        remedy = "put quotes around a pattern that contains commas, as in ['dilated(64, 2)', full]"
+        raise UserError(f"model.attention {attention!r}: {remedy}")
     if len(texts) > n_layers:
         raise UserError(f"model.attention {attention!r} has {len(texts)} layers, but model.n_layers is {n_layers}")
     if is_letters:

@@ -28,12 +28,8 @@ def load_library() -> ctypes.CDLL:
     compiler = next((path for name in wanted if (path := shutil.which(name))), None)
     if compiler is None:
         raise UserError(f"no C compiler found ({', '.join(wanted)})")
-    folder = _cache_folder()
-    path = folder / f"{_key(compiler)}.so"
-    if not path.exists():
-        _compile(compiler, path)
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(_find_or_compile(compiler)))
     except OSError as error:
         raise UserError(f"cannot load the kernels compiled by {compiler}: {error}") from None
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -43,9 +39,23 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def _compile(compiler: str, path: Path) -> None:
-    """Compile to a temporary file, then rename it, so that other processes never load half of it."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.so")
+def has_compiler() -> bool:
+    """Whether load_library() succeeds."""
+    try:
+        load_library()
+    except UserError:
+        return False
+    return True
+
+
+def _find_or_compile(compiler: str) -> Path:
+    """Path of the library, whose name has the hash of its contents: loading a damaged one would end the process."""
+    folder, key = _cache_folder(), _key(compiler)
+    for path in folder.glob(f"{key}-*.so"):
+        if path.stem.endswith(_hash(path.read_bytes())):
+            return path
+    # Written to a temporary file and renamed, because other processes may do the same.
+    temporary = folder / f".{key}.{os.getpid()}.so"
     command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCES[0].with_name("decode.c")), "-lm"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
@@ -53,11 +63,15 @@ def _compile(compiler: str, path: Path) -> None:
             lines = result.stderr.strip().splitlines()
             reason = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
             raise UserError(f"{compiler} cannot compile the kernels: {reason}")
-        temporary.replace(path)
+        return temporary.replace(folder / f"{key}-{_hash(temporary.read_bytes())}.so")
     except OSError as error:
         raise UserError(f"{compiler} cannot compile the kernels: {error}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:20]
 
 
 def _cache_folder() -> Path:
@@ -80,4 +94,4 @@ def _key(compiler: str) -> str:
         cpu = "".join(re.findall(r"(?m)^(?:model name|flags|Features)\s*:.*", CPU_INFO.read_text())[:2])
     stat = os.stat(compiler)
     parts = [*(source.read_text() for source in SOURCES), *FLAGS, compiler, stat.st_size, stat.st_mtime_ns, cpu]
-    return hashlib.sha256("\n".join(map(str, [*parts, torch.__version__])).encode()).hexdigest()[:20]
+    return _hash("\n".join(map(str, [*parts, torch.__version__])).encode())

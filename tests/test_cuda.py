@@ -67,14 +67,14 @@ def test_cached_logits_equal_uncached_ones(random_model):
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_waits(random_model, int8):
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_waits(random_model, bits):
     from thinker.data.tokenizer_factory import make_tokenizer
     from thinker.generation import Generator, SamplingParams
     from thinker.generation.conversation import Conversation
 
     model, tokenizer = random_model(vocab_size=264, max_seq_len=300, norm_mean=0.3).cuda(), make_tokenizer("byte", [])
-    plain, compiled = (Generator(model, tokenizer, int8=int8, compile=compile) for compile in (False, True))
+    plain, compiled = (Generator(model, tokenizer, bits=bits, compile=compile) for compile in (False, True))
     chats, counters = [Conversation(plain), Conversation(compiled)], torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     for lengths in ((9, 9, 9), (30, 3, 17, 8, 25), (140, 12), (5,), (7,)):

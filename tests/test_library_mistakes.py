@@ -118,7 +118,7 @@ def all_refused(make, expected):
 @pytest.mark.parametrize(
     ("option", "types"),
     [
-        *((name, {bool}) for name in ("use_cache", "int8", "compile", "slide")),
+        *((name, {bool}) for name in ("use_cache", "slide")),
         *((name, {int}) for name in ("sinks", "speculate")),
         ("window", {int, type(None)}), ("dtype", {type(None)}), ("draft", {type(None)}),
     ],
@@ -231,11 +231,11 @@ def test_tokens_and_embeddings_of_a_pass():
 def test_names_of_activations():
     refused(lambda: MODEL.record(5).__enter__(), "^name is 5; it must be a string")
     refused(lambda: MODEL.patch(5).__enter__(), "^patches is 5")
-    refused(lambda: MODEL.attention_weights("a text", "gpt2"), "needs its tokenizer")
+    refused(lambda: MODEL.attention_weights("a text", "gpt2"), "needs the model's tokenizer")
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"int8": True}, {"window": 16}, {"use_cache": False}, {"speculate": 2}], ids=str
+    "options", [{}, {"bits": 8}, {"compile": False}, {"window": 16}, {"use_cache": False}, {"speculate": 2}], ids=str
 )
 def test_a_generator_under_other_defaults(options):
     """torch.set_default_dtype() and torch.set_default_device() of the program around it change nothing."""

@@ -117,7 +117,7 @@ def test_what_a_form_cannot_is_refused(trained):
         (["model.attention=LLLG", "model.window=4"], "has 4 layers, but model.n_layers is 2"),
         (["model.attention=LX", "model.window=4"], "LX is not a list of layers; use the letters L"),
         (["model.attention=lg", "model.window=4"], "lg is not a list of layers; use the letters L"),
-        (["model.attention=[dilated(64, 2), full]"], "quote a pattern with commas"),
+        (["model.attention=[dilated(64, 2), full]"], "put quotes around a pattern that contains commas"),
         (["model.attention=prefix(600)"], "is shorter than the prefix of 600"),
         (
             ["data.document_masking=true", "model.rope_scaling={type: dynamic, factor: 2, original_max_seq_len: 8}"],

@@ -191,7 +191,7 @@ def test_fast_decoding_options_give_the_same_text(tiny_run):
     assert run_script(*common, "--speculate", "3", "--draft", tiny_run).stdout == plain.stdout
     assert "seed 2, fp32 on cpu" in plain.stderr
     int8 = run_script(*common, "--int8")
-    assert (int8.returncode, int8.stderr.splitlines()[0]) == (0, "seed 2, int8 weights, fp32 on cpu")
+    assert (int8.returncode, int8.stderr.splitlines()[0]) == (0, "seed 2, 8-bit weights, fp32 on cpu")
 
 
 def test_window_goes_beyond_the_context_and_reports_evictions(tiny_run):
@@ -225,7 +225,7 @@ def test_score_and_logprobs(tiny_run, tmp_path):
     *tokens, summary, cost = output.stdout.splitlines()
     assert len(tokens) == len(score["token_ids"])
     assert f"{len(tokens)} tokens, {score['bytes']} bytes" in summary
-    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; int8: ")
+    assert cost.startswith(f"in fp32: {score['bits_per_byte']:.4f} bits per byte; in 8 bits: ")
     table = run_script(GENERATE, tiny_run, "--greedy", "--max-new-tokens", "9", "--logprobs", "1").stderr.splitlines()
     assert [float(line.split()[0]) for line in table[1:-1]] == pytest.approx(row["logprobs"], abs=1e-4)
 

@@ -324,7 +324,7 @@ def test_a_run_that_diverges_keeps_what_it_had(train_args, tmp_path):
     options = ["optimizer.name=adamw", "optimizer.lr=1e38", "train.max_steps=20"]
     done = run_script(*train_args, f"run.dir={run}", *options)
     assert done.returncode == 1
-    assert "weights unchanged" in done.stderr.splitlines()[-1]
+    assert "the weights are unchanged" in done.stderr.splitlines()[-1]
     assert "Lower optimizer.lr" in done.stderr.splitlines()[-1]
     for kind in ("step", "best"):
         kept = checkpoint.list_checkpoints(run / "checkpoints", kind)

@@ -64,25 +64,25 @@ PAIRS = [*product((1, 2, 3, 4, 9, 16, 128), (20, 128, 300)), (1, 4096), (2, 4096
 
 
 def test_rows_and_capacity_are_symbols_of_two_programs_per_model(new_generator):
-    for int8 in (False, True):
-        generator, programs = new_generator(compile=True, int8=int8)
+    for bits in (None, 8):
+        generator, programs = new_generator(compile=True, bits=bits)
         programs.clear()
         with torch._dynamo.config.patch(recompile_limit=2):
-            for index, (rows, max_len) in enumerate(PAIRS[::3] if int8 else PAIRS):
+            for index, (rows, max_len) in enumerate(PAIRS[::3] if bits else PAIRS):
                 lengths = [2 + row % 7 * (index % 2) for row in range(rows)]  # equal and ragged in turns
                 _, logits = generator._decode_step(*texts_of_lengths(generator, lengths, max_len), None)
                 assert logits.shape == (rows, 1, 264)
         assert len(programs) == 2
         products = [sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes) for graph in programs]
-        assert products == ([0, 5] if int8 else [5, 5])  # a row of int8 weights is summed up by the fused kernel
+        assert products == ([0, 5] if bits else [5, 5])  # a row of int8 weights is summed up by the fused kernel
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("lengths", [[9], [9, 9, 9], [9, 4, 7]], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.usefixtures("_uncompiled")
-def test_a_step_uploads_tokens_and_positions_without_waiting(gpu, new_generator, compile, lengths, int8):
-    generator, _ = new_generator(compile=compile, int8=int8)
+def test_a_step_uploads_tokens_and_positions_without_waiting(gpu, new_generator, compile, lengths, bits):
+    generator, _ = new_generator(compile=compile, bits=bits)
     generator.model.rope(torch.arange(64, device=gpu), 64, torch.bfloat16)  # makes its table
     sequences, cache = texts_of_lengths(generator, lengths, 64)
     generator._decode_step(sequences, cache, None)  # makes the bucket

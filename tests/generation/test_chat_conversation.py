@@ -84,7 +84,7 @@ SYSTEM = [{"role": "system", "content": "be brief"}]
 UNSEEN = "the context of 160 tokens is full: the oldest turns of the chat are dropped "
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"int8": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"bits": 8}], ids=str)
 @pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL], ids=["plain", "forgetful"])
 @pytest.mark.parametrize("system", [None, "be brief"])
 def test_the_oldest_turns_are_not_seen_where_the_chat_does_not_fit(model, template, system, options):

@@ -72,7 +72,7 @@ def test_text_continues_correctly_after_undo_and_interruption(model, how):
 
 def test_recovers_from_a_failed_forward_pass(model, monkeypatch):
     """As when Ctrl-C comes while a layer is being computed: the cache says more than it holds."""
-    generator = Generator(model, TOKENIZER)
+    generator = Generator(model, TOKENIZER, compile=False)
     conversation = Conversation(generator)
     list(conversation.reply("Some text", PARAMS))
     head = generator.model.lm_head.forward

@@ -187,7 +187,7 @@ def generate_and_record_shapes(generator, prompts, params):
 
 
 def test_prefill_reads_equal_prompts_once_and_equal_lengths_together(model):
-    generator, params = Generator(model, TOKENIZER), SamplingParams(max_new_tokens=4, seed=3)
+    generator, params = Generator(model, TOKENIZER, compile=False), SamplingParams(max_new_tokens=4, seed=3)
     completions, shapes = generate_and_record_shapes(generator, ["Hello"] * 5, params)
     assert shapes == [(1, 6), (5, 1), (5, 1), (5, 1)]
     assert len({tuple(c.token_ids) for c in completions}) == 5  # each sample draws by its own seed
@@ -321,7 +321,11 @@ def test_what_is_no_prompt_is_refused_in_one_line(model, misuse, message):
         ({"speculate": -1}, "speculate is -1"),
         ({"speculate": 65}, "speculate is 65.*64"),
         ({"speculate": 4, "window": 8}, "window cannot be combined with speculate"),
-        ({"compile": True, "window": 8}, "window cannot be combined with compile"),
+        ({"bits": 5}, "bits is 5; use 8 or 4"),
+        (
+            {"dtype": "fp16", "compile": True},
+            "compile is not available: kernels in C support fp32 and bf16",
+        ),
         ({"use_cache": False, "window": 8}, "window needs the KV cache"),
         ({"use_cache": False, "speculate": 2}, "speculate needs the KV cache"),
         ({"use_cache": False, "compile": True}, "compile needs the KV cache"),

@@ -1,7 +1,6 @@
 """Every pair of sampling options together: the plain model's text and numbers, or refused in one line."""
 
 import itertools
-import shutil
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from pairwise import pairwise
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
+from thinker.native.compiler import has_compiler
 from thinker.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -17,7 +17,7 @@ TOKENIZER = make_tokenizer("byte", [])
 CONTEXT, N_NEW = 32, 40
 OPTIONS = {
     "dtype": [torch.float32, torch.bfloat16, torch.float16],
-    "int8": [False, True],
+    "bits": [None, 8, 4],
     "compile": [False, True],
     "memory": [{}, {"slide": True}, {"window": 10}, {"window": 9, "sinks": 3}, {"use_cache": False}],
     "speculate": [0, 3],
@@ -28,11 +28,20 @@ OPTIONS = {
 }
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.4}  # of a log-probability
 CASES = pairwise(OPTIONS)
+# Every combination of the options that choose kernels.
+FORMS = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, 8), (torch.float32, 4)]
+MODES = [({}, 0), ({"window": 10}, 0), ({}, 3)]  # plain, window, speculation
+KERNEL_CASES = [
+    {"dtype": dtype, "bits": bits, "compile": compile, "memory": memory, "speculate": speculate, "n_samples": n_samples,
+     "heads": {"n_kv_heads": n_kv_heads}, "sampling": {"temperature": 0.8}, "prompts": prompts}
+    for dtype, bits in FORMS for compile in (False, True) for memory, speculate in MODES
+    for n_samples, prompts in ((1, "equal"), (2, "unequal")) for n_kv_heads in (4, 2, 1)
+]  # fmt: skip
 
 
 def name_of(case):
     memory = "-".join(f"{name}{value}" for name, value in case["memory"].items()) or "cache"
-    flags = "-".join(name for name in ("int8", "compile") if case[name])
+    flags = "-".join(f"{name}{case[name]}" for name in ("bits", "compile") if case[name])
     numbers = f"speculate{case['speculate']}-{case['n_samples']}-kv{case['heads']['n_kv_heads']}"
     greedy = "greedy" if case["sampling"]["temperature"] == 0 else "sampled"
     return f"{str(case['dtype'])[6:]}-{flags}-{memory}-{numbers}-{greedy}-{case['prompts']}"
@@ -41,13 +50,9 @@ def name_of(case):
 def is_refused(case):
     """What contradicts itself, as the documentation says."""
     has_window, has_no_cache = "window" in case["memory"], "use_cache" in case["memory"]
-    return (has_window or has_no_cache) and bool(case["speculate"] or case["compile"])
-
-
-def cases():
-    for case in CASES:
-        is_slow = case["compile"] and not is_refused(case)  # seconds; test_compiled_decode.py has one always
-        yield pytest.param(case, id=name_of(case), marks=[pytest.mark.stress] if is_slow else [])
+    if case["compile"] and (has_no_cache or case["dtype"] == torch.float16):
+        return True
+    return (has_window or has_no_cache) and bool(case["speculate"])
 
 
 def test_every_pair_of_options_occurs():
@@ -76,19 +81,19 @@ def plain_logprobs(plain, case, completion):
     return torch.stack(rows)
 
 
-@pytest.mark.usefixtures("quickly_compiled")
-@pytest.mark.parametrize("case", list(cases()))
+@pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
+@pytest.mark.parametrize("case", [pytest.param(case, id=name_of(case)) for case in CASES + KERNEL_CASES])
 def test_each_case_is_right_or_refused(case):
     model = random_model(vocab_size=264, n_heads=4, n_layers=1, max_seq_len=CONTEXT, norm_mean=0.3, **case["heads"])
-    how = {"dtype": case["dtype"], "int8": case["int8"]}
+    how = {"dtype": case["dtype"], "bits": case["bits"]}
+    if case["dtype"] != torch.float16:
+        how["compile"] = case["compile"]
     options = {**how, **case["memory"], "compile": case["compile"], "speculate": case["speculate"]}
     if is_refused(case):
-        with pytest.raises(UserError, match="cannot be combined with|needs the KV cache") as caught:
+        with pytest.raises(UserError, match="cannot be combined with|needs the KV cache|is not available") as caught:
             Generator(model, TOKENIZER, **options)
         assert "\n" not in str(caught.value)
         return
-    if case["compile"] and shutil.which("g++") is None:
-        pytest.skip("torch.compile needs a C++ compiler")
     prompts = ["abcabc"] if case["prompts"] == "equal" else ["abcabc", "x"]
     prompts *= case["n_samples"]
     params = SamplingParams(N_NEW, seed=3, logit_bias={TOKENIZER.bos_id: -torch.inf}, **case["sampling"])
@@ -100,7 +105,7 @@ def test_each_case_is_right_or_refused(case):
         assert len(completion.token_ids) == (min(N_NEW, CONTEXT + 1 - prompt_len) if has_end else N_NEW)
         known = plain_logprobs(plain, case, completion)
         of_tokens = known[range(len(known)), completion.token_ids]
-        tolerance = TOLERANCE[case["dtype"]] + 0.1 * (case["int8"] and case["dtype"] != torch.float32)
+        tolerance = TOLERANCE[case["dtype"]] + 0.1 * (case["bits"] is not None and case["dtype"] != torch.float32)
         torch.testing.assert_close(torch.tensor(completion.logprobs), of_tokens, rtol=0, atol=tolerance)
         if case["sampling"]["temperature"] == 0:
             likeliest = known[:, : TOKENIZER.bos_id].amax(dim=1)

@@ -85,7 +85,7 @@ def test_what_does_not_slide(model):
         assert windowed.n_slides == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"int8": True}, {"int8": True, "speculate": 4}])
+@pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"bits": 8}, {"bits": 4, "speculate": 4}])
 def test_turns_slide_as_a_text_in_one_go(model, options):
     """Greedily, turns in which the user adds nothing are one long text, wherever they end."""
     generator = Generator(model, TOKENIZER, slide=True, **options)

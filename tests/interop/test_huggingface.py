@@ -386,7 +386,7 @@ def theirs(tmp_path_factory):
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "mistral needs sliding"),
         ({"model_type": "qwen3", "layer_types": [["full_attention"]] * 2}, "layer_types"),
         ({"model_type": "qwen2", "max_window_layers": "a"}, "max_window_layers is 'a'"),
-        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is [1]; it must be a list of 0 or 1 per"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers is [1]; it must be a list with a 0 or a 1"),
         ({"model_type": "smollm3", "no_rope_layers": {"a": 1}}, "no_rope_layers is {'a': 1}; it must be a list"),
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ({"num_hidden_layers": 10**6}, "fewer tensors"),

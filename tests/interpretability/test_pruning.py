@@ -67,7 +67,7 @@ def test_it_is_saved_loaded_and_sampled_from(random_model, tmp_path):
     modes = [{"use_cache": False}, {}, {"speculate": 4}, {"window": 60}]
     told = [Generator(left, tokenizer, **mode).generate(["abc"], params)[0].token_ids for mode in modes]
     assert told[1:] == told[:1] * 3
-    Generator(left, tokenizer, int8=True).generate(["abc"], params)
+    Generator(left, tokenizer, bits=8).generate(["abc"], params)
 
 
 def test_it_has_no_form_elsewhere(random_model):

@@ -115,7 +115,7 @@ def test_gguf_in_f16_refuses_what_f16_cannot_hold(command, tiny_run, tmp_path):
     assert "blocks.0.mlp.down_proj.weight as torch.float16 has non-finite weights" in message
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"speculate": 2}, {"window": 8}, {"int8": True}])
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"speculate": 2}, {"window": 8}, {"bits": 8}])
 def test_a_generator_ends_where_logits_are_not_finite(overflowing_run, options):
     generator = Generator(*interop.load(overflowing_run), **options)
     for params in (SamplingParams(temperature=0), SamplingParams(top_p=0.9, seed=1)):

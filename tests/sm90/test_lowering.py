@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, compiled_decode
-from thinker.generation.int8 import Int8Linear
+from thinker.generation.inference_linear import QuantizedLinear
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.kernels import flex_attention, linear_cross_entropy
 
@@ -52,24 +52,26 @@ def test_a_training_step(programs, options):
         assert len(blocks[0].kernels) == 8
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_decoding_step(programs, int8, monkeypatch):
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_decoding_step(programs, bits, monkeypatch):
     monkeypatch.setattr(compiled_decode._Bucket, "_capture", lambda self: self._step())
     with CUDA:
         model = Thinker(ThinkerConfig(**SHAPE, max_seq_len=256))
-    generator = Generator(model, make_tokenizer("byte", []), dtype=torch.bfloat16, compile=True, int8=int8)
+    generator = Generator(model, make_tokenizer("byte", []), dtype=torch.bfloat16, compile=True, bits=bits)
     for rows in (1, 4):
         cache = generator.new_cache(generator.model, rows, 128)
         generator.decode_model(torch.zeros(rows, 1, dtype=torch.int64, device=CUDA), cache)
     single, several = programs
-    assert (single.n_products == 0) == int8
+    assert (single.n_products == 0) == (bits is not None)
     assert several.n_products >= 2 * 4 + 1
     assert all(program.kernels for program in programs)
 
 
 def test_a_row_of_int8_weights_is_one_kernel_that_reads_them(programs):
     with CUDA, torch.no_grad():
-        torch.compile(Int8Linear(torch.empty(2304, 768)))(torch.empty(1, 1, 768, dtype=torch.bfloat16))
+        torch.compile(QuantizedLinear(torch.empty(2304, 768), None, 8, native=False))(
+            torch.empty(1, 1, 768, dtype=torch.bfloat16)
+        )
     (program,) = programs
     assert (len(program.kernels), program.n_products) == (1, 0)
     assert program.n_bytes < 1.1 * 2304 * 768

@@ -1,0 +1,87 @@
+"""The kernels are compiled once, and without a compiler decoding still works and says what is missing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from thinker.native.compiler import has_compiler
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
+CODE = """
+import torch
+from thinker.native.compiler import load_library
+from thinker.runtime.errors import UserError
+try:
+    load_library()
+    print("loaded")
+except UserError as error:
+    print(error)
+"""
+GENERATE = """
+import torch
+from thinker import Generator, SamplingParams, Thinker, ThinkerConfig
+from thinker.data.tokenizer_factory import make_tokenizer
+tokenizer = make_tokenizer("byte", [])
+model = Thinker(ThinkerConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_layers=1, n_heads=2)).eval()
+for bits in (None, 8, 4):
+    generator = Generator(model, tokenizer, bits=bits)
+    generator.generate("a", SamplingParams(max_new_tokens=3))
+print(generator.kernel_problem)
+"""
+
+
+def run(code, folder, **environment):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def libraries(folder):
+    return sorted((folder / "thinker" / "kernels").glob("*.so"))
+
+
+def test_compiled_once_and_again_after_damage(tmp_path):
+    assert run(CODE, tmp_path) == "loaded"
+    (path,) = libraries(tmp_path)
+    changed = path.stat().st_mtime_ns
+    assert run(CODE, tmp_path) == "loaded"
+    assert path.stat().st_mtime_ns == changed
+    path.write_bytes(path.read_bytes()[:1000])
+    assert run(CODE, tmp_path) == "loaded"
+    assert max(library.stat().st_size for library in libraries(tmp_path)) > 1000
+
+
+def test_processes_that_start_together(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", CODE], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    assert [process.communicate()[0].strip() for process in processes] == ["loaded"] * 3
+    assert len(list((tmp_path / "thinker" / "kernels").iterdir())) == len(libraries(tmp_path))  # no temporary file
+
+
+def test_without_a_compiler_torch_decodes(tmp_path):
+    assert run(GENERATE, tmp_path, PATH="", CC="") == "no C compiler found (gcc, clang, cc)"
+    assert run(GENERATE, tmp_path, CC="no-such-compiler") == "no C compiler found (no-such-compiler)"
+
+
+def test_a_compiler_that_fails_is_reported_in_one_line(tmp_path):
+    broken = tmp_path / "broken-cc"
+    broken.write_text("#!/bin/sh\necho 'x.c:1: fatal error: stop' >&2\necho more >&2\nexit 1\n")
+    broken.chmod(0o755)
+    problem = run(GENERATE, tmp_path, CC=str(broken))
+    assert problem == f"{broken} cannot compile the kernels: x.c:1: fatal error: stop"
+    insisting = GENERATE.replace("bits=bits)", "bits=bits, compile=True)")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": str(broken)}
+    done = subprocess.run([sys.executable, "-c", insisting], env=environment, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last == f"thinker.runtime.errors.UserError: compile is not available: {problem}; use compile=False"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "thinker").write_text("a file where the folder belongs")
+    assert run(CODE, tmp_path) == "loaded"
+    assert run(CODE, tmp_path, HOME="/nonexistent", XDG_CACHE_HOME="") == "loaded"
