@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     mode = group.add_mutually_exclusive_group()
     mode.add_argument("--interactive", action="store_true", help="read prompts from the terminal, turn by turn")
     mode.add_argument("--score", metavar="FILE", help="print the likelihood of the text in FILE (UTF-8; - for stdin)")
-    group.add_argument("--logprobs", type=int, help="print the log-probability of each token and of the top N")
+    group.add_argument("--logprobs", type=int, help="print the log-probability of each token and of the N most likely")
     group.add_argument("--json", action="store_true", help="print one JSON object per sample or score")
     group = parser.add_argument_group("sampling (order: penalties, logit bias, temperature, top-k, top-p, min-p)")
     group.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens to generate")

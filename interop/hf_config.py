@@ -75,7 +75,8 @@ def from_hf_config(values: dict[str, Any]) -> ThinkerConfig:
         every = values.get("no_rope_layer_interval", 4)
         uses_rope = values.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in range(n_layers)])
         if len(uses_rope) != n_layers or any(flag not in (0, 1) for flag in uses_rope):
-            raise UserError(f"config.json: no_rope_layers is {uses_rope}; it must be a list of 0 or 1 per layer")
+            wanted = "it must be a list with a 0 or a 1 for each layer"
+            raise UserError(f"config.json: no_rope_layers is {uses_rope}; {wanted}")
         fields["no_rope_layers"] = [layer for layer in range(n_layers) if not uses_rope[layer]] or None
     if "sliding_window" in nulls:
         values["sliding_window"] = None

@@ -112,7 +112,7 @@ def explain_vectors(path: Path, query: int) -> Report:
         raise UserError(f"--query is {query}; {path} has {T} queries (use {-T} to {T - 1})")
     labels, causal = content.get("tokens", [""] * S), content.get("causal", True)
     if not (isinstance(labels, list) and len(labels) == S and all(isinstance(text, str) for text in labels)):
-        raise UserError(f"{path}: tokens is not a list of {S} strings; give one string per key")
+        raise UserError(f"{path}: tokens is not a list of {S} strings; give one string per vector in k")
     if not isinstance(causal, bool):
         raise UserError(f"{path}: causal is {causal!r}; use true or false")
     raw = q @ k.T  # (T, S)

@@ -59,7 +59,8 @@ def likeliest_next_token(model: Thinker, prompt: Prompt, position: int, contrast
     """Return the most likely token after a position. Raises UserError if it is `contrast_token`."""
     token = int(model(prompt.tokens[None])[0, position].argmax())
     if token == contrast_token:
-        raise UserError("--contrast-token is the most likely next token, the default target; add --target TOKEN")
+        problem = "--contrast-token is the most likely next token, which is also the default target"
+        raise UserError(f"{problem}; add --target TOKEN")
     return token
 
 

@@ -35,8 +35,8 @@ def parse_arguments() -> argparse.Namespace:
     group = parser.add_argument_group("evaluation")
     context = {"type": context_lengths, "metavar": "N,..."}
     group.add_argument("--context", **context, help="context lengths, such as 128,256 (default: the trained length)")
-    stride_help = "score only the last N tokens of each window (default: half of the context for one text, else all)"
-    group.add_argument("--stride", type=int, help=stride_help)
+    default = "half the context for --source text with a single file, otherwise the whole window"
+    group.add_argument("--stride", type=int, help=f"score only the last N tokens of each window (default: {default})")
     group.add_argument("--confidence", type=float, default=0.95, metavar="P", help="confidence level of the intervals")
     group.add_argument("--rope-scaling", metavar="YAML", help='RoPE scaling, such as "{type: linear, factor: 4}"')
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")

@@ -18,19 +18,16 @@ VIEWS = {"attribute": "attribution", "lens": "lens"}  # views to open; for other
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line, with one subparser per command."""
-    shared, prompt, optional_prompt, texts, target, position = (ArgumentParser(add_help=False) for _ in range(6))
-    shared.add_model("model", "MODEL", "; explain also reads a JSON file with vectors q, k and v")
-    shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    group = shared.add_argument_group("output")
-    group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE")
-    group.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
-    group.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report (interactive with --prompt)")
+    prompt, optional_prompt, texts, prune_texts, target, position = (ArgumentParser(add_help=False) for _ in range(6))
     prompt.add_argument("--prompt", metavar="TEXT", required=True, help="text to run the model on")
     optional_prompt.add_argument("--prompt", metavar="TEXT", help="text to run the model on (default: random tokens)")
-    texts.add_argument("--text", type=Path, metavar="FILE", help="text to measure on (default: validation split)")
-    texts.add_argument("--texts", type=int, help="maximum number of sequences to measure on (default: 32)")
+    for flags, when in ((texts, "with --importance: "), (prune_texts, "")):
+        text_help = f"{when}text to measure on (default: validation split)"
+        flags.add_argument("--text", type=Path, metavar="FILE", help=text_help)
+        flags.add_argument("--texts", type=int, help=f"{when}maximum number of sequences (default: 32)")
     target.add_argument("--target", metavar="TOKEN", help="predicted token (default: the most likely next token)")
-    target.add_argument("--contrast-token", metavar="TOKEN", help="token whose logit is subtracted (default: none)")
+    contrast_help = "token whose logit is subtracted from the target's (default: none)"
+    target.add_argument("--contrast-token", metavar="TOKEN", help=contrast_help)
     index = {"type": int, "default": -1, "help": "position in the prompt; negative counts from the end"}
     position.add_argument("--position", **index)
 
@@ -42,6 +39,14 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add_command(name: str, summary: str, parents: list[ArgumentParser], *examples: str) -> ArgumentParser:
+        shared = ArgumentParser(add_help=False)
+        shared.add_model("model", "MODEL", ", or a JSON file with vectors q, k and v" if name == "explain" else "")
+        shared.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+        group = shared.add_argument_group("output")
+        group.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print JSON, or write it to FILE")
+        group.add_argument("--png", type=png_file, metavar="FILE", help="plot the report")
+        html_help = "write an HTML report" + ("" if name == "prune" else " (interactive with --prompt)")
+        group.add_argument("--html", type=Path, metavar="FILE", help=html_help)
         options = {"help": summary, "description": summary, "parents": [shared, *parents]}
         return commands.add_parser(name, **options, examples=[f"runs/quickstart {example}" for example in examples])
 
@@ -70,12 +75,13 @@ def parse_arguments() -> argparse.Namespace:
     corrupt = '--corrupt "Noah has a pony. Noah has a"'
     patch = add_command("patch", "find activations that restore a prediction in another prompt", [prompt, target],
                         f"{goat} {corrupt}", f"{goat} {corrupt} --png patch.png")  # fmt: skip
-    patch.add_argument("--corrupt", metavar="TEXT", required=True, help="same-length prompt with another prediction")
+    corrupt_help = "prompt with the same number of tokens but a different prediction"
+    patch.add_argument("--corrupt", metavar="TEXT", required=True, help=corrupt_help)
     compare = add_command("compare", "compare two models, or two checkpoints of a run", [optional_prompt],
                           "--other runs/pruned", "--other-checkpoint best")  # fmt: skip
     compare.add_argument("--other", metavar="MODEL", help="second model (default: MODEL)")
     compare.add_argument("--other-checkpoint", metavar="NAME", help="checkpoint of the second model (default: latest)")
-    prune = add_command("prune", "remove heads from a model permanently", [texts], "--count 2 --out runs/pruned",
+    prune = add_command("prune", "remove heads from a model permanently", [prune_texts], "--count 2 --out runs/pruned",
                         "--groups 0.1,2.3 --out runs/pruned")  # fmt: skip
     prune.add_argument("--importance", **importance, default="zero")
     groups = prune.add_mutually_exclusive_group(required=True)

@@ -85,7 +85,7 @@ class ModelConfig(ConfigSection):
     init: Literal["fan_in", "normal"] = "fan_in"
     """Weight initialization. fan_in: scaled by the input width of each matrix. normal: std 0.02, as in GPT-2."""
     head_init_std: float = 0.0
-    """Std of the LM head's initial weights. Values above 0 speed up learning to copy and delay everything else."""
+    """Std of the LM head's initial weights. Above 0, the model learns to copy sooner and everything else later."""
     attention: str | list[str] = "full"
     """A pattern such as full or window(64), a list of patterns, or letters such as LLLG (L: model.window, G: full)."""
     window: Size | None = None

@@ -50,7 +50,7 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
         copy.zero_grad(set_to_none=True)
         text = tokenizer.decode(inputs[0].tolist())[:MAX_TEXT_CHARS]
         samples.append({"id": sample_id, "loss": finite_or_none(loss), "grad_norm": finite_or_none(norm), "text": text})
-    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf)) for name, p in copy.named_parameters()}
+    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf, posinf=math.inf, neginf=math.inf)) for name, p in copy.named_parameters()}
     largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,

@@ -190,9 +190,9 @@ class Trainer:
         name, size = report["largest_weight"]
         size = "not finite" if size is None else f"{size:g}"
         raise RunError(
-            f"{message}; weights unchanged. {path} lists the samples. {self.run.checkpoints}/nonfinite-{number:08d} "
-            f"has the weights; the largest is {size}, in {name}. Lower optimizer.lr, or skip rare bad samples with "
-            f"train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
+            f"{message}; the weights are unchanged. {path} lists the samples of this step. {self.run.checkpoints}/"
+            f"nonfinite-{number:08d} contains the weights (largest absolute value: {size}, in {name}). Lower "
+            f"optimizer.lr, or skip rare bad samples with train.max_nonfinite_steps={allowed + 1}; {self.resume_hint()}"
         )
 
     def resume_hint(self) -> str:
