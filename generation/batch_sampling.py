@@ -7,7 +7,6 @@ from torch import Tensor
 
 from thinker.generation.sampler import SamplingParams, sample
 from thinker.generation.sequence import SampledToken, Sequence
-from thinker.native.operations import sample as native_sample
 from thinker.runtime.device import to_device
 
 
@@ -50,20 +49,20 @@ class BatchSampler:
         return tokens
 
 
+def is_unfiltered(sequences: list[Sequence]) -> bool:
+    """Whether all are sampled at one temperature, without filters, penalties and top log-probabilities."""
+    params = sequences[0].sampling_key
+    return not params.changes_logits and all(
+        one.sampling_key == params and not one.params.logprobs for one in sequences
+    )
+
+
 @torch.no_grad()
 def sample_steps(
-    sequences: list[Sequence], logits: Tensor, n_steps: int, step: Callable[[Tensor], Tensor], native: bool = False
+    sequences: list[Sequence], logits: Tensor, n_steps: int, step: Callable[[Tensor], Tensor]
 ) -> list[list[SampledToken]]:
-    """Sample `n_steps` tokens per sequence from logits (B, 1, V); step(tokens (B, 1)) returns the next logits.
-
-    `native`: use the kernels of `thinker.native` for the usual case, one step without filters and penalties.
-    """
-    vocab_size, params = sequences[0].tokenizer.vocab_size, sequences[0].sampling_key
-    is_usual = n_steps == 1 and logits.dtype == torch.float32 and not params.changes_logits
-    if native and is_usual and all(one.sampling_key == params and not one.params.logprobs for one in sequences):
-        uniforms = [one.uniform(0) for one in sequences]
-        sampled = native_sample(logits[:, 0], vocab_size, params.temperature, uniforms)
-        return [[(token, logprob, {})] for token, logprob in zip(*sampled)]
+    """Sample `n_steps` tokens per sequence from logits (B, 1, V); step(tokens (B, 1)) returns the next logits."""
+    vocab_size = sequences[0].tokenizer.vocab_size
     sampler = BatchSampler([(sequence, []) for sequence in sequences], vocab_size, logits.device, n_steps)
     n_top = min(max(sequence.params.logprobs for sequence in sequences), vocab_size)
     steps = []

@@ -14,12 +14,12 @@ from tqdm import tqdm
 from thinker.data.text_bytes import count_bytes
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation import prompts as checks
-from thinker.generation.batch_sampling import sample_next, sample_steps, top_logprobs
+from thinker.generation.batch_sampling import is_unfiltered, sample_next, sample_steps, top_logprobs
 from thinker.generation.compiled_decode import CompiledThinker
 from thinker.generation.inference_model import prepare_for_inference
 from thinker.generation.native_decode import NativeThinker
 from thinker.generation.sampler import SamplingParams
-from thinker.generation.sequence import Completion, Score, Sequence
+from thinker.generation.sequence import Completion, SampledToken, Score, Sequence
 from thinker.generation.sink_cache import SinkCache
 from thinker.generation.sliding import decode_sliding
 from thinker.generation.speculation import DraftModel, PromptLookup, max_draft_len
@@ -208,9 +208,7 @@ class Generator:
         drafts: list[list[int]] = [[] for _ in sequences]
         while True:
             if drafter is None:
-                n_steps = min(self.steps_per_read, *(sequence.n_remaining for sequence in sequences))
-                step = partial(self.decode_model, cache=cache)
-                sampled = sample_steps(sequences, logits, n_steps, step, self.native)
+                sampled = self._sample(sequences, cache, logits)
             else:
                 sampled = sample_next(sequences, drafts, logits)
             unfinished = []
@@ -231,6 +229,14 @@ class Generator:
                     if batch is not None:
                         batch.select(unfinished)
             drafts, logits = self._decode_step(sequences, cache, drafter)
+
+    def _sample(self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor) -> list[list[SampledToken]]:
+        """Sample one token per sequence from logits (B, 1, V), or several if the model can run in between."""
+        n_remaining = min(sequence.n_remaining for sequence in sequences)
+        if isinstance(self.decode_model, NativeThinker) and is_unfiltered(sequences):
+            return self.decode_model.sample(sequences, cache, logits, n_remaining)
+        n_steps = min(self.steps_per_read, n_remaining)
+        return sample_steps(sequences, logits, n_steps, partial(self.decode_model, cache=cache))
 
     @torch.no_grad()
     def score(self, text: str, n_top: int = 0, progress: bool = False) -> Score:

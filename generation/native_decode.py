@@ -1,20 +1,26 @@
 """The decoding step of a model on a CPU: a list of native operations, run by one call."""
 
 import ctypes
+import math
 import threading
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from thinker.generation.inference_linear import MAX_NATIVE_ROWS, QuantizedLinear
+from thinker.generation.sequence import SampledToken, Sequence
 from thinker.model import KVCache, Thinker
-from thinker.model.input_checks import check_inputs
 from thinker.model.masks import ForwardContext
 from thinker.model.patterns import CAUSAL
 from thinker.model.positions import MAX_TABLE_LEN
 from thinker.native import operations as native
 from thinker.native.operations import Operation, Visible, Workspace, linear_operation
+
+MAX_STEPS = 16  # tokens per row to sample at once
+MAX_SECONDS = 0.01  # for them, so that text still appears token by token to a reader
 
 
 class NativeThinker:
@@ -33,8 +39,9 @@ class NativeThinker:
         self.is_supported = by_mask and config.positions in ("rope", "alibi", "none")
         self.is_causal = config.positions != "alibi" and all(pattern == CAUSAL for pattern in config.patterns)
         self._hooked = [module for module in model.modules() if hasattr(module, "hooks")]
+        self.seconds_per_step = math.inf  # of the newest step
         self._lock = threading.Lock()  # the buffers serve one call at a time
-        self._bound_to: tuple = ()
+        self._bound_to: tuple[Callable[[], KVCache | None], int] = lambda: None, 0  # a weak reference
         self._rope: tuple[Tensor, Tensor] | None = None
         self._kept: list[Tensor] = []  # tensors whose memory the operations read
         if self.is_supported:
@@ -44,22 +51,58 @@ class NativeThinker:
 
     def __call__(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """tokens (B, T) -> logits (B, T, V)."""
-        n_rows, T = tokens.numel(), tokens.shape[1]
-        is_first = max(cache.lengths) == 0
+        n_rows, T = tokens.numel(), tokens.shape[-1]
         fits = self.is_supported and type(cache) is KVCache and n_rows <= MAX_NATIVE_ROWS
-        if not fits or is_first or (T > 1 and not self.is_causal) or any(module.hooks for module in self._hooked):
+        has_mask = T > 1 and not self.is_causal
+        if not fits or has_mask or max(cache.lengths) == 0 or not self._are_valid(tokens, cache):
             return self.model(tokens, cache=cache)
         with self._lock:
-            check_inputs(self.model.config, self.model.device, self.model.dtype, tokens, None, None, None, cache)
             if self.is_causal:
                 self._prepare_causal(cache, *tokens.shape)
             else:
                 self._prepare_masks(self.model.make_context(tokens, tokens, None, cache), *tokens.shape)
             self._bind(cache)
-            tokens = tokens.long().contiguous()
+            tokens, start = tokens.contiguous(), time.perf_counter()
             self._work.step.tokens = tokens.data_ptr()
             self._work.run(self._operations, n_rows, T)
+            self.seconds_per_step = time.perf_counter() - start
             return self._logits[:n_rows].clone().view(*tokens.shape, -1)
+
+    def sample(
+        self, sequences: list[Sequence], cache: KVCache | None, logits: Tensor, n_remaining: int
+    ) -> list[list[SampledToken]]:
+        """Sample up to `n_remaining` tokens per sequence, the first from logits (B, 1, V).
+
+        Fast models sample several without returning to Python, for up to MAX_SECONDS. See batch_sampling.is_unfiltered
+        for what `sequences` need.
+        """
+        B, n_ids, temperature = len(sequences), sequences[0].tokenizer.vocab_size, sequences[0].params.temperature
+        can_step = self.is_supported and self.is_causal and type(cache) is KVCache and B <= MAX_NATIVE_ROWS
+        can_step = can_step and not any(module.hooks for module in self._hooked)
+        n_steps = max(1, min(MAX_STEPS, n_remaining, int(MAX_SECONDS / self.seconds_per_step))) if can_step else 1
+        uniforms = [sequence.uniform(step) for step in range(n_steps) for sequence in sequences]
+        logits = logits[:, 0].float().contiguous()  # (B, V)
+        if n_steps == 1:
+            tokens, logprobs = native.sample(logits, n_ids, temperature, uniforms)
+        else:
+            with self._lock:
+                start = time.perf_counter()
+                self._prepare_causal(cache, B, 1, n_steps - 1)
+                self._bind(cache)
+                (visible,) = self._visible.values()
+                tokens, logprobs = self._work.sample_steps(
+                    self._operations, visible, logits, n_ids, temperature, uniforms
+                )
+                self.seconds_per_step = (time.perf_counter() - start) / (n_steps - 1)
+        return [[(token, logprob, {}) for token, logprob in zip(tokens[row::B], logprobs[row::B])] for row in range(B)]
+
+    def _are_valid(self, tokens: Tensor, cache: KVCache) -> bool:
+        """Whether the kernels can read these inputs, and no activation is recorded. The model reports mistakes."""
+        config, ids = self.model.config, tokens.flatten().tolist()
+        is_tensor = tokens.dim() == 2 and tokens.dtype == torch.int64 and 0 <= min(ids) <= max(ids) < config.vocab_size
+        is_recorded = any(module.hooks for module in self._hooked)
+        fits = len(cache.layers) == config.n_layers and cache.head_dim == config.head_dim
+        return is_tensor and fits and cache.dtype == self.model.dtype and not is_recorded
 
     def _allocate(self) -> None:
         config, N = self.model.config, MAX_NATIVE_ROWS
@@ -123,16 +166,16 @@ class NativeThinker:
         self._kept.append(tensor.detach().float().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _prepare_causal(self, cache: KVCache, B: int, T: int) -> None:
-        """Add T positions to a cache of full attention: each attends to all slots up to its own."""
-        starts = cache.reserve(B, T)
+    def _prepare_causal(self, cache: KVCache, B: int, T: int, n_steps: int = 1) -> None:
+        """Add T positions per step to a cache of full attention: each attends to all slots up to its own."""
+        starts = cache.reserve(B, T * n_steps)
         positions = [start + t for start in starts for t in range(T)]
         if self.model.rope is not None:
             self.model.rope.check_growth(max(cache.lengths))
         for slots, lengths in self._slots.values():
             slots[: B * T] = positions
             lengths[: B * T] = [position + 1 for position in positions]
-        self._set_rope(positions)
+        self._set_rope(positions, max(cache.lengths))
 
     def _prepare_masks(self, context: ForwardContext, B: int, T: int) -> None:
         """Refer to the masks that torch built for each pattern."""
@@ -150,30 +193,27 @@ class NativeThinker:
                 self._masks.append(allowed)
                 visible.mask, visible.is_bool = allowed.data_ptr(), allowed.dtype == torch.bool
                 visible.row, visible.head, visible.query, visible.slot = allowed.stride()
-        self._set_rope(context.positions.expand(B, T).flatten().tolist())
+        self._set_rope(context.positions.expand(B, T).flatten().tolist(), context.end)
 
-    def _set_rope(self, positions: list[int]) -> None:
-        """Point to tables of cos and sin that have a row for each position."""
+    def _set_rope(self, positions: list[int], end: int) -> None:
+        """Point to tables of cos and sin that have a row for each position, and for those up to `end`."""
         step, n, rope = self._work.step, len(positions), self.model.rope
         if rope is None:
             return
-        end = max(positions) + 1
         if end > MAX_TABLE_LEN:  # a table of one row per position
-            rows, positions = torch.tensor(positions), range(n)
+            rows, positions = torch.tensor(positions, device="cpu"), range(n)
             self._far = tables = rope(rows, end, torch.float32)
         else:
             if self._rope is None or len(self._rope[0]) < end:
                 length = int(min(max(2 * end, 256), MAX_TABLE_LEN, rope.max_static_len))
-                self._rope = rope(torch.arange(length), length, torch.float32)
+                self._rope = rope(torch.arange(length, device="cpu"), length, torch.float32)
             tables = self._rope
         step.cosines, step.sines = (table.data_ptr() for table in tables)
         self._positions[:n] = positions
 
     def _bind(self, cache: KVCache) -> None:
         """Point to the tensors of a cache, unless they are those of the last step."""
-        tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-        addresses = cache.max_len, cache.slack, len(cache.lengths), *(tensor.data_ptr() for tensor in tensors)
-        if addresses == self._bound_to:  # equal sizes, so equal strides, too
+        if self._bound_to[0]() is cache and self._bound_to[1] == cache.n_moves:
             return
         by_layer = [operation for operation in self._operations if operation.kind in (native.ROTATE, native.ATTEND)]
         for index, layer in enumerate(cache.layers):
@@ -181,4 +221,4 @@ class NativeThinker:
                 operation.keys.bind(layer.keys)
                 operation.values.bind(layer.values)
         self._work.set_scores(max(layer.keys.shape[2] for layer in cache.layers))
-        self._bound_to = addresses
+        self._bound_to = weakref.ref(cache), cache.n_moves

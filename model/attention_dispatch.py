@@ -183,7 +183,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
         needs_sdpa = mask.is_causal or mask.may_be_empty or torch.is_grad_enabled()
         if not needs_sdpa and q.shape[2] <= 16 and q.dtype == torch.float32:
             return decode_attention(q, k, v, allowed, scale)
-        k = k.contiguous()  # SDPA's flash kernel requires row-major keys
+        k = k.contiguous()  # as SDPA's flash kernel requires
     elif is_grouped and q.is_cuda and q.shape[2] == 1 and not (mask.differs_by_head or mask.is_causal):
         # With one query per head, heads that share a KV head become its queries, so that each key is read once.
         B, H, _, D = q.shape

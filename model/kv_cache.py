@@ -135,6 +135,7 @@ class KVCache:
             self._new_layer(pattern, batch_size, config.head_counts(layer)[1])
             for layer, pattern in enumerate(self.mask_builder.patterns)
         ]
+        self.n_moves = 0  # times that the tensors of all layers were replaced
         self.lengths = [0] * batch_size
         self.high_water = self.high_water_before = self.lengths  # largest length of each row before truncate()
         by_token = self.mask_builder.by_token
@@ -149,12 +150,7 @@ class KVCache:
         return RingLayer(*self._new_tensors(B, K, size + 1), self.slack, pattern.n_global)
 
     def _new_tensors(self, B: int, K: int, size: int) -> tuple[Tensor, Tensor]:
-        D = self.head_dim
-        keys, values = (torch.zeros(B, K, size, D, device=self.device, dtype=self.dtype) for _ in range(2))
-        if self.device.type == "cpu" and self.dtype == torch.float32:
-            # Column-major, so that q·kᵀ reaches the memory bandwidth (row-major: 3/4). Columns are cache-line aligned.
-            keys = values.new_zeros(B, K, D, -(-size // 16) * 16).transpose(2, 3)[:, :, :size]
-        return keys, values
+        return tuple(torch.zeros(B, K, size, self.head_dim, device=self.device, dtype=self.dtype) for _ in range(2))
 
     @property
     def is_unbounded(self) -> bool:
@@ -231,11 +227,11 @@ class KVCache:
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows in this order, to drop finished rows or repeat a shared prompt."""
+        self.n_moves += 1
         index = to_device(rows, self.device)
         for layer in self.layers:
             for name in layer.tensors:
-                tensor = getattr(layer, name)
-                setattr(layer, name, _empty_like(tensor, len(rows)).copy_(tensor.index_select(0, index)))
+                setattr(layer, name, getattr(layer, name).index_select(0, index))
         if self.tokens is not None:
             self.tokens = self.tokens[index]
         self.lengths = [self.lengths[row] for row in rows]
@@ -243,15 +239,10 @@ class KVCache:
 
     def concat_rows(self, other: KVCache) -> None:
         """Append the rows of another cache of the same max_len."""
+        self.n_moves += 1
         for layer, other_layer in zip(self.layers, other.layers):
             for name in layer.tensors:
-                pair = getattr(layer, name), getattr(other_layer, name)
-                setattr(layer, name, torch.cat(pair, out=_empty_like(pair[0], len(pair[0]) + len(pair[1]))))
+                setattr(layer, name, torch.cat((getattr(layer, name), getattr(other_layer, name))))
         if self.tokens is not None:
             self.tokens = torch.cat((self.tokens, other.tokens))
         self.lengths, self.high_water = self.lengths + other.lengths, self.high_water + other.high_water
-
-
-def _empty_like(tensor: Tensor, n_rows: int) -> Tensor:
-    """An empty tensor of `n_rows` rows with the memory layout of `tensor`."""
-    return torch.empty_strided((n_rows, *tensor.shape[1:]), tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -2,25 +2,30 @@
 #pragma once
 #include "linear.h"
 
-INLINE void rms_norm(const float *x, const float *weight, float eps, int64_t width, float *y) {
+/* 1 / sqrt(mean(x^2) + eps) */
+INLINE float inverse_rms(const float *x, float eps, int64_t width) {
     vec squares = {};
     float rest = 0;
     int64_t i = 0;
     for (; i + WIDTH <= width; i += WIDTH) squares += load(x + i) * load(x + i);
     for (; i < width; i++) rest += x[i] * x[i];
-    float scale = 1 / sqrtf((sum(squares) + rest) / width + eps);
-    for (i = 0; i + WIDTH <= width; i += WIDTH) store(y + i, load(x + i) * scale * load(weight + i));
+    return 1 / sqrtf((sum(squares) + rest) / width + eps);
+}
+
+INLINE void scaled(const float *x, const float *weight, float scale, int64_t width, float *y) {
+    int64_t i = 0;
+    for (; i + WIDTH <= width; i += WIDTH) store(y + i, load(x + i) * scale * load(weight + i));
     for (; i < width; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* silu(gate) * up, for x = (gate, up), of `width` values each. */
-INLINE void swiglu(const float *x, int64_t width, float *y) {
+/* silu(gate) * up */
+INLINE void swiglu(const float *gate, const float *up, int64_t width, float *y) {
     int64_t i = 0;
     for (; i + WIDTH <= width; i += WIDTH) {
-        vec gate = load(x + i);
-        store(y + i, gate / (1 + exp_vec(-gate)) * load(x + width + i));
+        vec x = load(gate + i);
+        store(y + i, x / (1 + exp_vec(-x)) * load(up + i));
     }
-    for (; i < width; i++) y[i] = x[i] / (1 + expf(-x[i])) * x[width + i];
+    for (; i < width; i++) y[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
 }
 
 /* Rotate the pairs (x[i], x[i + D/2]) by tables (cos, cos) and (-sin, sin) of D values each. */
@@ -32,10 +37,10 @@ INLINE void rotate(float *x, const float *cosines, const float *sines, int64_t D
     }
 }
 
-/* Keys or values of a cache, (B, K, S, D) with any strides (in elements), fp32 or bf16. */
+/* Keys or values of a cache, (B, K, S, D) by strides in elements (that of D is 1), fp32 or bf16. */
 typedef struct {
     void *data;
-    int64_t is_bf16, row, head, slot, dim;
+    int64_t is_bf16, row, head, slot;
 } Cached;
 
 INLINE int64_t cached_offset(Cached c, int64_t row, int64_t head, int64_t slot) {
@@ -43,10 +48,8 @@ INLINE int64_t cached_offset(Cached c, int64_t row, int64_t head, int64_t slot) 
 }
 
 INLINE void write_cached(Cached c, int64_t offset, const float *x, int64_t D) {
-    for (int64_t d = 0; d < D; d++) {
-        if (c.is_bf16) ((uint16_t *)c.data)[offset + d * c.dim] = float_to_bf16(x[d]);
-        else ((float *)c.data)[offset + d * c.dim] = x[d];
-    }
+    if (c.is_bf16) round_to_bf16(x, D, (uint16_t *)c.data + offset);
+    else memcpy((float *)c.data + offset, x, D * sizeof(float));
 }
 
 INLINE vec load_cached(Cached c, int64_t offset) {
@@ -57,30 +60,23 @@ INLINE float cached_at(Cached c, int64_t offset) {
     return c.is_bf16 ? bf16_to_float(((const uint16_t *)c.data)[offset]) : ((const float *)c.data)[offset];
 }
 
-/* Scores of S keys whose slots are contiguous: 16 keys at a time. */
-INLINE void scores_by_slot(Cached keys, int64_t base, const float *q, int64_t S, int64_t D, float *scores) {
+/* scores[s] = q key[s], for S keys. */
+INLINE void dot_keys(Cached keys, int64_t base, const float *q, int64_t S, int64_t D, float *scores) {
     int64_t s = 0;
-    for (; s + 4 * WIDTH <= S; s += 4 * WIDTH) {
+    for (; s + 4 <= S; s += 4) {
         vec total[4] = {};
-        for (int64_t d = 0; d < D; d++)
-            for (int i = 0; i < 4; i++) total[i] += q[d] * load_cached(keys, base + d * keys.dim + s + i * WIDTH);
-        for (int i = 0; i < 4; i++) store(scores + s + i * WIDTH, total[i]);
-    }
-    for (; s + WIDTH <= S; s += WIDTH) {
-        vec total = {};
-        for (int64_t d = 0; d < D; d++) total += q[d] * load_cached(keys, base + d * keys.dim + s);
-        store(scores + s, total);
+        int64_t d = 0, offset = base + s * keys.slot;
+        for (; d + WIDTH <= D; d += WIDTH) {
+            vec x = load(q + d);
+            UNROLLED
+            for (int i = 0; i < 4; i++) total[i] += x * load_cached(keys, offset + i * keys.slot + d);
+        }
+        vec4 y = sum4(total[0], total[1], total[2], total[3]);
+        for (; d < D; d++)
+            for (int i = 0; i < 4; i++) y[i] += q[d] * cached_at(keys, offset + i * keys.slot + d);
+        memcpy(scores + s, &y, sizeof y);
     }
     for (; s < S; s++) {
-        float total = 0;
-        for (int64_t d = 0; d < D; d++) total += q[d] * cached_at(keys, base + d * keys.dim + s);
-        scores[s] = total;
-    }
-}
-
-/* Scores of S keys whose dimensions are contiguous. */
-INLINE void scores_by_dim(Cached keys, int64_t base, const float *q, int64_t S, int64_t D, float *scores) {
-    for (int64_t s = 0; s < S; s++) {
         vec total = {};
         float rest = 0;
         int64_t d = 0, offset = base + s * keys.slot;
@@ -135,8 +131,8 @@ INLINE void weighted_sum(Cached values, int64_t base, const float *weights, int6
 
 /* Which keys a row may attend to: slots [0, length), of which a mask may hide some. */
 typedef struct {
-    const int64_t *slots;  /* (n_rows,): where the new key of each row goes */
-    const int64_t *length; /* (n_rows,) */
+    int64_t *slots;        /* (n_rows,): where the new key of each row goes */
+    int64_t *length;       /* (n_rows,) */
     const void *mask;      /* (B, H, T, S) by strides, NULL: none */
     int64_t is_bool, row, head, query, slot; /* bool: true is visible; fp32: added to the scores */
 } Visible;
@@ -145,9 +141,7 @@ typedef struct {
 INLINE void attend(const float *q, Cached keys, Cached values, int64_t row, int64_t head, int64_t group, int64_t S,
                    int64_t D, float scale, float softcap, const float *sinks, const Visible *visible, int64_t query,
                    float *scores, float *y) {
-    int64_t key_base = cached_offset(keys, row, head / group, 0);
-    if (keys.slot == 1) scores_by_slot(keys, key_base, q, S, D, scores);
-    else scores_by_dim(keys, key_base, q, S, D, scores);
+    dot_keys(keys, cached_offset(keys, row, head / group, 0), q, S, D, scores);
     int64_t mask_base = row * visible->row + head * visible->head + query * visible->query;
     float largest = sinks ? sinks[head] : -INFINITY;
     for (int64_t s = 0; s < S; s++) {

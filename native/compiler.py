@@ -35,7 +35,10 @@ def load_library() -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.run.argtypes = pointer, integer, pointer, integer
     library.sample.argtypes = pointer, integer, integer, integer, ctypes.c_double, *[pointer] * 4
-    library.run.restype = library.sample.restype = None
+    library.sample_steps.argtypes = (
+        pointer, integer, pointer, pointer, integer, pointer, integer, integer, ctypes.c_double, *[pointer] * 4, integer
+    )  # fmt: skip
+    library.run.restype = library.sample.restype = library.sample_steps.restype = None
     return library
 
 

@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     int64_t n_rows, n_queries;       /* rows are (sequence, query); n_queries of each sequence */
     const int64_t *tokens;           /* (n_rows,) */
-    const int64_t *positions;        /* (n_rows,), rows of the RoPE tables */
+    int64_t *positions;              /* (n_rows,), rows of the RoPE tables */
     const float *cosines, *sines;    /* (positions, D) */
     float *transformed;              /* (n_rows, largest n_in) */
     Activations activations;
@@ -38,25 +38,39 @@ typedef struct {
 
 #define SHARE(n, begin, end) int64_t begin = (n) * thread / n_threads, end = (n) * (thread + 1) / n_threads
 
+/* Prepare the input of a product: threads share the groups of 32 inputs of each row. */
+static void transform(const Operation *op, const Step *step, int64_t thread, int64_t n_threads) {
+    int64_t n_groups = groups_of(op->n_in), is_quantized = op->format == INT8 || op->format == INT4;
+    Activations a = step->activations;
+    SHARE(n_groups, first, last);
+    for (int64_t n = 0; n < step->n_rows; n++) {
+        const float *x = op->x + n * op->n_in * (op->transform == SWIGLU ? 2 : 1);
+        float *row = step->transformed + n * op->n_in;
+        uint16_t *halves = (uint16_t *)row; /* each number takes half of the space */
+        float scale = op->transform == RMS_NORM ? inverse_rms(x, op->eps, op->n_in) : 1;
+        for (int64_t g = first; g < last; g++) {
+            int64_t begin = g * GROUP, count = op->n_in - begin < GROUP ? op->n_in - begin : GROUP;
+            float group[GROUP] = {};
+            if (op->transform == RMS_NORM) scaled(x + begin, op->norm + begin, scale, count, group);
+            else if (op->transform == SWIGLU) swiglu(x + begin, x + op->n_in + begin, count, group);
+            else memcpy(group, x + begin, count * sizeof(float));
+            if (is_quantized) {
+                int64_t i = n * n_groups + g;
+                quantize_group(group, a.codes + i * GROUP, a.scale + i, a.total + i);
+            } else if (op->format == BF16) {
+                round_to_bf16(group, count, halves + begin);
+            } else {
+                memcpy(row + begin, group, count * sizeof(float));
+            }
+        }
+    }
+}
+
 static void linear(const Operation *op, const Step *step, int64_t thread, int64_t n_threads) {
     const float *x = op->x;
     int64_t N = step->n_rows, is_quantized = op->format == INT8 || op->format == INT4;
     if (op->transform != NO_TRANSFORM || op->format != FP32) {
-        SHARE(N, first, last);
-        for (int64_t n = first; n < last; n++) {
-            const float *row = x + n * op->n_in;
-            float *out = step->transformed + n * op->n_in;
-            if (op->transform == RMS_NORM) rms_norm(row, op->norm, op->eps, op->n_in, out);
-            if (op->transform == SWIGLU) swiglu(x + 2 * n * op->n_in, op->n_in, out);
-            if (is_quantized) {
-                int64_t g = n * groups_of(op->n_in);
-                Activations a = step->activations;
-                quantize_row(op->transform == NO_TRANSFORM ? row : out, op->n_in, a.codes + g * GROUP, a.scale + g,
-                             a.total + g);
-            } else if (op->format == BF16) {
-                round_to_bf16(op->transform == NO_TRANSFORM ? row : out, op->n_in, (uint16_t *)out);
-            }
-        }
+        transform(op, step, thread, n_threads);
         x = step->transformed;
         #pragma omp barrier
     }
@@ -90,7 +104,7 @@ static void rotate_and_cache(const Operation *op, const Step *step, int64_t thre
         int64_t n = unit / n_heads, head = unit % n_heads, row = n / step->n_queries;
         float *x = op->x + unit * D;
         if (head < op->H + op->K) {
-            if (op->norm) rms_norm(x, op->norm + head * D, op->eps, D, x);
+            if (op->norm) scaled(x, op->norm + head * D, inverse_rms(x, op->eps, D), D, x);
             int64_t table = step->positions[n] * D;
             if (op->rotates) rotate(x, step->cosines + table, step->sines + table, D);
         }
@@ -126,5 +140,27 @@ void run(const Operation *operations, int64_t n_operations, const Step *step, in
             }
             #pragma omp barrier
         }
+    }
+}
+
+/* Sample n_steps tokens of each of n_rows sequences, the first from `logits`, running the model between two of them. It
+   counts up what `step` and `visible` say of positions. Arguments as in sample(); tokens, logprobs and uniforms have a
+   row per step, and logits that of the last operation. */
+void sample_steps(const Operation *operations, int64_t n_operations, Step *step, Visible *visible, int64_t n_threads,
+                  const float *logits, int64_t stride, int64_t n_ids, double temperature, const double *uniforms,
+                  double *terms, int64_t *tokens, float *logprobs, int64_t n_steps) {
+    int64_t N = step->n_rows;
+    for (int64_t i = 0;; i++) {
+        sample(logits, N, stride, n_ids, temperature, uniforms + i * N, terms, tokens + i * N, logprobs + i * N);
+        if (i == n_steps - 1) return;
+        step->tokens = tokens + i * N;
+        run(operations, n_operations, step, n_threads);
+        for (int64_t n = 0; n < N; n++) {
+            step->positions[n]++;
+            visible->slots[n]++;
+            visible->length[n]++;
+        }
+        logits = operations[n_operations - 1].out;
+        stride = operations[n_operations - 1].n_out;
     }
 }

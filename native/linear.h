@@ -130,27 +130,17 @@ typedef struct {
 
 INLINE int64_t groups_of(int64_t n_in) { return (n_in + GROUP - 1) / GROUP; }
 
-INLINE void quantize_row(const float *x, int64_t n_in, int8_t *codes, float *scale, int32_t *total) {
-    for (int64_t g = 0; g < groups_of(n_in); g++) {
-        float group[GROUP] = {}, largest = 0;
-        int64_t count = n_in - g * GROUP < GROUP ? n_in - g * GROUP : GROUP;
-        memcpy(group, x + g * GROUP, count * sizeof(float));
-        vec low = load(group), high = load(group + WIDTH);
-        vec a = select_vec(low < 0, -low, low), b = select_vec(high < 0, -high, high);
-        largest = maximum(select_vec(a > b, a, b));
-        float unit = largest / 127;
-        unit = unit > 1e-30f ? unit : 1e-30f;
-        int_vec first = __builtin_convertvector(round_vec(low / unit), int_vec);
-        int_vec second = __builtin_convertvector(round_vec(high / unit), int_vec);
-        int32_t n = 0;
-        for (int i = 0; i < WIDTH; i++) {
-            codes[g * GROUP + i] = first[i];
-            codes[g * GROUP + WIDTH + i] = second[i];
-            n += first[i] + second[i];
-        }
-        scale[g] = unit;
-        total[g] = n;
-    }
+INLINE void quantize_group(const float *x, int8_t *codes, float *scale, int32_t *total) {
+    vec low = load(x), high = load(x + WIDTH);
+    vec a = select_vec(low < 0, -low, low), b = select_vec(high < 0, -high, high);
+    float unit = maximum(select_vec(a > b, a, b)) / 127;
+    unit = unit > 1e-30f ? unit : 1e-30f;
+    int_vec first = __builtin_convertvector(round_vec(low / unit), int_vec);
+    int_vec second = __builtin_convertvector(round_vec(high / unit), int_vec);
+    *(byte_vec *)codes = __builtin_convertvector(first, byte_vec);
+    *(byte_vec *)(codes + WIDTH) = __builtin_convertvector(second, byte_vec);
+    *scale = unit;
+    *total = sum_int(first + second);
 }
 
 /* total + the products of 16 x 4 unsigned bytes with 4 signed bytes, summed over each 4. */

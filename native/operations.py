@@ -16,14 +16,14 @@ QUANTIZED_FORMATS = {8: 2, 4: 3}  # by bits
 
 
 class Cached(Structure):
-    """Keys or values of a cache, (B, K, S, D), by strides in elements."""
+    """Keys or values of a cache, (B, K, S, D), by strides in elements; that of D is 1."""
 
-    _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("is_bf16", "row", "head", "slot", "dim")]]
+    _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("is_bf16", "row", "head", "slot")]]
 
     def bind(self, tensor: Tensor) -> None:
         """Refer to the memory of a tensor, which must outlive the use."""
         self.data, self.is_bf16 = tensor.data_ptr(), tensor.dtype == torch.bfloat16
-        self.row, self.head, self.slot, self.dim = tensor.stride()
+        self.row, self.head, self.slot, _ = tensor.stride()
 
 
 class Visible(Structure):
@@ -90,6 +90,23 @@ class Workspace:
         self.step.n_rows, self.step.n_queries = n_rows, n_queries
         load_library().run(operations, len(operations), ctypes.byref(self.step), self.n_threads)
 
+    def sample_steps(
+        self, operations: ctypes.Array, visible: Visible, logits: Tensor, n_ids: int, temperature: float,
+        uniforms: list[float],
+    ) -> tuple[list[int], list[float]]:  # fmt: skip
+        """Sample tokens of each row of logits (B, V), one per step and row in `uniforms`, and run the operations
+        between two steps. Returns tokens and log-probabilities, as in sample()."""
+        n, n_rows = len(uniforms), len(logits)
+        tokens, logprobs, numbers = (c_int64 * n)(), (c_float * n)(), (c_double * n)(*uniforms)
+        terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
+        self.step.n_rows, self.step.n_queries = n_rows, 1
+        load_library().sample_steps(
+            operations, len(operations), ctypes.byref(self.step), ctypes.byref(visible), self.n_threads,
+            logits.data_ptr(), logits.stride(0), n_ids, temperature, numbers, terms.data_ptr(), tokens, logprobs,
+            n // n_rows,
+        )  # fmt: skip
+        return list(tokens), list(logprobs)
+
 
 def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Operation:
     """x weightᵀ + bias, for a contiguous weight (n_out, n_in) in fp32 or bf16, or a packed one; bias in fp32."""
@@ -105,15 +122,14 @@ def linear_operation(weight: Tensor | Packed, bias: Tensor | None = None) -> Ope
 
 
 def sample(logits: Tensor, n_ids: int, temperature: float, uniforms: list[float]) -> tuple[list[int], list[float]]:
-    """Sample a token from each row of logits (N, V) fp32 on a CPU, of which the first `n_ids` are valid.
+    """Sample a token from each row of contiguous logits (N, V) in fp32, of which the first `n_ids` are valid.
 
     As generation.sampler.sample(), without filters and penalties. Returns tokens and their log-probabilities under the
     unmodified model.
     """
     n_rows = len(uniforms)
     tokens, logprobs, numbers = (c_int64 * n_rows)(), (c_float * n_rows)(), (c_double * n_rows)(*uniforms)
-    terms = torch.empty(n_ids + 8, dtype=torch.float64, device="cpu")
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    terms = torch.empty(n_ids + 32, dtype=torch.float64, device="cpu")
     load_library().sample(
         logits.data_ptr(), n_rows, logits.stride(0), n_ids, temperature, numbers, terms.data_ptr(), tokens, logprobs
     )

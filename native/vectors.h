@@ -12,6 +12,7 @@ typedef float vec __attribute__((vector_size(64)));
 typedef float unaligned_vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t int_vec __attribute__((vector_size(64)));
 typedef uint32_t uint_vec __attribute__((vector_size(64)));
+typedef int8_t byte_vec __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
@@ -83,8 +84,19 @@ INLINE vec4 sum4(vec a, vec b, vec c, vec d) {
 }
 
 INLINE float maximum(vec x) {
-    float y = x[0];
-    for (int i = 1; i < WIDTH; i++) y = x[i] > y ? x[i] : y;
+    vec8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
+    vec8 b = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    float y = -INFINITY;
+    for (int i = 0; i < 8; i++) {
+        float larger = a[i] > b[i] ? a[i] : b[i];
+        y = larger > y ? larger : y;
+    }
+    return y;
+}
+
+INLINE int32_t sum_int(int_vec x) {
+    int32_t y = 0;
+    for (int i = 0; i < WIDTH; i++) y += x[i];
     return y;
 }
 

@@ -50,7 +50,8 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
         copy.zero_grad(set_to_none=True)
         text = tokenizer.decode(inputs[0].tolist())[:MAX_TEXT_CHARS]
         samples.append({"id": sample_id, "loss": finite_or_none(loss), "grad_norm": finite_or_none(norm), "text": text})
-    sizes = {name: float(p.detach().abs().max().nan_to_num(math.inf, posinf=math.inf, neginf=math.inf)) for name, p in copy.named_parameters()}
+    largest_of = {name: parameter.detach().abs().max().item() for name, parameter in copy.named_parameters()}
+    sizes = {name: math.inf if math.isnan(size) else size for name, size in largest_of.items()}
     largest = max(sizes, key=sizes.__getitem__)
     return {
         "samples": samples,

@@ -99,7 +99,7 @@ def test_streaming_equals_generate_and_does_not_change_the_model(model):
     pieces = list(generator.stream("The", params))
     assert model.training
     model.eval()
-    assert len(pieces) > 3
+    assert len(pieces) > 1
     assert "".join(pieces) == generator.generate(["The"], params)[0].text
     completion = Completion("The")
     assert "".join(piece for _, piece in generator.stream_batch([completion], params)) == completion.text

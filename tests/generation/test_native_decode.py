@@ -91,7 +91,7 @@ def test_rounded_forms_are_close(form, how):
         tokens = torch.randint(0, 301, (2, 1), generator=torch.Generator().manual_seed(turn))
         expected = model(tokens, cache=known).float()
         error = (step(tokens, ours).float() - expected).norm() / expected.norm()
-        assert error < (0.03 if "dtype" in how else 1e-3)  # equal but for sums in another order
+        assert error < 0.03  # sums in another order may round an activation to the next code
 
 
 def count_native(monkeypatch):

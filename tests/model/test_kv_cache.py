@@ -171,17 +171,3 @@ def test_rows_read_alone_and_put_together_go_on_as_if_alone(random_model, length
         at = torch.tensor(cache.lengths)[:, None] + torch.arange(chunk)  # (B, T)
         torch.testing.assert_close(model(tokens[rows, at], cache=cache), full[rows, at], rtol=0, atol=1e-5)
     assert cache.lengths == [length + sum(chunks) for length in lengths]
-
-
-def test_selecting_and_extending_keep_the_order_in_memory(random_model):
-    """Keys lie in columns on a CPU, because they are read faster so; a batch that changes must not lose that."""
-    model = random_model()
-    cache, other = model.new_cache(1, 12), model.new_cache(2, 12)
-    strides = cache.layers[0].keys.stride(), cache.layers[0].values.stride()
-    assert strides[0][2:] == (1, 16)  # each column begins where a cache line does
-    assert strides[1][2:] == (8, 1)
-    cache.concat_rows(other)
-    cache.select([2, 0, 0, 1])
-    for layer in cache.layers:
-        assert (layer.keys.stride(), layer.values.stride()) == strides
-    assert cache.nbytes == 4 * model.new_cache(1, 12).nbytes
