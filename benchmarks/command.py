@@ -11,7 +11,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "bigram": ("", "--minutes 5 --run runs/bigram-5"),
     "checkpoint_overhead": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --saves 3"),
     "comm_volume": ("", "--ranks 2 --layers 8 --precision fp32"),
-    "decode": ("--shape 124m", "--variants fp32,fp32-compiled,int8,bf16@8"),
+    "decode": ("--shape 124m", "--variants fp32,fp32-eager,int8,bf16@8"),
     "decode_lengths": ("--png lengths.png", "--shape 124m --window 512"),
     "extrapolation": ("--png extrapolation.png", "--seeds 1 --steps 10"),
     "gpu": ("--part A --out gpu-a", "--part A --out rehearsal --rehearse"),

@@ -1,4 +1,4 @@
-"""Decoding speed by precision, batch size and compilation, compared with transformers."""
+"""Decoding speed by precision, batch size and compilation, compared with transformers and llama.cpp."""
 
 import argparse
 import statistics
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thinker.benchmarks import llama_cpp
 from thinker.benchmarks.baselines import to_transformers
 from thinker.benchmarks.environment import time_alternately
 from thinker.data.tokenizer_factory import make_tokenizer
@@ -17,13 +18,14 @@ from thinker.runtime.device import DTYPES, choose_device
 from thinker.runtime.errors import UserError
 
 SHAPES = {
+    "2m": {"vocab_size": 3072, "d_model": 192, "n_layers": 2, "n_heads": 6},  # that of configs/quickstart.yaml
     "tiny": {"vocab_size": 512, "d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128},
     "110m": {"vocab_size": 32000, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048},
     "124m": {"vocab_size": 50304, "d_model": 768, "n_layers": 12, "n_heads": 12, "d_ff": 2048},
     "1.1b": {"vocab_size": 32000, "d_model": 2048, "n_layers": 22, "n_heads": 32, "n_kv_heads": 4, "d_ff": 5632},
 }
 BITS = {"int8": 8, "int4": 4}
-CPU_VARIANTS = "transformers-fp32,fp32,fp32-compiled,fp32@8,bf16,bf16@8,int8,int8-compiled,int8@8"
+CPU_VARIANTS = "transformers-fp32,fp32-eager,fp32,fp32@8,bf16,bf16@8,int8,int8@8,int4,int4@8"
 CUDA_VARIANTS = "transformers-bf16,transformers-bf16-compiled,bf16,bf16-compiled,int8-compiled"
 
 
@@ -34,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens in the prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens to generate")
     parser.add_argument("--repeats", type=int, default=5, help="timing rounds; medians are reported")
-    variants_help = "list of [transformers-]PRECISION[-compiled][@BATCH] (default: by device)"
+    variants_help = "list of [transformers-]PRECISION[-eager|-compiled][@BATCH], or llama.cpp-q8_0, -q4_0, -f16, "
+    variants_help += "-f32 (default: depends on the device)"
     parser.add_argument("--variants", metavar="NAME,...", help=variants_help)
 
 
@@ -99,36 +102,39 @@ def make_variant(model: Thinker, name: str, n_prompt: int, n_new: int) -> Varian
     """The variant that a name like "transformers-fp32", "int8-compiled" or "bf16@8" describes."""
     label, _, batch_text = name.partition("@")
     words = label.split("-")
-    is_transformers, is_compiled = words[0] == "transformers", words[-1] == "compiled"
-    precision = words[1] if is_transformers and len(words) > 1 else words[0]
-    supported = [*DTYPES] if is_transformers else [*DTYPES, *BITS]
+    is_transformers, is_llama_cpp = words[0] == "transformers", words[0] == "llama.cpp"
+    compile = {"compiled": True, "eager": False}.get(words[-1])
+    precision = words[1] if (is_transformers or is_llama_cpp) and len(words) > 1 else words[0]
+    supported = llama_cpp.TYPES if is_llama_cpp else [*DTYPES] if is_transformers else [*DTYPES, *BITS]
     if precision not in supported or not (batch_text or "1").isdecimal():
         raise UserError(
-            f"unknown variant {name} in --variants; use names such as transformers-fp32, fp32-compiled or bf16@8"
+            f"unknown variant {name} in --variants; use names such as transformers-fp32, llama.cpp-q8_0 or bf16-eager@8"
         )
     batch, dtype = int(batch_text or 1), DTYPES.get(precision)
     if dtype is None:  # 8 or 4 bits, whose activations have another precision
         dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
     if is_transformers:
-        generate, n_bytes = transformers_generate(model, batch, n_prompt, dtype, is_compiled)
+        generate, n_bytes = transformers_generate(model, batch, n_prompt, dtype, bool(compile))
+    elif is_llama_cpp:
+        peer = llama_cpp.LlamaCpp(model, precision, batch, n_prompt + n_new)
+        generate, n_bytes = peer.generator(make_prompts(batch, n_prompt)), peer.n_bytes
     else:
-        generator = Generator(
-            model,
-            make_tokenizer("byte", []),
-            dtype=dtype,
-            compile=None if model.device.type == "cpu" else is_compiled,
-            bits=BITS.get(precision),
-        )
+        options = {"dtype": dtype, "bits": BITS.get(precision), "compile": compile}
+        generator = Generator(model, make_tokenizer("byte", []), **options)
         generate, n_bytes = thinker_generate(generator, batch, n_prompt), matrix_bytes(generator.model)
     kv_per_token = 2 * model.config.n_layers * model.config.n_kv_heads * model.config.head_dim
     cache_bytes = batch * (n_prompt + n_new // 2) * kv_per_token * dtype.itemsize
     return Variant(label, batch, n_bytes + cache_bytes, generate)
 
 
+def make_prompts(batch: int, n_prompt: int) -> list[list[int]]:
+    """Prompts of one length, with different first bytes, because equal prompts would share one prefill."""
+    return [[row % 256, *(token % 256 for token in range(1, n_prompt))] for row in range(batch)]
+
+
 def thinker_generate(generator: Generator, batch: int, n_prompt: int) -> Callable[[int], None]:
     """Greedy decoding through Generator.generate."""
-    # Different first bytes, because equal prompts would share one prefill; all of one length.
-    prompts = [[row % 256, *range(1, n_prompt)] for row in range(batch)]
+    prompts = make_prompts(batch, n_prompt)
 
     def generate(count: int) -> None:
         params = SamplingParams(max_new_tokens=count, temperature=0)

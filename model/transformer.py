@@ -82,8 +82,7 @@ class Thinker(nn.Module):
         self.config = config
         self.activation_dtype: torch.dtype | None = None
         self.is_compiled = False  # set when the blocks are compiled; on CUDA this also compiles the loss
-        # Not normal_(): on the meta device torch would spend 2 s importing its compiler for it.
-        self.embedding = nn.Embedding.from_pretrained(torch.randn(config.vocab_size, config.d_model), freeze=False)
+        self.embedding = nn.Embedding.from_pretrained(_random(config.vocab_size, config.d_model), freeze=False)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel = "auto"  # or one of attention_dispatch.KERNELS
         self.mask_builder: MaskBuilder | None = None
@@ -91,7 +90,7 @@ class Thinker(nn.Module):
         self.hooks: HookManager | None = None
         scaling = RopeScaling.from_dict(config.rope_scaling) if config.rope_scaling else None
         self.rope = Rope(config.head_dim, config.rope_theta, scaling) if config.positions == "rope" else None
-        table = torch.randn(config.max_seq_len, config.d_model) if config.positions == "learned" else None
+        table = _random(config.max_seq_len, config.d_model) if config.positions == "learned" else None
         self.positions = None if table is None else nn.Embedding.from_pretrained(table, freeze=False)
         self.blocks = nn.ModuleList(Block(config, pattern, layer) for layer, pattern in enumerate(config.patterns))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
@@ -250,3 +249,9 @@ class Thinker(nn.Module):
             self(tokens_to_inspect(tokens, tokenizer, self.config, self.device))
         by_head = [weights.transpose(0, 1) for weights in cache.values()]  # (H, B, T, T) each
         return nn.utils.rnn.pad_sequence(by_head, batch_first=True, padding_value=torch.nan).transpose(1, 2)
+
+
+def _random(*shape: int) -> Tensor:
+    """Normal numbers; nothing on the meta device, for which torch would spend a second importing its compiler."""
+    tensor = torch.empty(shape)
+    return tensor if tensor.is_meta else tensor.normal_()

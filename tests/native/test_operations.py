@@ -1,7 +1,11 @@
 """Each kernel equals its plain form, for shapes that divide by nothing."""
 
 import math
+import os
+import platform
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -104,3 +108,17 @@ def test_sampling_never_draws_an_impossible_token():
     assert sample(logits, 40, 0.0, [0.0])[0] == [5]  # ties: the lowest id
     logits[0, 5] = math.nan
     assert math.isnan(sample(logits, 40, 0.0, [0.0])[1][0])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
+@pytest.mark.parametrize("march", ["x86-64-v3", "x86-64"], ids=["avx2", "sse2"])
+def test_kernels_for_older_cpus(march, tmp_path):
+    """The same tests, without AVX-512 and its instructions for 8 bits and bf16."""
+    code = (
+        "import sys, pytest, torch, thinker.native.compiler as compiler\n"
+        f"compiler.FLAGS = tuple('-march={march}' if '-march' in flag else flag for flag in compiler.FLAGS)\n"
+        f"sys.exit(pytest.main(['-o', 'addopts=', '-q', '-p', 'no:cacheprovider', {__file__!r}, '-k', 'not older']))"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:]
