@@ -13,6 +13,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "comm_volume": ("", "--ranks 2 --layers 8 --precision fp32"),
     "decode": ("--shape 124m", "--variants fp32,fp32-eager,int8,bf16@8"),
     "decode_lengths": ("--png lengths.png", "--shape 124m --window 512"),
+    "decode_start": ("", "--run runs/chars --repeats 9"),
     "extrapolation": ("--png extrapolation.png", "--seeds 1 --steps 10"),
     "gpu": ("--part A --out gpu-a", "--part A --out rehearsal --rehearse"),
     "html_report": ("", "--tokens 256 --layers 6"),

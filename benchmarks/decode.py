@@ -4,12 +4,14 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from thinker.benchmarks import llama_cpp
 from thinker.benchmarks.baselines import to_transformers
+from thinker.benchmarks.decode_plot import plot
 from thinker.benchmarks.environment import time_alternately
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.generation import Generator, SamplingParams
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variants_help = "list of [transformers-]PRECISION[-eager|-compiled][@BATCH], or llama.cpp-q8_0, -q4_0, -f16, "
     variants_help += "-f32 (default: depends on the device)"
     parser.add_argument("--variants", metavar="NAME,...", help=variants_help)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="plot the decoding speeds")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -72,6 +75,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"{row['step_bytes'] / 1e6:12.1f} {row['bandwidth_share']:13.2f}"
         )
     print(f"measured bandwidth: {bandwidth / 1e9:.1f} GB/s")
+    if arguments.png is not None:
+        plot(rows, arguments.shape, arguments.png)
     result = {"shape": arguments.shape, "prompt": arguments.prompt, "new": arguments.new}
     return result | {"bandwidth": bandwidth, "rows": rows}
 

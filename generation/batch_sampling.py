@@ -52,9 +52,8 @@ class BatchSampler:
 def is_unfiltered(sequences: list[Sequence]) -> bool:
     """Whether all are sampled at one temperature, without filters, penalties and top log-probabilities."""
     params = sequences[0].sampling_key
-    return not params.changes_logits and all(
-        one.sampling_key == params and not one.params.logprobs for one in sequences
-    )
+    are_alike = all(one.sampling_key == params and not one.params.logprobs for one in sequences)
+    return are_alike and not params.changes_logits
 
 
 @torch.no_grad()

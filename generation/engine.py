@@ -50,8 +50,7 @@ class Generator:
         *,
         dtype: torch.dtype | str | None = None,  # of weights, activations and cache; also a name, such as "bf16"
         bits: int | None = None,  # store the weights in 8 or 4 bits (native.quantization)
-        compile: bool | None = None,  # on a CPU: use kernels in C, by default if they can be compiled; on a GPU:
-        # compile the decoding step and capture a CUDA graph, by default not
+        compile: bool | None = None,  # on a CPU: kernels in C (default: if they compile); on a GPU: CUDA graphs
         window: int | None = None,  # attend to the newest `window` positions, in texts of any length
         sinks: int = 0,  # with `window`, also attend to the first `sinks` positions
         slide: bool = False,  # continue from the newest half when the context is full (generation.sliding)
