@@ -86,7 +86,7 @@ def test_llama_cpp_computes_the_same(tmp_path, form):
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(llama.scores[:100]), model(tokens)[0], rtol=0, atol=1e-4)
     llama.close()
-    assert "64 equal greedy tokens" in verify_gguf(model, BPE, path, exact=True)
+    assert "64 equal greedy tokens" in verify_gguf(model, BPE, path, dtype="f32")
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -95,12 +95,12 @@ def test_llama_cpp_tokenizes_alike(tmp_path, kind):
     tokenizer, path = TOKENIZERS[kind], tmp_path / "model.gguf"
     model = random_model(vocab_size=tokenizer.vocab_size, d_model=64)
     write_gguf(model, tokenizer, path, "f16")
-    assert "texts tokenized identically" in verify_gguf(model, tokenizer, path, exact=False, n_texts=2000)
+    assert "texts tokenized identically" in verify_gguf(model, tokenizer, path, dtype="f16", n_texts=2000)
     if kind == "bpe":
         with pytest.raises(RunError, match="differently"):
-            verify_gguf(model, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
+            verify_gguf(model, TOKENIZERS["qwen2"], path, dtype="f16", n_texts=2000)
         with pytest.raises(RunError, match="greedy"):
-            verify_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
+            verify_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, dtype="f32")
 
 
 @pytest.mark.parametrize("form", [{"attention": "window(8)"}, {"attn_logit_softcap": 3.0},

@@ -1,0 +1,90 @@
+"""The data types of GGUF files: quantize weights as llama.cpp does, and a model with the weights of a file."""
+
+import copy
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinker.checkpoint import model_tensors
+from thinker.model import Thinker
+from thinker.runtime.errors import UserError
+from thinker.runtime.finite import check_weights
+
+DTYPES = "f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
+BLOCK = 32  # weights of a row that share a scale
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise UserError for an unknown data type, or if the gguf package is not installed."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is {dtype!r}; use {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise UserError("GGUF export needs the gguf package; run pip install gguf") from error
+
+
+def stored_dtype(tensor: Tensor, dtype: str) -> str:
+    """The data type of a tensor in a file: f32 for vectors, f16 for matrices whose rows do not divide into blocks."""
+    if tensor.dim() != 2:
+        return "f32"
+    return "f16" if dtype.startswith("q") and tensor.shape[1] % BLOCK else dtype
+
+
+def quantize(name: str, tensor: Tensor, dtype: str) -> np.ndarray:
+    """A tensor as stored: numbers, or the bytes of each row if quantized. Raises RunError if it overflows.
+
+    Each row is quantized separately, so the order of the rows does not matter.
+    """
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[stored_dtype(tensor, dtype).upper()]
+    values = tensor.detach().cpu().float().contiguous().numpy()
+    with np.errstate(over="ignore", invalid="ignore"):  # found below
+        stored = gguf.quants.quantize(values, kind)
+        restored = gguf.quants.dequantize(stored, kind)
+    # The maximum of f16, the type of the scales, is 65,504.
+    check_weights([(f"{name} as {kind.name.lower()}", torch.from_numpy(restored))], "GGUF")
+    return stored
+
+
+def rounded_model(model: Thinker, dtype: str) -> Thinker:
+    """Return a copy of the model, in fp32 on the CPU, with the weights that a GGUF file of this data type has.
+
+    Raises UserError for an unknown data type or without gguf, RunError if a weight overflows.
+    """
+    check_dtype(dtype)
+    import gguf
+
+    rounded = copy.deepcopy(model).to("cpu", torch.float32).eval()
+    weights = rounded.state_dict()  # shares the memory of the parameters
+    for name, tensor in model_tensors(rounded).items():
+        kind = gguf.GGMLQuantizationType[stored_dtype(tensor, dtype).upper()]
+        values = gguf.quants.dequantize(quantize(name, tensor, dtype), kind)
+        weights[name].copy_(torch.from_numpy(values))
+    return rounded
+
+
+def round_inputs(model: Thinker, dtype: str) -> Thinker:
+    """Make all linear layers round their inputs as llama.cpp does for weights of this data type; returns the model.
+
+    llama.cpp computes the products of an f16 matrix in f16, and those of a quantized one with inputs of 8 bits.
+    """
+
+    def rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        stored = stored_dtype(layer.weight, dtype)
+        if stored == "f32":
+            return inputs
+        return ((inputs[0].half() if stored == "f16" else _round_to_8_bits(inputs[0])).float(),)
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(rounded)
+    return model
+
+
+def _round_to_8_bits(inputs: Tensor) -> Tensor:
+    blocks = inputs.unflatten(-1, (-1, BLOCK))  # (..., D / 32, 32)
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    return ((blocks / scales).nan_to_num().round() * scales.half()).flatten(-2)
