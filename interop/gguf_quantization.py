@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from thinker.checkpoint import model_tensors
+from thinker.data.tokenizer import Tokenizer
+from thinker.generation import Generator
 from thinker.model import Thinker
 from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_weights
@@ -82,6 +84,17 @@ def round_inputs(model: Thinker, dtype: str) -> Thinker:
         if isinstance(layer, nn.Linear):
             layer.register_forward_pre_hook(rounded)
     return model
+
+
+def compare_scores(model: Thinker, tokenizer: Tokenizer, dtype: str, text: str) -> str:
+    """Score a text with the full weights and with those of a GGUF file of this data type; returns a summary."""
+    scores = [
+        Generator(each, tokenizer, compile=False).score(text, progress=True)
+        for each in (model, rounded_model(model, dtype))
+    ]
+    full, rounded = (score.bits_per_byte for score in scores)
+    change = rounded / full - 1 if full else 0.0
+    return f"{dtype}: {rounded:.4f} bits per byte, {change:+.2%} (full weights: {full:.4f})"
 
 
 def _round_to_8_bits(inputs: Tensor) -> Tensor:
