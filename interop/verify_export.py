@@ -1,6 +1,5 @@
 """Verify with transformers or llama.cpp that an export computes the same as the model."""
 
-import math
 import random
 import sys
 import unicodedata
@@ -9,14 +8,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.interop.gguf_quantization import round_inputs, rounded_model
+from thinker.interop.gguf_quantization import check_logits
 from thinker.interop.verify_text import TOLERANCE, is_likeliest, verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
@@ -24,10 +22,6 @@ from thinker.runtime.errors import RunError, UserError
 MAX_POSITIONS = 256  # compared logits
 MAX_GREEDY_TOKENS = 64
 TEXTS_PER_BATCH = 500
-# Largest difference of llama.cpp's logits, as multiples of what rounding the inputs of layers changes: (RMS, maximum).
-# Measured on x86: 0.92 to 1.11 and 0.74 to 1.48. Other processors add f16 products in f16, which changes more.
-GGUF_LIMITS = {"f16": (10, 10), "q": (1.5, 3)}
-F32_LIMIT = 1e-4  # relative; measured: 2.3e-6
 KINDS = "0123456789", " \t\n\r\u00a0\u3000\x0b\u0085", "\0\x01\x1b\x7f\ufeff\u200b\u200d\u0301", "aeiou'.,-_/\\(){}<|>"
 
 
@@ -127,15 +121,15 @@ def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_
     options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # fp32 cache
     llama = Llama(str(path), n_ctx=steps + 4, logits_all=True, **options)
 
-    def next_logits(tokens: Tensor) -> Tensor:
+    def new_logits(tokens: Tensor) -> Tensor:
         llama.eval(tokens[0].tolist())
-        return torch.from_numpy(llama.scores[llama.n_tokens - 1])[None, None]  # (1, 1, V)
+        return torch.from_numpy(llama.scores[llama.n_tokens - tokens.shape[1] : llama.n_tokens])[None]  # (1, T, V)
 
     try:
-        compared = _check_gguf_logits(model, dtype, llama, steps + 4)
+        compared = check_logits(model, dtype, steps + 4, new_logits)
         if dtype == "f32":
             llama.reset()
-            _check_greedy(model, tokens, steps, next_logits, "llama.cpp")
+            _check_greedy(model, tokens, steps, new_logits, "llama.cpp")
             compared += f", {steps} equal greedy tokens"
         for text in islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts):
             encoded = tokenizer.encode(text, allow_special=True)  # "\0" ends a string in C
@@ -144,34 +138,3 @@ def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_
     finally:
         llama.close()
     return f"compared with llama.cpp: {compared}, {n_texts:,} texts tokenized identically"
-
-
-def _check_gguf_logits(model: Thinker, dtype: str, llama: Any, length: int) -> str:
-    """Compare llama.cpp's logits at `length` random tokens with those of the same weights. Returns a summary.
-
-    llama.cpp rounds the inputs of layers, too. How much that changes the logits depends on the model, so the limits
-    are multiples of the change in the model itself.
-    """
-    tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    rounded = rounded_model(model, dtype)
-    logits = rounded(tokens)[0]  # (T, V)
-    llama.eval(tokens[0].tolist())
-    difference = _difference(torch.from_numpy(llama.scores[:length]), logits)
-    expected = _difference(round_inputs(rounded, dtype)(tokens)[0], logits)
-    of_rms, of_largest = GGUF_LIMITS.get(dtype, GGUF_LIMITS["q"])
-    if not (
-        difference[0] <= max(of_rms * expected[0], F32_LIMIT)
-        and difference[1] <= max(of_largest * expected[1], F32_LIMIT)
-    ):
-        shown = f"{difference[1]:.2%}, about {expected[1]:.2%} expected from rounding"
-        raise RunError(
-            f"the logits from llama.cpp differ from those of the same weights ({shown}); nothing was written"
-        )
-    return f"logits within {math.ceil(1000 * difference[1]) / 10:g}% of those of the same weights"
-
-
-def _difference(logits: Tensor, others: Tensor) -> tuple[float, float]:
-    """The difference between logits (T, V): its RMS relative to the RMS of `others`, its maximum to their largest."""
-    difference, tiny = logits - others, torch.finfo(torch.float32).tiny
-    rms = difference.square().mean().sqrt() / others.square().mean().sqrt().clamp(tiny)
-    return rms.item(), (difference.abs().max() / others.abs().max().clamp(tiny)).item()
