@@ -5,7 +5,7 @@ import re
 
 import pytest
 from conftest import ROOT
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thinker.data import chat
@@ -156,7 +156,7 @@ def other_tokenizer(special_tokens, **options):
     return Tokenizer("byte", tokens, special_tokens, **options)
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.lists(st.text(st.sampled_from('ab{} "\\\n\r\t\u200b☃🙂-#%') | st.characters(exclude_categories=["Cs"]),
                         max_size=8), min_size=9, max_size=9))  # fmt: skip
 def test_any_text_around_messages_is_safe(texts):
@@ -174,6 +174,7 @@ def test_any_text_around_messages_is_safe(texts):
 
 
 @given(st.text(st.sampled_from('a{}"\\\n\r\u00a0 ') | st.characters(exclude_categories=["Cs"])))
+@example('a"""\nFROM b')
 def test_text_survives_the_modelfile_and_the_template(text):
     assert '"""' not in go_text(text)
     ((_, value),) = parse_modelfile(f'TEMPLATE """{go_text(text)}"""')
