@@ -4,19 +4,19 @@ import re
 from pathlib import Path
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from thinker.checkpoint import model_tensors
 from thinker.data.hf_tokenizer import TO_CHAR, HFTokenizer
 from thinker.data.tokenizer import ONE_CHARACTER, Tokenizer
 from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import WORDS
+from thinker.interop.gguf_quantization import check_dtype, quantize, stored_dtype
 from thinker.interop.hf_config import hf_model_type
 from thinker.interop.huggingface import to_hf_name
 from thinker.model import Thinker
 from thinker.model.positions import Rope, RopeScaling
 from thinker.runtime.errors import RunError, UserError
-from thinker.runtime.finite import check_weights
 
 # Split patterns and their names in llama.cpp; LLAMA3 and WORDS are equivalent.
 LLAMA3 = (
@@ -28,20 +28,19 @@ TIKTOKEN_GPT2 = (
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
 SPLITS = {WORDS: "llama-bpe", LLAMA3: "llama-bpe", GPT2: "gpt-2", TIKTOKEN_GPT2: "gpt-2", QWEN2: "qwen2"}
-DTYPES = {"f32": torch.float32, "f16": torch.float16}
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types
 
 
 def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f16", name: str = "thinker") -> None:
-    """Write a GGUF file with f16 or f32 matrices and f32 vectors, then read it back and compare tensors and tokens.
+    """Write a GGUF file with matrices in `dtype` and f32 vectors, then read it back and compare tensors and tokens.
 
-    Raises UserError if llama.cpp does not support the model or tokenizer, or gguf is not installed; RunError if the
-    file differs from what was written.
+    dtype: f32, f16, q8_0, q5_1, q5_0, q4_1 or q4_0; a quantized file keeps matrices in f16 whose row length is not a
+    multiple of 32. Raises UserError if llama.cpp does not support the model or tokenizer, or gguf is not installed;
+    RunError if a weight overflows, or the file differs from what was written.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise UserError("GGUF export needs the gguf package; run pip install gguf") from error
+    check_dtype(dtype)
+    import gguf
+
     config = model.config
     architecture, scaling = hf_model_type(config), config.rope_scaling or {"type": None}
     reasons = {
@@ -55,7 +54,7 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     texts, types = zip(*_tokens(tokenizer, config.vocab_size))
     writer = gguf.GGUFWriter(path, architecture)
     fields = {  # of the header; the writer has an add_... method for each
-        "name": name, "file_type": gguf.LlamaFileType.ALL_F32 if dtype == "f32" else gguf.LlamaFileType.MOSTLY_F16,
+        "name": name, "file_type": gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"],
         "vocab_size": config.vocab_size, "context_length": config.max_seq_len, "embedding_length": config.d_model,
         "block_count": config.n_layers, "feed_forward_length": config.d_ff, "head_count": config.n_heads,
         "head_count_kv": config.n_kv_heads, "key_length": config.head_dim, "value_length": config.head_dim,
@@ -73,9 +72,10 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
         fields["chat_template"] = tokenizer.chat_template
     for key, value in fields.items():
         getattr(writer, f"add_{key}")(value)
-    arrays = _arrays(model, architecture, DTYPES[dtype])
-    for key, array in arrays.items():
-        writer.add_tensor(key, array)
+    arrays, kinds = {}, {}
+    for key, (ours, tensor) in _tensors(model, architecture).items():
+        arrays[key], kinds[key] = quantize(ours, tensor, dtype), stored_dtype(tensor, dtype).upper()
+        writer.add_tensor(key, arrays[key], raw_dtype=gguf.GGMLQuantizationType[kinds[key]])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -83,6 +83,7 @@ def write_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str = "f
     reader = gguf.GGUFReader(path)
     found = {tensor.name: tensor.data.reshape(arrays[tensor.name].shape) for tensor in reader.tensors}
     same = found.keys() == arrays.keys() and all(np.array_equal(found[name], arrays[name]) for name in arrays)
+    same = same and {tensor.name: tensor.tensor_type.name for tensor in reader.tensors} == kinds
     if not same or tuple(reader.get_field("tokenizer.ggml.tokens").contents()) != texts:
         raise RunError(f"{path} differs from what was written; export it again")
 
@@ -107,11 +108,11 @@ def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[tuple[str, int]]:
     return tokens
 
 
-def _arrays(model: Thinker, architecture: str, dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """All tensors by their names in llama.cpp."""
+def _tensors(model: Thinker, architecture: str) -> dict[str, tuple[str, Tensor]]:
+    """All tensors by their names in llama.cpp, with our names."""
     import gguf
 
-    config, arrays = model.config, {}
+    config, tensors = model.config, {}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.n_layers)
     for ours, tensor in model_tensors(model).items():
         key = names.get_name(to_hf_name(ours), try_suffixes=(".weight", ".bias"))
@@ -119,11 +120,9 @@ def _arrays(model: Thinker, architecture: str, dtype: torch.dtype) -> dict[str, 
         if architecture == "llama" and found:  # llama.cpp rotates neighbors, (0, 1), (2, 3), ..., not halves
             halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])  # (H, 2, D/2, ...)
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        tensor = tensor.detach().cpu().to(dtype if tensor.dim() == 2 else torch.float32)
-        check_weights([(f"{ours} as {tensor.dtype}", tensor)], "GGUF")  # the maximum of f16 is 65,504
-        arrays[key] = tensor.numpy()
+        tensors[key] = ours, tensor
     if (config.rope_scaling or {}).get("type") == "llama3":
         plain = Rope(config.head_dim, config.rope_theta).frequencies()
         scaled = Rope(config.head_dim, config.rope_theta, RopeScaling.from_dict(config.rope_scaling)).frequencies()
-        arrays["rope_freqs.weight"] = (plain / scaled).float().numpy()  # divisor of each pair's angle
-    return arrays
+        tensors["rope_freqs.weight"] = "rope_freqs", plain / scaled  # divisor of each pair's angle
+    return tensors

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
+from thinker.interop.gguf_quantization import check_logits
 from thinker.interop.verify_text import TOLERANCE, is_likeliest, verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
@@ -106,11 +107,11 @@ def verify_hf_export(
 
 
 @torch.no_grad()
-def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n_texts: int = 1000) -> str:
-    """Compare a GGUF file, opened with llama.cpp, with the original model and tokenizer.
+def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_texts: int = 1000) -> str:
+    """Compare a GGUF file with matrices in `dtype`, opened with llama.cpp, with the original model and tokenizer.
 
-    exact: the weights are fp32; rounded weights may choose other tokens, so only tokenization is compared. Returns a
-    summary of the checks. Raises RunError if results differ.
+    Compares logits with those of the model with the file's weights, tokenization and, for f32, greedy tokens. Returns
+    a summary of the checks. Raises RunError if results differ.
     """
     try:
         from llama_cpp import Llama
@@ -120,18 +121,20 @@ def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, exact: bool, n
     options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # fp32 cache
     llama = Llama(str(path), n_ctx=steps + 4, logits_all=True, **options)
 
-    def next_logits(tokens: Tensor) -> Tensor:
+    def new_logits(tokens: Tensor) -> Tensor:
         llama.eval(tokens[0].tolist())
-        return torch.from_numpy(llama.scores[llama.n_tokens - 1])[None, None]  # (1, 1, V)
+        return torch.from_numpy(llama.scores[llama.n_tokens - tokens.shape[1] : llama.n_tokens])[None]  # (1, T, V)
 
     try:
-        if exact:
-            _check_greedy(model, tokens, steps, next_logits, "llama.cpp")
+        compared = check_logits(model, dtype, steps + 4, new_logits)
+        if dtype == "f32":
+            llama.reset()
+            _check_greedy(model, tokens, steps, new_logits, "llama.cpp")
+            compared += f", {steps} equal greedy tokens"
         for text in islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts):
             encoded = tokenizer.encode(text, allow_special=True)  # "\0" ends a string in C
             if "\0" not in text and llama.tokenize(text.encode(), add_bos=False, special=True) != encoded:
                 raise RunError(f"llama.cpp tokenizes {text!r} differently; nothing was written")
     finally:
         llama.close()
-    greedy = f"{steps} equal greedy tokens, " if exact else "tokens not compared (weights rounded; use --dtype f32), "
-    return f"compared with llama.cpp: {greedy}{n_texts:,} texts tokenized identically"
+    return f"compared with llama.cpp: {compared}, {n_texts:,} texts tokenized identically"

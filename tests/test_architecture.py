@@ -37,6 +37,8 @@ NEW_ROOMS = {
     "generation/native_decode.py",
     "generation/prompts.py",
     "generation/sliding.py",
+    "interop/gguf_quantization.py",
+    "interop/ollama.py",
     "interop/verify_text.py",
     "interpretability/attention_row.py",
     "model/input_checks.py",

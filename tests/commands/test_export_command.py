@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 import signal
 import sys
 
@@ -13,6 +14,7 @@ from training_runs import wait_for
 
 from thinker import interop
 from thinker.data import tokenizer_conversion
+from thinker.generation import Generator
 from thinker.interop import huggingface, verify_export
 from thinker.runtime.errors import RunError, UserError
 
@@ -220,8 +222,13 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "verified by reading it back" in shown
     assert "llama.cpp" in shown
-    with pytest.raises(UserError, match="already exists"):
+    assert (tmp_path / "a.Modelfile").read_text().startswith("FROM ./a.gguf\nPARAMETER num_ctx 32\n")
+    with pytest.raises(UserError, match="OUT .*a.gguf already exists"):
         command("export_gguf", tiny_run, tmp_path / "a.gguf")
+    with pytest.raises(UserError, match="a.Modelfile already exists"):
+        command("export_gguf", tiny_run, tmp_path / "a.bin")
+    with pytest.raises(UserError, match="has the name of the Modelfile"):
+        command("export_gguf", tiny_run, tmp_path / "c.Modelfile")
     with pytest.raises(UserError, match="its folder does not exist"):
         command("export_gguf", tiny_run, tmp_path / "b" / "a.gguf")
     model, _ = interop.load(tiny_run)
@@ -229,7 +236,23 @@ def test_a_run_as_gguf(command, tiny_run, tmp_path, capsys):
     huggingface.save_pretrained(model, None, tmp_path / "bare")
     with pytest.raises(UserError, match="no tokenizer"):
         command("export_gguf", tmp_path / "bare", tmp_path / "c.gguf")
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["a.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["a.Modelfile", "a.gguf"]
+
+
+def test_a_run_as_gguf_in_4_bits_with_its_score(command, tiny_run, text_file, tmp_path, capsys):
+    pytest.importorskip("gguf")
+    out = tmp_path / "a.gguf"
+    assert command("export_gguf", tiny_run, out, "--dtype", "q4_0", "--score", text_file) == 0
+    pattern = r"(?m)^q4_0: (\d\.\d{4}) bits per byte, ([+-]\d\.\d\d)% \(full weights: (\d\.\d{4})\)$"
+    rounded, change, full = map(float, re.search(pattern, capsys.readouterr().out).groups())
+    model, tokenizer = interop.load(tiny_run)
+    assert full == pytest.approx(Generator(model, tokenizer).score(text_file.read_text()).bits_per_byte, abs=1e-4)
+    assert change == pytest.approx(100 * (rounded / full - 1), abs=0.01)
+    assert change != 0
+    (tmp_path / "empty").write_text("")
+    for name, message in {"empty": "is empty", "missing": "does not exist"}.items():
+        with pytest.raises(UserError, match=message):
+            command("export_gguf", tiny_run, tmp_path / "b.gguf", "--score", tmp_path / name)
 
 
 def test_a_command_that_is_ended_leaves_no_temporary_files(tiny_run, tmp_path):

@@ -16,6 +16,7 @@ from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop.gguf import LLAMA3, TIKTOKEN_GPT2, write_gguf
+from thinker.interop.gguf_quantization import DTYPES, quantize, rounded_model
 from thinker.interop.verify_export import verify_gguf
 from thinker.runtime.errors import RunError, UserError
 
@@ -23,7 +24,7 @@ gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SAMPLE = (ROOT / "README.md").read_text(encoding="utf-8")
-BPE = make_tokenizer("bpe:500", [SAMPLE])
+BPE = make_tokenizer("bpe:500", [SAMPLE, "1000 2026\n" * 200])  # with numbers, which qwen2 splits into digits
 FORMS = {
     "qwen3": {},
     "llama": {"qk_norm": False},
@@ -50,17 +51,33 @@ def test_tiktoken_gpt2_splits_as_gpt2(text):
     assert regex.findall(TIKTOKEN_GPT2, text) == regex.findall(GPT2, text)
 
 
+def check_rounded_weights(tensors, rounded):
+    """The rounded model has the weights of a file, which are close to those of the original."""
+    found = {name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for name, tensor in tensors.items()}
+    block, is_llama = rounded.blocks[1], not (rounded.config.qk_norm or rounded.config.attention_bias)
+    same = {"ffn_up": block.mlp.up_proj, "attn_v": block.attention.v_proj, "attn_q": block.attention.q_proj}
+    for name, layer in same.items():
+        weight = layer.weight.detach()
+        if name == "attn_q" and is_llama:  # llama.cpp rotates neighbors
+            weight = weight.view(4, 2, -1, 64).transpose(1, 2).reshape(weight.shape)
+        assert np.array_equal(found[f"blk.1.{name}.weight"], weight.numpy())
+    assert np.array_equal(found["token_embd.weight"], rounded.embedding.weight.detach().numpy())
+    assert np.array_equal(found["output_norm.weight"], rounded.norm.weight.detach().numpy())
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_written_is_read(tmp_path, form, dtype):
-    model = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form])
+    model = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, d_ff=80, **FORMS[form])
     path = tmp_path / "model.gguf"
     write_gguf(model, BPE, path, dtype)
     reader = gguf.GGUFReader(path)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     down = tensors["blk.1.ffn_down.weight"].data
-    assert down.dtype == {"f32": np.float32, "f16": np.float16}[dtype]
+    assert down.dtype == {"f32": np.float32}.get(dtype, np.float16)  # its rows of 80 do not divide into blocks of 32
     assert np.array_equal(down, model.blocks[1].mlp.down_proj.weight.detach().numpy().astype(down.dtype))
+    assert tensors["blk.1.ffn_up.weight"].tensor_type.name == dtype.upper()
+    check_rounded_weights(tensors, rounded_model(model, dtype))
     assert tensors["output_norm.weight"].data.dtype == np.float32
     assert ("output.weight" in tensors) == (not model.config.tie_embeddings)
     assert ("rope_freqs.weight" in tensors) == (form == "llama3")
@@ -68,6 +85,8 @@ def test_what_is_written_is_read(tmp_path, form, dtype):
     family = fields["general.architecture"]
     assert family == {"llama-tied-mqa": "llama", "linear": "qwen3", "llama3": "llama"}.get(form, form)
     assert fields[f"{family}.attention.head_count_kv"] == model.config.n_kv_heads
+    file_type = gguf.LlamaFileType(fields["general.file_type"]).name
+    assert file_type == {"f32": "ALL_F32"}.get(dtype, f"MOSTLY_{dtype.upper()}")
     assert fields["tokenizer.ggml.bos_token_id"] == BPE.bos_id
     assert len(fields["tokenizer.ggml.tokens"]) == BPE.vocab_size + 2
     assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges_of(BPE)]
@@ -86,7 +105,55 @@ def test_llama_cpp_computes_the_same(tmp_path, form):
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(llama.scores[:100]), model(tokens)[0], rtol=0, atol=1e-4)
     llama.close()
-    assert "64 equal greedy tokens" in verify_gguf(model, BPE, path, exact=True)
+    assert "64 equal greedy tokens" in verify_gguf(model, BPE, path, dtype="f32")
+
+
+STEPS = {"f32": 0, "f16": 2**-11, "q8_0": 1 / 254, "q5_1": 1 / 31, "q5_0": 1 / 16, "q4_1": 1 / 15, "q4_0": 1 / 8}
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(DTYPES), st.floats(-4, 4), st.integers(1, 3))
+def test_rounding_changes_weights_by_at_most_a_step(seed, dtype, exponent, n_blocks):
+    model = random_model(d_model=32 * n_blocks, n_layers=1)
+    weight = model.blocks[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)) * 10**exponent)
+        weight[0] = 0
+    rounded = rounded_model(model, dtype).blocks[0].mlp.up_proj.weight
+    blocks = weight.detach().view(-1, 32)
+    largest = blocks.abs().amax(1, keepdim=True)
+    error = (rounded.detach().view(-1, 32) - blocks).abs()
+    assert (error <= largest * (STEPS[dtype] + 2**-10 * (dtype != "f32")) + 1e-6).all()
+    assert not rounded[0].any()
+    order = torch.randperm(len(weight))
+    shuffled = quantize("w", weight[order], dtype)
+    assert np.array_equal(shuffled, quantize("w", weight, dtype)[order])
+
+
+def test_a_dtype_or_weight_that_gguf_does_not_have_is_refused(tmp_path):
+    model = random_model(vocab_size=BPE.vocab_size)
+    for dtype in ("q2_k", "F16"):
+        with pytest.raises(UserError, match=f"dtype is '{dtype}'; use f32, "):
+            write_gguf(model, BPE, tmp_path / "x.gguf", dtype)
+    with torch.no_grad():
+        model.blocks[0].mlp.up_proj.weight[0, 0] = 1e8
+    for dtype in DTYPES[1:]:
+        with pytest.raises(RunError, match=f"up_proj.weight as {dtype} has non-finite weights"):
+            rounded_model(model, dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_llama_cpp_has_the_logits_of_the_same_weights_and_only_those(tmp_path, form, dtype):
+    pytest.importorskip("llama_cpp")
+    model, path = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form]), tmp_path / "model.gguf"
+    write_gguf(model, BPE, path, dtype)
+    assert "of those of the same weights" in verify_gguf(model, BPE, path, dtype, n_texts=10)
+    wrong = random_model(vocab_size=BPE.vocab_size + 2, d_model=64, **FORMS[form])
+    weight = wrong.blocks[1].attention.v_proj.weight.data
+    for change in (lambda: weight.mul_(2), lambda: weight.div_(2)[:2].copy_(weight[[1, 0]])):
+        change()
+        with pytest.raises(RunError, match="logits from llama.cpp differ"):
+            verify_gguf(wrong, BPE, path, dtype, n_texts=10)
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -95,12 +162,12 @@ def test_llama_cpp_tokenizes_alike(tmp_path, kind):
     tokenizer, path = TOKENIZERS[kind], tmp_path / "model.gguf"
     model = random_model(vocab_size=tokenizer.vocab_size, d_model=64)
     write_gguf(model, tokenizer, path, "f16")
-    assert "texts tokenized identically" in verify_gguf(model, tokenizer, path, exact=False, n_texts=2000)
+    assert "texts tokenized identically" in verify_gguf(model, tokenizer, path, dtype="f16", n_texts=2000)
     if kind == "bpe":
         with pytest.raises(RunError, match="differently"):
-            verify_gguf(model, TOKENIZERS["qwen2"], path, exact=False, n_texts=2000)
-        with pytest.raises(RunError, match="greedy"):
-            verify_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, exact=True)
+            verify_gguf(model, TOKENIZERS["qwen2"], path, dtype="f16", n_texts=2000)
+        with pytest.raises(RunError, match="logits"):
+            verify_gguf(random_model(3, vocab_size=tokenizer.vocab_size, d_model=64), tokenizer, path, dtype="f32")
 
 
 @pytest.mark.parametrize("form", [{"attention": "window(8)"}, {"attn_logit_softcap": 3.0},

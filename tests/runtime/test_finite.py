@@ -112,7 +112,7 @@ def test_gguf_in_f16_refuses_what_f16_cannot_hold(command, tiny_run, tmp_path):
 
     run = broken_run(tiny_run, tmp_path / "run", change)
     message = command("scripts/export_gguf.py", run, ["RUN", "OUT"])
-    assert "blocks.0.mlp.down_proj.weight as torch.float16 has non-finite weights" in message
+    assert "blocks.0.mlp.down_proj.weight as f16 has non-finite weights" in message
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"speculate": 2}, {"window": 8}, {"bits": 8}])
