@@ -1,26 +1,20 @@
 """The data types of GGUF files: quantize weights as llama.cpp does, and a model with the weights of a file."""
 
 import copy
-import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinker.checkpoint import model_tensors
 from thinker.data.tokenizer import Tokenizer
 from thinker.generation import Generator
 from thinker.model import Thinker
-from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.errors import UserError
 from thinker.runtime.finite import check_weights
 
 DTYPES = "f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 BLOCK = 32  # weights of a row that share a scale
-# Largest difference of llama.cpp's logits, as multiples of what rounding the inputs of layers changes: (RMS, maximum).
-# Measured on x86 with 75 models: at most 1.15 and 1.58. Other processors add f16 products in f16, which changes more.
-LIMITS = {"f16": (10, 10), "q": (1.5, 3)}
-F32_LIMIT = 1e-4  # relative; measured: at most 4.7e-6
 
 
 def check_dtype(dtype: str) -> None:
@@ -72,56 +66,6 @@ def rounded_model(model: Thinker, dtype: str) -> Thinker:
         values = gguf.quants.dequantize(quantize(name, tensor, dtype), kind)
         weights[name].copy_(torch.from_numpy(values))
     return rounded
-
-
-def round_inputs(model: Thinker, dtype: str) -> Thinker:
-    """Make all linear layers round their inputs as llama.cpp does for weights of this data type; returns the model.
-
-    llama.cpp computes the products of an f16 matrix in f16, and those of a quantized one with inputs of 8 bits.
-    """
-
-    def rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        stored = stored_dtype(layer.weight, dtype)
-        if stored == "f32":
-            return inputs
-        return ((inputs[0].half() if stored == "f16" else _round_to_8_bits(inputs[0])).float(),)
-
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(rounded)
-    return model
-
-
-def _round_to_8_bits(inputs: Tensor) -> Tensor:
-    blocks = inputs.unflatten(-1, (-1, BLOCK))  # (..., D / 32, 32)
-    scales = blocks.abs().amax(-1, keepdim=True) / 127
-    return ((blocks / scales).nan_to_num().round() * scales.half()).flatten(-2)
-
-
-@torch.no_grad()
-def check_logits(model: Thinker, dtype: str, length: int, llama_logits: Callable[[Tensor], Tensor]) -> str:
-    """Compare llama.cpp's logits at `length` random tokens with those of the same weights. Returns a summary.
-
-    llama.cpp rounds the inputs of layers, too. How much that changes the logits depends on the model, so the limits
-    are multiples of the change in the model itself. Raises RunError beyond them.
-    """
-    tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    rounded = rounded_model(model, dtype)
-    logits = rounded(tokens)
-    difference = _difference(llama_logits(tokens), logits)
-    expected = _difference(round_inputs(rounded, dtype)(tokens), logits)
-    limits = [max(F32_LIMIT, n * each) for n, each in zip(LIMITS.get(dtype, LIMITS["q"]), expected)]
-    if not all(each <= limit for each, limit in zip(difference, limits)):
-        shown = f"by {difference[1]:.2%}; rounding explains about {expected[1]:.2%}"
-        raise RunError(f"the logits from llama.cpp differ from those of the same weights {shown}; nothing was written")
-    return f"logits within {math.ceil(1000 * difference[1]) / 10:g}% of those of the same weights"
-
-
-def _difference(logits: Tensor, others: Tensor) -> tuple[float, float]:
-    """The difference of logits (1, T, V): its RMS relative to the RMS of `others`, its maximum to their largest."""
-    difference, tiny = logits - others, torch.finfo(torch.float32).tiny
-    rms = difference.square().mean().sqrt() / others.square().mean().sqrt().clamp(tiny)
-    return rms.item(), (difference.abs().max() / others.abs().max().clamp(tiny)).item()
 
 
 def compare_scores(model: Thinker, tokenizer: Tokenizer, dtype: str, text: str) -> str:

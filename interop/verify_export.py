@@ -14,7 +14,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.interop.gguf_quantization import check_logits
 from thinker.interop.verify_text import TOLERANCE, is_likeliest, verify_text
 from thinker.model import Thinker
 from thinker.runtime.errors import RunError, UserError
@@ -41,9 +40,7 @@ def adversarial_texts(names: list[str]) -> Iterator[str]:
         )
 
 
-def _check_greedy(
-    model: Thinker, tokens: Tensor, steps: int, next_logits: Callable[[Tensor], Tensor], who: str
-) -> None:
+def check_greedy(model: Thinker, tokens: Tensor, steps: int, next_logits: Callable[[Tensor], Tensor], who: str) -> None:
     """Compare greedy tokens, decoded with a cache. next_logits: new tokens (1, T) -> (1, T, V) or (1, 1, V)."""
     cache = model.new_cache(1, tokens.shape[1] + steps)
     for step in range(steps):
@@ -87,7 +84,7 @@ def verify_hf_export(
     hf_logits = partial(hf_model, past_key_values=cache, use_cache=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions rename past_key_values
-        _check_greedy(model, tokens[:1, :4], steps, lambda x: hf_logits(x).logits, "transformers")
+        check_greedy(model, tokens[:1, :4], steps, lambda x: hf_logits(x).logits, "transformers")
     compared = f"logits equal within {difference:.1e} (largest: {largest:.0f}) at {length} positions"
     compared += f", {steps} equal greedy tokens"
     if tokenizer is None:
@@ -104,37 +101,3 @@ def verify_hf_export(
             bar.update(len(batch))
     compared += f", {n_texts:,} texts tokenized identically"
     return compared if base is not None else f"{compared}, {verify_text(model, tokenizer, hf_model, hf_tokenizer)}"
-
-
-@torch.no_grad()
-def verify_gguf(model: Thinker, tokenizer: Tokenizer, path: Path, dtype: str, n_texts: int = 1000) -> str:
-    """Compare a GGUF file with matrices in `dtype`, opened with llama.cpp, with the original model and tokenizer.
-
-    Compares logits with those of the model with the file's weights, tokenization and, for f32, greedy tokens. Returns
-    a summary of the checks. Raises RunError if results differ.
-    """
-    try:
-        from llama_cpp import Llama
-    except ImportError:
-        return "not compared with llama.cpp, which is not installed (pip install llama-cpp-python)"
-    steps, tokens = min(MAX_GREEDY_TOKENS, model.config.max_seq_len - 4), torch.tensor([[tokenizer.bos_id, 0, 1, 2]])
-    options = {"type_k": 0, "type_v": 0, "n_threads": 1, "verbose": False}  # fp32 cache
-    llama = Llama(str(path), n_ctx=steps + 4, logits_all=True, **options)
-
-    def new_logits(tokens: Tensor) -> Tensor:
-        llama.eval(tokens[0].tolist())
-        return torch.from_numpy(llama.scores[llama.n_tokens - tokens.shape[1] : llama.n_tokens])[None]  # (1, T, V)
-
-    try:
-        compared = check_logits(model, dtype, steps + 4, new_logits)
-        if dtype == "f32":
-            llama.reset()
-            _check_greedy(model, tokens, steps, new_logits, "llama.cpp")
-            compared += f", {steps} equal greedy tokens"
-        for text in islice(adversarial_texts(list(tokenizer.special_tokens)), n_texts):
-            encoded = tokenizer.encode(text, allow_special=True)  # "\0" ends a string in C
-            if "\0" not in text and llama.tokenize(text.encode(), add_bos=False, special=True) != encoded:
-                raise RunError(f"llama.cpp tokenizes {text!r} differently; nothing was written")
-    finally:
-        llama.close()
-    return f"compared with llama.cpp: {compared}, {n_texts:,} texts tokenized identically"

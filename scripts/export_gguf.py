@@ -27,7 +27,7 @@ def main() -> int:
     from thinker.interop.gguf import write_gguf
     from thinker.interop.gguf_quantization import compare_scores
     from thinker.interop.ollama import modelfile
-    from thinker.interop.verify_export import verify_gguf
+    from thinker.interop.verify_gguf import verify_gguf
 
     out, beside = arguments.out, arguments.out.with_suffix(".Modelfile")
     for path in (out, beside):

@@ -39,6 +39,7 @@ NEW_ROOMS = {
     "generation/sliding.py",
     "interop/gguf_quantization.py",
     "interop/ollama.py",
+    "interop/verify_gguf.py",
     "interop/verify_text.py",
     "interpretability/attention_row.py",
     "model/input_checks.py",

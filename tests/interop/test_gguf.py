@@ -17,7 +17,7 @@ from thinker.data.tokenizer_conversion import GPT2, merges_of
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop.gguf import LLAMA3, TIKTOKEN_GPT2, write_gguf
 from thinker.interop.gguf_quantization import DTYPES, quantize, rounded_model
-from thinker.interop.verify_export import verify_gguf
+from thinker.interop.verify_gguf import verify_gguf
 from thinker.runtime.errors import RunError, UserError
 
 gguf = pytest.importorskip("gguf")
