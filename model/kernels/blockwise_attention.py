@@ -10,8 +10,6 @@ ROWS = 128  # queries per block; keys after the last query are skipped
 SCORES = 2**20  # scores per block, over all its heads
 
 
-# Compilation took two minutes and was no faster. torch.compiler.disable would import the compiler immediately.
-@torch._disable_dynamo
 def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None, n_scores: int = SCORES
 ) -> Tensor:
@@ -21,10 +19,19 @@ def blockwise_attention(
     SDPA multiplies one head at a time; these batched products are large enough for bf16 matrix units. The cost: half of
     the (B, H, T, T) probabilities are saved for the backward pass.
     """
+    # Compilation took two minutes and was no faster. Calling _uncompiled() imports the compiler, for a second.
+    compute = _uncompiled if torch.compiler.is_compiling() else _compute
+    return compute(q, k, v, scale, bias, n_scores)
+
+
+def _compute(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, n_scores: int) -> Tensor:
     if bias is not None:
         bias = bias.to(q.dtype)
         bias = bias.expand(*q.shape[:2], -1, -1) if bias.dim() == 4 else bias  # (B, H, T, T), by strides
     return _BlockwiseAttention.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale, bias, n_scores).view(q.shape)
+
+
+_uncompiled = torch._disable_dynamo(_compute)
 
 
 def _blocks(q: Tensor, n_scores: int) -> list[tuple[slice, int, int]]:
