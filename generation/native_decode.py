@@ -20,7 +20,7 @@ from thinker.native import operations as native
 from thinker.native.operations import Operation, Visible, Workspace, linear_operation
 
 MAX_STEPS = 16  # tokens per row to sample at once
-MAX_SECONDS = 0.01  # for them, so that text still appears token by token to a reader
+MAX_SECONDS = 0.03  # for them, so that text still appears token by token to a reader
 
 
 class NativeThinker:

@@ -56,7 +56,7 @@ static void transform(const Operation *op, const Step *step, int64_t thread, int
             else memcpy(group, x + begin, count * sizeof(float));
             if (is_quantized) {
                 int64_t i = n * n_groups + g;
-                quantize_group(group, a.codes + i * GROUP, a.scale + i, a.total + i);
+                quantize_group(group, op->format == INT8 ? 8 : 4, a.codes + i * GROUP, a.scale + i, a.offset + i);
             } else if (op->format == BF16) {
                 round_to_bf16(group, count, halves + begin);
             } else {

@@ -125,12 +125,12 @@ INLINE void plain_product(int format, const void *weight, const void *x, int64_t
 typedef struct {
     int8_t *codes;  /* (n_rows, n_groups * 32) */
     float *scale;   /* (n_rows, n_groups) */
-    int32_t *total; /* (n_rows, n_groups): the sum of the codes */
+    int32_t *offset; /* (n_rows, n_groups): what the offset of the weights adds to each sum, negated */
 } Activations;
 
 INLINE int64_t groups_of(int64_t n_in) { return (n_in + GROUP - 1) / GROUP; }
 
-INLINE void quantize_group(const float *x, int8_t *codes, float *scale, int32_t *total) {
+INLINE void quantize_group(const float *x, int bits, int8_t *codes, float *scale, int32_t *offset) {
     vec low = load(x), high = load(x + WIDTH);
     vec a = select_vec(low < 0, -low, low), b = select_vec(high < 0, -high, high);
     float unit = maximum(select_vec(a > b, a, b)) / 127;
@@ -140,7 +140,7 @@ INLINE void quantize_group(const float *x, int8_t *codes, float *scale, int32_t 
     *(byte_vec *)codes = __builtin_convertvector(first, byte_vec);
     *(byte_vec *)(codes + WIDTH) = __builtin_convertvector(second, byte_vec);
     *scale = unit;
-    *total = sum_int(first + second);
+    *offset = (bits == 8 ? -128 : -8) * sum_int(first + second);
 }
 
 /* total + the products of 16 x 4 unsigned bytes with 4 signed bytes, summed over each 4. */
@@ -157,13 +157,18 @@ INLINE int_vec dot_bytes(int_vec total, uint_vec weights, const int8_t *codes) {
 
 INLINE void quantized_tile(int bits, int n_rows, const uint8_t *block, const uint16_t *scales, Activations x,
                            int64_t n_groups, vec result[QUANTIZED_ROWS]) {
+    UNROLLED
     for (int n = 0; n < n_rows; n++) result[n] = (vec){};
     for (int64_t g = 0; g < n_groups; g++) {
         const uint_vec *bytes = (const uint_vec *)(block + g * BLOCK * GROUP * bits / 8);
         int_vec total[QUANTIZED_ROWS];
-        for (int n = 0; n < n_rows; n++) total[n] = -(bits == 8 ? 128 : 8) * x.total[n * n_groups + g] - (int_vec){};
+        UNROLLED
+        for (int n = 0; n < n_rows; n++) total[n] = x.offset[n * n_groups + g] - (int_vec){};
+        UNROLLED
         for (int j = 0; j < bits; j++) {
             uint_vec weights = bytes[j];
+            if (n_rows >= 4) __builtin_prefetch((const char *)(bytes + j) + 2048); /* read too slowly to be foreseen */
+            UNROLLED
             for (int n = 0; n < n_rows; n++) {
                 const int8_t *codes = x.codes + (n * n_groups + g) * GROUP + 4 * j;
                 if (bits == 8) {
@@ -175,6 +180,7 @@ INLINE void quantized_tile(int bits, int n_rows, const uint8_t *block, const uin
             }
         }
         vec scale = load_bf16(scales + g * BLOCK);
+        UNROLLED
         for (int n = 0; n < n_rows; n++)
             result[n] += __builtin_convertvector(total[n], vec) * (scale * x.scale[n * n_groups + g]);
     }
@@ -190,7 +196,7 @@ INLINE void quantized_product(int bits, const uint8_t *weight, const uint16_t *s
         int64_t n_valid = n_out - b * BLOCK < BLOCK ? n_out - b * BLOCK : BLOCK;
         for (int64_t n = 0; n < n_rows; n += QUANTIZED_ROWS) {
             vec result[QUANTIZED_ROWS];
-            Activations rows = {x.codes + n * n_groups * GROUP, x.scale + n * n_groups, x.total + n * n_groups};
+            Activations rows = {x.codes + n * n_groups * GROUP, x.scale + n * n_groups, x.offset + n * n_groups};
             int count = n_rows - n < QUANTIZED_ROWS ? n_rows - n : QUANTIZED_ROWS;
             switch (count) {
             case 1: quantized_tile(bits, 1, block, scale, rows, n_groups, result); break;

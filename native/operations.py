@@ -51,7 +51,7 @@ class Operation(Structure):
 class Activations(Structure):
     """Work space for quantized activations."""
 
-    _fields_ = [("codes", c_void_p), ("scale", c_void_p), ("total", c_void_p)]
+    _fields_ = [("codes", c_void_p), ("scale", c_void_p), ("offset", c_void_p)]
 
 
 class Step(Structure):
@@ -74,7 +74,7 @@ class Workspace:
             "transformed": torch.empty(n_rows, n_in, dtype=torch.float32, device="cpu"),
             "codes": torch.empty(n_rows, n_groups * GROUP, dtype=torch.int8, device="cpu"),
             "scale": torch.empty(n_rows, n_groups, dtype=torch.float32, device="cpu"),
-            "total": torch.empty(n_rows, n_groups, dtype=torch.int32, device="cpu"),
+            "offset": torch.empty(n_rows, n_groups, dtype=torch.int32, device="cpu"),
         }
         for name, tensor in self.tensors.items():
             setattr(self.step if name == "transformed" else self.step.activations, name, tensor.data_ptr())
