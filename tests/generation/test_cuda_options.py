@@ -1,0 +1,43 @@
+"""Every combination of the options that choose kernels, on a GPU: the plain text, or refused in one line."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import random_model
+
+from thinker.data.tokenizer_factory import make_tokenizer
+from thinker.generation import Generator, SamplingParams
+from thinker.runtime.errors import UserError
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+TOKENIZER = make_tokenizer("byte", [])
+FORMS = [("fp32", None), ("bf16", None), ("bf16", 8), ("bf16", 4)]
+MODES = [{}, {"window": 10}, {"speculate": 3}]
+PROMPTS = [["abcabc"], ["abcabc", "x", "abca"]]  # one, and three of unequal lengths
+
+
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("dtype", "bits"), FORMS)
+def test_each_combination_is_right_or_refused(dtype, bits, compile, n_kv_heads):
+    model = random_model(vocab_size=264, n_heads=4, n_layers=1, max_seq_len=64, norm_mean=0.3, n_kv_heads=n_kv_heads)
+    model, how = model.cuda(), {"dtype": dtype, "bits": bits}
+    params = SamplingParams(20, seed=3, logit_bias={TOKENIZER.bos_id: -torch.inf})
+    for mode, prompts in itertools.product(MODES, PROMPTS):
+        options = {**how, **mode, "compile": compile}
+        if compile and "window" in mode:
+            with pytest.raises(UserError, match="window cannot be combined with compile"):
+                Generator(model, TOKENIZER, **options)
+            continue
+        found = Generator(model, TOKENIZER, **options).generate(prompts, params)
+        plain = Generator(model, TOKENIZER, **how, **({} if "speculate" in mode else mode))
+        for index, completion in enumerate(found):
+            assert len(completion.token_ids) == 20
+            assert all(torch.isfinite(torch.tensor(completion.logprobs)))
+            if dtype == "fp32":
+                alone = SamplingParams(20, seed=3 + index, logit_bias=dict(params.logit_bias))
+                assert plain.generate(prompts[index], alone)[0].token_ids == completion.token_ids
