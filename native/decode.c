@@ -1,5 +1,6 @@
 /* Decoding: a list of operations, run in order by all threads, on a few rows of activations (n_rows, width) in fp32.
-   native/operations.py has the same structures, and each operation in plain PyTorch. */
+   native/operations.py has the same structures. In plain PyTorch, the operations are those of model/, with the rounding
+   of native/quantization.py. */
 #include <omp.h>
 #include "attention.h"
 #include "sampling.h"

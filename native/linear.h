@@ -4,8 +4,6 @@
 #include "vectors.h"
 #if defined(__AVX512F__)
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
 #endif
 
 enum { FP32, BF16, INT8, INT4 };       /* formats of a matrix */
@@ -24,8 +22,8 @@ INLINE void put(Output out, int64_t row, int64_t o, float value) {
     *y = out.adds ? *y + value : value;
 }
 
-/* Matrices in fp32 and bf16 are row-major, (n_out, n_in). Activations have the same format, in rows of 4 n_in bytes. Both
-   are read in pieces of 32 numbers: two vectors of fp32, or one of bf16 in `a`. */
+/* Matrices in fp32 and bf16 are row-major, (n_out, n_in). Activations have the same format, in rows of 4 n_in bytes.
+   Both are read in pieces of 32 numbers: two vectors of fp32, or one of bf16 in `a`. */
 
 typedef struct {
     vec a, b;
@@ -81,10 +79,16 @@ INLINE void dot_tile(int format, int n_out, int n_rows, const char *w, const cha
     }
     UNROLLED
     for (int n = 0; n < n_rows; n++) {
-        vec4 y = n_out == 1 ? (vec4){sum(total[n][0])} : sum4(total[n][0], total[n][1], total[n][2], total[n][3]);
+        vec4 y = sum4(total[n][0], total[n][1], total[n][2], total[n][3]); /* of n_out, and zeros */
         for (int64_t rest = k; rest < n_in; rest++)
-            for (int o = 0; o < n_out; o++)
-                y[o] += number_at(x + n * pitch, format, rest) * number_at(w + o * stride, format, rest);
+            for (int o = 0; o < n_out; o++) {
+                float a = number_at(x + n * pitch, format, rest), b = number_at(w + o * stride, format, rest);
+#ifdef FP_FAST_FMAF /* the compiler could otherwise round the product for one number of rows and not for another */
+                y[o] = fmaf(a, b, y[o]);
+#else
+                y[o] += a * b;
+#endif
+            }
         memcpy(result[n], &y, sizeof y);
     }
 }
@@ -123,8 +127,8 @@ INLINE void plain_product(int format, const void *weight, const void *x, int64_t
    an fp32 scale. Activations are int8, too, so that sums within a group are exact integers. */
 
 typedef struct {
-    int8_t *codes;  /* (n_rows, n_groups * 32) */
-    float *scale;   /* (n_rows, n_groups) */
+    int8_t *codes;   /* (n_rows, n_groups * 32) */
+    float *scale;    /* (n_rows, n_groups) */
     int32_t *offset; /* (n_rows, n_groups): what the offset of the weights adds to each sum, negated */
 } Activations;
 

@@ -93,6 +93,30 @@ def test_recovers_from_a_failed_forward_pass(model, monkeypatch):
     assert conversation.tokens == expected
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_recovers_from_an_interrupted_step(model, monkeypatch, native):
+    """The kernels may have read tokens that were never returned."""
+    generator = Generator(model, TOKENIZER, compile=None if native else False)
+    conversation = Conversation(generator)
+    list(conversation.reply("Some text", PARAMS))
+    step, calls = type(generator)._sample, []
+
+    def interrupted(self, *arguments):
+        sampled = step(self, *arguments)
+        calls.append(len(sampled[0]))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return sampled
+
+    monkeypatch.setattr(type(generator), "_sample", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(conversation.reply(" more", PARAMS))
+    monkeypatch.setattr(type(generator), "_sample", step)
+    expected = fresh(generator, [*conversation.tokens, *TOKENIZER.encode(".")], PARAMS)
+    list(conversation.reply(".", PARAMS))
+    assert conversation.tokens == expected
+
+
 def test_a_failed_reading_of_another_text_leaves_no_trace(model):
     conversation = Conversation(Generator(model, TOKENIZER))
     list(conversation.reply("Some text", PARAMS))

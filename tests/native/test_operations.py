@@ -41,6 +41,8 @@ def test_products_in_fp32_and_bf16(rows, n_in, n_out, has_bias, seed):
     bias = random_tensor(n_out, seed=seed + 2) if has_bias else None
     y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_close(linear(x, weight, bias), y, F.linear(x.abs(), weight.abs()) + 1)
+    for row in (0, rows - 1):  # a row does not depend on the others, to the last bit
+        assert torch.equal(linear(x[row : row + 1], weight)[0], linear(x, weight)[row])
     x, weight = x.bfloat16(), weight.bfloat16()  # the kernel rounds its input
     y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_close(linear(x.float(), weight, bias), y, F.linear(x.float().abs(), weight.float().abs()) + 1)
