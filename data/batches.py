@@ -95,8 +95,12 @@ class PackedDataset:
     def __len__(self) -> int:
         return int(self._first_window[-1])
 
-    def span(self, index: int) -> tuple[Shard, int, int]:
-        """The shard that contains window `index`, and the positions of its first input and last target."""
+    def span(self, index: int, shift: int = 0) -> tuple[Shard, int, int]:
+        """The shard that contains window `index`, and the positions of its first input and last target.
+
+        `shift`: contiguous windows start this many tokens later, up to seq_len - 1; the last one of a shard ends with
+        the shard. The first `shift` targets of a shard are then in no window.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"window index {index} is outside range({len(self)})")
         shard_index = int(np.searchsorted(self._first_window, index, side="right")) - 1
@@ -105,11 +109,17 @@ class PackedDataset:
             start, end = self.starts[shard_index][local : local + 2]
             return shard, int(start), int(end)
         start = local * self.stride
+        if shift:
+            start = min(start + shift, max(0, shard.n_tokens - 1 - self.seq_len))
         return shard, start, min(start + self.seq_len, shard.n_tokens - 1)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), each (T,) int64."""
-        shard, start, end = self.span(index)
+        return self.window(index)
+
+    def window(self, index: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets) of a window, each (T,) int64; see span() for `shift`."""
+        shard, start, end = self.span(index, shift)
         tokens = shard.tokens[start : end + 1]
         inputs = np.full(self.seq_len, shard.bos_id, np.int64)
         targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
@@ -123,9 +133,10 @@ class PackedDataset:
             targets[: self.seq_len - self.stride] = IGNORE_INDEX
         return inputs, targets
 
-    def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of these windows, each (B, T) int64."""
-        inputs, targets = zip(*(self[int(index)] for index in indices))
+    def batch(self, indices: Sequence[int] | np.ndarray, shifts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of these windows, each (B, T) int64; see span() for `shifts`, one per window."""
+        shifts = [0] * len(indices) if shifts is None else shifts
+        inputs, targets = zip(*(self.window(int(index), shift) for index, shift in zip(indices, shifts)))
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
 
     def document_ids(self, inputs: Tensor) -> Tensor | None:
@@ -134,14 +145,17 @@ class PackedDataset:
 
 
 class BatchLoader:
-    """Training batches as pure functions of (seed, step): every window once per epoch, each epoch in a new order."""
+    """Training batches as pure functions of (seed, step): every window once per epoch, each epoch in a new order.
 
-    def __init__(self, dataset: PackedDataset, batch_size: int, seed: int) -> None:
+    shift_windows: from the second epoch on, cut contiguous windows at other positions in each epoch.
+    """
+
+    def __init__(self, dataset: PackedDataset, batch_size: int, seed: int, shift_windows: bool = False) -> None:
         n_tokens, seq_len = dataset.tokens.n_tokens, dataset.seq_len
         if n_tokens <= seq_len:
             needs = f"data.seq_len={seq_len} needs {seq_len + 1}; lower data.seq_len or add text"
             raise UserError(f"the training split has {n_tokens} tokens, but {needs}")
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.dataset, self.batch_size, self.seed, self.shift_windows = dataset, batch_size, seed, shift_windows
 
     def sample_ids(self, step: int) -> list[int]:
         """The indices of the windows in the batch of a step (from 0)."""
@@ -154,7 +168,20 @@ class BatchLoader:
 
     def batch(self, step: int, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """(inputs, targets) of a step, each (batch_size, T) int64; `rows` selects the rows of a rank."""
-        return self.dataset.batch(self.sample_ids(step)[rows])
+        return self.dataset.batch(self.sample_ids(step)[rows], self.shifts(step)[rows])
+
+    def shifts(self, step: int) -> list[int]:
+        """How many tokens later than in the first epoch each window in the batch of a step starts."""
+        if not self.shift_windows:
+            return [0] * self.batch_size
+        epochs = (step * self.batch_size + np.arange(self.batch_size)) // len(self.dataset)
+        return [self._shift(int(epoch)) for epoch in epochs]
+
+    def _shift(self, epoch: int) -> int:
+        """From 0 to seq_len - 1: another one in each of seq_len epochs, and 0 in the first."""
+        seq_len = self.dataset.seq_len
+        first, now = permute(np.array([0, epoch % seq_len]), seq_len, (self.seed, epoch // seq_len)).tolist()
+        return (now - first) % seq_len
 
 
 def sequential_batches(

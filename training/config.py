@@ -56,6 +56,7 @@ class Config(sections.ConfigSection):
             raise ValueError("the run has no end; set train.max_steps or train.max_minutes")
         if train.async_save and train.save_sharded is True:
             raise ValueError("train.async_save cannot be combined with train.save_sharded=true; remove one of them")
+        is_cautious = optimizer.cautious_weight_decay or None
         has_samples = "sample_every" in train.model_fields_set  # null turns samples off and leaves the prompt unused
         for key, value, is_read, reader in (
             ("train.lora_alpha", train.lora_alpha, train.lora_rank is not None, "train.lora_rank"),
@@ -63,6 +64,10 @@ class Config(sections.ConfigSection):
             ("train.sample_prompt", train.sample_prompt, has_samples, "train.sample_every"),
             ("train.decay_fraction", train.decay_fraction, train.schedule == "wsd", "train.schedule=wsd"),
             ("optimizer.momentum", optimizer.momentum, optimizer.name == "muon", "optimizer.name=muon"),
+            ("optimizer.cautious_weight_decay", is_cautious, optimizer.name == "muon", "optimizer.name=muon"),
+            ("optimizer.cautious_weight_decay", is_cautious, optimizer.weight_decay > 0, "optimizer.weight_decay"),
+            ("data.shift_windows", data.shift_windows or None, data.packing == "contiguous", "data.packing=contiguous"),
+            ("train.patience", train.patience, train.eval_every is not None, "train.eval_every"),
             ("optimizer.head_lr", optimizer.head_lr, not model.tie_embeddings, "model.tie_embeddings=false"),
         ):
             if value not in (None, "") and not is_read:

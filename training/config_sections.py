@@ -127,6 +127,8 @@ class DataConfig(ConfigSection):
     """Tokens per sequence. If omitted, capped at model.max_seq_len or the context length of run.init_from."""
     packing: Literal["contiguous", "documents"] = "contiguous"
     """contiguous: cut the token stream every seq_len tokens. documents: pack whole documents and pad the rest."""
+    shift_windows: bool = False
+    """With contiguous packing, cut the stream at other positions in each epoch after the first."""
     assistant_only_loss: bool = False
     """Compute the loss only on the assistant's messages in conversations."""
     chat_template: PathText | None = None
@@ -168,6 +170,8 @@ class OptimizerConfig(ConfigSection):
     """Epsilon of AdamW."""
     weight_decay: Annotated[float, Field(ge=0, le=1e38)] = 0.0
     """Decoupled weight decay, applied to matrices only."""
+    cautious_weight_decay: bool = False
+    """Decay a weight only in steps whose update also moves it toward zero (Muon only)."""
     momentum: Beta | None = None
     """Momentum of Muon; not allowed with adamw. null: 0.95."""
 
@@ -203,6 +207,10 @@ class TrainConfig(ConfigSection):
     """Fraction of a wsd run, at its end, over which the learning rate decays linearly. null: 0.6."""
     min_lr_ratio: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Evaluate and save an exponential moving average of the weights with this decay per step. null: the weights."""
+    patience: Positive | None = None
+    """Stop early after this many evaluations in a row without a new lowest validation loss. null: never."""
     grad_clip: Rate | None = 1.0
     """Maximum global norm of the gradients. null: do not clip."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -26,14 +26,18 @@ class Muon(torch.optim.Muon):
     NorMuon (Li et al. 2025, arXiv:2510.05491) divides each row by its root mean square over recent steps (`row_beta`)
     and keeps the norm of the matrix. torch orthogonalizes matrices one by one in bf16. Here all matrices of one shape
     form a batch in `dtype`, since a CPU without bf16 units is five times slower in bf16 than in fp32.
+
+    is_cautious: weight decay applies only to weights that the update moves toward zero (Chen et al. 2025, Cautious
+    Weight Decay, arXiv:2510.12402).
     """
 
     def __init__(
-        self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, is_compiled: bool = False, **options: Any
-    ) -> None:
+        self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, is_compiled: bool = False,
+        is_cautious: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         assert not {"adjust_lr_fn", "ns_steps", "ns_coefficients"} & options.keys(), "options that are not supported"
         super().__init__(params, **options)
-        self.dtype, self.row_beta, self.is_compiled = dtype, row_beta, is_compiled
+        self.dtype, self.row_beta, self.is_compiled, self.is_cautious = dtype, row_beta, is_compiled, is_cautious
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
@@ -66,7 +70,11 @@ class Muon(torch.optim.Muon):
                 stacked, means = normalize(stacked, torch.stack(row_second_moments), weight, skip, ranks)
                 torch._foreach_copy_(row_second_moments, means.unbind())
                 weights = [local_tensor(parameter) for parameter in parameters]
-                if decay := group["lr"] * group["weight_decay"]:
+                decay = group["lr"] * group["weight_decay"]
+                if decay and self.is_cautious:
+                    shrinks = stacked * torch.stack(weights) > 0  # (n, rows, columns); false if `skip`
+                    torch._foreach_mul_(weights, torch.where(shrinks, 1 - decay, 1.0).unbind())
+                elif decay:
                     torch._foreach_mul_(weights, 1 - decay if skip is None else torch.where(skip, 1.0, 1 - decay))
                 lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
                 torch._foreach_add_(weights, stacked.unbind(), alpha=-lr)

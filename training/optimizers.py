@@ -51,7 +51,8 @@ class Optimizers:
             matrices = [groups.pop(kind) for kind in ("matrices", "head") if kind in groups]
             dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
             is_compiled = model.is_compiled and model.device.type == "cuda"
-            self.optimizers.append(Muon(matrices, dtype, momentum=optimizer_config.momentum, is_compiled=is_compiled))
+            options = {"momentum": optimizer_config.momentum, "is_cautious": optimizer_config.cautious_weight_decay}
+            self.optimizers.append(Muon(matrices, dtype, is_compiled=is_compiled, **options))
         options = {"betas": optimizer_config.betas, "eps": optimizer_config.eps}
         fused = model.device.type in ("cpu", "cuda")
         self.optimizers.append(torch.optim.AdamW(list(groups.values()), fused=fused, **options))

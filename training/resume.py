@@ -22,7 +22,10 @@ from thinker.training.config import Settings
 from thinker.training.step import TrainingStep
 
 # Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE.
-FIXED_KEYS = {"optimizer": ("name",), "run": ("seed", "init_from"), "train": ("batch_size", "lora_rank", "lora_alpha")}
+FIXED_KEYS = {
+    "optimizer": ("name",), "run": ("seed", "init_from"),
+    "train": ("batch_size", "lora_rank", "lora_alpha", "ema_decay"),
+}  # fmt: skip
 DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")  # do not affect text or batches
 PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # in data; files may move, but must not change
 ROUNDING_KEYS = ("micro_batch_size", "precision", "compile", "deterministic")  # in train; they change the last bits
@@ -40,6 +43,7 @@ class RunState(BaseModel):
     elapsed_s: float = 0.0  # of training
     best_val_loss: float | None = None
     evaluated_at: Count | None = None  # the step of the last evaluation
+    evaluations_since_best: Count = 0
     skipped: Count = 0  # non-finite steps
     pending_steps: Count = 0  # steps not yet in metrics.jsonl,
     pending_losses: float = 0.0  # their summed loss,
@@ -154,8 +158,12 @@ def restore(folder: Path, step: TrainingStep, state: RunState) -> None:
     """Load a checkpoint into model, optimizers and scaler. Raises CorruptCheckpoint if names or shapes differ."""
     has_optimizer_state = bool(checkpoint.read_header(folder, checkpoint.TRAINING))  # no state before the first step
     expected = step.optimizers.expected_state() if has_optimizer_state else {}
+    if step.average is not None:
+        expected |= step.average.expected_tensors()
     tensors = checkpoint.load_tensors(folder, checkpoint.TRAINING, expected)
     checkpoint.load_weights(step.model, folder)
+    if step.average is not None:
+        step.average.load(tensors)
     if has_optimizer_state:
         step.optimizers.load_state(tensors)
     if state.scaler:

@@ -105,7 +105,7 @@ def build_batches(
     train_set = PackedDataset(corpus.train, data.seq_len, data.packing, **masking)
     val_packing = "documents" if data.source == "tales" else data.packing
     val_set = PackedDataset(corpus.val, data.seq_len, val_packing, **masking)
-    loader = BatchLoader(train_set, train.batch_size, settings.run.seed)
+    loader = BatchLoader(train_set, train.batch_size, settings.run.seed, data.shift_windows)
     n_rows = train.batch_size // dist.world_size
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)

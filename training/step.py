@@ -17,6 +17,7 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tens
 from thinker.training.config import Settings
 from thinker.training.distributed import gradient_sync, parallelize
 from thinker.training.optimizers import Optimizers
+from thinker.training.weight_average import WeightAverage
 
 
 class TrainingStep:
@@ -37,6 +38,7 @@ class TrainingStep:
         self.parallel_model = parallelize(self.model, self.train, dist)
         self.device = self.model.device  # FSDP2 may have moved it
         self.optimizers = Optimizers(self.model, settings.optimizer)
+        self.average = None if self.train.ema_decay is None else WeightAverage(self.model, self.train.ema_decay)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.skip_nonfinite = skip_nonfinite
         self.n_nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -86,6 +88,10 @@ class TrainingStep:
         self.scaler.update()
         self.optimizers.zero_grad()
         return loss, grad_norm
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[dict[str, Tensor]]:
+        """Context in which the model has its averaged weights, if it has any. Yields the others for a checkpoint."""
+        return contextlib.nullcontext({}) if self.average is None else self.average.in_model()
 
     def _should_skip(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Count non-finite steps. Returns whether to skip this step, on the device."""

@@ -70,7 +70,8 @@ class Trainer:
         """Train to the end, or until a signal. Returns the exit status."""
         is_finished = self.is_finished
         if is_finished:
-            print(f"{self.run.path} is finished; raise train.max_steps or max_minutes to continue", file=sys.stderr)
+            limit = "patience" if self.stops_early else "max_steps or max_minutes"
+            print(f"{self.run.path} is finished; raise train.{limit} to continue", file=sys.stderr)
         elif self.state.step:
             print(f"resuming from step {self.state.step} in {self.run.path}", file=sys.stderr)
         with self.signal_handler:
@@ -128,6 +129,8 @@ class Trainer:
         if self.batch.n_targets:
             self.unread.append((state.step, torch.stack((loss, grad_norm))))
         state.step += 1
+        if self.step.average is not None:
+            self.step.average.update(state.step)
         state.tokens += self.batch.n_targets
         is_log_step = state.step % self.settings.train.log_every == 0
         if is_log_step:
@@ -224,11 +227,19 @@ class Trainer:
         return bool(every and self.state.step and self.state.step % every == 0 and self.progress() < 1)
 
     def progress(self) -> float:
-        """Fraction of the run that is done, in [0, 1]: of steps or time, whichever is larger."""
+        """Fraction of the run that is done, in [0, 1]: of steps or time, whichever is larger; 1 if it stops early."""
         train = self.settings.train
+        if self.stops_early:
+            return 1.0
         steps = self.state.step / train.max_steps if train.max_steps else 0.0
         minutes = self.state.elapsed_s / 60 / train.max_minutes if train.max_minutes else 0.0
         return min(1.0, max(steps, minutes))
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether the validation loss has not reached a new low for train.patience evaluations."""
+        patience = self.settings.train.patience
+        return patience is not None and self.state.evaluations_since_best >= patience
 
     @property
     def epochs(self) -> float:
@@ -254,9 +265,14 @@ class Trainer:
         self.read_losses()
         if state.evaluated_at == state.step:
             return
-        evaluation = self.evaluator(self.model, self.poll_signals)
-        if evaluation is None:
-            return
+        with self.step.averaged_weights():
+            evaluation = self.evaluator(self.model, self.poll_signals)
+            if evaluation is not None:
+                self.record_evaluation(evaluation)
+
+    def record_evaluation(self, evaluation: Evaluation) -> None:
+        """Log an evaluation of the model, and save the model if it is the best."""
+        state = self.state
         if not math.isfinite(evaluation.loss):
             message = f"step {state.step}: the validation loss is {evaluation.loss}, so nothing was saved"
             raise RunError(f"{message}; lower optimizer.lr; {self.resume_hint()}")
@@ -265,8 +281,9 @@ class Trainer:
         if evaluation.entropy_floor is not None:
             line["entropy_floor"] = evaluation.entropy_floor
         self.log(line)
+        state.evaluations_since_best += 1
         if state.best_val_loss is None or evaluation.loss < state.best_val_loss:
-            state.best_val_loss = evaluation.loss
+            state.best_val_loss, state.evaluations_since_best = evaluation.loss, 0
             values = {"step": state.step, "val_loss": evaluation.loss, "corpus": self.corpus.sha256}
             best = checkpoint.checkpoint_files(self.model, values)
             self.checkpoints.save("best", state.step, best)
@@ -277,14 +294,19 @@ class Trainer:
         self.state.scaler = self.step.scaler.state_dict()
         if self.state != self.saved:
             state, tensors = self.state.model_dump(mode="json"), self.step.optimizers.tensors()
-            files = checkpoint.checkpoint_files(self.model, state, tensors)
             self.run.check()
             self.run.flush_metrics()
-            self.checkpoints.save("step", self.state.step, files)
+            with self.step.averaged_weights() as weights:
+                files = checkpoint.checkpoint_files(self.model, state, tensors | weights)
+                self.checkpoints.save("step", self.state.step, files)
             self.saved = self.state.model_copy(deep=True)
 
     def sample(self) -> str:
         """A sample from the current model, as one line; empty except on rank 0. All ranks must call this."""
+        with self.step.averaged_weights():
+            return self._sample()
+
+    def _sample(self) -> str:
         model = unwrapped_copy(self.model) if hasattr(self.model, "unshard") else self.model
         if not self.dist.is_main:
             return ""

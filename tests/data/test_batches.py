@@ -297,3 +297,33 @@ def test_ranks_see_each_window_once_in_equally_many_batches(packing, lengths, se
     rows = [row for part in parts for _, targets in part for row in targets.tolist()]
     counted = [[row for row in each if max(row) >= 0] for each in (rows, whole)]
     assert sorted(counted[0]) == sorted(counted[1])
+
+
+@given(lengths=LENGTHS, seq_len=st.integers(2, 9), seed=st.integers(0, 9), shard_tokens=st.sampled_from([40, 1 << 20]))
+def test_shifted_windows_cover_the_stream_from_another_token_in_each_epoch(
+    lengths, seq_len, seed, shard_tokens, make_tokens
+):
+    tokens = make_tokens([max(1, length) for length in lengths] + [9], shard_tokens=shard_tokens)
+    dataset = PackedDataset(tokens, seq_len, "contiguous")
+    loader, plain = (BatchLoader(dataset, len(dataset), seed, shift) for shift in (True, False))  # a step is an epoch
+    shifts = []
+    for epoch in range(2 * seq_len):
+        (shift,) = set(loader.shifts(epoch))
+        shifts.append(shift)
+        assert loader.sample_ids(epoch) == plain.sample_ids(epoch)
+        covered = {shard.path: np.zeros(shard.n_tokens, int) for shard in tokens.shards}
+        for index in range(len(dataset)):
+            shard, start, end = dataset.span(index, shift)
+            assert 0 < end - start <= seq_len
+            covered[shard.path][start + 1 : end + 1] += 1
+        for counts in covered.values():
+            assert (counts[1 + shift :] >= 1).all() or len(counts) <= seq_len + shift
+            assert counts[1:].sum() <= len(dataset) * seq_len
+            if shift == 0:
+                assert (counts[1:] == 1).all()
+    assert sorted(shifts[:seq_len]) == sorted(shifts[seq_len:]) == list(range(seq_len))  # every shift equally often
+    assert shifts[0] == 0
+    inputs, targets = loader.batch(1)
+    assert ((targets == (inputs + 1) % 256) | (inputs == BOS) | (targets == BOS) | (targets == -1)).all()
+    again = BatchLoader(dataset, len(dataset), seed, True).batch(1)
+    assert torch.equal(inputs, again[0]) and torch.equal(targets, again[1])

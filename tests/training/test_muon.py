@@ -166,3 +166,23 @@ def test_nothing_stays_nothing():
     assert torch.equal(normalize_rows(torch.zeros(2, 4, 6), torch.zeros(2, 4, 1), 0.05)[0], torch.zeros(2, 4, 6))
     half = torch.tensor([[[1.0, -1.0], [0.0, 0.0]]])  # a row without a gradient
     torch.testing.assert_close(normalize_rows(half, torch.zeros(1, 2, 1), 0.05)[0], half)
+
+
+@pytest.mark.parametrize("skip", [None, 1.0])
+def test_cautious_decay_spares_weights_that_the_update_moves_away_from_zero(skip):
+    plain, decayed, cautious = (parameters(3) for _ in range(3))
+    lr, decay = 0.1, 0.3
+    before = [parameter.detach().clone() for parameter in plain]
+    for mine, options in ((plain, {}), (decayed, {"weight_decay": decay}),
+                          (cautious, {"weight_decay": decay, "is_cautious": True})):  # fmt: skip
+        optimizer = Muon(mine, dtype=torch.float32, lr=lr, **options | ({} if options else {"weight_decay": 0.0}))
+        optimizer.found_inf = None if skip is None else torch.tensor(skip)
+        moved(optimizer, mine, steps=1)
+    for start, without, full, spared in zip(before, plain, decayed, cautious):
+        moves_to_zero = (without.detach() - start) * start < 0
+        if skip:
+            assert torch.equal(spared, start)
+        else:
+            assert 0 < moves_to_zero.float().mean() < 1
+            torch.testing.assert_close(spared[moves_to_zero], full[moves_to_zero])
+            torch.testing.assert_close(spared[~moves_to_zero], without[~moves_to_zero])

@@ -37,16 +37,16 @@ FREE = {
     "data": {"cache_dir": "elsewhere", "num_workers": 5, "streaming": False, "path": "b.txt"},
     "optimizer": {"lr": 0.5, "betas": [0.5, 0.6], "weight_decay": 0.1},
     "train": {"max_steps": 10, "micro_batch_size": 2, "precision": "bf16", "checkpoint_every_n_blocks": 1,
-              "eval_every": 3, "save_every": 3, "keep_last": 7, "log_every": 2, "dist_timeout_s": 7.0},
+              "eval_every": 3, "save_every": 3, "patience": 4, "keep_last": 7, "log_every": 2, "dist_timeout_s": 7.0},
     "tracking": {"wandb": "offline", "project": "mine", "name": "other"},
 }  # fmt: skip
 FIXED = {
     "run": {"seed": 2},
     "model": {"d_model": 128, "dropout": 0.1, "max_seq_len": 64},
     "data": {"chat_template": "b.jinja", "val_tokens": "b.bin", "seq_len": 16, "packing": "documents",
-             "val_fraction": 0.2, "tokenizer": "byte", "document_masking": True, "max_documents": 3},
+             "val_fraction": 0.2, "tokenizer": "byte", "shift_windows": True, "document_masking": True, "max_documents": 3},
     "optimizer": {"name": "adamw"},
-    "train": {"batch_size": 16},
+    "train": {"batch_size": 16, "ema_decay": 0.9},
 }  # fmt: skip
 SAID = {"micro_batch_size": (8, 2), "precision": ("fp32", "bf16")}
 

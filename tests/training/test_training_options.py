@@ -19,6 +19,7 @@ from thinker.training.config import load_config
 BASE = ROOT / "tests" / "fixtures" / "base.yaml"
 DOCUMENTS = {
     "cut": [],
+    "shifted": ["data.shift_windows=true"],
     "packed": ["data.packing=documents"],
     "masked": ["data.packing=documents", "data.document_masking=true"],
 }
@@ -30,6 +31,13 @@ EAGER = {
     "train.lora_rank": ["null", "4"],
     "train.checkpoint_every_n_blocks": ["null", "1", "2"],
     "optimizer.name": ["muon", "adamw"],
+    "train.ema_decay": ["null", "0.9"],
+    "decay": ["none", "plain", "cautious"],
+}
+DECAYS = {
+    "none": [],
+    "plain": ["optimizer.weight_decay=0.1"],
+    "cautious": ["optimizer.weight_decay=0.1", "optimizer.cautious_weight_decay=true"],
 }
 ALL = {"train.compile": ["false", "true"], "train.parallel": ["alone", "ddp", "fsdp"], **EAGER}
 PLAIN = {"train.compile": "false", "train.parallel": "alone"}
@@ -44,7 +52,7 @@ def cache(tmp_path_factory):
 
 def overrides(case, run, cache, tiny_run, n_steps=4):
     """What is to be overridden in BASE for this case."""
-    keys = {name: value for name, value in case.items() if name != "documents"}
+    keys = {name: value for name, value in case.items() if name not in ("documents", "decay")}
     if keys["train.parallel"] == "alone":
         del keys["train.parallel"]
     is_lora = keys["train.lora_rank"] != "null"
@@ -58,7 +66,8 @@ def overrides(case, run, cache, tiny_run, n_steps=4):
     ]
     fixed = ["train.batch_size=4", "train.device=cpu", "data.max_documents=60", f"data.cache_dir={cache}"]
     written = [f"{name}={value}" for name, value in keys.items()]
-    return [*start, *shape, *lengths, *fixed, *written, *DOCUMENTS[case["documents"]], f"run.dir={run}"]
+    choices = [*DOCUMENTS[case["documents"]], *DECAYS[case["decay"]]]
+    return [*start, *shape, *lengths, *fixed, *written, *choices, f"run.dir={run}"]
 
 
 def train(case, runs):
@@ -78,6 +87,10 @@ def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
         with pytest.raises(UserError, match="train.lora_rank needs run.init_from and optimizer.name=adamw"):
             load_config(BASE, overrides(case, whole, cache, tiny_run))
         case |= {"optimizer.name": "adamw"}  # the other pairs of this case
+    if case["decay"] == "cautious" and case["optimizer.name"] == "adamw":
+        with pytest.raises(UserError, match="cautious_weight_decay has no effect without optimizer.name=muon"):
+            load_config(BASE, overrides(case, whole, cache, tiny_run))
+        case |= {"decay": "plain"}
     runs = [overrides(case, whole, cache, tiny_run), *(overrides(case, parts, cache, tiny_run, n) for n in (2, 4))]
     is_exact = case["train.compile"] == "false"
     if is_exact and case["train.checkpoint_every_n_blocks"] != "null":
@@ -104,5 +117,5 @@ def test_the_cases_hold_every_pair():
             for b in options:
                 found = {(case[a], case[b]) for case in cases}
                 assert a == b or len(found) == len(options[a]) * len(options[b])
-        assert len(cases) < 25
+        assert len(cases) < 30
     assert pairwise({"a": [[1], [2]], "b": [None]}) == [{"a": [1], "b": None}, {"a": [2], "b": None}]
