@@ -37,8 +37,8 @@ class WeightAverage:
             self._copy(weights, self.weights)
 
     def expected_tensors(self) -> dict[str, Tensor]:
-        """Tensors with the shapes of the weights that in_model() yields."""
-        return {f"optimizer.{name}.weight": weight for name, weight in zip(self.names, self.weights)}
+        """New tensors like those that in_model() yields, to load them into."""
+        return {f"optimizer.{name}.weight": torch.empty_like(w) for name, w in zip(self.names, self.weights)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Take the average from the model, whose checkpoint has just been loaded, and put `tensors` into the model."""
