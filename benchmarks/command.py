@@ -15,9 +15,11 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "decode_lengths": ("--png lengths.png", "--shape 124m --window 512"),
     "decode_start": ("", "--run runs/chars --repeats 9"),
     "extrapolation": ("--png extrapolation.png", "--seeds 1 --steps 10"),
+    "five-minutes": ("--out results.jsonl", "train.device=cpu"),
     "gpu": ("--part A --out gpu-a", "--part A --out rehearsal --rehearse"),
     "html_report": ("", "--tokens 256 --layers 6"),
     "linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
+    "regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
     "scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
     "short_context": ("", "--tokens 32 --minutes 1 3"),
     "speculative": ("", "--drafts 4 8 --temperatures 0 --precisions fp32"),
@@ -34,7 +36,7 @@ def main() -> int:
     parser = ArgumentParser(description=description, examples=("decode --shape 124m", "BENCHMARK --help"))
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, examples in BENCHMARKS.items():
-        module = import_module(f"thinker.benchmarks.{name}")
+        module = import_module(f"thinker.benchmarks.{name.replace('-', '_')}")
         summary = module.__doc__.strip().splitlines()[0]
         command = commands.add_parser(
             name, help=summary[0].lower() + summary[1:].rstrip("."), description=summary, examples=examples

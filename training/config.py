@@ -43,7 +43,7 @@ class Config(sections.ConfigSection):
             data = {"seq_len": max_seq_len, **data}
         if run.get("init_from") is not None:
             optimizer = {"name": "adamw", **optimizer}
-        elif data.get("tokenizer") is None:
+        elif data.get("tokenizer") is None and model.get("size") is None:
             data = {**data, "tokenizer": "bpe:4096"}
         return {**tree, "data": data, "optimizer": optimizer}
 
@@ -52,6 +52,11 @@ class Config(sections.ConfigSection):
         run, model, data, optimizer, train = self.run, self.model, self.data, self.optimizer, self.train
         if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
             raise ValueError("train.lora_rank needs run.init_from and optimizer.name=adamw; set both")
+        if model.size == "auto":
+            if train.max_minutes is None:
+                raise ValueError("model.size=auto needs train.max_minutes; set it")
+            if run.init_from is not None:
+                raise ValueError("model.size=auto cannot be combined with run.init_from; remove one of them")
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("the run has no end; set train.max_steps or train.max_minutes")
         if train.async_save and train.save_sharded is True:
@@ -89,7 +94,7 @@ class Config(sections.ConfigSection):
 
     def thinker_config(self, vocab_size: int) -> ThinkerConfig:
         """The architecture for a tokenizer of this size. Raises UserError if model.vocab_size is too small for it."""
-        values = self.model.model_dump()
+        values = self.model.model_dump(exclude={"size"})
         values["max_seq_len"] = values["max_seq_len"] or self.data.seq_len
         values["vocab_size"] = values["vocab_size"] or vocab_size
         if values["vocab_size"] < vocab_size:

@@ -56,6 +56,8 @@ class RunConfig(ConfigSection):
 class ModelConfig(ConfigSection):
     """The architecture, with the field names of ThinkerConfig. Keys that are null get the value named in their text."""
 
+    size: Literal["auto"] | None = None
+    """auto: choose model, tokenizer, batch and dropout by text and time (docs/guides/small-text.md). null: do not."""
     vocab_size: Size | None = None
     """Number of token ids. null: the tokenizer's size."""
     d_model: Size = 256

@@ -14,6 +14,7 @@ from thinker.model import KVCache, Thinker
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import DTYPES, choose_device, configure_backend
 from thinker.training.advice import recommendation
+from thinker.training.auto_size import resolve_size
 from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_bound import check_run_fits
@@ -46,7 +47,9 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     If model.vocab_size is set, the corpus, which may be large, is not read, and the number of epochs is unknown.
     """
     reads_corpus, device = config.model.vocab_size is None, choose_device(config.train.device)
+    configure_backend(device)
     precision = resolve_precision(config, device)
+    config = resolve_size(config, device, precision)
     config, _, tokenizer = load_initial_model(config)
     if measure:
         check_run_fits(config, device)
@@ -56,7 +59,6 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         data = config.data
         sequences = PackedDataset(corpus.train, data.seq_len, data.packing, prefix_len=model_config.prefix)
         BatchLoader(sequences, 1, config.run.seed)  # raises UserError if the text is shorter than a sequence
-    configure_backend(device)
     settings = resolve_settings(config, model_config, device, precision)
     train = settings.train
     memory = estimate_memory(settings, train.micro_batch_size, device)

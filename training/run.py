@@ -16,6 +16,7 @@ from thinker.runtime.device import choose_device, configure_backend, enable_dete
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training import resume
 from thinker.training.advice import before_training
+from thinker.training.auto_size import resolve_size
 from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_bound import check_run_fits
@@ -47,12 +48,14 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     previous = state.settings
 
     # Resolve the settings that the data needs, and read the data.
+    configure_backend(device)
+    precision = resolve_precision(config, device, previous, dist)
+    config = resolve_size(config, device, precision, previous, dist)
     config, initial_model, tokenizer = load_initial_model(config, previous, own_tokenizer(run, previous, config))
     if previous is not None:
         resume.check_unchanged(run, previous, config.model_dump(mode="json", exclude={"model", "tracking"}))
     check_batch_split(config, dist)
     check_run_fits(config, device, dist)
-    precision = resolve_precision(config, device, previous, dist)
     with dist.main_process_first():
         corpus = read_corpus(run, state, config, tokenizer)
     model_config = config.thinker_config(corpus.tokenizer.vocab_size)
@@ -60,7 +63,6 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
         resume.check_unchanged(run, previous, {"model": model_config.to_dict()})
 
     # Resolve the rest.
-    configure_backend(device)
     settings = resolve_settings(config, model_config, device, precision, previous, dist)
     train = settings.train
 
