@@ -62,8 +62,37 @@ def main() -> int:
     (reference / "config.md").write_text(config_markdown(), encoding="utf-8")
     (reference / "commands.md").write_text(commands_markdown(), encoding="utf-8")
     (reference / "python-api.md").write_text(api_markdown(), encoding="utf-8")
+    (reference / "sizes.md").write_text(sizes_markdown(), encoding="utf-8")
     (ROOT / "configs" / "schema.json").write_text(config_schema(), encoding="utf-8")
     return 0
+
+
+def sizes_markdown() -> str:
+    """Tables of what model.size=auto chooses."""
+    from thinker.training.auto_size import choose, format_size
+
+    parts = [
+        "# Sizes that model.size=auto chooses\n",
+        f"Parameters in the blocks, tokenizer, dropout and expected epochs. {GENERATED}",
+    ]
+    for title, rate, is_gpu in (
+        ("Two CPU cores that multiply matrices at 100 GFLOP/s in fp32", 100e9, False),
+        ("Two CPU cores that multiply matrices at 400 GFLOP/s in bf16", 400e9, False),
+        ("One H100, 989 TFLOP/s in bf16 (a guess: no GPU has run this rule yet)", 989e12, True),
+    ):
+        minutes = (1, 10, 60)
+        header = " | ".join(f"{n} minute{'s' if n > 1 else ''}" for n in minutes)
+        parts += [f"## {title}\n", f"| text | {header} |", "|---|" + "---|" * len(minutes)]
+        for n_bytes in (100_000, 1_000_000, 10_000_000, 100_000_000):
+            cells = []
+            for each in minutes:
+                choice = choose(n_bytes, each, rate, is_gpu)
+                epochs = f"{choice.epochs:.2g} epochs"
+                size = f"{choice.n_parameters / 1e6:.1f}M"
+                cells.append(f"{size}, {choice.tokenizer}, {choice.dropout:g}, {epochs}")
+            parts.append(f"| {format_size(n_bytes)} | {' | '.join(cells)} |")
+        parts.append("")
+    return _join(parts)
 
 
 def config_markdown() -> str:

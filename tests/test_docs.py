@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, TINY_OVERRIDES, run_script
 
 from thinker.benchmarks import command
-from thinker.scripts.make_reference import api_markdown, commands_markdown, parser_of
+from thinker.scripts.make_reference import api_markdown, commands_markdown, parser_of, sizes_markdown
 
 browser = chromium.browser  # a fixture
 README = ROOT / "README.md"
@@ -23,7 +23,7 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")
 BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
 # Smaller, and without what this machine may lack; everything else is as on the page.
 SMALLER = {
-    "train.py": ["train.max_steps=2", "train.max_minutes=null", "train.device=cpu", "train.compile=false"],
+    "train.py": ["train.max_steps=2", "train.max_minutes=10", "train.device=cpu", "train.compile=false"],
     "configs/gpu-": [
         *TINY_OVERRIDES,
         "data.source=pysource",
@@ -177,6 +177,7 @@ def test_reference_pages_are_current():
     reference = ROOT / "docs" / "reference"
     assert (reference / "commands.md").read_text(encoding="utf-8") == commands_markdown(), hint
     assert (reference / "python-api.md").read_text(encoding="utf-8") == api_markdown(), hint
+    assert (reference / "sizes.md").read_text(encoding="utf-8") == sizes_markdown(), hint
 
 
 @pytest.fixture(scope="module")

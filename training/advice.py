@@ -204,6 +204,10 @@ def describe_result(val: dict[str, Any], state: RunState) -> Lines:
         f"finished: {state.step} steps, {state.tokens:,} tokens, {state.elapsed_s:.0f} s of training",
         f"validation loss {val['val_loss']:.4f} nats per token, {val['val_bits_per_byte']:.4f} bits per byte",
     ]
+    patience = state.settings.train.patience
+    if patience is not None and state.evaluations_since_best >= patience:
+        best = state.best_step
+        lines.append(f"stopped early: no lower validation loss in {patience} evaluations since step {best}")
     if state.skipped:
         lines.append(f"skipped {state.skipped} steps with a non-finite loss or gradient (see nonfinite-step-*.json)")
     if floor := val.get("entropy_floor"):

@@ -283,7 +283,7 @@ class Trainer:
         self.log(line)
         state.evaluations_since_best += 1
         if state.best_val_loss is None or evaluation.loss < state.best_val_loss:
-            state.best_val_loss, state.evaluations_since_best = evaluation.loss, 0
+            state.best_val_loss, state.best_step, state.evaluations_since_best = evaluation.loss, state.step, 0
             values = {"step": state.step, "val_loss": evaluation.loss, "corpus": self.corpus.sha256}
             best = checkpoint.checkpoint_files(self.model, values)
             self.checkpoints.save("best", state.step, best)
