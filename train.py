@@ -12,7 +12,7 @@ except ModuleNotFoundError:
 
 def main() -> int:
     """Parse the command line and train. Returns the exit status."""
-    examples = ("configs/quickstart.yaml", "configs/text.yaml data.path=my.txt run.dir=runs/mine", "--keys train")
+    examples = ("configs/quickstart.yaml", "configs/small-text.yaml data.path=my.txt run.dir=runs/mine", "--keys train")
     description = "Train a model from a YAML config. Run the same command again to resume."
     parser = ConfigArgumentParser(description=description, examples=examples)
     arguments = parser.parse_command_line()
