@@ -31,6 +31,7 @@ NEW_ROOMS = {
     "data/split.py",
     "data/text_bytes.py",
     "data/text_growth.py",
+    "evaluation/text_baselines.py",
     "generation/chat_conversation.py",
     "generation/inference_linear.py",
     "generation/interactive.py",
@@ -61,6 +62,7 @@ NEW_ROOMS = {
     "training/command_line.py",
     "training/memory_bound.py",
     "training/resumed_data.py",
+    "training/scaling_law.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).with_suffix("").parts[0] in LEVEL]

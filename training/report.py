@@ -5,25 +5,44 @@ from pathlib import Path
 from typing import Any
 
 from thinker.checkpoint.run_directory import RunDirectory
+from thinker.data.corpus import Corpus
+from thinker.evaluation.text_baselines import text_baselines
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, plain_text, save_figure
-from thinker.training.advice import after_training, describe_result, sampling_hint
+from thinker.training.advice import (
+    after_training,
+    assess_fit,
+    describe_baselines,
+    describe_fit,
+    describe_levers,
+    describe_result,
+    evaluations,
+    sampling_hint,
+)
 from thinker.training.resume import RunState
 
 
-def print_summary(run: RunDirectory, state: RunState, epochs: float, is_chat: bool = False) -> None:
-    """Print the result and advice, and plot the loss curve. `is_chat`: the model was trained on conversations."""
+def print_summary(run: RunDirectory, state: RunState, epochs: float, corpus: Corpus) -> None:
+    """Print the result, where it stands and advice, and plot the loss curve."""
     if not run.writes:
         return
     lines = list(run.read_metrics())
-    val = next((line for line in reversed(lines) if {"val_loss", "val_bits_per_byte"} <= line.keys()), None)
-    if val is None:
+    if not (vals := evaluations(lines)):
         print(f"finished: {state.step} steps; {run.metrics} does not contain the result", file=sys.stderr)
         return
-    print("\n".join(describe_result(val, state)), flush=True)  # first, as plotting may fail
+    val = vals[-1]
+    print("\n".join(describe_result(val, state)), flush=True)  # first, as comparing takes time and plotting may fail
+    baselines = text_baselines(corpus)
+    messages = []
+    if fit := assess_fit(lines, state, epochs, baselines):
+        messages.append(describe_fit(fit))
+    if baselines:
+        messages.append(describe_baselines(val, baselines))
+    if fit and (levers := describe_levers(val, fit, state)):
+        messages.append(levers)
     plot = run.path / "loss.png"
     plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
-    messages = [f"loss curve {plot}", sampling_hint(run.path, state, is_chat)]
-    print("\n".join(messages + after_training(lines, state, epochs)))
+    messages += [f"loss curve {plot}", sampling_hint(run.path, state, corpus.train.has_conversations)]
+    print("\n".join(messages + after_training(lines, state, epochs, baselines)))
 
 
 def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -63,7 +64,8 @@ def test_a_short_text_is_overfitted_and_the_run_says_so(make_trainer, capsys):
     best = min(evaluated, key=lambda line: line["val_loss"])
     printed = capsys.readouterr()
     assert f"advice: overfitting: since step {best['step']} the validation loss has risen from" in printed.out
-    assert f"({epochs:.1f} epochs)" in printed.out
+    assert f"below the validation loss, after {advice.format_epochs(epochs)}: overfitted" in printed.out
+    assert "estimate" not in printed.out  # the loss is worse than a uniform guess
     assert f"epoch {epochs:.2f}" in printed.err  # in the bar
     assert len({line["step"] for line in evaluated}) == len(evaluated) == 10  # the last evaluation is made once
 
@@ -128,8 +130,7 @@ def test_results_that_need_advice(ended):
     assert "the validation loss was lowest at step 10 (3.000)" in line
     assert line.endswith("use the weights of that step (generate.py --checkpoint best)")
     (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0)
-    assert "overfitting: validation loss 3.500, training loss" in line
-    assert "fewer steps" not in line  # the validation loss has not risen
+    assert line == "advice: against overfitting, try a smaller model, more text or a higher model.dropout"
     assert advice.after_training([*losses(5, 3), val(10, 3.1), val(20, 3.12)], ended(100, 1), 3.0) == []
     # Since then another part of the validation set is measured, and the weights of step 20 are the best.
     state = ended(100, 1).model_copy(update={"best_val_loss": 3.5})
@@ -152,6 +153,88 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
     assert advice.after_training(risen, ended(60, 3), 0.5) == []
     (line,) = advice.after_training([*losses(2, 1), val(20, 2.4)], ended(60, 3), 0.5)
     assert "/config.yaml train.max_minutes=6" in line
+
+
+@pytest.mark.parametrize(
+    ("train", "vals", "epochs", "verdict"),
+    [
+        ((5, 3), [val(10, 3.9), val(20, 3.4)], 0.5, "underfitted"),
+        ((5, 3), [val(20, 3.6)], 0.5, "underfitted"),  # the mean of the last ten training losses is 3.47
+        ((5, 3), [val(20, 3.7)], 0.5, "well fitted"),
+        ((5, 3), [val(10, 3.38), val(20, 3.4)], 0.5, "well fitted"),  # no longer falling
+        ((5, 3), [val(20, 3.4, entropy_floor=3.0)], 0.5, "underfitted"),
+        ((5, 3), [val(20, 3.4, entropy_floor=3.3)], 0.5, "well fitted"),
+        ((5, 1), [val(10, 3.0), val(20, 3.5)], 3.0, "overfitted"),
+        ((5, 1), [val(20, 3.5)], 8.0, "overfitted"),
+        ((5, 1), [val(20, 3.5)], 3.0, "well fitted"),
+        ((1, 5), [val(10, 3.0), val(20, 3.5)], 3.0, "no longer improving"),
+    ],
+)
+def test_verdicts(ended, train, vals, epochs, verdict):
+    lines = [*losses(*train), *vals]
+    fit = advice.assess_fit(lines, ended(100, 1), epochs)
+    assert fit.verdict == verdict
+    assert advice.describe_fit(fit).endswith(f"{advice.format_epochs(epochs)}: {verdict}")
+    advised = advice.after_training(lines, ended(100, 1), epochs)
+    assert bool(advised) == (verdict in ("overfitted", "no longer improving"))  # each has its remedy
+
+
+def test_a_model_that_is_worse_than_5_grams_is_not_well_fitted(ended):
+    lines = [*losses(5, 3), val(20, 3.7)]
+    for ngram, verdict in ((3.69, "underfitted"), (3.71, "well fitted")):
+        assert advice.assess_fit(lines, ended(100, 1), 0.5, {"5-gram": ngram}).verdict == verdict
+    lines = [*losses(5, 1), val(20, 3.5)]
+    assert advice.assess_fit(lines, ended(100, 1), 8.0, {"5-gram": 3.0}).verdict == "overfitted"
+
+
+def test_a_run_without_training_losses_has_no_verdict(ended):
+    assert advice.assess_fit([val(20, 3.5)], ended(100, 1), 1.0) is None
+
+
+def test_the_gap_is_signed_in_words(ended):
+    """With dropout, the training loss may be above the validation loss."""
+    for loss, words in ((3.5, "0.0263 below"), (3.4, "0.0737 above")):
+        fit = advice.assess_fit([*losses(5, 3), val(20, loss)], ended(100, 1), 0.5)
+        assert f"training loss 3.4737, {words} the validation loss, after 0.5 epochs" in advice.describe_fit(fit)
+
+
+def test_the_advice_to_train_longer_is_given_once(ended):
+    lines, better = [*losses(4, 3), val(20, 3.4)], {"5-gram": 3.3}
+    (line,) = advice.after_training(lines, ended(100, 1), 0.5, better)
+    assert line.endswith("train longer: raise train.max_steps")
+    (line,) = advice.after_training(lines, ended(60, 3), 0.5, better)  # ended by its time
+    assert line.startswith("advice: train.max_minutes=3 ended the run")
+    (line,) = advice.after_training([*losses(5, 1), val(20, 3.5)], ended(100, 1), 8.0, better)
+    assert line.startswith("advice: against overfitting")
+    assert advice.after_training(lines, ended(100, 1), 0.5, {"5-gram": 3.5}) == []
+    state = ended(50, 1)
+    train = state.settings.train.model_copy(update={"patience": 2})
+    settings = state.settings.model_copy(update={"train": train})
+    state = state.model_copy(update={"settings": settings, "evaluations_since_best": 2})
+    (line,) = advice.after_training(lines, state, 0.5, better)
+    assert line.endswith("train longer: raise train.patience")
+
+
+def test_levers_are_ordered_and_left_out_where_the_law_does_not_apply(ended):
+    trained = ended(100, 1).model_copy(update={"tokens": 10**5})
+
+    def levers(train, loss, epochs, state=trained, **more):
+        lines = [*losses(*train), val(20, loss, **more)]
+        return advice.describe_levers(lines[-1], advice.assess_fit(lines, state, epochs), state)
+
+    text = levers((5, 3), 3.6, 2.0)
+    changes = [float(number) for number in re.findall(r"about (\d\.\d\d)", text)]
+    assert changes == sorted(changes, reverse=True)
+    assert all(f"twice the {name} " in text for name in ("minutes", "text", "parameters"))
+    assert levers((5, 1), 3.5, 8.0).startswith("estimate: twice the text would lower the loss by about")
+    assert levers((5, 1), 3.5, 8.0).count("twice") == 1  # overfitted
+    assert "twice the text by less than 0.01" in levers((5, 3), 3.4, 0.5)  # as most of the text was not read
+    assert levers((5, 3), 3.4, 0.5, entropy_floor=3.0) is None
+    assert levers((7, 6), 6.0, 0.5) is None  # worse than a uniform guess
+    assert levers((1, 0.5), 0.5, 0.5) is None  # below the irreducible loss
+    run = trained.settings.run.model_copy(update={"init_from": "runs/a"})
+    tuned = trained.model_copy(update={"settings": trained.settings.model_copy(update={"run": run})})
+    assert levers((5, 3), 3.4, 0.5, tuned) is None
 
 
 def test_losses_of_twice_the_floor_and_more_are_factors(ended):

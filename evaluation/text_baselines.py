@@ -1,0 +1,131 @@
+"""Bits per byte of gzip, xz and a 5-gram model on the validation text, to judge a model by.
+
+Each has read the last 2 MB of the training text and predicts the first 200 KB of the validation text, so that all
+take a few seconds at most, whatever the size of the corpus. Both texts are decoded from the tokens of the corpus. A
+zero byte ends each document, where the model predicts a BOS token: it counts as bits, but not as a byte of text.
+"""
+
+import gzip
+import lzma
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from thinker.data.corpus import Corpus
+from thinker.data.shards import TokenShards
+from thinker.data.tokenizer import Tokenizer
+
+MAX_TRAIN_BYTES = 2_000_000
+MAX_VAL_BYTES = 200_000
+MIN_TEXT_BYTES = 2000
+XZ_DICTIONARY = 4 << 20  # bytes; holds both texts
+N = 5  # bytes per n-gram: the next one and its context
+NGRAM = f"{N}-gram"
+DOCUMENT_END = b"\0"
+
+
+def text_baselines(corpus: Corpus) -> dict[str, float] | None:
+    """Bits per byte of the validation text, by "5-gram", "xz" and "gzip".
+
+    Uses the last 2 MB of the training text and the first 200 KB of the validation text. None for conversations, and
+    if one of the two texts is shorter than 2,000 bytes.
+    """
+    if corpus.train.has_conversations or corpus.val.has_conversations:
+        return None
+    train, _ = _decode(_last_ids(corpus.train, MAX_TRAIN_BYTES), corpus.tokenizer)
+    train = train[-MAX_TRAIN_BYTES:]
+    first_ids = corpus.val.shards[0].tokens[1:MAX_VAL_BYTES]  # not predicted: the BOS token of the first document
+    val, n_bytes = _decode(first_ids, corpus.tokenizer, MAX_VAL_BYTES)
+    if min(len(train), n_bytes) < MIN_TEXT_BYTES:
+        return None
+    with ThreadPoolExecutor() as pool:  # compressors release the GIL
+        xz = [pool.submit(_xz_size, text) for text in (train + val, train)]
+        gz = [pool.submit(_gzip_size, text) for text in (train + val, train)]
+        ngram_bits = NgramModel(train).bits(val, train[-N + 1 :])
+        xz_bits, gzip_bits = (8 * (both.result() - alone.result()) for both, alone in (xz, gz))
+    return {name: bits / n_bytes for name, bits in ((NGRAM, ngram_bits), ("xz", xz_bits), ("gzip", gzip_bits))}
+
+
+class NgramModel:
+    """A 5-gram model of bytes: orders 0 to 4 of context, interpolated by Witten and Bell's rule down to 1/256.
+
+    P(c | h) = (n(h, c) + d(h) P(c | h')) / (n(h) + d(h)), where n counts occurrences in the training text, d(h) is the
+    number of distinct bytes that follow h, and h' is h without its oldest byte. Where h is new, P(c | h) = P(c | h').
+    """
+
+    def __init__(self, text: bytes) -> None:
+        """Count the n-grams of a text. Raises ValueError if it has fewer than 5 bytes."""
+        codes = _codes(_windows(text))
+        self._orders = []  # by length of context: codes of n-grams, their counts; contexts, n(h), d(h)
+        for length in range(N):
+            grams, counts = np.unique(codes & _mask(length + 1), return_counts=True)
+            contexts, starts, n_distinct = np.unique(grams >> 8, return_index=True, return_counts=True)
+            self._orders.append((grams, counts, contexts, np.add.reduceat(counts, starts), n_distinct))
+
+    def probabilities(self, windows: np.ndarray) -> np.ndarray:
+        """P(last byte | the four before it) of each row of `windows`, (n, 5) uint8 -> (n,) float64."""
+        codes = _codes(windows)
+        result = np.full(len(codes), 1 / 256)
+        for length, (grams, counts, contexts, totals, n_distinct) in enumerate(self._orders):
+            code = codes & _mask(length + 1)
+            (n_gram,) = _look_up(grams, code, counts)
+            n, d = _look_up(contexts, code >> 8, totals, n_distinct)
+            np.divide(n_gram + d * result, n + d, out=result, where=n > 0)
+        return result
+
+    def bits(self, text: bytes, before: bytes) -> float:
+        """Bits to encode a text that follows the four bytes `before`."""
+        return float(-np.log2(self.probabilities(_windows(before + text))).sum())
+
+
+def _windows(text: bytes) -> np.ndarray:
+    """All n-grams of a text, (n, 5) uint8."""
+    return np.lib.stride_tricks.sliding_window_view(np.frombuffer(text, np.uint8), N)
+
+
+def _codes(windows: np.ndarray) -> np.ndarray:
+    """The bytes of each row as one number, the last byte lowest, (n, 5) uint8 -> (n,) uint64."""
+    codes = np.zeros(len(windows), np.uint64)
+    for column in windows.T:
+        codes = codes << 8 | column
+    return codes
+
+
+def _mask(n_bytes: int) -> np.uint64:
+    return np.uint64(256**n_bytes - 1)
+
+
+def _look_up(keys: np.ndarray, wanted: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
+    """values[i] where keys[i], which are sorted, is wanted; 0 where no key is."""
+    indices = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    is_found = keys[indices] == wanted
+    return [np.where(is_found, array[indices], 0) for array in values]
+
+
+def _xz_size(text: bytes) -> int:
+    return len(lzma.compress(text, filters=[{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": XZ_DICTIONARY}]))
+
+
+def _gzip_size(text: bytes) -> int:
+    return len(gzip.compress(text))  # finds repetitions within 32 KB
+
+
+def _last_ids(tokens: TokenShards, n: int) -> np.ndarray:
+    """The last n ids of a split, or all if it has fewer."""
+    parts = []
+    for shard in reversed(tokens.shards):
+        parts.append(shard.tokens[-n:])
+        n -= len(parts[-1])
+        if n <= 0:
+            break
+    return np.concatenate(parts[::-1])
+
+
+def _decode(ids: np.ndarray, tokenizer: Tokenizer, max_bytes: int | None = None) -> tuple[bytes, int]:
+    """The bytes of the first ids, at most `max_bytes`, and how many of them are text and not the end of a document."""
+    distinct, indices = np.unique(ids, return_inverse=True)
+    pieces = [DOCUMENT_END if i == tokenizer.bos_id else tokenizer.token_bytes(i) for i in distinct.tolist()]
+    sizes = np.cumsum(np.array([len(piece) for piece in pieces])[indices])
+    n = len(ids) if max_bytes is None else int(np.searchsorted(sizes, max_bytes, side="right"))
+    data = b"".join([pieces[i] for i in indices[:n].tolist()])
+    return data, len(data) - int((ids[:n] == tokenizer.bos_id).sum())
