@@ -21,7 +21,9 @@ LAYERS = [  # bottom to top; packages of one layer do not import each other
 NEW_ROOMS = {
     "benchmarks/decode_plot.py",
     "benchmarks/decode_start.py",
+    "benchmarks/five_minutes.py",
     "benchmarks/llama_cpp.py",
+    "benchmarks/regularization.py",
     "data/chat_template.py",
     "data/corpus_cache.py",
     "data/jsonl.py",
@@ -59,10 +61,13 @@ NEW_ROOMS = {
     "runtime/type_checks.py",
     "scripts/make_reference.py",
     "training/advice.py",
+    "training/auto_size.py",
     "training/command_line.py",
+    "training/fit.py",
     "training/memory_bound.py",
     "training/resumed_data.py",
     "training/scaling_law.py",
+    "training/weight_average.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).with_suffix("").parts[0] in LEVEL]

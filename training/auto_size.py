@@ -12,7 +12,6 @@ import torch
 
 from thinker.data.sources import open_source
 from thinker.runtime.device import matmul_flops
-from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config import Config, Settings, validate_config
 from thinker.training.metrics import peak_flops
@@ -34,9 +33,16 @@ FEW_BYTES = 50_000  # too little text to learn a language from
 COUNTED_BYTES = 1 << 30  # of documents; more text than anybody reads twice
 
 
+CHOSEN_KEYS = {  # by section
+    "model": ("d_model", "n_layers", "n_heads", "dropout"),
+    "data": ("tokenizer", "seq_len"),
+    "train": ("batch_size", "max_steps"),
+}
+
+
 @dataclass(frozen=True)
 class Choice:
-    """What the rule chooses, and the epochs and steps it expects."""
+    """What the rule chooses, by config key, and the parameters and epochs it expects."""
 
     d_model: int
     n_layers: int
@@ -49,24 +55,15 @@ class Choice:
     epochs: float
     max_steps: int | None  # if the time would last for more than MAX_EPOCHS
 
-    def overrides(self) -> dict[str, dict[str, Any]]:
-        """The keys that a config gets, by section."""
-        return {
-            "model": {name: getattr(self, name) for name in ("d_model", "n_layers", "n_heads", "dropout")},
-            "data": {"tokenizer": self.tokenizer, "seq_len": self.seq_len},
-            "train": {"batch_size": self.batch_size, "max_steps": self.max_steps},
-        }
-
 
 def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool = False) -> Choice:
     """Choose for `n_bytes` of training text and a device that multiplies large matrices at this rate."""
-    tokenizer, bytes_per_token = next(
-        (name, size) for least, name, size in reversed(TOKENIZERS) if n_bytes >= least
-    )  # fmt: skip
+    tokenizer, bytes_per_token = next((name, size) for least, name, size in reversed(TOKENIZERS) if n_bytes >= least)
     n_tokens = n_bytes / bytes_per_token
     seq_len = 1024 if is_gpu else max(32, 32 * round(CONTEXT_BYTES / bytes_per_token / 32))
     seq_len = min(seq_len, max(16, 1 << int(math.log2(n_tokens / 16 + 1))))  # at least 16 sequences
-    for d_model, n_layers, n_heads in reversed(SHAPES):
+    for shape in reversed(SHAPES):
+        d_model, n_layers, _ = shape
         mfu = MFU * min(1.0, d_model / GPU_MFU_WIDTH) if is_gpu else MFU
         flops = 60 * minutes * flops_per_second * mfu
         n_parameters = n_layers * (4 * d_model**2 + 3 * d_model * (-(-8 * d_model // 192) * 64))
@@ -81,9 +78,7 @@ def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool =
         epochs = MAX_EPOCHS
         max_steps = max(1, round(epochs * n_tokens / (batch_size * seq_len)))
     dropout = next(p for least, p in reversed(DROPOUTS) if epochs >= least)
-    return Choice(
-        d_model, n_layers, n_heads, tokenizer, seq_len, batch_size, dropout, n_parameters, epochs, max_steps
-    )
+    return Choice(*shape, tokenizer, seq_len, batch_size, dropout, n_parameters, epochs, max_steps)
 
 
 def resolve_size(
@@ -96,23 +91,25 @@ def resolve_size(
     """
     if config.model.size is None:
         return config
-    tree = config.model_dump(exclude={"model": {"size"}})
+    written = {
+        key: getattr(getattr(config, section), key)
+        for section, keys in CHOSEN_KEYS.items() for key in keys if key in getattr(config, section).model_fields_set
+    }  # fmt: skip
     if previous is not None:
-        chosen = previous.model_dump(mode="json")
+        saved = previous.model_dump(mode="json")
+        chosen = {key: saved[section][key] for section, keys in CHOSEN_KEYS.items() for key in keys} | written
     else:
-        n_bytes = dist.broadcast_object(count_bytes(config) if dist.is_main else None)
-        rate = peak_flops(device, precision) or matmul_flops(device, precision)
+        with dist.main_process_first():
+            n_bytes = count_bytes(config)
+        rate = dist.broadcast_object(peak_flops(device, precision) or matmul_flops(device, precision))
         choice = choose(round(n_bytes * (1 - config.data.val_fraction)), config.train.max_minutes,
-                        dist.broadcast_object(rate) * dist.world_size, device.type == "cuda")  # fmt: skip
-        chosen = choice.overrides()
-        print("\n".join(describe(choice, n_bytes, config.train.max_minutes)), file=sys.stderr)
-    for section, keys in Choice.overrides(ANY).items():
-        written = getattr(config, section).model_fields_set
-        tree[section] |= {key: chosen[section][key] for key in keys if key not in written}
+                        rate * dist.world_size, device.type == "cuda")  # fmt: skip
+        print("\n".join(describe(choice, n_bytes, config.train.max_minutes, written)), file=sys.stderr)
+        chosen = vars(choice) | written
+    tree = config.model_dump(exclude={"model": {"size"}})
+    for section, keys in CHOSEN_KEYS.items():
+        tree[section] |= {key: chosen[key] for key in keys}
     return validate_config(tree)
-
-
-ANY = Choice(*SHAPES[0], "char", 256, 16, 0.0, 0, 0.0, None)  # for the names of the keys
 
 
 def count_bytes(config: Config) -> int:
@@ -130,15 +127,19 @@ def count_bytes(config: Config) -> int:
     return n_bytes
 
 
-def describe(choice: Choice, n_bytes: int, minutes: float) -> list[str]:
-    """The choice in one line, and a warning if there is too little text."""
-    epochs = f"{choice.epochs:.0f}" if choice.epochs >= 10 else f"{choice.epochs:.1f}"
-    end = f"; stops after {epochs} epochs, as more would not help" if choice.max_steps else ""
-    lines = [
-        f"{format_size(n_bytes)}: {choice.n_parameters / 1e6:.1f}M parameters ({choice.n_layers} layers, width "
-        f"{choice.d_model}), {choice.tokenizer}, dropout {choice.dropout:g}, {epochs} epochs in {minutes:g} minutes "
-        f"expected{end}"
-    ]
+def describe(choice: Choice, n_bytes: int, minutes: float, written: dict[str, Any] | None = None) -> list[str]:
+    """The choice in one line, and a warning if there is too little text. `written`: keys that the config sets."""
+    keys = vars(choice) | (written or {})
+    text = f"{format_size(n_bytes)}: {keys['n_layers']} layers of width {keys['d_model']}"
+    if not written or written.keys() <= {"dropout"}:
+        text = f"{format_size(n_bytes)}: {choice.n_parameters / 1e6:.1f}M parameters ({text.partition(': ')[2]})"
+    text += f", {keys['tokenizer']}, dropout {keys['dropout']:g}"
+    if not written or written.keys() <= {"dropout"}:
+        epochs = f"{choice.epochs:.0f}" if choice.epochs >= 10 else f"{choice.epochs:.1f}"
+        text += f", {epochs} epochs in {minutes:g} minutes expected"
+        if choice.max_steps:
+            text += f"; stops after {epochs} epochs, as more would not help"
+    lines = [text]
     if n_bytes < FEW_BYTES:
         lines.append(
             f"advice: {format_size(n_bytes)} is too little text to learn a language from; the model will mostly repeat "

@@ -76,6 +76,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         "precision": train.precision,
         "micro_batch_size": train.micro_batch_size,
         "compile": train.compile,
+        "dropout": model_config.dropout,
         "parameters": parameters,
         "embedding_parameters": model.embedding.weight.numel(),
         **{f"{name}_bytes": value for name, value in asdict(memory).items()},

@@ -8,16 +8,8 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus import Corpus
 from thinker.evaluation.text_baselines import text_baselines
 from thinker.runtime.plot_style import BLUE, GREY, ORANGE, new_figure, plain_text, save_figure
-from thinker.training.advice import (
-    after_training,
-    assess_fit,
-    describe_baselines,
-    describe_fit,
-    describe_levers,
-    describe_result,
-    evaluations,
-    sampling_hint,
-)
+from thinker.training.advice import after_training, describe_result, sampling_hint
+from thinker.training.fit import assess_fit, describe_baselines, describe_fit, describe_levers, evaluations
 from thinker.training.resume import RunState
 
 

@@ -326,4 +326,5 @@ def test_shifted_windows_cover_the_stream_from_another_token_in_each_epoch(
     inputs, targets = loader.batch(1)
     assert ((targets == (inputs + 1) % 256) | (inputs == BOS) | (targets == BOS) | (targets == -1)).all()
     again = BatchLoader(dataset, len(dataset), seed, True).batch(1)
-    assert torch.equal(inputs, again[0]) and torch.equal(targets, again[1])
+    assert torch.equal(inputs, again[0])
+    assert torch.equal(targets, again[1])

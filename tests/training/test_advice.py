@@ -8,6 +8,7 @@ import pytest
 
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.training import advice
+from thinker.training import fit as fits
 from thinker.training.config import load_config
 from thinker.training.run import build_trainer
 
@@ -64,7 +65,7 @@ def test_a_short_text_is_overfitted_and_the_run_says_so(make_trainer, capsys):
     best = min(evaluated, key=lambda line: line["val_loss"])
     printed = capsys.readouterr()
     assert f"advice: overfitting: since step {best['step']} the validation loss has risen from" in printed.out
-    assert f"below the validation loss, after {advice.format_epochs(epochs)}: overfitted" in printed.out
+    assert f"below the validation loss, after {fits.format_epochs(epochs)}: overfitted" in printed.out
     assert "estimate" not in printed.out  # the loss is worse than a uniform guess
     assert f"epoch {epochs:.2f}" in printed.err  # in the bar
     assert len({line["step"] for line in evaluated}) == len(evaluated) == 10  # the last evaluation is made once
@@ -172,9 +173,9 @@ def test_more_minutes_are_advised_where_time_ended_the_run_far_from_the_floor(en
 )
 def test_verdicts(ended, train, vals, epochs, verdict):
     lines = [*losses(*train), *vals]
-    fit = advice.assess_fit(lines, ended(100, 1), epochs)
+    fit = fits.assess_fit(lines, ended(100, 1), epochs)
     assert fit.verdict == verdict
-    assert advice.describe_fit(fit).endswith(f"{advice.format_epochs(epochs)}: {verdict}")
+    assert fits.describe_fit(fit).endswith(f"{fits.format_epochs(epochs)}: {verdict}")
     advised = advice.after_training(lines, ended(100, 1), epochs)
     assert bool(advised) == (verdict in ("overfitted", "no longer improving"))  # each has its remedy
 
@@ -182,20 +183,20 @@ def test_verdicts(ended, train, vals, epochs, verdict):
 def test_a_model_that_is_worse_than_5_grams_is_not_well_fitted(ended):
     lines = [*losses(5, 3), val(20, 3.7)]
     for ngram, verdict in ((3.69, "underfitted"), (3.71, "well fitted")):
-        assert advice.assess_fit(lines, ended(100, 1), 0.5, {"5-gram": ngram}).verdict == verdict
+        assert fits.assess_fit(lines, ended(100, 1), 0.5, {"5-gram": ngram}).verdict == verdict
     lines = [*losses(5, 1), val(20, 3.5)]
-    assert advice.assess_fit(lines, ended(100, 1), 8.0, {"5-gram": 3.0}).verdict == "overfitted"
+    assert fits.assess_fit(lines, ended(100, 1), 8.0, {"5-gram": 3.0}).verdict == "overfitted"
 
 
 def test_a_run_without_training_losses_has_no_verdict(ended):
-    assert advice.assess_fit([val(20, 3.5)], ended(100, 1), 1.0) is None
+    assert fits.assess_fit([val(20, 3.5)], ended(100, 1), 1.0) is None
 
 
 def test_the_gap_is_signed_in_words(ended):
     """With dropout, the training loss may be above the validation loss."""
     for loss, words in ((3.5, "0.0263 below"), (3.4, "0.0737 above")):
-        fit = advice.assess_fit([*losses(5, 3), val(20, loss)], ended(100, 1), 0.5)
-        assert f"training loss 3.4737, {words} the validation loss, after 0.5 epochs" in advice.describe_fit(fit)
+        fit = fits.assess_fit([*losses(5, 3), val(20, loss)], ended(100, 1), 0.5)
+        assert f"training loss 3.4737, {words} the validation loss, after 0.5 epochs" in fits.describe_fit(fit)
 
 
 def test_the_advice_to_train_longer_is_given_once(ended):
@@ -220,7 +221,7 @@ def test_levers_are_ordered_and_left_out_where_the_law_does_not_apply(ended):
 
     def levers(train, loss, epochs, state=trained, **more):
         lines = [*losses(*train), val(20, loss, **more)]
-        return advice.describe_levers(lines[-1], advice.assess_fit(lines, state, epochs), state)
+        return fits.describe_levers(lines[-1], fits.assess_fit(lines, state, epochs), state)
 
     text = levers((5, 3), 3.6, 2.0)
     changes = [float(number) for number in re.findall(r"about (\d\.\d\d)", text)]
@@ -251,6 +252,7 @@ def plan(**values):
         "steps": 1000,
         "tokens": 10**6,
         "optimal_tokens": 10**7,
+        "dropout": 0.0,
     } | values
 
 
@@ -291,7 +293,7 @@ def test_the_size_of_a_model_that_is_given_is_not_advised(ended):
     [(0.372, "0.37 epochs"), (1.0, "1 epoch"), (0.999, "1 epoch"), (1.43, "1.4 epochs"), (120.4, "120 epochs")],
 )
 def test_epochs_in_words(epochs, text):
-    assert advice.format_epochs(epochs) == text
+    assert fits.format_epochs(epochs) == text
 
 
 def test_a_text_for_a_few_steps_needs_more_text_and_not_fewer_steps():

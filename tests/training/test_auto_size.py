@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training_runs import assert_same_tensors
 
 from thinker.runtime.errors import UserError
-from thinker.training.auto_size import DROPOUTS, FEW_BYTES, MAX_EPOCHS, SHAPES, choose, describe
+from thinker.training.auto_size import CHOSEN_KEYS, DROPOUTS, FEW_BYTES, MAX_EPOCHS, SHAPES, choose, describe
 from thinker.training.config import load_config, validate_config
 
 CONFIG = ROOT / "configs" / "small-text.yaml"
@@ -21,9 +21,8 @@ RATES = st.floats(1e10, 1e15)
 @given(n_bytes=BYTES, minutes=MINUTES, rate=RATES, is_gpu=st.booleans())
 def test_every_choice_is_a_valid_config_and_expects_no_more_epochs_than_help(n_bytes, minutes, rate, is_gpu):
     choice = choose(n_bytes, minutes, rate, is_gpu)
-    tree = choice.overrides()
-    tree["train"]["max_minutes"] = minutes
-    config = validate_config(tree)
+    tree = {section: {key: getattr(choice, key) for key in keys} for section, keys in CHOSEN_KEYS.items()}
+    config = validate_config(tree | {"train": tree["train"] | {"max_minutes": minutes}})
     assert (config.model.d_model, config.model.n_layers, config.model.n_heads) in SHAPES
     assert 0 < choice.epochs <= MAX_EPOCHS
     assert (choice.max_steps is not None) == (choice.epochs == MAX_EPOCHS)
@@ -84,12 +83,14 @@ def test_a_config_may_overrule_it(small):
     assert "size" not in tree["model"]  # the run's own config says what was chosen
     assert (tree["train"]["batch_size"], tree["model"]["dropout"], tree["model"]["n_layers"]) == (2, 0.25, 1)
     assert (tree["model"]["d_model"], tree["data"]["tokenizer"]) == (64, "char") or tree["model"]["d_model"] > 64
-    assert "epochs in 500 minutes expected" in messages[0]
+    (line,) = [line for line in messages[0].splitlines() if ", dropout 0.25" in line]
+    assert "1 layers of width" in line
+    assert "epochs" not in line  # the rule's expectation is for its own choice
 
 
 def test_a_resumed_run_keeps_its_choice_to_the_bit(small):
     folder, messages = small
-    assert "expected" not in messages[2]
+    assert ", dropout 0.25" not in messages[2]
     assert "resuming from step 5" in messages[2]
     assert_same_tensors(folder / "whole", folder / "parts", 12)
     again = run_script("train.py", folder / "parts" / "config.yaml")

@@ -231,6 +231,7 @@ def test_model_keys_are_those_of_thinker_config():
     """Same names, order and defaults, but for vocab_size and max_seq_len, which follow from tokenizer and data."""
     fields = {field.name: field.default for field in dataclasses.fields(ThinkerConfig)}
     keys = {name: field.default for name, field in ModelConfig.model_fields.items()}
+    assert keys.pop("size") is None  # chosen before there is a ThinkerConfig
     assert list(fields) == list(keys)
     assert {name for name in keys if keys[name] != fields[name]} == {"vocab_size", "max_seq_len"}
 

@@ -44,7 +44,8 @@ FIXED = {
     "run": {"seed": 2},
     "model": {"d_model": 128, "dropout": 0.1, "max_seq_len": 64},
     "data": {"chat_template": "b.jinja", "val_tokens": "b.bin", "seq_len": 16, "packing": "documents",
-             "val_fraction": 0.2, "tokenizer": "byte", "shift_windows": True, "document_masking": True, "max_documents": 3},
+             "val_fraction": 0.2, "tokenizer": "byte", "shift_windows": True, "document_masking": True,
+             "max_documents": 3},
     "optimizer": {"name": "adamw"},
     "train": {"batch_size": 16, "ema_decay": 0.9},
 }  # fmt: skip

@@ -42,9 +42,14 @@ def test_an_exception_gives_the_weights_back():
     with torch.no_grad():
         model.embedding.weight.add_(1)
     before = model.embedding.weight.detach().clone()
-    with pytest.raises(KeyboardInterrupt), average.in_model():
-        assert not torch.equal(model.embedding.weight, before)
-        raise KeyboardInterrupt
+
+    def interrupt():
+        with average.in_model():
+            assert not torch.equal(model.embedding.weight, before)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
     assert torch.equal(model.embedding.weight, before)
 
 
