@@ -1,10 +1,7 @@
 """Training runs for benchmarks: train.py in subprocesses, and the metrics of the runs."""
 
 import os
-import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from thinker.benchmarks.processes import ChildProcess, train_side_by_side
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config
@@ -30,6 +28,7 @@ class TrainingRun:
     resolved: dict[str, Any] = field(default_factory=dict)  # the run's config.yaml
     curve: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl with a validation loss
     peak_memory: int = 0  # bytes
+    process: ChildProcess = field(default_factory=ChildProcess, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Find mistakes in the config before the first hour of training. Raises UserError."""
@@ -51,9 +50,9 @@ class TrainingRun:
         if threads is not None:
             environment["OMP_NUM_THREADS"] = str(threads)
         command = [sys.executable, ROOT / "train.py", self.config, *self.overrides, f"run.dir={self.folder}"]
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        status, stderr = self.process.run(command, environment)
+        if status:
+            lines = stderr.strip().splitlines() or [f"exit status {status}"]
             raise UserError(f"{self.name}: {lines[-1].removeprefix('error: ')}")
         run = RunDirectory(self.folder)
         self.resolved = yaml.safe_load(run.config.read_text(encoding="utf-8"))
@@ -68,26 +67,13 @@ def train_all(runs: list[TrainingRun], jobs: int = 1) -> None:
     When a run fails, those that have not started yet never start, and its error is raised.
     """
     threads = None if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
-    cancelled = threading.Event()
+    with tqdm(total=len(runs), desc="training runs") as bar:
 
-    def train(run: TrainingRun) -> None:
-        if cancelled.is_set():
-            return
-        try:
-            run.train(threads)
-        except BaseException:
-            cancelled.set()  # here, before this thread can start the next run
-            raise
+        def show(run: TrainingRun) -> None:
+            bar.set_postfix_str(f"{run.name}: {run.loss:.4f}")
+            bar.update()
 
-    with ThreadPoolExecutor(jobs) as pool, tqdm(total=len(runs), desc="training runs") as bar:
-        try:
-            futures = [pool.submit(train, run) for run in runs]
-            for run, future in zip(runs, futures):
-                future.result()
-                bar.set_postfix_str(f"{run.name}: {run.loss:.4f}")
-                bar.update()
-        finally:
-            cancelled.set()  # Ctrl-C reaches only this thread
+        train_side_by_side(runs, jobs, threads, show)
 
 
 def parse_assignments(flag: str, text: str, example: str) -> list[tuple[str, str]]:

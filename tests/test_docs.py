@@ -51,6 +51,7 @@ NOT_HERE = {
     "torchrun --standalone --nproc-per-node gpu": "needs a GPU",
     "torchrun --nnodes": "needs several machines",
     "benchmark.py gpu --part": "needs a GPU",
+    "tune.py": "trains for minutes",
     "SmolLM2": "a download",
     "--over-training": "needs a run of hundreds of steps",
     "inspect_model.py patch": "needs a model that has learned to recall",

@@ -2,15 +2,8 @@
 
 import json
 import math
-import multiprocessing
-import runpy
-import subprocess
-import sys
-import threading
-from pathlib import Path
-from types import SimpleNamespace
 
-import fork_server
+import in_process
 import numpy as np
 import pytest
 import torch
@@ -19,7 +12,7 @@ from conftest import ROOT, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinker.benchmarks import attention, training_runs
+from thinker.benchmarks import attention
 from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
 from thinker.benchmarks.scaling import PowerLaw
 from thinker.benchmarks.training_runs import TrainingRun, train_all
@@ -31,43 +24,7 @@ from thinker.training.metrics import flops_per_token
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def fork_processes(monkeypatch, stress):
-    """Processes that benchmarks start in this one are forked, which spares each the seconds to import torch."""
-    if stress:
-        return
-    context, starting = fork_server.fork_context(), threading.Lock()
-
-    def run(command, env, stdout, stderr, text):
-        assert command[0] == sys.executable
-        with starting:  # a fork server does not expect several threads
-            process = fork_server.ForkedCommand(command[1:], cwd=Path.cwd(), environment=env)
-        out, err = process.communicate()
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-    forking = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(training_runs, "subprocess", forking)
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
-
-
-@pytest.fixture
-def benchmark(monkeypatch, capsys, stress, tmp_path):
-    """Runs a script's main() in this process, or as a user does under --stress; returns its standard output."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(script, *arguments):
-        if stress:
-            done = run_script(script, *arguments, cwd=tmp_path)
-            assert done.returncode == 0, done.stderr
-            return done.stdout
-        monkeypatch.setattr(sys, "argv", [script.name, *map(str, arguments)])
-        capsys.readouterr()
-        assert runpy.run_path(str(script))["main"]() == 0
-        return capsys.readouterr().out
-
-    return run
+fork_processes, benchmark = in_process.fork_processes, in_process.run_in_process  # fixtures
 
 
 def test_decode_compared_with_transformers_from_any_folder(benchmark, tmp_path):
