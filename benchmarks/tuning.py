@@ -30,6 +30,7 @@ from thinker.runtime.device import choose_device
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, make_folder
 from thinker.runtime.reading import read_text
+from thinker.training.auto_size import chosen_overrides
 from thinker.training.config import Settings, load_config
 from thinker.training.config_sections import OptimizerConfig
 from thinker.training.initial_model import load_initial_model
@@ -88,6 +89,7 @@ class Search:
         self.precision = resolve_precision(self.config, self.device)
         self.rungs: list[Rung] = []
         self.rows: list[dict[str, Any]] = []  # results of trials
+        self.size: list[str] = []  # what model.size=auto has chosen, as overrides
 
     def open(self, question: dict[str, Any]) -> None:
         """Read earlier results. `question`: all that the results depend on, besides the data."""
@@ -101,7 +103,7 @@ class Search:
         try:
             first, *self.rows = (json.loads(line) for line in read_text(self.results).splitlines())
             self.rungs = [Rung(**rung) for rung in first.pop("rungs")]
-            self.precision = first.pop("precision")
+            self.precision, self.size = first.pop("precision"), first.pop("size")
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.results} is damaged; remove it, or give another --folder") from error
         if first != self.question:
@@ -109,7 +111,8 @@ class Search:
 
     def save(self) -> None:
         """Write the plan and the results so far."""
-        first = self.question | {"precision": self.precision, "rungs": [vars(rung) for rung in self.rungs]}
+        rungs = [vars(rung) for rung in self.rungs]
+        first = self.question | {"precision": self.precision, "size": self.size, "rungs": rungs}
         atomic_write(self.results, "".join(json.dumps(line) + "\n" for line in (first, *self.rows)))
 
     def settings(self, batch_size: int) -> Settings:
@@ -125,6 +128,9 @@ class Search:
 
     def prepare(self) -> None:
         """Read the initial model and the data, which also puts the tokens into the cache for all trials."""
+        if self.config.model.size is not None and not self.size:
+            self.size = ["model.size=null", *chosen_overrides(self.config, self.device, self.precision)]
+        self.config = load_config(self.path, [*self.overrides, *self.size])
         self.complete_config, _, tokenizer = load_initial_model(self.config)
         tokenizer = prepare_training_data(self.complete_config, tokenizer).tokenizer
         self.model_config = self.complete_config.thinker_config(tokenizer.vocab_size)
@@ -145,7 +151,7 @@ class Search:
         """The run of a candidate on so many sequences."""
         name = f"rung-{rung}-lr-x{candidate.multiplier:g}-batch-{candidate.batch_size}"
         train, eval_sequences = self.config.train, self.config.train.eval_sequences or EVAL_SEQUENCES
-        overrides = [*self.overrides, *candidate.overrides, *(f"train.{key}=null" for key in NULL_KEYS)]
+        overrides = [*self.overrides, *self.size, *candidate.overrides, *(f"train.{key}=null" for key in NULL_KEYS)]
         overrides += [f"train.max_steps={n_sequences // candidate.batch_size}", f"train.precision={self.precision}"]
         overrides += [f"train.compile={'true' if train.compile is True else 'false'}"]  # auto: a trial is short
         overrides += [f"train.eval_sequences={min(eval_sequences, EVAL_SEQUENCES)}", "tracking.wandb=disabled"]
@@ -231,13 +237,9 @@ def tune(arguments: argparse.Namespace) -> None:
     started = time.perf_counter()
     path = Path(arguments.config)
     search = Search(path, arguments.overrides, arguments.folder or Path("runs") / f"{path.stem}-tuning")
-    train = search.config.train
     multipliers = parse_numbers("--multipliers", arguments.multipliers, float)
-    halves = [train.batch_size // 2] if train.batch_size % 2 == 0 else []  # half of an odd number is none
-    batch_sizes = parse_numbers("--batch-sizes", arguments.batch_sizes, int) if arguments.batch_sizes else None
-    batch_sizes = batch_sizes or [*halves, train.batch_size, 2 * train.batch_size]
-    n_trials = len(multipliers) * len(batch_sizes)
-    if n_trials < 2:
+    batch_sizes = parse_numbers("--batch-sizes", arguments.batch_sizes, int) if arguments.batch_sizes else []
+    if len(multipliers) == len(batch_sizes) == 1:
         raise UserError("one multiplier and one batch size leave nothing to compare; list more --multipliers")
     if not 0 < arguments.minutes < math.inf:
         raise UserError(f"--minutes is {arguments.minutes:g}; it must be a positive number")
@@ -245,7 +247,11 @@ def tune(arguments: argparse.Namespace) -> None:
         raise UserError(f"--jobs is {arguments.jobs}; it must be at least 1")
     search.open({"minutes": arguments.minutes, "multipliers": multipliers, "batch_sizes": batch_sizes})
     search.prepare()
-    candidates = []
+    train, candidates = search.config.train, []
+    if not batch_sizes:
+        halves = [train.batch_size // 2] if train.batch_size % 2 == 0 else []  # half of an odd number is none
+        batch_sizes = [*halves, train.batch_size, 2 * train.batch_size]
+    n_trials = len(multipliers) * len(batch_sizes)
     for size in batch_sizes:
         optimizer = search.settings(size).optimizer
         candidates += [search.candidate(multiplier, size, optimizer) for multiplier in multipliers]

@@ -112,6 +112,13 @@ def resolve_size(
     return validate_config(tree)
 
 
+def chosen_overrides(config: Config, device: torch.device, precision: str) -> list[str]:
+    """What resolve_size() fills in, as overrides section.key=value."""
+    resolved = resolve_size(config, device, precision)
+    values = {f"{s}.{key}": getattr(getattr(resolved, s), key) for s, keys in CHOSEN_KEYS.items() for key in keys}
+    return [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+
+
 def count_bytes(config: Config) -> int:
     """Bytes of text in the source of a config, in UTF-8; stops counting at COUNTED_BYTES."""
     names = {"path", "config", "split", "column", "streaming", "max_documents"}

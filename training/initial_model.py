@@ -65,7 +65,7 @@ def load_initial_model(
 def _with_changes(config: Config, model_config: ThinkerConfig) -> ThinkerConfig:
     """The initial model's architecture, with the changes that the config may make."""
     values = model_config.to_dict()
-    for name in config.model.model_fields_set:
+    for name in config.model.model_fields_set - {"size"}:
         value = getattr(config.model, name)
         is_size_of_weight = name == "max_seq_len" and model_config.positions == "learned"
         if value is not None and name in MAY_CHANGE and not is_size_of_weight:

@@ -218,3 +218,20 @@ def test_what_is_said_of_a_result(config, tmp_path):
     assert format_rows([*rows, result(4, 4, None)]).splitlines()[-1].endswith("not finite")
     plot([*rows, result(4, 4, None), result(2, 8, 0.8, rung=2)], tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("fork_processes")
+def test_a_config_that_chooses_its_size_keeps_one_choice_for_all_trials(tune, text_file, tmp_path):
+    command = [TUNE, ROOT / "configs" / "small-text.yaml", f"data.path={text_file}", "model.n_layers=1",
+               "data.seq_len=16", "train.max_steps=20", "train.warmup_steps=2", "train.device=cpu",
+               f"data.cache_dir={tmp_path / 'cache'}", "--multipliers", "0.5,1", "--batch-sizes", "4"]  # fmt: skip
+    shown = tune(*command)
+    plan, *rows = rows_of(tmp_path / "runs" / "small-text-tuning")
+    assert "model.size=null" in plan["size"]
+    for row in rows:
+        trained = yaml.safe_load((tmp_path / "runs" / "small-text-tuning" / row["run"] / "config.yaml").read_text())
+        chosen = dict(override.split("=") for override in plan["size"])
+        for key in ("model.d_model", "data.tokenizer", "model.dropout"):
+            section, _, name = key.partition(".")
+            assert str(trained[section][name]) == chosen[key]
+    assert tune(*command) == shown
