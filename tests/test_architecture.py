@@ -47,6 +47,7 @@ NEW_ROOMS = {
     "native/compiler.py",
     "native/operations.py",
     "native/quantization.py",
+    "native/training.py",
     "runtime/divisors.py",
     "runtime/file_array.py",
     "runtime/finite.py",
@@ -59,6 +60,7 @@ NEW_ROOMS = {
     "scripts/make_reference.py",
     "training/advice.py",
     "training/command_line.py",
+    "training/kernels.py",
     "training/memory_bound.py",
     "training/resumed_data.py",
 }

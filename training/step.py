@@ -16,6 +16,7 @@ from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 from thinker.training.config import Settings
 from thinker.training.distributed import gradient_sync, parallelize
+from thinker.training.kernels import choose_kernels, fused_kernels
 from thinker.training.optimizers import Optimizers
 from thinker.training.weight_average import WeightAverage
 
@@ -37,6 +38,7 @@ class TrainingStep:
             add_lora(self.model, rank, (self.train.lora_alpha or 2 * rank) / rank)
         self.parallel_model = parallelize(self.model, self.train, dist)
         self.device = self.model.device  # FSDP2 may have moved it
+        self.kernels, self.kernel_problem = choose_kernels(self.train, self.device)
         self.optimizers = Optimizers(self.model, settings.optimizer)
         self.average = None if self.train.ema_decay is None else WeightAverage(self.model, self.train.ema_decay)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
@@ -53,7 +55,7 @@ class TrainingStep:
         shape = (self.train.micro_batch_size, settings.data.seq_len)
         tokens = torch.zeros(shape, dtype=torch.int64, device=self.device)
         document_ids = tokens if settings.data.document_masking else None
-        with cached_weight_casts(self.model):
+        with cached_weight_casts(self.model), fused_kernels(self.model, self.kernels):
             (self.parallel_model(tokens, targets=tokens, document_ids=document_ids)[0] * 0).backward()
         self.optimizers.zero_grad()
 
@@ -65,7 +67,7 @@ class TrainingStep:
         train, rows = self.train, len(batch.inputs)
         self.optimizers.set_lr(lr_multiplier)
         total = torch.zeros((), device=self.device)
-        with cached_weight_casts(self.model):
+        with cached_weight_casts(self.model), fused_kernels(self.model, self.kernels):
             for start in range(0, rows, train.micro_batch_size):
                 part = slice(start, start + train.micro_batch_size)
                 inputs, targets, document_ids = (
