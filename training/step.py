@@ -39,7 +39,7 @@ class TrainingStep:
         self.parallel_model = parallelize(self.model, self.train, dist)
         self.device = self.model.device  # FSDP2 may have moved it
         self.kernels, self.kernel_problem = choose_kernels(self.train, self.device)
-        self.optimizers = Optimizers(self.model, settings.optimizer)
+        self.optimizers = Optimizers(self.model, settings.optimizer, is_fused=self.kernels is not None)
         self.average = None if self.train.ema_decay is None else WeightAverage(self.model, self.train.ema_decay)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.skip_nonfinite = skip_nonfinite
