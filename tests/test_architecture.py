@@ -22,6 +22,7 @@ NEW_ROOMS = {
     "benchmarks/decode_plot.py",
     "benchmarks/decode_start.py",
     "benchmarks/llama_cpp.py",
+    "benchmarks/step_parts.py",
     "data/chat_template.py",
     "data/corpus_cache.py",
     "data/jsonl.py",

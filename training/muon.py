@@ -115,24 +115,29 @@ def orthogonalize(x: Tensor) -> Tensor:
     gram = x @ x.mT if wide else x.mT @ x  # (n, short side, short side)
     norm = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=1e-14)  # (n, 1, 1): √Σσ⁴
     x, gram = x * norm.rsqrt(), gram / norm
-    # All iterations multiply x by polynomials of its Gram matrix. Multiplying these first saves products with the long
-    # side, but in bf16 the small eigenvalues, squares of singular values, would be lost.
-    is_long = max(x.shape[1:]) >= 2 * min(x.shape[1:]) and x.dtype == torch.float32
-    factors = None
+    if max(x.shape[1:]) >= 2 * min(x.shape[1:]) and x.dtype == torch.float32:
+        product = _product_of_polynomials(gram)
+        return product @ x if wide else x @ product
     for step, (a, b, c) in enumerate(POLAR_EXPRESS_COEFFICIENTS):
-        if step and is_long:
-            gram = factor @ gram @ factor
-        elif step:
+        if step:
             gram = x @ x.mT if wide else x.mT @ x
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        if is_long:
-            factor.diagonal(dim1=1, dim2=2).add_(a)
-            factors = factor if factors is None else factors @ factor
-        else:
-            x = torch.baddbmm(x, factor, x, beta=a) if wide else torch.baddbmm(x, x, factor, beta=a)
-    if is_long:
-        return factors @ x if wide else x @ factors
+        x = torch.baddbmm(x, factor, x, beta=a) if wide else torch.baddbmm(x, x, factor, beta=a)
     return x
+
+
+def _product_of_polynomials(gram: Tensor) -> Tensor:
+    """What all iterations together multiply a long matrix by, from its Gram matrix (n, r, r).
+
+    None of its products has a long side. In bf16 small eigenvalues, squares of singular values, would be lost.
+    """
+    product = None
+    for a, b, c in POLAR_EXPRESS_COEFFICIENTS:
+        current = gram if product is None else product @ gram @ product  # all these matrices commute
+        factor = torch.baddbmm(current, current, current, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor if product is None else factor @ product
+    return product
 
 
 def sharded_orthogonalize(shards: Tensor, n_rows: int, first_owner: int, group: Any) -> Tensor:
