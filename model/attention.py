@@ -9,7 +9,7 @@ from thinker.model.attention_dispatch import ROWS, AttentionMask, attend, chunke
 from thinker.model.config import ThinkerConfig
 from thinker.model.kernels.linear_attention import linear_attention, random_features
 from thinker.model.kv_cache import LayerCache, LinearLayer
-from thinker.model.layers import Linear, RMSNorm, project_together
+from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly, project_together
 from thinker.model.masks import CacheSlots
 from thinker.model.positions import Rotation, apply_rotary_emb
 from thinker.runtime.errors import UserError
@@ -36,6 +36,7 @@ class Attention(nn.Module):
         self.register_module("qkv_proj", None)  # q, k and v in one matrix (generation/inference_model.py)
         self.register_module("qk_norm", None)
         self.hooks: HookManager | None = None
+        self.kernels: FusedKernels | None = None
 
     def forward(
         self, x: Tensor, rope: Rotation, mask: AttentionMask, cache: AnyCache = None, slots: CacheSlots | None = None
@@ -53,6 +54,11 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, H, T, D), k (B, K, T, D), v (B, K, T, D), with norm and RoPE applied to q and k."""
         rope = rope if self.use_rope else None
+        if self.kernels is not None:
+            qkv = project_jointly(x, self.q_proj, self.k_proj, self.v_proj)  # (B, T, (H + 2K) · D)
+            weights = (getattr(norm, "weight", None) for norm in (self.q_norm, self.k_norm))
+            eps = getattr(self.q_norm, "eps", 0.0)
+            return self.kernels.rotate_heads(qkv, self.n_heads, self.n_kv_heads, *weights, eps, rope)
         if self.qkv_proj is not None:
             heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2K, T, D)
             H, K = self.n_heads, self.n_kv_heads

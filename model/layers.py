@@ -1,11 +1,23 @@
 """Linear layers and norms that are faster on CPUs than those of torch."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+
+class FusedKernels(NamedTuple):
+    """Fused operations for training on a CPU, with the signatures of native/training.py.
+
+    RMSNorm, Attention and MLP use those that a training step sets as their `kernels`, instead of plain torch.
+    """
+
+    rms_norm: Callable[..., Tensor]
+    rotate_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    swiglu: Callable[[Tensor], Tensor]
 
 
 class Linear(nn.Linear):
@@ -40,10 +52,16 @@ def project_together(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """Apply each matrix to x. On a GPU this is one larger product, which reads x and its gradient once."""
     if not x.is_cuda or any(type(linear) is not Linear for linear in linears):
         return tuple(linear(x) for linear in linears)
+    return project_jointly(x, *linears).split([linear.out_features for linear in linears], dim=-1)
+
+
+def project_jointly(x: Tensor, *linears: Linear) -> Tensor:
+    """Apply each matrix to x in one product, or one by one if any has LoRA. Returns all outputs, concatenated."""
+    if any(type(linear) is not Linear for linear in linears):
+        return torch.cat([linear(x) for linear in linears], dim=-1)
     weight = torch.cat([linear.cast_weight(x.dtype) for linear in linears])
     biases = [linear.bias.to(x.dtype) for linear in linears if linear.bias is not None]
-    sizes = [linear.out_features for linear in linears]
-    return F.linear(x, weight, torch.cat(biases) if biases else None).split(sizes, dim=-1)
+    return F.linear(x, weight, torch.cat(biases) if biases else None)
 
 
 class RMSNorm(nn.Module):
@@ -53,9 +71,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
+        self.kernels: FusedKernels | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight.to(x.dtype)
         if torch.is_grad_enabled():

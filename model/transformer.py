@@ -15,7 +15,7 @@ from thinker.model.config import ThinkerConfig
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache
-from thinker.model.layers import Linear, RMSNorm, project_together
+from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly, project_together
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
@@ -34,9 +34,13 @@ class MLP(nn.Module):
         self.register_module("gate_up_proj", None)  # gate and up in one matrix (generation/inference_model.py)
         self.down_proj = Linear(config.d_ff, config.d_model)
         self.hooks: HookManager | None = None
+        self.kernels: FusedKernels | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
+        if self.kernels is not None:
+            hidden = self.kernels.swiglu(project_jointly(x, self.gate_proj, self.up_proj))
+            return self.down_proj(hook(self.hooks, "hidden", hidden))
         if self.gate_up_proj is None:
             gate, up = project_together(x, self.gate_proj, self.up_proj)  # (B, T, d_ff) each
         else:

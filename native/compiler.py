@@ -15,23 +15,17 @@ import torch  # first, so that the library shares torch's OpenMP threads
 
 from thinker.runtime.errors import UserError
 
-SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")
+TRAINING_FLAGS = ("-fno-trapping-math",)  # without it GCC does not vectorize loops that choose between two numbers
 COMPILERS = ("gcc", "clang", "cc")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The compiled kernels. Raises UserError with the reason if this machine cannot compile or load them."""
-    wanted = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    compiler = next((path for name in wanted if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise UserError(f"no C compiler found ({', '.join(wanted)})")
-    try:
-        library = ctypes.CDLL(str(_find_or_compile(compiler)))
-    except OSError as error:
-        raise UserError(f"cannot load the kernels compiled by {compiler}: {error}") from None
+    """The compiled decode.c. Raises UserError with the reason if this machine cannot compile or load it."""
+    library = _load("decode.c", FLAGS)
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.run.argtypes = pointer, integer, pointer, integer
     library.sample.argtypes = pointer, integer, integer, integer, ctypes.c_double, *[pointer] * 4
@@ -40,6 +34,41 @@ def load_library() -> ctypes.CDLL:
     )  # fmt: skip
     library.run.restype = library.sample.restype = library.sample_steps.restype = None
     return library
+
+
+@cache
+def load_training_library() -> ctypes.CDLL:
+    """The compiled train.c, which takes a few seconds, not half a minute. Raises UserError as load_library() does."""
+    library = _load("train.c", FLAGS + TRAINING_FLAGS)
+    pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    signatures = {
+        "rms_norm": (pointer, integer, pointer, number, integer, integer, pointer),
+        "rms_norm_backward": (pointer, pointer, integer, pointer, number, integer, integer, pointer, pointer, pointer),
+        "rotate_heads": (pointer,),
+        "rotate_heads_backward": (pointer,),
+        "swiglu": (pointer, integer, integer, integer, pointer),
+        "swiglu_backward": (pointer, pointer, integer, integer, integer, pointer),
+        "muon_momentum": (pointer, pointer, integer, integer, integer, number, integer, pointer, integer),
+        "muon_update": (
+            pointer, integer, pointer, pointer, integer, integer, integer, number, number, number, integer, pointer
+        ),
+    }  # fmt: skip
+    for name, types in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = (*types, integer), None  # the last argument is the number of threads
+    return library
+
+
+def _load(source: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """A compiled file of this folder."""
+    wanted = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
+    compiler = next((path for name in wanted if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise UserError(f"no C compiler found ({', '.join(wanted)})")
+    try:
+        return ctypes.CDLL(str(_find_or_compile(compiler, FOLDER / source, flags)))
+    except OSError as error:
+        raise UserError(f"cannot load the kernels compiled by {compiler}: {error}") from None
 
 
 def has_compiler() -> bool:
@@ -51,15 +80,15 @@ def has_compiler() -> bool:
     return True
 
 
-def _find_or_compile(compiler: str) -> Path:
+def _find_or_compile(compiler: str, source: Path, flags: tuple[str, ...]) -> Path:
     """Path of the library, whose name has the hash of its contents: loading a damaged one would end the process."""
-    folder, key = _cache_folder(), _key(compiler)
+    folder, key = _cache_folder(), _key(compiler, source, flags)
     for path in folder.glob(f"{key}-*.so"):
         if path.stem.endswith(_hash(path.read_bytes())):
             return path
     # Written to a temporary file and renamed, because other processes may do the same.
     temporary = folder / f".{key}.{os.getpid()}.so"
-    command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCES[0].with_name("decode.c")), "-lm"]
+    command = [compiler, *flags, "-o", str(temporary), str(source), "-lm"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
         if result.returncode or not temporary.exists():
@@ -90,11 +119,18 @@ def _cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="thinker-kernels-"))
 
 
-def _key(compiler: str) -> str:
-    """Changes with the kernels, the flags, the compiler, the CPU and torch, whose OpenMP library is linked."""
+def _key(compiler: str, source: Path, flags: tuple[str, ...]) -> str:
+    """Changes with source, headers, flags, compiler, CPU and torch, whose OpenMP library is linked."""
     cpu = platform.machine()
     if CPU_INFO.exists():
         cpu = "".join(re.findall(r"(?m)^(?:model name|flags|Features)\s*:.*", CPU_INFO.read_text())[:2])
     stat = os.stat(compiler)
-    parts = [*(source.read_text() for source in SOURCES), *FLAGS, compiler, stat.st_size, stat.st_mtime_ns, cpu]
+    parts = [
+        *(path.read_text() for path in (source, *sorted(FOLDER.glob("*.h")))),
+        *flags,
+        compiler,
+        stat.st_size,
+        stat.st_mtime_ns,
+        cpu,
+    ]
     return _hash("\n".join(map(str, [*parts, torch.__version__])).encode())

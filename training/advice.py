@@ -37,15 +37,20 @@ SMALL_SHARE, LARGE_SHARE = 0.01, 5.0  # of the compute-optimal number of tokens
 Lines = list[str]
 
 
-def before_training(settings: Settings, corpus: Corpus, n_sequences: int) -> Lines:
-    """Describe the data of a run and warn if there is too little. `n_sequences`: in the training split."""
+def before_training(settings: Settings, corpus: Corpus, n_sequences: int, kernel_problem: str) -> Lines:
+    """Describe the data of a run and warn if there is too little.
+
+    n_sequences: in the training split; kernel_problem: why the run does not use fused kernels, or "" if it does.
+    """
     train, steps_per_epoch = settings.train, n_sequences / settings.train.batch_size
     line = f"data: {_amount(corpus.train)} for training, {_amount(corpus.val)} for validation"
     at_most = "at most " if train.max_minutes is not None else ""
     if train.max_steps is not None:
         line += f"; {at_most}{format_epochs(train.max_steps / steps_per_epoch)} in {train.max_steps:,} steps"
     compiled = ", compiled" if train.compile else ""
-    lines = [line, f"precision {train.precision}{compiled}, micro-batches of {train.micro_batch_size} sequences"]
+    kernels = f"no fused kernels ({kernel_problem})" if kernel_problem else "fused kernels"
+    size = f"micro-batches of {train.micro_batch_size} sequences"
+    lines = [line, f"precision {train.precision}{compiled}, {kernels}, {size}"]
     if corpus.tokenizer.kind == "char":
         vocab_size, used = corpus.tokenizer.vocab_size, corpus.tokenizer.vocab_size - 257
         lines.append(

@@ -24,6 +24,7 @@ from thinker.runtime.divisors import divisors
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
 from thinker.training.config import Settings
+from thinker.training.kernels import fused_kernels
 from thinker.training.step import TrainingStep
 
 
@@ -112,7 +113,8 @@ def estimate_memory(settings: Settings, micro_batch_size: int, device: torch.dev
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         step.optimizers.step()  # the first step creates the optimizer state
         step.optimizers.zero_grad()
-        loss = step.model(tokens, targets=tokens, document_ids=batch.document_ids)
+        with fused_kernels(step.model, step.kernels):
+            loss = step.model(tokens, targets=tokens, document_ids=batch.document_ids)
         activations = meter.now
         del loss
         persistent = meter.now

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinker.native import training as native
 from thinker.runtime.process_group import local_tensor
 
 # Quintics a·σ + b·σ³ + c·σ⁵ that move all singular values in [0.01, 1] into [0.73, 1.27] when applied one after the
@@ -28,16 +29,18 @@ class Muon(torch.optim.Muon):
     form a batch in `dtype`, since a CPU without bf16 units is five times slower in bf16 than in fp32.
 
     is_cautious: weight decay applies only to weights that the update moves toward zero (Chen et al. 2025, Cautious
-    Weight Decay, arXiv:2510.12402).
+    Weight Decay, arXiv:2510.12402). is_fused: do everything but the matrix products in native/train.c, for fp32
+    parameters on a CPU that are not sharded.
     """
 
     def __init__(
         self, params: Any, dtype: torch.dtype, row_beta: float = 0.95, is_compiled: bool = False,
-        is_cautious: bool = False, **options: Any,
+        is_cautious: bool = False, is_fused: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         assert not {"adjust_lr_fn", "ns_steps", "ns_coefficients"} & options.keys(), "options that are not supported"
         super().__init__(params, **options)
         self.dtype, self.row_beta, self.is_compiled, self.is_cautious = dtype, row_beta, is_compiled, is_cautious
+        self.is_fused = is_fused
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> None:
@@ -60,6 +63,17 @@ class Muon(torch.optim.Muon):
                         state["momentum_buffer"] = torch.zeros_like(parameter)
                         state["row_second_moment"] = torch.zeros_like(parameter[:, :1])
                 row_second_moments = [local_tensor(state["row_second_moment"]) for state in states]
+                lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
+                decay = group["lr"] * group["weight_decay"]
+                if self.is_fused and ranks is None and skip is None:
+                    grads = [parameter.grad for parameter in parameters]
+                    momenta = [state["momentum_buffer"] for state in states]
+                    updates = native.muon_momentum(grads, momenta, group["momentum"], group["nesterov"], self.dtype)
+                    updates = orthogonalize(updates)
+                    native.muon_update(
+                        updates, row_second_moments, parameters, weight, lr, decay, self.is_cautious
+                    )  # fmt: skip
+                    continue
                 stacked = self._momentum_updates(group, parameters, states, skip).to(self.dtype)  # (n, rows, columns)
                 if ranks is None:
                     stacked = orthogonalize(stacked)
@@ -70,13 +84,11 @@ class Muon(torch.optim.Muon):
                 stacked, means = normalize(stacked, torch.stack(row_second_moments), weight, skip, ranks)
                 torch._foreach_copy_(row_second_moments, means.unbind())
                 weights = [local_tensor(parameter) for parameter in parameters]
-                decay = group["lr"] * group["weight_decay"]
                 if decay and self.is_cautious:
                     shrinks = stacked * torch.stack(weights) > 0  # (n, rows, columns); false if `skip`
                     torch._foreach_mul_(weights, torch.where(shrinks, 1 - decay, 1.0).unbind())
                 elif decay:
                     torch._foreach_mul_(weights, 1 - decay if skip is None else torch.where(skip, 1.0, 1 - decay))
-                lr = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5  # adjust_lr_fn "original"
                 torch._foreach_add_(weights, stacked.unbind(), alpha=-lr)
 
     def _momentum_updates(
@@ -99,16 +111,33 @@ def orthogonalize(x: Tensor) -> Tensor:
     root of Σσ⁴. For n equal singular values this is n^¼ times too large, but the Frobenius norm is n^½ times.
     """
     wide = x.shape[1] <= x.shape[2]
-    x = x if wide else x.mT
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)  # so that the next product does not overflow
-    gram = x @ x.mT  # (n, rows, rows)
+    gram = x @ x.mT if wide else x.mT @ x  # (n, short side, short side)
     norm = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=1e-14)  # (n, 1, 1): √Σσ⁴
     x, gram = x * norm.rsqrt(), gram / norm
+    if max(x.shape[1:]) >= 2 * min(x.shape[1:]) and x.dtype == torch.float32:
+        product = _product_of_polynomials(gram)
+        return product @ x if wide else x @ product
     for step, (a, b, c) in enumerate(POLAR_EXPRESS_COEFFICIENTS):
         if step:
-            gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.mT
+            gram = x @ x.mT if wide else x.mT @ x
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, factor, x, beta=a) if wide else torch.baddbmm(x, x, factor, beta=a)
+    return x
+
+
+def _product_of_polynomials(gram: Tensor) -> Tensor:
+    """What all iterations together multiply a long matrix by, from its Gram matrix (n, r, r).
+
+    None of its products has a long side. In bf16 small eigenvalues, squares of singular values, would be lost.
+    """
+    product = None
+    for a, b, c in POLAR_EXPRESS_COEFFICIENTS:
+        current = gram if product is None else product @ gram @ product  # all these matrices commute
+        factor = torch.baddbmm(current, current, current, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor if product is None else factor @ product
+    return product
 
 
 def sharded_orthogonalize(shards: Tensor, n_rows: int, first_owner: int, group: Any) -> Tensor:

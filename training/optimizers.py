@@ -41,10 +41,10 @@ class Optimizers:
 
     Muon moves each matrix by its orthogonalized momentum, which has the same size in every direction. It also trains
     the head, often left to AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), as it separates rare words with similar
-    neighbors better (docs/experiments.md). `optimizer_config` must contain every learning rate.
+    neighbors better (docs/experiments.md). `optimizer_config` must contain every learning rate. is_fused: see Muon.
     """
 
-    def __init__(self, model: Thinker, optimizer_config: OptimizerConfig) -> None:
+    def __init__(self, model: Thinker, optimizer_config: OptimizerConfig, is_fused: bool = False) -> None:
         groups = _parameter_groups(model, optimizer_config)
         self.optimizers: list[torch.optim.Optimizer] = []
         if optimizer_config.name == "muon":
@@ -52,6 +52,7 @@ class Optimizers:
             dtype = torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
             is_compiled = model.is_compiled and model.device.type == "cuda"
             options = {"momentum": optimizer_config.momentum, "is_cautious": optimizer_config.cautious_weight_decay}
+            options["is_fused"] = is_fused and model.embedding.weight.dtype == torch.float32
             self.optimizers.append(Muon(matrices, dtype, is_compiled=is_compiled, **options))
         options = {"betas": optimizer_config.betas, "eps": optimizer_config.eps}
         fused = model.device.type in ("cpu", "cuda")

@@ -92,7 +92,8 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist, saved)
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))
-        print("\n".join(before_training(settings, corpus, len(batches.loader.dataset))), file=sys.stderr)
+        n_sequences = len(batches.loader.dataset)
+        print("\n".join(before_training(settings, corpus, n_sequences, step.kernel_problem)), file=sys.stderr)
     if dist.is_main:
         corpus.tokenizer.save(run.path)
     return trainer

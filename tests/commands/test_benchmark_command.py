@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from thinker.benchmarks import attention
 from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
 from thinker.benchmarks.scaling import PowerLaw
+from thinker.benchmarks.step_parts import PARTS
 from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.pattern_parser import PATTERNS
@@ -244,6 +245,18 @@ def test_power_law_rejects_impossible_fits():
         PowerLaw.fit([1, 2, 3], [3.0, 2.0, 1.0])
     with pytest.raises(UserError, match=r"a loss of 1.0000 is below the floor of 1.5000"):
         PowerLaw.fit([1, 2, 3], [3.0, 2.0, 1.0], 1.5)
+
+
+def test_step_parts(train_args, tmp_path):
+    done = run_script(BENCHMARK, "step_parts", *train_args[1:], "--rounds", "2", "--out", tmp_path / "line.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "line.json").read_text()) == result
+    parts = result["microseconds"]
+    assert set(parts) == {"step", *PARTS}
+    assert min(parts[part] for part in ("step", "forward", "backward", "clipping", "AdamW")) > 0
+    for part in parts:
+        assert f"{part} " in done.stdout
 
 
 def test_checkpoint_overhead(train_args, tmp_path):

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import _muon
 
+from thinker.native import training as native
+from thinker.native.compiler import has_compiler
 from thinker.training import muon
 from thinker.training.muon import Muon, normalize_rows, orthogonalize
 
@@ -186,3 +188,41 @@ def test_cautious_decay_spares_weights_that_the_update_moves_away_from_zero(skip
             assert 0 < moves_to_zero.float().mean() < 1
             torch.testing.assert_close(spared[moves_to_zero], full[moves_to_zero])
             torch.testing.assert_close(spared[~moves_to_zero], without[~moves_to_zero])
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "weight_decay": 0.3}, {"weight_decay": 0.3, "is_cautious": True}]
+)
+def test_fused_updates_are_those_of_plain_torch(dtype, options):
+    plain, fused = parameters(1), parameters(1)
+    with torch.no_grad():
+        for parameter in (*plain, *fused):
+            parameter[0] = 0  # a row without weights
+    optimizers = [Muon(mine, dtype, is_fused=mine is fused, lr=0.1, **options) for mine in (plain, fused)]
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+    for a, b in zip(moved(optimizers[0], plain), moved(optimizers[1], fused)):
+        torch.testing.assert_close(b, a, **tolerance)
+    for a, b in zip(optimizers[0].state.values(), optimizers[1].state.values()):
+        torch.testing.assert_close(b["momentum_buffer"], a["momentum_buffer"])
+        torch.testing.assert_close(b["row_second_moment"], a["row_second_moment"], **tolerance)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_threads_changes_no_bit_of_fused_updates(dtype):
+    results, n_threads = [], torch.get_num_threads()
+    try:
+        for n in (1, 2, 5):
+            torch.set_num_threads(n)
+            generator = torch.Generator().manual_seed(1)
+            grads, momenta, weights = (list(torch.randn(3, 3, 13, 700, generator=generator)[i]) for i in range(3))
+            means = [torch.rand(13, 1, generator=generator) for _ in range(3)]
+            updates = native.muon_momentum(grads, momenta, 0.9, True, dtype)
+            native.muon_update(updates, means, weights, 0.05, 0.1, 0.3, True)
+            results.append([updates, *momenta, *means, *weights])
+    finally:
+        torch.set_num_threads(n_threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -123,3 +124,18 @@ def test_a_compiled_step_is_near_the_plain_one(precision, every, monkeypatch):
             torch.testing.assert_close(compiled[name], weight, rtol=1e-2, atol=2e-3)
         elif weight.dim() == 2:  # AdamW moves the others by the sign of a gradient, which may be rounding alone
             assert (compiled[name] - weight).norm() < 0.2 * (weight - start[name]).norm()
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3, 1e9])
+def test_gradients_are_clipped_as_by_torch(limit):
+    model = build_model(CONFIG, 1, CPU)
+    for seed, parameter in enumerate(list(model.parameters())[:-1]):  # one has no gradient
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    known = [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    copies = [torch.nn.Parameter(torch.empty(0 if grad is None else grad.shape)) for grad in known]
+    for copy, grad in zip(copies, known):
+        copy.grad = grad
+    norm = module.clip_gradients(model, limit)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(copies, limit or math.inf))
+    for parameter, copy in zip(model.parameters(), copies):
+        assert (parameter.grad is None and copy.grad is None) or torch.equal(parameter.grad, copy.grad)

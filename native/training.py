@@ -1,0 +1,204 @@
+"""Fused operations of a training step on a CPU; see train.c. For fp32 and bf16 activations, with fp32 inside."""
+
+import ctypes
+from ctypes import Structure, c_double, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from thinker.native.compiler import load_training_library
+
+N_PARTS = 48  # PARTS in train.c
+
+
+class _Heads(Structure):
+    """Heads (B, heads, T, D) by strides in elements; that of D is 1."""
+
+    _fields_ = [("data", c_void_p), *[(name, c_int64) for name in ("batch", "head", "position")]]
+
+
+class _Rotation(Structure):
+    """The arguments of rotate_heads(); see train.c."""
+
+    _fields_ = [
+        *[(name, c_int64) for name in ("is_bf16", "B", "T", "H", "K", "D")],
+        ("x", c_void_p), ("norms", c_void_p * 2), ("eps", c_double), ("cosines", c_void_p), ("sines", c_void_p),
+        ("table_batch", c_int64), ("heads", _Heads * 3), ("x_grad", c_void_p), ("norm_grads", c_void_p * 2),
+        ("partial", c_void_p),
+    ]  # fmt: skip
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean(x²) + eps) · weight: x (..., width), weight (width,)."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def rotate_heads(
+    qkv: Tensor, H: int, K: int, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+    rope: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Split qkv (B, T, (H + 2K) · D) into q (B, H, T, D), k and v (B, K, T, D), with RMSNorm and RoPE of q and k.
+
+    The norms have weights (D,), or None: no norm. rope: the tables of model.positions.Rope in qkv's dtype, or None.
+    """
+    return _RotateHeads.apply(qkv, H, K, q_weight, k_weight, eps, rope)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up, for (..., 2 · width) with gate first -> (..., width)."""
+    return _SwiGLU.apply(gate_up)
+
+
+def muon_momentum(
+    grads: list[Tensor], momenta: list[Tensor], momentum: float, nesterov: bool, dtype: torch.dtype
+) -> Tensor:
+    """Update the momenta of matrices of one shape, fp32. Returns their updates (n, rows, columns) in fp32 or bf16."""
+    grads = [grad.contiguous() for grad in grads]
+    updates = grads[0].new_empty(len(grads), *grads[0].shape, dtype=dtype)
+    _run("muon_momentum", grads, momenta, *updates.shape, momentum, nesterov, updates, _is_bf16(updates))
+    return updates
+
+
+def muon_update(
+    updates: Tensor, row_second_moments: list[Tensor], weights: list[Tensor], weight: float, lr: float, decay: float,
+    is_cautious: bool,
+) -> None:  # fmt: skip
+    """Normalize the rows of updates (n, rows, columns), decay the weights and move them, as training.muon.Muon does.
+
+    row_second_moments (rows, 1) and weights (rows, columns) of each matrix, fp32; `weight`: of the new squares.
+    """
+    updates = updates.contiguous()
+    factors = updates.new_empty(updates.shape[:2], dtype=torch.float32)
+    _run(
+        "muon_update", updates, _is_bf16(updates), row_second_moments, weights, *updates.shape, weight, lr, decay,
+        is_cautious, factors,
+    )  # fmt: skip
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        w, width = weight.float().contiguous(), x.shape[-1]
+        _run("rms_norm", x, _is_bf16(x), w, eps, x.numel() // width, width, y)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        w, width = weight.float().contiguous(), x.shape[-1]
+        grad, x_grad, w_grad, partial = grad.contiguous(), torch.empty_like(x), torch.empty_like(w), _partial(width)
+        _run(
+            "rms_norm_backward", grad, x, _is_bf16(x), w, ctx.eps, x.numel() // width, width, x_grad, w_grad, partial
+        )  # fmt: skip
+        return x_grad, w_grad.to(weight.dtype), None
+
+
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, H: int, K: int, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
+        rope: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        qkv, (B, T, width) = qkv.contiguous(), qkv.shape
+        D = width // (H + 2 * K)
+        q, k, v = (qkv.new_empty(B, T, n, D).transpose(1, 2) for n in (H, K, K))  # rows of heads in memory, as in qkv
+        cos, sin = rope or (None, None)
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+        ctx.H, ctx.K, ctx.eps = H, K, eps
+        _rotate("rotate_heads", qkv, H, K, (q_weight, k_weight), eps, (cos, sin), (q, k, v))
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        qkv_grad, weights = torch.empty_like(qkv), (q_weight, k_weight)
+        weight_grads = [None if w is None else torch.empty_like(w, dtype=torch.float32) for w in weights]
+        _rotate(
+            "rotate_heads_backward", qkv, ctx.H, ctx.K, weights, ctx.eps, (cos, sin), grads, qkv_grad, weight_grads
+        )  # fmt: skip
+        q_grad, k_grad = (None if w is None else grad.to(w.dtype) for w, grad in zip(weights, weight_grads))
+        return qkv_grad, None, None, q_grad, k_grad, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        _run("swiglu", gate_up, _is_bf16(gate_up), out.numel() // width, width, out)
+        ctx.save_for_backward(gate_up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,), width = ctx.saved_tensors, grad.shape[-1]
+        out, grad = torch.empty_like(gate_up), grad.contiguous()
+        _run("swiglu_backward", grad, gate_up, _is_bf16(gate_up), grad.numel() // width, width, out)
+        return out
+
+
+def _rotate(
+    name: str, qkv: Tensor, H: int, K: int, weights: tuple[Tensor | None, Tensor | None], eps: float,
+    rope: tuple[Tensor | None, Tensor | None], heads: tuple[Tensor, ...], qkv_grad: Tensor | None = None,
+    weight_grads: list[Tensor | None] = [None, None],  # noqa: B006
+) -> None:  # fmt: skip
+    B, T, width = qkv.shape
+    D = width // (H + 2 * K)
+    cos, sin = (None if table is None else table.contiguous() for table in rope)
+    weights = [None if weight is None else weight.float().contiguous() for weight in weights]
+    partial = None if qkv_grad is None else _partial(2 * D)
+    assert all(table is None or table.dtype == qkv.dtype for table in (cos, sin))
+    if isinstance(qkv, FakeTensor):
+        return
+    rotation = _Rotation(
+        is_bf16=_is_bf16(qkv), B=B, T=T, H=H, K=K, D=D, x=qkv.data_ptr(), norms=_pointers(weights), eps=eps,
+        cosines=_pointer(cos), sines=_pointer(sin), x_grad=_pointer(qkv_grad), norm_grads=_pointers(weight_grads),
+        table_batch=T * D if cos is not None and cos.dim() == 4 and len(cos) > 1 else 0, partial=_pointer(partial),
+    )  # fmt: skip
+    for place, tensor in zip(rotation.heads, heads):
+        place.data = tensor.data_ptr()
+        place.batch, place.head, place.position, _ = tensor.stride()
+    getattr(load_training_library(), name)(ctypes.byref(rotation), torch.get_num_threads())
+
+
+def _run(name: str, *arguments: Tensor | list[Tensor] | int | float) -> None:
+    """Call a function of train.c, whose last argument is the number of threads; fake tensors have no data to read."""
+    if any(isinstance(argument, FakeTensor) for argument in arguments):
+        return
+    values = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            argument = argument.data_ptr()
+        elif isinstance(argument, list):
+            assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in argument)
+            argument = _pointers(argument)
+        values.append(argument)
+    getattr(load_training_library(), name)(*values, torch.get_num_threads())
+
+
+def _partial(width: int) -> Tensor:
+    """Space for the sums of each part of the rows, zeros (N_PARTS, width)."""
+    return torch.zeros(N_PARTS, width, dtype=torch.float32, device="cpu")
+
+
+def _is_bf16(x: Tensor) -> bool:
+    assert x.dtype in (torch.float32, torch.bfloat16), x.dtype
+    return x.dtype == torch.bfloat16
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _pointers(tensors: list[Tensor | None]) -> ctypes.Array:
+    return (c_void_p * len(tensors))(*map(_pointer, tensors))

@@ -1,0 +1,105 @@
+"""Steps with fused kernels are near those in plain torch, and a run says which of the two it uses."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from thinker.data.prefetch import Batch
+from thinker.model import ThinkerConfig
+from thinker.native import compiler
+from thinker.native.compiler import has_compiler
+from thinker.training.config import validate_config
+from thinker.training.kernels import choose_kernels, fused_kernels
+from thinker.training.resolve_settings import resolve_settings
+from thinker.training.step import TrainingStep, build_model
+
+CONFIG = ThinkerConfig(vocab_size=50, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=48, max_seq_len=16,
+                       init="normal")  # fmt: skip
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C compiler")
+VARIANTS = [
+    {}, {"qk_norm": False}, {"no_rope_layers": [0, 2]}, {"attention_bias": True}, {"positions": "alibi"},
+    {"attention": "window(4)"}, {"n_kv_heads": 4},
+]  # fmt: skip
+
+
+def make_step(config=CONFIG, optimizer="muon", lora_rank=None, **train):
+    train = {"precision": "fp32", "compile": False, "micro_batch_size": 2, "batch_size": 4, "max_steps": 9, **train}
+    tree = {"train": train, "optimizer": {"name": optimizer}}
+    settings = resolve_settings(validate_config(tree), config, CPU).with_train(lora_rank=lora_rank)
+    return TrainingStep(build_model(config, 1, CPU), settings)
+
+
+def trained(step, is_plain=False, has_documents=False):
+    """The first gradients and the losses of two steps, of documents that may start anywhere."""
+    if is_plain:
+        step.kernels = None
+        for optimizer in step.optimizers.optimizers:
+            optimizer.is_fused = False
+    losses, grads = [], {}
+    for seed in range(2):
+        tokens = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(seed))
+        documents = (tokens[:, :-1] < 8).cumsum(1) if has_documents else None
+        batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 64, documents)
+        if not grads:
+            with fused_kernels(step.model, step.kernels):
+                step.model(batch.inputs, targets=batch.targets, document_ids=batch.document_ids)[0].backward()
+            grads = {name: p.grad for name, p in step.model.named_parameters()}
+            step.model.zero_grad()
+        losses.append(step(batch, 1.0)[0])
+    return torch.stack(losses), grads
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_a_fused_step_is_near_the_plain_one(changes, has_documents, precision):
+    config = dataclasses.replace(CONFIG, **changes)
+    fused_losses, fused = trained(make_step(config, precision=precision), has_documents=has_documents)
+    plain_losses, plain = trained(make_step(config, precision=precision), True, has_documents)
+    is_exact = precision == "fp32"
+    torch.testing.assert_close(fused_losses, plain_losses, rtol=1e-5 if is_exact else 1e-2, atol=1e-5)
+    for name, grad in plain.items():
+        assert (fused[name] - grad).norm() <= (1e-3 if is_exact else 0.1) * grad.norm() + 1e-6, name
+
+
+@needs_compiler
+def test_lora_and_double_weights_train_with_fused_kernels():
+    losses, grads = trained(make_step(optimizer="adamw", lora_rank=2))
+    plain_losses, plain = trained(make_step(optimizer="adamw", lora_rank=2), is_plain=True)
+    torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=1e-5)
+    assert [name for name, grad in grads.items() if grad is None] == [name for name, g in plain.items() if g is None]
+    torch.set_default_dtype(torch.float64)
+    try:
+        losses, _ = trained(make_step(optimizer="adamw"))
+        plain_losses, _ = trained(make_step(optimizer="adamw"), is_plain=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_only_the_step_uses_the_kernels(monkeypatch):
+    step = make_step()
+    assert step.kernels is not None
+    assert step.kernel_problem == ""
+    trained(step)
+    assert all(module.kernels is None for module in step.model.modules() if hasattr(module, "kernels"))
+
+
+def test_why_a_run_has_no_kernels(monkeypatch):
+    train = make_step().train
+    assert choose_kernels(train, torch.device("cuda")) == (None, "they are for CPUs, not for cuda")
+    compiled = train.model_copy(update={"compile": True})
+    assert choose_kernels(compiled, CPU) == (None, "torch compiles the blocks")
+    monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.delenv("CC", raising=False)
+    compiler.load_training_library.cache_clear()
+    try:
+        step = make_step()
+        assert step.kernel_problem == "no C compiler found (no-such-compiler)"
+        trained(step)
+    finally:
+        compiler.load_training_library.cache_clear()
