@@ -21,8 +21,8 @@ from thinker.runtime.process_group import full_tensor
 from thinker.training import resume
 from thinker.training.config import load_config, validate_config
 from thinker.training.resolve_settings import resolve_settings
-from thinker.training.resume import RunState
 from thinker.training.run import build_trainer
+from thinker.training.run_state import RunState
 from thinker.training.step import TrainingStep, build_model
 
 CPU, ROWS, T = torch.device("cpu"), 8, 24

@@ -24,7 +24,7 @@ from thinker.training.fit import (
     format_epochs,
     is_worse_than_ngrams,
 )
-from thinker.training.resume import RunState
+from thinker.training.run_state import RunState
 
 MANY_EPOCHS = 10  # without dropout
 MIN_DROPOUT = 0.1  # with which MAX_EPOCHS still help

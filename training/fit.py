@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinker.evaluation.text_baselines import NGRAM
-from thinker.training.resume import RunState
+from thinker.training.run_state import RunState
 from thinker.training.scaling_law import count_parameters, predict_loss_changes
 
 GOOD_EPOCHS = 4  # nearly as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)

@@ -1,4 +1,4 @@
-"""Whether a run uses the fused kernels of native/, and the context in which its model does."""
+"""The contexts of a training step: fused kernels of native/, and weights that are cast once."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from thinker.model import Thinker
 from thinker.model.attention import Attention
-from thinker.model.layers import FusedKernels, RMSNorm
+from thinker.model.layers import FusedKernels, Linear, RMSNorm
 from thinker.model.transformer import MLP
 from thinker.native import training as native
 from thinker.native.compiler import load_training_library
@@ -39,3 +40,21 @@ def fused_kernels(model: nn.Module, kernels: FusedKernels | None) -> Iterator[No
     finally:
         for module in modules:
             module.kernels = None
+
+
+@contextlib.contextmanager
+def cached_weight_casts(model: Thinker) -> Iterator[None]:
+    """Context that casts each matrix to the activation dtype only once; gradients accumulate in the fp32 weights."""
+    weights = model.embedding.weight.dtype
+    is_sharded = hasattr(model, "unshard")  # FSDP2 gathers the weights of blocks in the activation dtype
+    is_cast = model.dtype != weights and not is_sharded
+    matrices = [m for m in model.modules() if isinstance(m, Linear)] if is_cast else []
+    try:
+        for matrix in matrices:
+            matrix.cached_weight = matrix.weight.to(model.dtype)
+        if model.lm_head.cached_weight is not None:  # the loss computes the gradient of lm_head.weight in fp32
+            model.lm_head.cached_weight = model.lm_head.cached_weight.detach()
+        yield
+    finally:
+        for matrix in matrices:
+            matrix.cached_weight = None

@@ -5,10 +5,9 @@ import hashlib
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thinker import checkpoint
 from thinker.checkpoint import CorruptCheckpoint
@@ -19,6 +18,7 @@ from thinker.runtime.device import device_name
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.config import Settings
+from thinker.training.run_state import RunState, read_state
 from thinker.training.step import TrainingStep
 
 # Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE.
@@ -29,46 +29,14 @@ FIXED_KEYS = {
 DATA_KEYS_OF_THE_MACHINE = ("cache_dir", "num_workers", "streaming")  # do not affect text or batches
 PATHS = ("path", "val_tokens", "tokenizer", "chat_template")  # in data; files may move, but must not change
 ROUNDING_KEYS = ("micro_batch_size", "precision", "compile", "deterministic")  # in train; they change the last bits
+PLAIN = "plain PyTorch"
 REMEDY = "undo the change, choose another run.dir, or delete that folder to start over"
-Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class RunState(BaseModel):
-    """The state of a run in state.json: everything that resuming needs besides tensors."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    step: Count = 0  # steps done; with the seed, also the position in the data
-    tokens: Count = 0
-    elapsed_s: float = 0.0  # of training
-    best_val_loss: float | None = None
-    evaluated_at: Count | None = None  # the step of the last evaluation
-    best_step: Count = 0
-    evaluations_since_best: Count = 0
-    skipped: Count = 0  # non-finite steps
-    pending_steps: Count = 0  # steps not yet in metrics.jsonl,
-    pending_losses: float = 0.0  # their summed loss,
-    pending_norm: float | None = None  # and the gradient norm of the last one
-    scaler: dict[str, float | int] = {}
-    tokenizer: str = ""  # content hash
-    corpus: str = ""  # sha256 of its tokens
-    machine: dict[str, str] = {}
-    settings: Settings | None = None
-
-
-def read_state(folder: Path) -> RunState:
-    """Read the state of a checkpoint. Raises CorruptCheckpoint if it is not valid."""
-    path = folder / "state.json"
-    try:
-        return RunState.model_validate(checkpoint.read_json(path))
-    except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise CorruptCheckpoint(f"{path}: {where} is not valid; use the version of Thinker that wrote it") from error
-
-
-def describe_machine(device: torch.device, dist: DistContext, parallel: str) -> dict[str, str]:
+def describe_machine(step: TrainingStep, dist: DistContext, parallel: str) -> dict[str, str]:
     """Properties that must stay the same for bitwise equal results."""
-    machine = {"device": device_name(device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    machine = {"device": device_name(step.device), "threads": str(torch.get_num_threads()), "torch": torch.__version__}
+    machine["kernels"] = PLAIN if step.kernels is None else "fused"
     return machine | ({"ranks": f"{dist.world_size} ({parallel})"} if dist.world_size > 1 else {})
 
 
@@ -96,7 +64,7 @@ def warn_about_changes(state: RunState, machine: dict[str, str], settings: Setti
     if changes:
         print(f"changed since the last save: {', '.join(changes)}", file=sys.stderr)
     bits = [{f"train.{key}": tree["train"][key] for key in ROUNDING_KEYS} for tree in (previous, now)]
-    old, new = ({"ranks": "1"} | where | keys for where, keys in zip((state.machine, machine), bits))
+    old, new = ({"ranks": "1", "kernels": PLAIN} | where | keys for where, keys in zip((state.machine, machine), bits))
     for key in old | new:
         before, after = old.get(key), new.get(key)
         if before != after:
@@ -144,7 +112,7 @@ def resume_run(
         remedy = f"set train.max_nonfinite_steps to at least {state.skipped}"
         raise UserError(f"the run in {run.path} has already skipped {state.skipped} non-finite steps; {remedy}")
     restore(folder, step, state)
-    warn_about_changes(state, describe_machine(step.device, dist, settings.train.parallel), settings)
+    warn_about_changes(state, describe_machine(step, dist, settings.train.parallel), settings)
     losses = [state.best_val_loss]
     for best in checkpoint.list_checkpoints(run.checkpoints, "best") if dist.is_main else ():
         with contextlib.suppress(CorruptCheckpoint):  # kept, even if the run resumes from an earlier step

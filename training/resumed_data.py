@@ -11,7 +11,8 @@ from thinker.data.tokenizer_factory import is_path, load_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
 from thinker.training.config import Config, Settings
-from thinker.training.resume import REMEDY, RunState
+from thinker.training.resume import REMEDY
+from thinker.training.run_state import RunState
 from thinker.training.training_data import prepare_training_data
 
 

@@ -83,7 +83,7 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     run.truncate_metrics(state.step, state.evaluated_at)
     tracker = Tracker(settings, run)
     state.settings, state.tokenizer, state.corpus = settings, corpus.tokenizer.content_hash, corpus.sha256
-    state.machine = resume.describe_machine(device, dist, train.parallel)
+    state.machine = resume.describe_machine(step, dist, train.parallel)
     saved = None if folder is None else state.model_copy(deep=True)
     cpu_share = BACKGROUND_CPU_SHARE if device.type == "cpu" else 1.0
     checkpoints = CheckpointManager(

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,13 +9,12 @@ from torch.autograd.graph import save_on_cpu
 
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
-from thinker.model.layers import Linear
 from thinker.model.lora import add_lora
 from thinker.runtime.device import DTYPES
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tensor
 from thinker.training.config import Settings
 from thinker.training.distributed import gradient_sync, parallelize
-from thinker.training.kernels import choose_kernels, fused_kernels
+from thinker.training.kernels import cached_weight_casts, choose_kernels, fused_kernels
 from thinker.training.optimizers import Optimizers
 from thinker.training.weight_average import WeightAverage
 
@@ -116,21 +114,3 @@ def build_model(config: ThinkerConfig, seed: int, device: torch.device, initial:
     """A new model, or `initial`, on the device. Random weights come from the CPU and are equal on all devices."""
     torch.manual_seed(seed)
     return (Thinker(config) if initial is None else initial).to(device)
-
-
-@contextlib.contextmanager
-def cached_weight_casts(model: Thinker) -> Iterator[None]:
-    """Context that casts each matrix to the activation dtype only once; gradients accumulate in the fp32 weights."""
-    weights = model.embedding.weight.dtype
-    is_sharded = hasattr(model, "unshard")  # FSDP2 gathers the weights of blocks in the activation dtype
-    is_cast = model.dtype != weights and not is_sharded
-    matrices = [m for m in model.modules() if isinstance(m, Linear)] if is_cast else []
-    try:
-        for matrix in matrices:
-            matrix.cached_weight = matrix.weight.to(model.dtype)
-        if model.lm_head.cached_weight is not None:  # the loss computes the gradient of lm_head.weight in fp32
-            model.lm_head.cached_weight = model.lm_head.cached_weight.detach()
-        yield
-    finally:
-        for matrix in matrices:
-            matrix.cached_weight = None

@@ -26,7 +26,7 @@ from thinker.training.config import Settings
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
 from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy
 from thinker.training.report import print_summary
-from thinker.training.resume import RunState
+from thinker.training.run_state import RunState
 from thinker.training.schedule import lr_multiplier
 from thinker.training.signals import SignalHandler
 from thinker.training.step import TrainingStep

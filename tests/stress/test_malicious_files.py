@@ -22,7 +22,8 @@ from thinker.interop import load
 from thinker.runtime.errors import UserError
 from thinker.training.config import load_config, validate_config
 from thinker.training.resolve_settings import resolve_settings
-from thinker.training.resume import RunState, read_state, restore
+from thinker.training.resume import restore
+from thinker.training.run_state import RunState, read_state
 from thinker.training.step import TrainingStep, build_model
 
 NASTY = [None, True, -1, 0, 1, 2**31, 2**63, 10**30, -(10**18), 1e308, -0.0, float("nan"), float("inf"), "",

@@ -19,7 +19,8 @@ from thinker.training.config import load_config, validate_config
 from thinker.training.muon import Muon
 from thinker.training.nonfinite import diagnose
 from thinker.training.resolve_settings import resolve_settings
-from thinker.training.resume import RunState, restore
+from thinker.training.resume import restore
+from thinker.training.run_state import RunState
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.training_data import prepare_training_data
 

@@ -18,7 +18,7 @@ from thinker.evaluation.text_baselines import text_baselines
 from thinker.training.config import validate_config
 from thinker.training.report import print_summary
 from thinker.training.resolve_settings import resolve_settings
-from thinker.training.resume import RunState
+from thinker.training.run_state import RunState
 
 LINES = [
     {"step": 1, "train_loss": 5.5},

@@ -13,6 +13,7 @@ from thinker.runtime.errors import UserError
 from thinker.training import resume
 from thinker.training.config import validate_config
 from thinker.training.resolve_settings import resolve_settings
+from thinker.training.run_state import RunState
 
 CUT = """
 import glob, os, runpy, sys
@@ -82,7 +83,7 @@ def test_what_decides_weights_or_batches_is_refused(section, key, value):
 def test_the_rest_may_change_and_says_so_where_the_last_bits_will(section, key, value, capsys):
     before, after = check(section, key, value)
     capsys.readouterr()
-    resume.warn_about_changes(resume.RunState(settings=before, machine={"threads": "1"}), {"threads": "1"}, after)
+    resume.warn_about_changes(RunState(settings=before, machine={"threads": "1"}), {"threads": "1"}, after)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("changed since the last save: ")
     assert f"{section}.{key} " in lines[0]
@@ -94,7 +95,7 @@ def test_the_rest_may_change_and_says_so_where_the_last_bits_will(section, key, 
 def test_nothing_is_said_where_nothing_changed(capsys):
     _, settings = settings_with()
     capsys.readouterr()
-    resume.warn_about_changes(resume.RunState(settings=settings, machine={"ranks": "1"}), {}, settings)
+    resume.warn_about_changes(RunState(settings=settings, machine={"ranks": "1"}), {}, settings)
     assert capsys.readouterr().err == ""
 
 
