@@ -9,7 +9,7 @@ from thinker.training.command_line import ConfigArgumentParser
 
 def main() -> int:
     """Search, and print and plot the result. Returns the exit status."""
-    examples = ("configs/text.yaml data.path=my.txt --minutes 10", "configs/quickstart.yaml --batch-sizes 14")
+    examples = ("configs/small-text.yaml data.path=my.txt --minutes 10", "configs/quickstart.yaml --batch-sizes 14")
     description = "Find the learning rates and the batch size of a config by successive halving on short runs."
     parser = ConfigArgumentParser(description=description, examples=examples)
     group = parser.add_argument_group("search")

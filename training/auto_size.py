@@ -21,13 +21,14 @@ SHAPES = [
     (64, 2, 2), (64, 4, 2), (96, 4, 3), (128, 4, 4), (160, 4, 5), (192, 4, 6), (224, 4, 7), (256, 4, 8), (256, 6, 8),
     (320, 6, 5), (384, 6, 6), (448, 6, 7), (512, 8, 8), (640, 8, 10), (768, 10, 12), (768, 12, 12), (1024, 16, 16),
 ]  # fmt: skip
-PARAMETERS_PER_ROOT_FLOP = 0.19  # parameters in the blocks, divided by the square root of the FLOPs of the run
+PARAMETERS_PER_ROOT_FLOP = 0.15  # parameters in the blocks, divided by the square root of the FLOPs of the run
 MFU = 0.38  # share of the rate of a large matrix product that a training step reaches on a CPU
 GPU_MFU_WIDTH = 1024  # a guess: on a GPU narrower models reach less, in proportion to their width
 # Bytes of text from which a tokenizer is used, with the bytes of English or code per token.
 TOKENIZERS = [(0, "char", 1.0), (150_000, "bpe:512", 1.95), (4_000_000, "bpe:1024", 2.5), (20_000_000, "bpe:4096", 3.4)]
 CONTEXT_BYTES = 256  # of a sequence, on a CPU
 DROPOUTS = [(0.0, 0.0), (3.0, 0.1), (8.0, 0.2), (20.0, 0.3)]  # by the least number of epochs
+WEIGHT_DECAY, DECAY_EPOCHS = 0.1, 3.0  # the decay, and the least number of epochs with it
 MAX_EPOCHS = 24.0  # more make the validation loss rise
 FEW_BYTES = 50_000  # too little text to learn a language from
 COUNTED_BYTES = 1 << 30  # of documents; more text than anybody reads twice
@@ -36,6 +37,7 @@ COUNTED_BYTES = 1 << 30  # of documents; more text than anybody reads twice
 CHOSEN_KEYS = {  # by section
     "model": ("d_model", "n_layers", "n_heads", "dropout"),
     "data": ("tokenizer", "seq_len"),
+    "optimizer": ("weight_decay",),
     "train": ("batch_size", "max_steps"),
 }
 
@@ -51,6 +53,7 @@ class Choice:
     seq_len: int
     batch_size: int
     dropout: float
+    weight_decay: float
     n_parameters: int  # without embedding and head
     epochs: float
     max_steps: int | None  # if the time would last for more than MAX_EPOCHS
@@ -78,7 +81,8 @@ def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool =
         epochs = MAX_EPOCHS
         max_steps = max(1, round(epochs * n_tokens / (batch_size * seq_len)))
     dropout = next(p for least, p in reversed(DROPOUTS) if epochs >= least)
-    return Choice(*shape, tokenizer, seq_len, batch_size, dropout, n_parameters, epochs, max_steps)
+    weight_decay = WEIGHT_DECAY if epochs >= DECAY_EPOCHS else 0.0
+    return Choice(*shape, tokenizer, seq_len, batch_size, dropout, weight_decay, n_parameters, epochs, max_steps)
 
 
 def resolve_size(
@@ -138,10 +142,10 @@ def describe(choice: Choice, n_bytes: int, minutes: float, written: dict[str, An
     """The choice in one line, and a warning if there is too little text. `written`: keys that the config sets."""
     keys = vars(choice) | (written or {})
     text = f"{format_size(n_bytes)}: {keys['n_layers']} layers of width {keys['d_model']}"
-    if not written or written.keys() <= {"dropout"}:
+    if not written or written.keys() <= {"dropout", "weight_decay"}:
         text = f"{format_size(n_bytes)}: {choice.n_parameters / 1e6:.1f}M parameters ({text.partition(': ')[2]})"
     text += f", {keys['tokenizer']}, dropout {keys['dropout']:g}"
-    if not written or written.keys() <= {"dropout"}:
+    if not written or written.keys() <= {"dropout", "weight_decay"}:
         epochs = f"{choice.epochs:.0f}" if choice.epochs >= 10 else f"{choice.epochs:.1f}"
         text += f", {epochs} epochs in {minutes:g} minutes expected"
         if choice.max_steps:
