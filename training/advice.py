@@ -127,7 +127,7 @@ def after_training(
             f"training would lower the validation loss; continue it with {command} train.max_minutes={minutes}"
         )
     if is_worse_than_ngrams(last, baselines) and not advice:
-        stopped_early = train.patience is not None and state.evaluations_since_best >= train.patience
+        stopped_early = train.patience is not None and state.evaluations_since_lowest >= train.patience
         key = "max_minutes" if by_time else "patience" if stopped_early else "max_steps"
         advice.append(f"a {NGRAM} model predicts the text better than this model; train longer: raise train.{key}")
     return [f"advice: {line}" for line in advice]
@@ -199,9 +199,8 @@ def describe_result(val: dict[str, Any], state: RunState) -> Lines:
         f"validation loss {val['val_loss']:.4f} nats per token, {val['val_bits_per_byte']:.4f} bits per byte",
     ]
     patience = state.settings.train.patience
-    if patience is not None and state.evaluations_since_best >= patience:
-        best = state.best_step
-        lines.append(f"stopped early: no lower validation loss in {patience} evaluations since step {best}")
+    if patience is not None and state.evaluations_since_lowest >= patience:
+        lines.append(f"stopped early: no lower loss in {patience} evaluations since step {state.lowest_at}")
     if state.skipped:
         lines.append(f"skipped {state.skipped} steps with a non-finite loss or gradient (see nonfinite-step-*.json)")
     if floor := val.get("entropy_floor"):

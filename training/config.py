@@ -52,11 +52,10 @@ class Config(sections.ConfigSection):
         run, model, data, optimizer, train = self.run, self.model, self.data, self.optimizer, self.train
         if train.lora_rank is not None and (run.init_from is None or optimizer.name == "muon"):
             raise ValueError("train.lora_rank needs run.init_from and optimizer.name=adamw; set both")
-        if model.size == "auto":
-            if train.max_minutes is None:
-                raise ValueError("model.size=auto needs train.max_minutes; set it")
-            if run.init_from is not None:
-                raise ValueError("model.size=auto cannot be combined with run.init_from; remove one of them")
+        if model.size == "auto" and train.max_minutes is None:
+            raise ValueError("model.size=auto needs train.max_minutes; set it")
+        if model.size == "auto" and run.init_from is not None:
+            raise ValueError("model.size=auto cannot be combined with run.init_from; remove one of them")
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("the run has no end; set train.max_steps or train.max_minutes")
         if train.async_save and train.save_sharded is True:

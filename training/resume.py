@@ -119,7 +119,7 @@ def resume_run(
             checkpoint.verify(best)
             losses.append(checkpoint.read_json(best / "state.json").get("val_loss"))
     if state.settings.train.eval_sequences != settings.train.eval_sequences:
-        losses = []  # measured on another part of the validation set
+        losses, state.lowest_val_loss, state.evaluations_since_lowest = [], None, 0  # of other sequences
     state.best_val_loss = dist.broadcast_object(min((x for x in losses if isinstance(x, float)), default=None))
 
 

@@ -22,8 +22,9 @@ class RunState(BaseModel):
     elapsed_s: float = 0.0  # of training
     best_val_loss: float | None = None
     evaluated_at: Count | None = None  # the step of the last evaluation
-    best_step: Count = 0
-    evaluations_since_best: Count = 0
+    lowest_val_loss: float | None = None  # so far in the run; a resumed run may have a better one in best-*
+    lowest_at: Count = 0  # its step
+    evaluations_since_lowest: Count = 0
     skipped: Count = 0  # non-finite steps
     pending_steps: Count = 0  # steps not yet in metrics.jsonl,
     pending_losses: float = 0.0  # their summed loss,

@@ -239,7 +239,7 @@ class Trainer:
     def stops_early(self) -> bool:
         """Whether the validation loss has not reached a new low for train.patience evaluations."""
         patience = self.settings.train.patience
-        return patience is not None and self.state.evaluations_since_best >= patience
+        return patience is not None and self.state.evaluations_since_lowest >= patience
 
     @property
     def epochs(self) -> float:
@@ -281,9 +281,11 @@ class Trainer:
         if evaluation.entropy_floor is not None:
             line["entropy_floor"] = evaluation.entropy_floor
         self.log(line)
-        state.evaluations_since_best += 1
+        state.evaluations_since_lowest += 1
+        if state.lowest_val_loss is None or evaluation.loss < state.lowest_val_loss:
+            state.lowest_val_loss, state.lowest_at, state.evaluations_since_lowest = evaluation.loss, state.step, 0
         if state.best_val_loss is None or evaluation.loss < state.best_val_loss:
-            state.best_val_loss, state.best_step, state.evaluations_since_best = evaluation.loss, state.step, 0
+            state.best_val_loss = evaluation.loss
             values = {"step": state.step, "val_loss": evaluation.loss, "corpus": self.corpus.sha256}
             best = checkpoint.checkpoint_files(self.model, values)
             self.checkpoints.save("best", state.step, best)

@@ -212,7 +212,7 @@ def test_the_advice_to_train_longer_is_given_once(ended):
     state = ended(50, 1)
     train = state.settings.train.model_copy(update={"patience": 2})
     settings = state.settings.model_copy(update={"train": train})
-    state = state.model_copy(update={"settings": settings, "evaluations_since_best": 2})
+    state = state.model_copy(update={"settings": settings, "evaluations_since_lowest": 2})
     (line,) = advice.after_training(lines, state, 0.5, better)
     assert line.endswith("train longer: raise train.patience")
 

@@ -40,7 +40,7 @@ def test_it_stops_after_so_many_evaluations_without_a_new_low(stopped):
         assert end - 1 - values.index(min(values[:end])) < 3
     assert (run / "checkpoints" / f"best-{steps[best]:08d}").is_dir()
     assert (run / "checkpoints" / f"step-{steps[-1]:08d}").is_dir()
-    assert f"stopped early: no lower validation loss in 3 evaluations since step {steps[best]}" in done.stdout
+    assert f"stopped early: no lower loss in 3 evaluations since step {steps[best]}" in done.stdout
 
 
 def test_more_patience_continues_the_run(stopped):
