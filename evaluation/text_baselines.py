@@ -1,6 +1,6 @@
 """Bits per byte of gzip, xz and a 5-gram model on the validation text, to judge a model by.
 
-Each has read the last 2 MB of the training text and predicts the first 200 KB of the validation text, so that all
+Each has read the last 1 MB of the training text and predicts the first 100 KB of the validation text, so that all
 take a few seconds at most, whatever the size of the corpus. Both texts are decoded from the tokens of the corpus. A
 zero byte ends each document, where the model predicts a BOS token: it counts as bits, but not as a byte of text.
 """
@@ -15,8 +15,8 @@ from thinker.data.corpus import Corpus
 from thinker.data.shards import TokenShards
 from thinker.data.tokenizer import Tokenizer
 
-MAX_TRAIN_BYTES = 2_000_000
-MAX_VAL_BYTES = 200_000
+MAX_TRAIN_BYTES = 1_000_000
+MAX_VAL_BYTES = 100_000
 MIN_TEXT_BYTES = 2000
 XZ_DICTIONARY = 4 << 20  # bytes; holds both texts
 N = 5  # bytes per n-gram: the next one and its context
@@ -27,7 +27,7 @@ DOCUMENT_END = b"\0"
 def text_baselines(corpus: Corpus) -> dict[str, float] | None:
     """Bits per byte of the validation text, by "5-gram", "xz" and "gzip".
 
-    Uses the last 2 MB of the training text and the first 200 KB of the validation text. None for conversations, and
+    Uses the last 1 MB of the training text and the first 100 KB of the validation text. None for conversations, and
     if one of the two texts is shorter than 2,000 bytes.
     """
     if corpus.train.has_conversations or corpus.val.has_conversations:
