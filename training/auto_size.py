@@ -1,6 +1,6 @@
 """model.size=auto: choose the model, tokenizer, batch and dropout from the size of the text and the time there is.
 
-The constants were fitted to short runs (docs/experiments.md); docs/guides/small-text.md has the rule as a table.
+The constants were fitted to short runs (docs/experiments.md); docs/reference/sizes.md has tables of the choices.
 """
 
 import math
@@ -32,8 +32,6 @@ WEIGHT_DECAY, DECAY_EPOCHS = 0.1, 3.0  # the decay, and the least number of epoc
 MAX_EPOCHS = 24.0  # more make the validation loss rise
 FEW_BYTES = 50_000  # too little text to learn a language from
 COUNTED_BYTES = 1 << 30  # of documents; more text than anybody reads twice
-
-
 CHOSEN_KEYS = {  # by section
     "model": ("d_model", "n_layers", "n_heads", "dropout"),
     "data": ("tokenizer", "seq_len"),
