@@ -1,7 +1,7 @@
-"""Bits per byte after five minutes of training on text that every machine has: pysource and tales.
+"""Bits per byte after five minutes of training on each of two texts that need no download: pysource and tales.
 
-The leaderboard in benchmarks/leaderboard.md has a row per machine. To add yours, append the line of JSON to
-benchmarks/results/five_minutes.jsonl (`--out`) and run the benchmark with `--table`.
+With `--out benchmarks/results/five_minutes.jsonl` it records the result of this machine. With `--table` it writes
+benchmarks/leaderboard.md, which has a row per result.
 """
 
 import argparse
@@ -26,7 +26,7 @@ RUNS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of both configs")
-    parser.add_argument("--minutes", type=float, default=5.0, help="training time in minutes (default: 5)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="training time per text in minutes (default: 5)")
     parser.add_argument("--table", action="store_true", help=f"only write {LEADERBOARD.name} from the recorded results")
 
 
@@ -75,12 +75,12 @@ def leaderboard(rows: list[dict[str, Any]]) -> str:
     """The table of all recorded results of five minutes, best on pysource first."""
     rows = sorted((row for row in rows if row["minutes"] == 5), key=lambda row: row["pysource"]["bits_per_byte"])
     lines = [
-        "# Five minutes on any machine",
+        "# Bits per byte after five minutes of training",
         "",
-        "Bits per byte of held-out text after five minutes of training, with 95% intervals; lower is better.",
+        "Held-out text, five minutes of training per text, with 95% intervals; lower is better.",
         "Add a row: `python scripts/benchmark.py five-minutes --out benchmarks/results/five_minutes.jsonl`, then",
         "`python scripts/benchmark.py five-minutes --table`. `pysource` is the standard library of the Python that",
-        "runs the benchmark, so compare its column between equal versions of Python only.",
+        "runs the benchmark, so compare its column only between rows with the same version.",
         "",
         "| processor | GPU | threads | precision | pysource | tales | Python | torch | date | overrides |",
         "|---|---|---|---|---|---|---|---|---|---|",

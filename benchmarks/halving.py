@@ -9,7 +9,7 @@ from thinker.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Rung:
-    """The trials that train for equally long: their number, and the sequences that each is trained on."""
+    """A rung: the number of trials, and the number of training sequences of each."""
 
     n_trials: int
     n_sequences: int
@@ -17,7 +17,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a trial, of which `jobs` train at a time: to start, evaluate and save it, and per sequence."""
+    """Cost of a trial in seconds: fixed (start, evaluation, save) and per sequence, with `jobs` in parallel."""
 
     start_s: float
     sequence_s: float
@@ -33,7 +33,7 @@ class Cost:
 def plan_rungs(
     n_trials: int, batch_sizes: Sequence[int], min_steps: int, cost: Cost, seconds: float, max_sequences: float
 ) -> list[Rung]:
-    """Divide the seconds over rungs that each have half the trials of the one before, and twice the sequences.
+    """Divide the seconds among rungs. Each has half as many trials as the one before, with twice the sequences.
 
     The number of sequences is a multiple of every batch size, so that all trials of a rung see the same number. The
     last rung, of one or two trials, has at most `max_sequences`, unless that is less than `min_steps` steps of the
@@ -52,8 +52,8 @@ def plan_rungs(
     if needed > seconds:
         minutes, more = (math.ceil(value / 6) / 10 for value in (needed, needed - seconds))
         raise UserError(
-            f"{n_trials} trials of at least {min_steps} steps need {minutes:.1f} minutes; raise --minutes by "
-            f"{more:.1f}, or list fewer --multipliers or --batch-sizes"
+            f"{n_trials} runs of at least {min_steps} steps need {minutes:.1f} minutes; raise --minutes by "
+            f"{more:.1f}, or set fewer --multipliers or --batch-sizes"
         )
     start = cost.seconds(rungs(0))
     in_time = int((seconds - start) / (cost.seconds(rungs(1)) - start))

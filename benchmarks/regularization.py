@@ -1,4 +1,4 @@
-"""Validation loss with each option against overfitting, alone and together, by epochs, on several texts."""
+"""Validation loss with each option that reduces overfitting, alone and together, by number of epochs and text."""
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ def options(epochs: int) -> dict[str, list[str]]:
     dropout = [f"model.dropout={next(p for least, p in reversed(DROPOUTS.items()) if epochs >= least)}"]
     return {
         "none": [],
-        "average of weights": EMA,
+        "EMA of the weights": EMA,
         "shifted windows": SHIFT,
         "weight decay": DECAY,
         "cautious weight decay": CAUTIOUS,
@@ -56,9 +56,11 @@ def options(epochs: int) -> dict[str, list[str]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("texts", nargs="+", type=Path, metavar="FILE", help="text files")
-    parser.add_argument("--bytes", type=int, default=150_000, help="read so much of each text (default: 150000)")
+    parser.add_argument(
+        "--characters", type=int, default=150_000, help="characters to read from each text (default: 150000)"
+    )
     parser.add_argument("--epochs", type=int, nargs="+", default=[1, 4, 16], help="numbers of epochs (default: 1 4 16)")
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default: 5)")
+    parser.add_argument("--seeds", type=int, default=5, help="runs per option, with seeds 1 to N (default: 5)")
     parser.add_argument("--jobs", type=int, default=1, help="training runs in parallel, which share the cores")
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/regularization"), help="folder for runs; finished runs are reused"
@@ -66,17 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train all trials and print a table of mean losses, each with its difference to no option."""
+    """Train all trials and print a table of mean losses, each with its difference from the run without options."""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     trials: dict[Trial, list[str]] = {}
     for path in arguments.texts:
-        text = path.read_text(encoding="utf-8")[: arguments.bytes]
-        if len(text) < arguments.bytes:
-            raise UserError(f"{path} has only {len(text)} characters; lower --bytes")
-        part = arguments.folder / f"{path.stem}-{arguments.bytes}.txt"
+        text = path.read_text(encoding="utf-8")[: arguments.characters]
+        if len(text) < arguments.characters:
+            raise UserError(f"{path} has only {len(text)} characters; lower --characters")
+        part = arguments.folder / f"{path.stem}-{arguments.characters}.txt"
         if not part.exists():
             part.write_text(text, encoding="utf-8")
-        steps_per_epoch = arguments.bytes * (1 - VAL_FRACTION) / BYTES_PER_TOKEN / SEQ_LEN / BATCH_SIZE
+        steps_per_epoch = arguments.characters * (1 - VAL_FRACTION) / BYTES_PER_TOKEN / SEQ_LEN / BATCH_SIZE
         for epochs in arguments.epochs:
             for option, overrides in options(epochs).items():
                 for seed in range(1, arguments.seeds + 1):
@@ -94,7 +96,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for row in rows:
         print(f"{row['text']:<12} {row['epochs']:>6}  {row['option']:<24} {row['nats_per_byte']:13.4f}  "
               f"{row['difference']:+10.4f} ± {row['interval']:.4f}")  # fmt: skip
-    return {"bytes": arguments.bytes, "seeds": arguments.seeds, "rows": rows}
+    return {"characters": arguments.characters, "seeds": arguments.seeds, "rows": rows}
 
 
 def train_in_processes(trials: dict[Trial, list[str]], n_jobs: int) -> dict[Trial, float]:
@@ -120,7 +122,7 @@ def _evaluations(run: RunDirectory) -> Iterator[float]:
 
 
 def summarize(losses: dict[Trial, float], row: Trial) -> dict[str, Any]:
-    """Mean over the seeds, and the mean difference to no option with the same seed, with a 95% interval."""
+    """Mean over the seeds, and of the differences from no option of the same seed, with a 95% interval."""
     seeds = [trial.seed for trial in losses if trial._replace(seed=0) == row]
     differences = [losses[row._replace(seed=n)] - losses[row._replace(seed=n, option="none")] for n in seeds]
     interval = 0.0

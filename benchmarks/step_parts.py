@@ -21,7 +21,7 @@ from thinker.training.kernels import fused_kernels
 from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep, cached_weight_casts, clip_gradients
 
-PARTS = ("forward", "backward", "clipping", "Muon, products", "Muon, rest", "AdamW", "other")
+PARTS = ("forward", "backward", "clipping", "Muon: orthogonalization", "Muon: other", "AdamW", "other")
 WARM_UP = 3
 
 
@@ -90,17 +90,17 @@ def run_parts(step: TrainingStep, batch: Batch, timer: Timer) -> None:
         for optimizer in step.optimizers.optimizers:
             optimizer.found_inf = None
             timer("Muon" if isinstance(optimizer, muon.Muon) else "AdamW", optimizer.step)
-    timer.seconds["Muon, rest"] = timer.seconds.pop("Muon", 0.0) - timer.seconds["Muon, products"]
+    timer.seconds["Muon: other"] = timer.seconds.pop("Muon", 0.0) - timer.seconds["Muon: orthogonalization"]
     step.optimizers.zero_grad()
 
 
 @contextmanager
 def timed_products(timer: Timer) -> Iterator[None]:
-    """Context in which the orthogonalization of Muon, which is matrix products alone, has a time of its own."""
+    """Context in which the orthogonalization of Muon, which is matrix products alone, is timed separately."""
     orthogonalize = muon.orthogonalize
 
     def timed(x: Tensor) -> Tensor:
-        return timer("Muon, products", orthogonalize, x)
+        return timer("Muon: orthogonalization", orthogonalize, x)
 
     muon.orthogonalize = timed
     try:

@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass
 class Trial(TrainingRun):
-    """The run of a candidate in a rung (from 1). One whose loss is not finite has an infinite loss."""
+    """The run of a candidate in a rung (from 1). A diverged run counts as infinite loss."""
 
     candidate: Candidate = field(kw_only=True)
     rung: int = field(kw_only=True)
@@ -148,7 +148,7 @@ class Search:
         return Candidate(multiplier, batch_size, tuple(overrides))
 
     def trial(self, candidate: Candidate, rung: int, n_sequences: int) -> Trial:
-        """The run of a candidate on so many sequences."""
+        """The run of a candidate on `n_sequences` sequences."""
         name = f"rung-{rung}-lr-x{candidate.multiplier:g}-batch-{candidate.batch_size}"
         train, eval_sequences = self.config.train, self.config.train.eval_sequences or EVAL_SEQUENCES
         overrides = [*self.overrides, *self.size, *candidate.overrides, *(f"train.{key}=null" for key in NULL_KEYS)]
@@ -184,7 +184,7 @@ class Search:
             times = [line["elapsed_s"] for line in RunDirectory(trial.folder).read_metrics() if "train_loss" in line]
             if len(times) < TIMED_STEPS:
                 raise UserError(
-                    f"{trial.name}: the loss is not finite; lower optimizer.lr, or list lower --multipliers"
+                    f"{trial.name}: the loss is not finite; lower optimizer.lr, or set smaller --multipliers"
                 )
             elapsed.append(times[-1])
             sequence_s.append((times[-1] - times[0]) / (TIMED_STEPS - 1) / trial.candidate.batch_size)
@@ -212,7 +212,7 @@ class Search:
                 if len(candidates) <= 1:
                     break
         if best_result(self.rows) is None:
-            raise UserError("no trial had a finite loss; lower optimizer.lr, or list smaller --multipliers")
+            raise UserError("no run had a finite loss; lower optimizer.lr, or set smaller --multipliers")
 
     def record(self, trial: Trial) -> None:
         """Save the result of a trial, and remove its weights, as a search may have dozens of runs."""
@@ -240,7 +240,7 @@ def tune(arguments: argparse.Namespace) -> None:
     multipliers = parse_numbers("--multipliers", arguments.multipliers, float)
     batch_sizes = parse_numbers("--batch-sizes", arguments.batch_sizes, int) if arguments.batch_sizes else []
     if len(multipliers) == len(batch_sizes) == 1:
-        raise UserError("one multiplier and one batch size leave nothing to compare; list more --multipliers")
+        raise UserError("one multiplier and one batch size leave nothing to compare; set more --multipliers")
     if not 0 < arguments.minutes < math.inf:
         raise UserError(f"--minutes is {arguments.minutes:g}; it must be a positive number")
     if arguments.jobs is not None and arguments.jobs < 1:
@@ -266,7 +266,7 @@ def tune(arguments: argparse.Namespace) -> None:
             search.save()
             sizes = ", ".join(str(rung.n_trials) for rung in search.rungs)
             estimate = f"about {cost.seconds(search.rungs) / 60:.1f} minutes"
-            print(f"training rungs of {sizes} runs, {jobs} at a time, in {estimate}", file=sys.stderr)
+            print(f"training {sizes} runs in successive rungs, {jobs} at a time, in {estimate}", file=sys.stderr)
         search.run(candidates, jobs)
     except (KeyboardInterrupt, SystemExit):
         print(best_so_far(search.rows), flush=True)

@@ -37,9 +37,11 @@ def best_so_far(rows: list[dict[str, Any]]) -> str:
     """What is known when the search is interrupted."""
     best = best_result(rows)
     if best is None:
-        return "stopped before the first trial ended; the same command continues"
+        return "stopped before the first run ended; the same command resumes the search"
     keys = " ".join(best["overrides"]) or "the config as it is"
-    return f"best so far: {keys} (loss {best['val_loss']:.4f} in rung {best['rung']}); the same command continues"
+    return (
+        f"best so far: {keys} (loss {best['val_loss']:.4f} in rung {best['rung']}); the same command resumes the search"
+    )
 
 
 def recommendation(rows: list[dict[str, Any]], path: Path, overrides: list[str], config: Config) -> list[str]:
@@ -50,13 +52,14 @@ def recommendation(rows: list[dict[str, Any]], path: Path, overrides: list[str],
     if max_steps is not None and best["batch_size"] != train.batch_size:  # the number of tokens stays the same
         max_steps = math.ceil(max_steps * train.batch_size / best["batch_size"])
         changes.append(f"train.max_steps={max_steps}")
-    lines = ["the config's own values are best"]
+    lines = ["of the values tried, those of the config are best"]
     if changes:
         command = shlex.join(["python", "train.py", str(path), *overrides, *changes])
         lines = [f"use: {' '.join(changes)}", command]
     multipliers = sorted({row["multiplier"] for row in rows})
     if len(multipliers) > 1 and best["multiplier"] in (multipliers[0], multipliers[-1]):
-        lines.append("the best multiplier is at an end of the range; list --multipliers beyond it")
+        end, beyond = ("smallest", "below") if best["multiplier"] == multipliers[0] else ("largest", "above")
+        lines.append(f"the best multiplier is the {end} one tried; also set --multipliers {beyond} it")
     if max_steps is None:
         lines.append(f"the rates were tuned on runs of {best['steps']:,} steps; your run may be longer")
     elif best["steps"] < max_steps:

@@ -1,4 +1,4 @@
-"""Bits per byte of gzip, xz and a 5-gram model on the validation text, to judge a model by.
+"""Bits per byte of gzip, xz and a 5-gram model on the validation text, to compare a trained model with.
 
 Each has read the last 1 MB of the training text and predicts the first 100 KB of the validation text, so that all
 take a few seconds at most, whatever the size of the corpus. Both texts are decoded from the tokens of the corpus. A
@@ -47,7 +47,7 @@ def text_baselines(corpus: Corpus) -> dict[str, float] | None:
 
 
 class NgramModel:
-    """A 5-gram model of bytes: orders 0 to 4 of context, interpolated by Witten and Bell's rule down to 1/256.
+    """A byte-level 5-gram model with Witten-Bell smoothing, which interpolates contexts of 4 to 0 bytes and 1/256.
 
     P(c | h) = (n(h, c) + d(h) P(c | h')) / (n(h) + d(h)), where n counts occurrences in the training text, d(h) is the
     number of distinct bytes that follow h, and h' is h without its oldest byte. Where h is new, P(c | h) = P(c | h').
@@ -96,7 +96,7 @@ def _mask(n_bytes: int) -> np.uint64:
 
 
 def _look_up(keys: np.ndarray, wanted: np.ndarray, *values: np.ndarray) -> list[np.ndarray]:
-    """values[i] where keys[i], which are sorted, is wanted; 0 where no key is."""
+    """The value of each wanted key, or 0 if there is no such key; `keys` is sorted."""
     indices = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     is_found = keys[indices] == wanted
     return [np.where(is_found, array[indices], 0) for array in values]

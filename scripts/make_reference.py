@@ -74,11 +74,12 @@ def sizes_markdown() -> str:
 
     parts = [
         "# Sizes that model.size=auto chooses\n",
-        f"Parameters in the blocks, tokenizer, dropout and expected epochs. {GENERATED}",
+        "Each cell: parameters in the blocks, tokenizer, dropout, expected epochs. Text means training text, without "
+        f"the validation split. {GENERATED}",
     ]
     for title, rate, is_gpu in (
-        ("Two CPU cores that multiply matrices at 100 GFLOP/s in fp32", 100e9, False),
-        ("Two CPU cores that multiply matrices at 400 GFLOP/s in bf16", 400e9, False),
+        ("Two CPU cores, together 100 GFLOP/s in fp32", 100e9, False),
+        ("Two CPU cores, together 400 GFLOP/s in bf16", 400e9, False),
         ("One H100, 989 TFLOP/s in bf16 (a guess: no GPU has run this rule yet)", 989e12, True),
     ):
         minutes = (1, 10, 60)

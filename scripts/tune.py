@@ -13,12 +13,12 @@ def main() -> int:
     description = "Find the learning rates and the batch size of a config by successive halving on short runs."
     parser = ConfigArgumentParser(description=description, examples=examples)
     group = parser.add_argument_group("search")
-    group.add_argument("--minutes", type=float, default=10.0, help="minutes that the whole search may take")
-    multipliers_help = "multiples of the config's learning rates to try"
+    group.add_argument("--minutes", type=float, default=10.0, help="time limit of the whole search in minutes")
+    multipliers_help = "factors by which to multiply the config's learning rates"
     group.add_argument("--multipliers", default="0.35,0.5,0.7,1,1.4,2", metavar="X,X,...", help=multipliers_help)
     batch_sizes_help = "batch sizes to try (default: half the config's, the config's, and twice that)"
     group.add_argument("--batch-sizes", metavar="N,N,...", help=batch_sizes_help)
-    jobs_help = "runs at a time (default: on a CPU, one per core if memory suffices; on a GPU, 1)"
+    jobs_help = "training runs in parallel (default: one per core on a CPU, if memory suffices; 1 on a GPU)"
     group.add_argument("--jobs", type=int, help=jobs_help)
     folder_help = "folder for runs; finished runs are reused (default: runs/NAME-tuning)"
     group.add_argument("--folder", type=Path, help=folder_help)

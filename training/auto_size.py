@@ -1,6 +1,6 @@
-"""model.size=auto: choose the model, tokenizer, batch and dropout from the size of the text and the time there is.
+"""model.size=auto: choose the model, tokenizer, batch and dropout from the size of the text and the training time.
 
-The constants were fitted to short runs (docs/experiments.md); docs/reference/sizes.md has tables of the choices.
+Some constants come from short runs (docs/experiments.md), the others are guesses. docs/reference/sizes.md has tables.
 """
 
 import math
@@ -31,7 +31,7 @@ DROPOUTS = [(0.0, 0.0), (3.0, 0.1), (8.0, 0.2), (20.0, 0.3)]  # by the least num
 WEIGHT_DECAY, DECAY_EPOCHS = 0.1, 3.0  # the decay, and the least number of epochs with it
 MAX_EPOCHS = 24.0  # more make the validation loss rise
 FEW_BYTES = 50_000  # too little text to learn a language from
-COUNTED_BYTES = 1 << 30  # of documents; more text than anybody reads twice
+COUNTED_BYTES = 1 << 30  # stop counting here; longer texts are seldom repeated
 CHOSEN_KEYS = {  # by section
     "model": ("d_model", "n_layers", "n_heads", "dropout"),
     "data": ("tokenizer", "seq_len"),
@@ -145,9 +145,10 @@ def describe(choice: Choice, n_bytes: int, minutes: float, written: dict[str, An
     text += f", {keys['tokenizer']}, dropout {keys['dropout']:g}"
     if not written or written.keys() <= {"dropout", "weight_decay"}:
         epochs = f"{choice.epochs:.0f}" if choice.epochs >= 10 else f"{choice.epochs:.1f}"
-        text += f", {epochs} epochs in {minutes:g} minutes expected"
         if choice.max_steps:
-            text += f"; stops after {epochs} epochs, as more would not help"
+            text += f", {epochs} epochs expected; ends before {minutes:g} minutes, as more epochs would not help"
+        else:
+            text += f", {epochs} epochs in {minutes:g} minutes expected"
     lines = [text]
     if n_bytes < FEW_BYTES:
         lines.append(

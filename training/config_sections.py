@@ -57,7 +57,7 @@ class ModelConfig(ConfigSection):
     """The architecture, with the field names of ThinkerConfig. Keys that are null get the value named in their text."""
 
     size: Literal["auto"] | None = None
-    """auto: choose model, tokenizer, batch and dropout by text and time (docs/guides/small-text.md). null: do not."""
+    """auto: choose shape, tokenizer, batch, steps, dropout and decay by text and time (docs/guides/small-text.md)."""
     vocab_size: Size | None = None
     """Number of token ids. null: the tokenizer's size."""
     d_model: Size = 256

@@ -1,4 +1,4 @@
-"""Where a finished run stands: the fit of the model, simple models of the same text, and what would help most."""
+"""Assess a finished run: the fit of the model, simple models of the same text, and what would lower the loss most."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NOT_IMPROVING = "no longer improving"
 
 @dataclass(frozen=True)
 class Fit:
-    """Where a finished run stands."""
+    """The fit of a finished run."""
 
     verdict: str  # UNDERFITTED, WELL_FITTED, OVERFITTED or NOT_IMPROVING
     epochs: float
@@ -40,7 +40,8 @@ def assess_fit(
 ) -> Fit | None:
     """Compare the training and validation losses in the lines of metrics.jsonl; None without a training loss.
 
-    baselines: from evaluation.text_baselines. A model that is worse than a 5-gram model is not well fitted.
+    baselines: from evaluation.text_baselines. A model that is worse than a 5-gram model is not well fitted
+        unless its loss has risen.
     """
     train = [(line["step"], line["train_loss"]) for line in lines if "train_loss" in line]
     if not train:
@@ -107,11 +108,11 @@ def describe_fit(fit: Fit) -> str:
 def describe_baselines(val: dict[str, Any], baselines: dict[str, float]) -> str:
     """Compare a model with simple models of the same text (evaluation.text_baselines), as one line."""
     others = ", ".join(f"{name} {bits:.2f}" for name, bits in baselines.items())
-    return f"bits per byte: this model {val['val_bits_per_byte']:.2f}, {others}"
+    return f"bits per byte: this model {val['val_bits_per_byte']:.2f}; on up to 100 KB of validation text: {others}"
 
 
-def describe_levers(val: dict[str, Any], fit: Fit, state: RunState) -> str | None:
-    """Estimate how far more time, text or parameters would lower the loss, the largest change first, as one line.
+def describe_estimates(val: dict[str, Any], fit: Fit, state: RunState) -> str | None:
+    """Estimate by how much more time, text or parameters would lower the loss, the largest change first, as one line.
 
     None for fine-tuning, if the entropy floor is known, and for losses that the law does not describe.
     """
@@ -123,11 +124,11 @@ def describe_levers(val: dict[str, Any], fit: Fit, state: RunState) -> str | Non
     changes = predict_loss_changes(*losses, count_parameters(settings.model), state.tokens, fit.epochs)
     if changes is None:
         return None
-    levers = [(changes.text, "text")]
+    changes_by_name = [(changes.text, "text")]
     if fit.verdict != OVERFITTED:  # otherwise, more steps or parameters overfit more
-        levers.append((changes.time, "steps" if settings.train.max_minutes is None else "minutes"))
-        levers.append((changes.parameters, "parameters"))
-    (first, name), *others = sorted(levers, reverse=True)
+        changes_by_name.append((changes.time, "steps" if settings.train.max_minutes is None else "minutes"))
+        changes_by_name.append((changes.parameters, "parameters"))
+    (first, name), *others = sorted(changes_by_name, reverse=True)
     rest = "".join(f", twice the {name} {_by_about(change)}" for change, name in others)
     return f"estimate: twice the {name} would lower the loss {_by_about(first)}{rest}"
 

@@ -1,4 +1,4 @@
-"""The contexts of a training step: fused kernels of native/, and weights that are cast once."""
+"""Context managers of a training step: fused kernels of native/, and weights that are cast once."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from thinker.training.config import TrainSettings
 def choose_kernels(train: TrainSettings, device: torch.device) -> tuple[FusedKernels | None, str]:
     """The fused kernels, or None and why. They are for CPUs: GPUs and compiled blocks have their own."""
     if device.type != "cpu":
-        return None, f"they are for CPUs, not for {device.type}"
+        return None, f"they run only on CPUs; the device is {device.type}"
     if train.compile:
-        return None, "torch compiles the blocks"
+        return None, "train.compile is on"
     try:
         load_training_library()
     except UserError as error:
@@ -31,7 +31,7 @@ def choose_kernels(train: TrainSettings, device: torch.device) -> tuple[FusedKer
 
 @contextlib.contextmanager
 def fused_kernels(model: nn.Module, kernels: FusedKernels | None) -> Iterator[None]:
-    """Context in which the model uses the kernels; outside a training step it always runs in plain torch."""
+    """Context manager: the model uses the kernels; outside a training step it always runs in plain torch."""
     modules = [module for module in model.modules() if isinstance(module, RMSNorm | Attention | MLP)] if kernels else []
     try:
         for module in modules:
@@ -44,7 +44,7 @@ def fused_kernels(model: nn.Module, kernels: FusedKernels | None) -> Iterator[No
 
 @contextlib.contextmanager
 def cached_weight_casts(model: Thinker) -> Iterator[None]:
-    """Context that casts each matrix to the activation dtype only once; gradients accumulate in the fp32 weights."""
+    """Context manager that casts each matrix to the activation dtype once; gradients accumulate in the fp32 weights."""
     weights = model.embedding.weight.dtype
     is_sharded = hasattr(model, "unshard")  # FSDP2 gathers the weights of blocks in the activation dtype
     is_cast = model.dtype != weights and not is_sharded

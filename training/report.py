@@ -6,7 +6,7 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus import Corpus
 from thinker.evaluation.text_baselines import text_baselines
 from thinker.training.advice import after_training, describe_result, sampling_hint
-from thinker.training.fit import assess_fit, describe_baselines, describe_fit, describe_levers, evaluations
+from thinker.training.fit import assess_fit, describe_baselines, describe_estimates, describe_fit, evaluations
 from thinker.training.loss_plot import plot_loss
 from thinker.training.run_state import RunState
 
@@ -27,7 +27,7 @@ def print_summary(run: RunDirectory, state: RunState, epochs: float, corpus: Cor
         messages.append(describe_fit(fit))
     if baselines:
         messages.append(describe_baselines(val, baselines))
-    if fit and (levers := describe_levers(val, fit, state)):
+    if fit and (levers := describe_estimates(val, fit, state)):
         messages.append(levers)
     plot = run.path / "loss.png"
     plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")

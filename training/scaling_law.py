@@ -1,7 +1,7 @@
 """An estimate of what more time, more text or a larger model would gain, from a scaling law.
 
 The law: loss = E + A / N**ALPHA + B / D**BETA + K / S**GAMMA, where N is the number of parameters outside embeddings,
-D the bytes of distinct training text that were seen and S the training tokens processed. A single run does not
+D the bytes of distinct training text and S the training tokens processed. A single run does not
 determine A, B and K, so predict_loss_changes() splits its reducible loss over the three terms by rules of thumb. The
 result is an estimate that may be right only in its order of magnitude; use it to choose what to try first.
 """
@@ -23,7 +23,7 @@ FACTOR = 2  # by which time, text or parameters grow
 
 @dataclass(frozen=True)
 class LossChanges:
-    """By how much the validation loss would fall (nats per token) with twice as much of one and no more of the rest."""
+    """By how much the validation loss would fall (nats per token) if one doubles and the others stay the same."""
 
     time: float
     text: float
@@ -35,8 +35,8 @@ def predict_loss_changes(
 ) -> LossChanges | None:
     """Estimate what twice the training tokens, twice the text and twice the parameters would gain.
 
-    The reducible loss is split like this: the text term is the gap between validation and training loss. The rest
-    belongs to time and size, in equal parts by elasticity at 20 tokens per parameter. A model with fewer tokens per
+    The text term is the gap between the validation and the training loss. The rest is split between time and size so
+    that, at 20 tokens per parameter, 1% more of either lowers the loss equally. A model with fewer tokens per
     parameter has a larger time term, one with more a larger size term.
 
     Args:

@@ -13,7 +13,7 @@ from thinker.runtime.process_group import local_tensor
 class WeightAverage:
     """average = decay · average + (1 - decay) · weights after each step, in fp32, for the trained parameters.
 
-    Early in a run the decay is at most (1 + step) / (10 + step), so that the initial weights are soon forgotten.
+    Early in a run the decay is at most (1 + step) / (10 + step), so that the initial weights soon matter little.
     """
 
     def __init__(self, model: Thinker, decay: float) -> None:
@@ -22,13 +22,13 @@ class WeightAverage:
         self.averages, self.decay = [weight.clone() for weight in self.weights], decay
 
     def update(self, step: int) -> None:
-        """Add the weights after a step (from 1) to the average."""
+        """Update the average with the weights after a step, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(*(list(map(local_tensor, each)) for each in (self.averages, self.weights)), 1 - decay)
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[dict[str, Tensor]]:
-        """Context in which the model has the average. Yields the weights by the names that load() expects."""
+        """Context manager: the model holds the average. Yields the current weights, named as load() expects them."""
         weights = [weight.clone() for weight in self.weights]
         self._copy(self.averages, self.weights)
         try:

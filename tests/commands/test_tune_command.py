@@ -112,7 +112,7 @@ def test_search_its_reuse_and_its_interruption(tune, config, tmp_path):
         for rung in (1, 2, 3)
         for row in sorted((row for row in rows if row["rung"] == rung), key=lambda row: row["val_loss"] or math.inf)
     ]
-    result = "the config's own values are best"
+    result = "of the values tried, those of the config are best"
     if used := [line.removeprefix("use: ") for line in shown.splitlines() if line.startswith("use: ")]:
         result = f"use: {used[0]}"
         changed = load_config(config, ["data.shift_windows=true", *shlex.split(used[0])])
@@ -163,7 +163,7 @@ def has_ended(pid):
         (["--minutes", "0"], "--minutes is 0; it must be a positive number"),
         (["--minutes", "nan"], "--minutes is nan; it must be a positive number"),
         (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
-        (["--multipliers", "1", "--batch-sizes", "4"], "leave nothing to compare; list more --multipliers"),
+        (["--multipliers", "1", "--batch-sizes", "4"], "leave nothing to compare; set more --multipliers"),
         (["--multipliers", "1,x"], "--multipliers is '1,x'; it must be numbers such as 0.5,1,2"),
         (["--multipliers", "0,1"], "--multipliers is '0,1'; the numbers must be positive and different"),
         (["--batch-sizes", "4,4"], "--batch-sizes is '4,4'; the numbers must be positive and different"),
@@ -179,7 +179,7 @@ def test_mistakes_are_refused_before_anything_is_written(arguments, message, con
 
 
 def test_too_few_minutes_are_refused_with_the_number_that_is_enough():
-    with pytest.raises(UserError, match=r"^18 trials of at least 20 steps need 8\.4 minutes; raise --minutes by 7\.4"):
+    with pytest.raises(UserError, match=r"^18 runs of at least 20 steps need 8\.4 minutes; raise --minutes by 7\.4"):
         plan_rungs(18, [8, 16, 32], 20, Cost(5.0, 0.01, 2), 60, math.inf)
 
 
@@ -207,13 +207,13 @@ def result(multiplier, batch_size, loss, rung=1, overrides=()):
 def test_what_is_said_of_a_result(config, tmp_path):
     tree = load_config(config, [])
     own = recommendation([result(0.5, 4, 2.0), result(1, 4, 1.0), result(2, 4, None)], config, [], tree)
-    assert own == ["the config's own values are best",
+    assert own == ["of the values tried, those of the config are best",
                    "the rates were tuned on shorter runs: 8 steps instead of 160"]  # fmt: skip
     rows = [result(1, 4, 1.0), result(2, 8, 0.9, overrides=["optimizer.lr=0.1", "train.batch_size=8"])]
     use, command, edge, length = recommendation(rows, config, ["data.path=a b.txt"], tree)
     assert use == "use: optimizer.lr=0.1 train.batch_size=8 train.max_steps=80"
     assert shlex.split(command) == ["python", "train.py", str(config), "data.path=a b.txt", *use.split()[1:]]
-    assert edge.startswith("the best multiplier is at an end of the range")
+    assert edge.startswith("the best multiplier is the ")
     assert length.endswith("8 steps instead of 80")
     assert format_rows([*rows, result(4, 4, None)]).splitlines()[-1].endswith("not finite")
     plot([*rows, result(4, 4, None), result(2, 8, 0.8, rung=2)], tmp_path / "a.png")

@@ -222,7 +222,7 @@ def test_levers_are_ordered_and_left_out_where_the_law_does_not_apply(ended):
 
     def levers(train, loss, epochs, state=trained, **more):
         lines = [*losses(*train), val(20, loss, **more)]
-        return fits.describe_levers(lines[-1], fits.assess_fit(lines, state, epochs), state)
+        return fits.describe_estimates(lines[-1], fits.assess_fit(lines, state, epochs), state)
 
     text = levers((5, 3), 3.6, 2.0)
     changes = [float(number) for number in re.findall(r"about (\d\.\d\d)", text)]

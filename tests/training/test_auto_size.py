@@ -101,5 +101,5 @@ def test_a_resumed_run_keeps_its_choice_to_the_bit(small):
 def test_a_plan_chooses_as_training_does(text_file, tmp_path):
     done = run_script("scripts/plan.py", CONFIG, f"data.path={text_file}", f"data.cache_dir={tmp_path}", "--no-steps")
     assert done.returncode == 0, done.stderr
-    assert "in 10 minutes expected" in done.stderr
+    assert "24 epochs expected; ends before 10 minutes" in done.stderr
     assert "parameters" in done.stdout

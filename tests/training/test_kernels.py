@@ -91,9 +91,9 @@ def test_only_the_step_uses_the_kernels(monkeypatch):
 
 def test_why_a_run_has_no_kernels(monkeypatch):
     train = make_step().train
-    assert choose_kernels(train, torch.device("cuda")) == (None, "they are for CPUs, not for cuda")
+    assert choose_kernels(train, torch.device("cuda")) == (None, "they run only on CPUs; the device is cuda")
     compiled = train.model_copy(update={"compile": True})
-    assert choose_kernels(compiled, CPU) == (None, "torch compiles the blocks")
+    assert choose_kernels(compiled, CPU) == (None, "train.compile is on")
     monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
     monkeypatch.delenv("CC", raising=False)
     compiler.load_training_library.cache_clear()
