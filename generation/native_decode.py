@@ -28,7 +28,7 @@ class NativeThinker:
 
     Activations are in fp32. These passes run in the model instead: the first of a cache, of more than 16 rows, of
     several positions if a layer has a mask, with recorded or patched activations, and with linear or top-k attention,
-    learned or sinusoidal positions.
+    learned or sinusoidal positions, or token shift.
     """
 
     def __init__(self, model: Thinker) -> None:
@@ -36,7 +36,8 @@ class NativeThinker:
         config = model.config
         self.model = model
         by_mask = all(not (pattern.by_score or pattern.n_features) for pattern in config.patterns)
-        self.is_supported = by_mask and config.positions in ("rope", "alibi", "none")
+        has_native_input = config.positions in ("rope", "alibi", "none") and not config.token_shift
+        self.is_supported = by_mask and has_native_input
         self.is_causal = config.positions != "alibi" and all(pattern == CAUSAL for pattern in config.patterns)
         self._hooked = [module for module in model.modules() if hasattr(module, "hooks")]
         self.seconds_per_step = math.inf  # of the newest step

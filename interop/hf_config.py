@@ -162,6 +162,7 @@ def hf_model_type(config: ThinkerConfig) -> str:
         f"model.positions={config.positions}": config.positions != "rope",
         "model.attn_logit_softcap": config.attn_logit_softcap is not None,
         "model.attention_sinks": config.attention_sinks,
+        "model.token_shift": config.token_shift,
         "model.n_kv_heads_per_layer": config.n_kv_heads_per_layer is not None,
         "both model.attention_bias and model.qk_norm": config.attention_bias and config.qk_norm,
         f"model.attention={config.attention}": not is_one_window,

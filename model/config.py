@@ -43,6 +43,7 @@ class ThinkerConfig:
     attn_logit_softcap: float | None = None  # soft limit of the attention scores
     attention_sinks: bool = False  # learned score per head that lets it attend to nothing
     attention_bias: bool = False  # bias on queries, keys and values, as in Qwen2
+    token_shift: bool = False  # add the embedding of the token before, scaled per channel
     no_rope_layers: list | None = None  # layers without RoPE, counted from 0, as in SmolLM3
     n_kv_heads_per_layer: list | None = None  # KV heads per layer of a pruned model; None: n_kv_heads
 
@@ -124,7 +125,8 @@ class ThinkerConfig:
         """Whether all layers use full attention, RoPE and plain scores, as in LLaMA and Qwen3."""
         has_plain_scores = self.attn_logit_softcap is None and not self.attention_sinks
         has_fixed_rope = self.positions == "rope" and not self._has_dynamic_rope and not self.no_rope_layers
-        return has_plain_scores and has_fixed_rope and {pattern.text for pattern in self.patterns} == {"full"}
+        has_plain_input = has_fixed_rope and not self.token_shift
+        return has_plain_scores and has_plain_input and {pattern.text for pattern in self.patterns} == {"full"}
 
     @property
     def is_unbounded(self) -> bool:

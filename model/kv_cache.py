@@ -138,8 +138,8 @@ class KVCache:
         self.n_moves = 0  # times that the tensors of all layers were replaced
         self.lengths = [0] * batch_size
         self.high_water = self.high_water_before = self.lengths  # largest length of each row before truncate()
-        by_token = self.mask_builder.by_token
-        self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if by_token else None
+        keeps_tokens = self.mask_builder.by_token or config.token_shift
+        self.tokens = torch.zeros(batch_size, max_len, dtype=int, device=device) if keeps_tokens else None
 
     def _new_layer(self, pattern: Pattern, B: int, K: int) -> LayerCache | LinearLayer:
         if pattern.n_features:
@@ -168,8 +168,12 @@ class KVCache:
         positions = torch.arange(length, device=self.device) + starts[0]  # (T,)
         if min(starts) < max(starts) or min(self.high_water) < max(self.high_water):
             positions = positions + (to_device(starts, self.device) - starts[0])[:, None]  # (B, T)
+        token_before = None
         if self.tokens is not None:
-            self.tokens.scatter_(1, positions.expand(batch_size, -1), tokens)
+            at = (positions[..., :1].expand(batch_size, 1) - 1) % self.max_len
+            token_before = self.tokens.gather(1, at)  # any id before position 0
+            newest = slice(-self.max_len, None)  # unbounded caches keep the last max_len tokens
+            self.tokens.scatter_(1, positions.expand(batch_size, -1)[:, newest] % self.max_len, tokens[:, newest])
         patterns, prepared = self.mask_builder.patterns, {}
         for layer, pattern in zip(self.layers, patterns):
             if pattern.n_features:  # no mask and no slots
@@ -177,7 +181,7 @@ class KVCache:
             elif pattern not in prepared:
                 prepared[pattern] = layer.prepare(self, pattern, positions)
         masks, slots = ([prepared[pattern][i] for pattern in patterns] for i in (0, 1))
-        return ForwardContext(positions, max(self.lengths), masks, slots)
+        return ForwardContext(positions, max(self.lengths), masks, slots, token_before=token_before)
 
     def reserve(self, batch_size: int, length: int) -> list[int]:
         """Add `length` positions to every row and return the previous lengths. Raises the errors of append()."""
@@ -200,7 +204,7 @@ class KVCache:
     def build_mask(self, pattern: Pattern, queries: Tensor, keys: Tensor, aligned: bool = False) -> AttentionMask:
         """Mask between queries and keys at these positions, (T,) or (B, T) each."""
         query, key = TokenInfo(queries), TokenInfo(keys)
-        if self.tokens is not None:
+        if self.mask_builder.by_token:
             rows = torch.arange(len(self.lengths), device=self.device)[:, None]
             query.token_id, key.token_id = self.tokens[rows, queries], self.tokens[rows, keys]
         return self.mask_builder.build(pattern, query, key, aligned)

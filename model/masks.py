@@ -35,6 +35,7 @@ class ForwardContext:
     masks: list[AttentionMask]  # per layer; layers with the same pattern share one
     slots: list[CacheSlots | None]  # per layer; None without a cache of keys
     rope: Rotation = None
+    token_before: Tensor | None = None  # (B, 1): the id that precedes each row in the cache, if the cache keeps ids
 
 
 @dataclass

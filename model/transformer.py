@@ -87,6 +87,8 @@ class Thinker(nn.Module):
         self.activation_dtype: torch.dtype | None = None
         self.is_compiled = False  # set when the blocks are compiled; on CUDA this also compiles the loss
         self.embedding = nn.Embedding.from_pretrained(_random(config.vocab_size, config.d_model), freeze=False)
+        # As the token shift of RWKV (Peng et al. 2023, arXiv:2305.13048), but only on the embedding.
+        self.token_shift = nn.Parameter(torch.zeros(config.d_model)) if config.token_shift else None  # (C,)
         self.dropout = nn.Dropout(config.dropout)
         self.kernel = "auto"  # or one of attention_dispatch.KERNELS
         self.mask_builder: MaskBuilder | None = None
@@ -109,7 +111,7 @@ class Thinker(nn.Module):
         """Initialize all weights; `init` "normal" follows GPT-2 (Radford et al. 2019)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                parameter.fill_(0 if name.endswith(("sinks", "bias")) else 1)
+                parameter.fill_(0 if name.endswith(("sinks", "bias", "token_shift")) else 1)
             elif self.config.init == "normal" or name == "positions.weight":
                 parameter.normal_(0, 0.02, generator=generator)
             elif name == "embedding.weight":
@@ -181,6 +183,8 @@ class Thinker(nn.Module):
         """Context of a whole sequence, or of the next positions of a cache. Raises UserError if they do not fit."""
         if tokens is None and any(pattern.tokens for pattern in self.config.patterns):
             raise UserError("model.attention selects tokens by id, but embeddings have no ids; pass tokens")
+        if tokens is None and cache is not None and self.token_shift is not None:
+            raise UserError("model.token_shift with a cache needs token ids; pass tokens, not embeddings")
         end = inputs.shape[1] + (0 if cache is None else max(cache.lengths))
         if self.positions is not None and end > (n_learned := len(self.positions.weight)):
             raise UserError(f"the sequence has {end} tokens, more than the {n_learned} learned positions; shorten it")
@@ -210,6 +214,12 @@ class Thinker(nn.Module):
     ) -> Tensor:
         """Map tokens (B, T) or embeddings (B, T, C) to the input of the LM head, (B, T, C)."""
         x = self.embedding(inputs) if inputs.dim() == 2 else inputs
+        if self.token_shift is not None:
+            before = F.pad(x, (0, 0, 1, -1))  # (B, T, C)
+            if context.token_before is not None:
+                before[:, :1] = self.embedding(context.token_before)
+            is_first = context.positions == 0  # (T,) or (B, T): no token before it
+            x = x + (self.token_shift * before).masked_fill(is_first.unsqueeze(-1), 0)
         if self.positions is not None:
             x = x + self.positions(context.positions)
         elif self.config.positions == "sinusoidal":

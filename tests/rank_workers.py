@@ -28,6 +28,7 @@ from thinker.training.step import TrainingStep, build_model
 CPU, ROWS, T = torch.device("cpu"), 8, 24
 SHAPE = {
     "attention_sinks": True,
+    "token_shift": True,
     "vocab_size": 97,
     "d_model": 31,
     "n_layers": 2,

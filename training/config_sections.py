@@ -102,6 +102,8 @@ class ModelConfig(ConfigSection):
     """Give each head a learned score for attending to nothing."""
     attention_bias: bool = False
     """Add biases to queries, keys and values, as in Qwen2."""
+    token_shift: bool = False
+    """Add to each embedding that of the token before, scaled by a learned weight per channel."""
     no_rope_layers: list[int] | None = None
     """Layers without RoPE, counted from 0. null: none."""
     n_kv_heads_per_layer: list[int] | None = None

@@ -14,11 +14,12 @@ from thinker.training.config import load_config
 
 PROMPT = "Line 7: the cat number 7 sat"
 FORMS = {
-    "ring": ["model.attention=window(8) | global(2)", "model.positions=alibi"],
-    "mixed": ["model.attention=[linear(16), 'heads(window(4), strided(3))']", "data.document_masking=true"],
+    "ring": ["model.attention=window(8) | global(2)", "model.positions=alibi", "model.token_shift=true"],
+    "mixed": ["model.attention=[linear(16), 'heads(window(4), strided(3))']", "data.document_masking=true",
+              "model.token_shift=true"],
     "letters": ["model.attention=LG", "model.window=6", "model.positions=none", "model.attention_sinks=true"],
     "prefix": ["model.attention=prefix(5)", "model.positions=learned", "model.attn_logit_softcap=30"],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(

@@ -43,6 +43,7 @@ UNSUPPORTED = {
     "learned": {"positions": "learned"},
     "linear": {"attention": "linear(16)"},
     "top-k": {"attention": "topk(4)"},
+    "token shift": {"token_shift": True},
 }
 
 

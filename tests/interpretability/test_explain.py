@@ -15,6 +15,7 @@ FORMS = {
     "plain": {}, "mqa": {"n_kv_heads": 1}, "a cap": {"attn_logit_softcap": 2.0}, "a window": {"attention": "window(4)"},
     "by head": {"attention": "heads(window(2), full)"}, "topk": {"attention": "topk(3)"},
     "alibi": {"positions": "alibi"}, "sinks": {"attention_sinks": True}, "prefix": {"attention": "prefix(5)"},
+    "token shift": {"token_shift": True},
     "sharp": {"std": 2.0, "qk_norm": False},
     "all of it": {"attn_logit_softcap": 3.0, "attention_sinks": True, "positions": "alibi"},
 }  # fmt: skip

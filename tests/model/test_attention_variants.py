@@ -17,7 +17,7 @@ ATTENTION = ["full", "window(5)", "dilated(9, 2)", "window(4) | global(3)", "tok
              "heads(window(3), full)", "window(7) & strided(3)", ["window(4)", "linear(8)"], "LG"]  # fmt: skip
 POSITIONS = ["rope", "alibi", "learned", "sinusoidal", "none"]
 MORE = [{}, {"attn_logit_softcap": 2.0}, {"attention_sinks": True}, {"qk_norm": False}, {"attention_bias": True}]
-MORE += [{"no_rope_layers": [1]}]
+MORE += [{"no_rope_layers": [1]}, {"token_shift": True}]
 
 
 def goes_together(attention, positions, more):
@@ -128,7 +128,7 @@ def test_rows_of_unequal_length_go_on_as_if_alone(random_model, attention, one_t
 @settings(max_examples=examples(40), deadline=None)
 def test_a_ring_goes_back_as_far_as_it_has_slack(random_model, one_thread, attention, slack, steps, seed):
     """Chunks are appended and partly taken back, over and over, as drafts are that fail; what comes is always right."""
-    more = {"window": 5} if attention == "LG" else {}
+    more = {"window": 5, "token_shift": True} if attention == "LG" else {}
     model = random_model(seed, attention=attention, max_seq_len=80, **more)
     generator = torch.Generator().manual_seed(seed)
     cache, text = model.new_cache(1, 80, slack=slack), torch.zeros(1, 0, dtype=torch.long)
@@ -159,7 +159,7 @@ def test_what_a_cache_keeps_follows_the_pattern(random_model):
 
 @pytest.mark.parametrize("attention", ["window(16)", "window(8) | global(4)", "linear(8)", ["window(4)", "linear(8)"]])
 def test_memory_does_not_grow_where_the_distance_is_bounded(random_model, attention, stress):
-    model = random_model(attention=attention, positions="none")
+    model = random_model(attention=attention, positions="none", token_shift=True)
     tokens = torch.randint(0, 61, (1, 1024), generator=torch.Generator().manual_seed(0))
     cache = model.new_cache(1, 64)
     size = cache.nbytes
@@ -170,6 +170,17 @@ def test_memory_does_not_grow_where_the_distance_is_bounded(random_model, attent
     assert cache.lengths == [1024 * n_chunks]
     assert cache.is_unbounded
     assert not random_model(attention="strided(4)").new_cache(1, 64).is_unbounded
+
+
+@torch.no_grad()
+def test_an_unbounded_cache_keeps_the_token_before(random_model):
+    model = random_model(attention="window(4)", positions="none", token_shift=True)
+    tokens = torch.randint(0, 61, (2, 60), generator=torch.Generator().manual_seed(0))
+    cache = model.new_cache(2, 10)
+    chunks = tokens.split([12, 1, 20, 1, 3, 10, 13], dim=1)  # some are longer than the cache
+    close(torch.cat([model(chunk, cache=cache) for chunk in chunks], dim=1), model(tokens))
+    with pytest.raises(UserError, match="token_shift with a cache needs token ids"):
+        model(embeddings=torch.zeros(2, 1, 32), cache=cache)
 
 
 def test_a_ring_that_has_turned_refuses_to_go_further_back_than_its_slack(random_model):
