@@ -93,14 +93,9 @@ def choose_kernel(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask | None = None,
-    scale: float | None = None,
-    attn_logit_softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, scale: float | None = None,
+    attn_logit_softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute softmax(scale · q kᵀ) v over the visible keys; the result is 0 for queries without visible keys.
 
     Args:
@@ -136,13 +131,9 @@ def attend(
 
 
 def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    mask: AttentionMask | None = None,
-    scale: float | None = None,
-    attn_logit_softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, mask: AttentionMask | None = None, scale: float | None = None,
+    attn_logit_softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention weights of the reference (Vaswani et al. 2017), (B, H, T, S), in fp32 or float64."""
     mask = AttentionMask() if mask is None else mask
     dtype = torch.promote_types(q.dtype, torch.float32)

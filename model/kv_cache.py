@@ -116,14 +116,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        config: ThinkerConfig,
-        batch_size: int,
-        max_len: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        self, config: ThinkerConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype,
         slack: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`slack`: number of positions that truncate() can always remove, even from ring buffers."""
         if not all(type(n) is int and n >= least for n, least in ((batch_size, 1), (max_len, 1), (slack, 0))):
             sizes = f"batch_size={describe(batch_size)}, max_len={describe(max_len)}, slack={describe(slack)}"

@@ -140,15 +140,9 @@ class Thinker(nn.Module):
         return self.activation_dtype or self.embedding.weight.dtype
 
     def forward(
-        self,
-        tokens: Tensor | None = None,
-        *,
-        embeddings: Tensor | None = None,
-        targets: Tensor | None = None,
-        cache: KVCache | None = None,
-        last_logits_only: bool = False,
-        document_ids: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, tokens: Tensor | None = None, *, embeddings: Tensor | None = None, targets: Tensor | None = None,
+        cache: KVCache | None = None, last_logits_only: bool = False, document_ids: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Run one pass, for training, prefill or decoding.
 
         Args:
