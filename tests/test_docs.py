@@ -21,9 +21,11 @@ browser = chromium.browser  # a fixture
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?ms)^```(\w+)\n(.*?)^```$")
+TALES = ["data.max_documents=3000", "model.d_model=48"]
 # Smaller, and without what this machine may lack; everything else is as on the page.
 SMALLER = {
     "train.py": ["train.max_steps=2", "train.max_minutes=10", "train.device=cpu", "train.compile=false"],
+    "configs/quickstart.yaml": TALES,
     "configs/gpu-": [
         *TINY_OVERRIDES,
         "data.source=pysource",
@@ -93,8 +95,7 @@ def quickstart(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     for name in ("configs", "scripts"):
         (folder / name).symlink_to(ROOT / name)
-    tales = ["data.max_documents=3000", "model.d_model=48"]
-    done = run_script(ROOT / "train.py", "configs/quickstart.yaml", *tales, *SMALLER["train.py"], cwd=folder)
+    done = run_script(ROOT / "train.py", "configs/quickstart.yaml", *TALES, *SMALLER["train.py"], cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "my.txt").write_text("Some words, and a few more of them.\n" * 500)
     (folder / "story.txt").write_text("Once upon a time")
