@@ -22,6 +22,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
     "scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
     "short_context": ("", "--tokens 32 --minutes 1 3"),
+    "size_rule": ("my.txt", "my.txt --characters 100000 --minutes 1 --jobs 2"),
     "speculative": ("", "--drafts 4 8 --temperatures 0 --precisions fp32"),
     "step_parts": ("configs/quickstart.yaml", "configs/quickstart.yaml train.batch_size=16 --rounds 50"),
     "sweep": ("configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --png sweep.png",

@@ -26,6 +26,7 @@ NEW_ROOMS = {
     "benchmarks/llama_cpp.py",
     "benchmarks/processes.py",
     "benchmarks/regularization.py",
+    "benchmarks/size_rule.py",
     "benchmarks/step_parts.py",
     "benchmarks/tuning.py",
     "benchmarks/tuning_report.py",

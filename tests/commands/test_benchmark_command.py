@@ -228,6 +228,24 @@ def test_scaling(benchmark, train_args, tmp_path):
     assert "at ten times the compute of the largest model" in shown
 
 
+@pytest.mark.usefixtures("fork_processes")
+def test_size_rule(benchmark, tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_text("".join(f"Line {n}: a cat sat on mat {n % 7}.\n" for n in range(200)))
+    command = ["size_rule", text, "--characters", "4000", "--minutes", "0.01", "--shapes", "8x1x1"]
+    shown = benchmark(BENCHMARK, *map(str, command), "--folder", str(tmp_path / "runs"))
+    auto, fixed = json.loads(shown.splitlines()[-1])["rows"]
+    assert [auto["shape"], fixed["shape"]] == ["auto", "8x1x1"]
+    excess = auto["bits_per_byte"] / min(auto["bits_per_byte"], fixed["bits_per_byte"]) - 1
+    assert f"auto is at most {excess:.1%} above the best size" in shown
+    configs = [tmp_path / f"runs/my-4000-0.01-{shape}/config.yaml" for shape in ("auto", "8x1x1")]
+    widths = [yaml.safe_load(path.read_text())["model"]["d_model"] for path in configs]
+    assert widths[0] > widths[1] == 8
+    done = run_script(BENCHMARK, "size_rule", text, "--characters", "1000000", "--folder", tmp_path / "other")
+    assert done.returncode == 2
+    assert "lower --characters" in done.stderr
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0.3, 3), st.floats(0.5, 3), st.floats(0.05, 0.4), st.booleans())
 def test_power_law_recovers_its_parameters(floor, height, exponent, floor_known):
