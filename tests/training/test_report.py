@@ -102,7 +102,7 @@ def test_a_model_is_compared_with_simple_ones_and_told_to_train_longer_if_it_is_
     for bits, is_worse in ((baselines["5-gram"] - 0.01, False), (baselines["5-gram"] + 0.01, True)):
         printed = summary_of(tmp_path, settings, corpus, capsys, bits)
         others = ", ".join(f"{name} {value:.2f}" for name, value in baselines.items())
-        assert printed[3] == f"bits per byte: this model {bits:.2f}, {others}"
+        assert printed[3] == f"bits per byte: this model {bits:.2f}; on up to 100 KB of validation text: {others}"
         advice = [line for line in printed if line.startswith("advice")]
         said = "advice: a 5-gram model predicts the text better than this model; train longer: raise train.max_steps"
         assert advice == ([said] if is_worse else [])
