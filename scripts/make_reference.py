@@ -75,7 +75,7 @@ def sizes_markdown() -> str:
     parts = [
         "# Sizes that model.size=auto chooses\n",
         "Each cell: parameters in the blocks, tokenizer, dropout, expected epochs. Text means training text, without "
-        f"the validation split. {GENERATED}",
+        f"the validation split.\n\n{GENERATED}",
     ]
     for title, rate, is_gpu in (
         ("Two CPU cores, together 100 GFLOP/s in fp32", 100e9, False),

@@ -124,11 +124,11 @@ def describe_estimates(val: dict[str, Any], fit: Fit, state: RunState) -> str | 
     changes = predict_loss_changes(*losses, count_parameters(settings.model), state.tokens, fit.epochs)
     if changes is None:
         return None
-    changes_by_name = [(changes.text, "text")]
+    estimates = [(changes.text, "text")]
     if fit.verdict != OVERFITTED:  # otherwise, more steps or parameters overfit more
-        changes_by_name.append((changes.time, "steps" if settings.train.max_minutes is None else "minutes"))
-        changes_by_name.append((changes.parameters, "parameters"))
-    (first, name), *others = sorted(changes_by_name, reverse=True)
+        estimates.append((changes.time, "steps" if settings.train.max_minutes is None else "minutes"))
+        estimates.append((changes.parameters, "parameters"))
+    (first, name), *others = sorted(estimates, reverse=True)
     rest = "".join(f", twice the {name} {_by_about(change)}" for change, name in others)
     return f"estimate: twice the {name} would lower the loss {_by_about(first)}{rest}"
 
