@@ -27,6 +27,7 @@ EAGER = {
     "train.precision": ["fp32", "bf16"],
     "train.micro_batch_size": ["null", "1"],
     "model.dropout": ["0.0", "0.2"],
+    "model.token_shift": ["false", "true"],
     "documents": list(DOCUMENTS),
     "train.lora_rank": ["null", "4"],
     "train.checkpoint_every_n_blocks": ["null", "1", "2"],
@@ -56,6 +57,8 @@ def overrides(case, run, cache, tiny_run, n_steps=4):
     if keys["train.parallel"] == "alone":
         del keys["train.parallel"]
     is_lora = keys["train.lora_rank"] != "null"
+    if is_lora:
+        del keys["model.token_shift"]  # the initial model has none
     start = [f"run.init_from={tiny_run}", "data.tokenizer=null"] if is_lora else ["data.tokenizer=bpe:300"]
     shape = ["model.d_model=32", "model.n_layers=2", "model.n_heads=2", "model.n_kv_heads=1", "data.seq_len=32"]
     lengths = [
