@@ -12,12 +12,13 @@ from torch.autograd.function import once_differentiable
 class FusedKernels(NamedTuple):
     """Fused operations for training on a CPU, with the signatures of native/training.py.
 
-    RMSNorm, Attention and MLP use those that a training step sets as their `kernels`, instead of plain torch.
+    RMSNorm, Attention, MLP and Dropout use those that a training step sets as their `kernels`, instead of plain torch.
     """
 
     rms_norm: Callable[..., Tensor]
     rotate_heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
     swiglu: Callable[[Tensor], Tensor]
+    dropout: Callable[[Tensor, float], Tensor]
 
 
 class Linear(nn.Linear):
@@ -113,3 +114,15 @@ class _FusedRMSNorm(torch.autograd.Function):
         weight_grad = product.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
         mean = (product @ w / y.shape[-1]).unsqueeze(-1)  # (..., 1): the mean of grad · w · y
         return torch.addcmul(grad * w, y, mean, value=-1) * scale.to(grad.dtype), weight_grad, None
+
+
+class Dropout(nn.Dropout):
+    """nn.Dropout, whose random numbers take a fifth of a small model's step on a CPU, with a fused kernel for it."""
+
+    kernels: FusedKernels | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(...) -> (...)."""
+        if self.kernels is not None and self.training and self.p > 0:
+            return self.kernels.dropout(x, self.p)
+        return super().forward(x)

@@ -15,7 +15,7 @@ from thinker.model.config import ThinkerConfig
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache
-from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly, project_together
+from thinker.model.layers import Dropout, FusedKernels, Linear, RMSNorm, project_jointly, project_together
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding
@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.attention = LinearAttention(config, pattern.n_features, layer) if is_linear else Attention(config, layer)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.hooks: HookManager | None = None
 
     def forward(
@@ -89,7 +89,7 @@ class Thinker(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(_random(config.vocab_size, config.d_model), freeze=False)
         # As the token shift of RWKV (Peng et al. 2023, arXiv:2305.13048), but only on the embedding.
         self.token_shift = nn.Parameter(torch.zeros(config.d_model)) if config.token_shift else None  # (C,)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.kernel = "auto"  # or one of attention_dispatch.KERNELS
         self.mask_builder: MaskBuilder | None = None
         self._built_for: tuple[torch.dtype, torch.device, str] | None = None

@@ -48,6 +48,7 @@ def load_training_library() -> ctypes.CDLL:
         "rotate_heads_backward": (pointer,),
         "swiglu": (pointer, integer, integer, integer, pointer),
         "swiglu_backward": (pointer, pointer, integer, integer, integer, pointer),
+        "dropout": (pointer, integer, integer, pointer, number, pointer),
         "muon_momentum": (pointer, pointer, integer, integer, integer, number, integer, pointer, integer),
         "muon_update": (
             pointer, integer, pointer, pointer, integer, integer, integer, number, number, number, integer, pointer

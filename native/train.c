@@ -2,32 +2,8 @@
    fp32 or bf16, sums in fp32. Rows are cut into PARTS, whatever the number of threads, so that sums over rows do not
    depend on it. native/training.py calls these functions; in plain PyTorch, they are in model/ and training/muon.py. */
 #include <omp.h>
-#include "vectors.h"
-
-#define PARTS 48
-#define PART(n, part, begin, end) int64_t begin = (n) * (part) / PARTS, end = (n) * ((part) + 1) / PARTS
-#define COLUMNS 512 /* of a row at a time */
-
-INLINE void *at(const void *data, int64_t is_bf16, int64_t i) { return (char *)data + i * (is_bf16 ? 2 : 4); }
-
-/* n numbers in fp32: those at `from`, or in `space` if they are converted. */
-INLINE const float *read_row(const void *from, int64_t is_bf16, int64_t n, float *restrict space) {
-    if (!is_bf16) return from;
-    const uint16_t *halves = from;
-    #pragma omp simd
-    for (int64_t i = 0; i < n; i++) space[i] = bf16_to_float(halves[i]);
-    return space;
-}
-
-/* Where to write n numbers in fp32; write_row() then converts them if they are in `space`. */
-INLINE float *row_to_write(void *to, int64_t is_bf16, float *space) { return is_bf16 ? space : to; }
-
-INLINE void write_row(void *to, int64_t is_bf16, int64_t n, const float *restrict space) {
-    uint16_t *restrict halves = to;
-    if (!is_bf16) return;
-    #pragma omp simd
-    for (int64_t i = 0; i < n; i++) halves[i] = float_to_bf16(space[i]);
-}
+#include "dropout.h"
+#include "rows.h"
 
 INLINE float inverse_rms(const float *restrict x, float eps, int64_t n) {
     float squares = 0;
@@ -266,6 +242,22 @@ void swiglu_backward(const void *grad, const void *gate_up, int64_t is_bf16, int
                 write_row(at(out, is_bf16, gate), is_bf16, count, gate_out);
                 write_row(at(out, is_bf16, up), is_bf16, count, up_out);
             }
+        }
+    }
+}
+
+/* x, out (n,). The gradient is the same function of the gradient of out. */
+void dropout(const void *x, int64_t is_bf16, int64_t n, const uint64_t *seed, double p, void *out, int64_t n_threads) {
+    #pragma omp parallel for num_threads(n_threads) schedule(static)
+    for (int part = 0; part < PARTS; part++) {
+        float x_space[COLUMNS], out_space[COLUMNS];
+        PART(n, part, begin, end);
+        for (int64_t i = begin; i < end; i += COLUMNS) {
+            int64_t count = end - i < COLUMNS ? end - i : COLUMNS;
+            void *to = at(out, is_bf16, i);
+            dropout_row(read_row(at(x, is_bf16, i), is_bf16, count, x_space), i, count, *seed, p,
+                        row_to_write(to, is_bf16, out_space));
+            write_row(to, is_bf16, count, out_space);
         }
     }
 }

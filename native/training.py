@@ -52,6 +52,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up)
 
 
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Set elements to zero with probability p and divide the others by 1 - p; uses torch's default generator."""
+    return _Dropout.apply(x, p)
+
+
 def muon_momentum(
     grads: list[Tensor], momenta: list[Tensor], momentum: float, nesterov: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -145,6 +150,28 @@ class _SwiGLU(torch.autograd.Function):
         out, grad = torch.empty_like(gate_up), grad.contiguous()
         _run("swiglu_backward", grad, gate_up, _is_bf16(gate_up), grad.numel() // width, width, out)
         return out
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device="cpu")
+        ctx.save_for_backward(seed)
+        ctx.p = p
+        return _drop(x, seed, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (seed,) = ctx.saved_tensors
+        return _drop(grad, seed, ctx.p), None
+
+
+def _drop(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _run("dropout", x, _is_bf16(x), x.numel(), seed, p, out)
+    return out
 
 
 def _rotate(

@@ -8,7 +8,7 @@ from torch import nn
 
 from thinker.model import Thinker
 from thinker.model.attention import Attention
-from thinker.model.layers import FusedKernels, Linear, RMSNorm
+from thinker.model.layers import Dropout, FusedKernels, Linear, RMSNorm
 from thinker.model.transformer import MLP
 from thinker.native import training as native
 from thinker.native.compiler import load_training_library
@@ -26,13 +26,14 @@ def choose_kernels(train: TrainSettings, device: torch.device) -> tuple[FusedKer
         load_training_library()
     except UserError as error:
         return None, str(error)
-    return FusedKernels(native.rms_norm, native.rotate_heads, native.swiglu), ""
+    return FusedKernels(native.rms_norm, native.rotate_heads, native.swiglu, native.dropout), ""
 
 
 @contextlib.contextmanager
 def fused_kernels(model: nn.Module, kernels: FusedKernels | None) -> Iterator[None]:
     """Context manager: the model uses the kernels; outside a training step it always runs in plain torch."""
-    modules = [module for module in model.modules() if isinstance(module, RMSNorm | Attention | MLP)] if kernels else []
+    kinds = RMSNorm | Attention | MLP | Dropout
+    modules = [module for module in model.modules() if isinstance(module, kinds)] if kernels else []
     try:
         for module in modules:
             module.kernels = kernels

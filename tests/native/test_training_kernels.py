@@ -89,6 +89,35 @@ def test_swiglu(rows, width, size, dtype, seed):
     check(training.swiglu, plain_swiglu, [gate_up.to(dtype)])
 
 
+@given(st.integers(1, 3000), st.sampled_from([0.01, 0.2, 0.9]), DTYPES, st.integers(0, 99))
+@settings(max_examples=examples(60), deadline=None)
+def test_dropout(n, p, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, n, generator=generator).to(dtype).requires_grad_()
+    torch.manual_seed(seed)
+    y = training.dropout(x, p)
+    kept = y != 0
+    torch.testing.assert_close(y[kept], (x / (1 - p))[kept])
+    grad = torch.randn(2, n, generator=generator).to(dtype)
+    (x_grad,) = torch.autograd.grad(y, x, grad)
+    torch.testing.assert_close(x_grad, torch.where(kept | (x == 0), grad / (1 - p), 0))
+    torch.manual_seed(seed)
+    assert torch.equal(training.dropout(x, p), y)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_has_its_probability_and_no_pattern(p):
+    torch.manual_seed(0)
+    n = 1_000_000
+    masks = torch.stack([training.dropout(torch.ones(n), p) for _ in range(20)]) == 0
+    assert abs(masks.float().mean(1) - p).max() < 5 * (p * (1 - p) / n) ** 0.5
+    scores = (masks.float() - p) / (p * (1 - p)) ** 0.5
+    for lag in (1, 2, 16, 128, 512, 4096):  # neighbours, and the same place in other rows
+        assert (scores[:, lag:] * scores[:, :-lag]).mean(1).abs().max() < 5 / n**0.5
+    between = scores @ scores.T / n  # calls with other seeds
+    assert (between - torch.eye(20) * between).abs().max() < 5 / n**0.5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_number_of_threads_changes_no_bit(dtype):
     generator = torch.Generator().manual_seed(3)
@@ -102,6 +131,7 @@ def test_the_number_of_threads_changes_no_bit(dtype):
     try:
         for n in (1, 2, 3, 7):
             torch.set_num_threads(n)
+            torch.manual_seed(0)
             results.append(
                 [
                     *check(lambda x, w: training.rms_norm(x, w, 1e-6), lambda x, w: plain_norm(x, w, 1e-6),
@@ -110,6 +140,7 @@ def test_the_number_of_threads_changes_no_bit(dtype):
                            lambda x, q, k: plain_heads(x, 2, 1, q, k, 1e-6, tuple(t.double() for t in rope)),
                            [qkv, *weights]),
                     *check(training.swiglu, plain_swiglu, [qkv]),
+                    training.dropout(qkv, 0.3),
                 ]
             )  # fmt: skip
     finally:
@@ -136,5 +167,5 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
         q, k, v = training.rotate_heads(qkv, 2, 1, weight, weight, 1e-6, None)
         assert (q.shape, k.shape, v.shape) == ((2, 2, 5, 16), (2, 1, 5, 16), (2, 1, 5, 16))
         hidden = training.swiglu(training.rms_norm(qkv, torch.ones(64), 1e-6))
-        (hidden.sum() + q.sum()).backward()
+        (training.dropout(hidden, 0.1).sum() + q.sum()).backward()
         assert qkv.grad.shape == qkv.shape
