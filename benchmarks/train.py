@@ -56,6 +56,8 @@ SHAPES = {
 }
 
 
+MATRIX_PRODUCT = "matrix product"  # of this size, measured in turns with the steps where the device's peak is unknown
+MATRIX_SIZE = 2048
 MAX_SECONDS = 24 * 3600.0  # of all variants together
 
 
@@ -80,12 +82,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.no_baseline:
         names += [f"transformers {mode}, adamw" for mode in modes]
     contenders = [contender(name, shape, device, precision) for name in names]
-    results = race(contenders, device, arguments.repeats, time.monotonic() + MAX_SECONDS)
-    rows = {}
-    for result in tqdm(results, desc="variants", total=len(names)):
+    if peak_flops(device, precision) is None:
+        contenders.append(Contender(MATRIX_PRODUCT, make_product, (device, precision)))
+    results = {}
+    race_results = race(contenders, device, arguments.repeats, time.monotonic() + MAX_SECONDS)
+    for result in tqdm(race_results, desc="variants", total=len(contenders)):
         if "error" in result:
             raise RunError(f"{result['name']}: {result['error'].strip().splitlines()[-1]}")
-        rows[result["name"]] = add_rates(result)
+        results[result["name"]] = result
+    peak = {}
+    if MATRIX_PRODUCT in results:
+        product = results.pop(MATRIX_PRODUCT)
+        peak = {"peak_flops": product["flops"] / statistics.median(product["seconds"]["step"])}
+        print(f"a large matrix product: {peak['peak_flops'] / 1e9:,.0f} GFLOP/s; MFU is relative to this rate")
+    rows = {name: add_rates(results[name] | peak) for name in names}
     title = f"{arguments.shape}, {precision}, {device}"
     print(
         f"{title}: {shape.n_layers} layers, width {shape.d_model}, sequence length {shape.seq_len}, "
@@ -101,7 +111,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"{name:<30} {column['step_s'][name] * 1e3:8.0f} ms per step {rate:10,.0f} tokens/s, first step "
             f"{column['first_step_s'][name]:.0f} s, {memory[name] / 1e9:.2f} GB"
         )
-        print(f"{line}, MFU {rows[name]['mfu']:.2f}" if "mfu" in rows[name] else line)
+        print(f"{line}, MFU {rows[name]['mfu']:.2f}")
     ratios = {}
     if not arguments.no_baseline:
         for baseline in modes:
@@ -112,9 +122,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {ratio:.2f}")
     if arguments.png:
         plot(rates, memory, title, arguments.png)
-    mfu = {name: row["mfu"] for name, row in rows.items() if "mfu" in row}
-    result = {"shape": arguments.shape, "precision": precision, **column, "ratios": ratios}
-    return result | ({"mfu": mfu} if mfu else {})
+    mfu = {name: row["mfu"] for name, row in rows.items()}
+    result = {"shape": arguments.shape, "precision": precision, **column, "ratios": ratios, "mfu": mfu}
+    return result | ({"matrix_product_flops": peak["peak_flops"]} if peak else {})
 
 
 def contender(name: str, shape: Shape, device: torch.device, precision: str, gigabytes: float = 0.0) -> Contender:
@@ -135,6 +145,12 @@ def make_calls(name: str, shape: Shape, device: torch.device, precision: str) ->
     n_tokens, peak = shape.batch_size * shape.seq_len, peak_flops(device, precision)
     facts = {"tokens": n_tokens, "flops": flops * n_tokens} | ({} if peak is None else {"peak_flops": peak})
     return Calls({"step": make_step(name, shape, device, precision)}, facts)
+
+
+def make_product(device: torch.device, precision: str) -> Calls:
+    """The product of two square matrices, whose rate is the most that a step can reach."""
+    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE, dtype=DTYPES[precision], device=device)
+    return Calls({"step": lambda: a @ b}, {"flops": 2 * MATRIX_SIZE**3})
 
 
 def add_rates(result: dict[str, Any]) -> dict[str, Any]:

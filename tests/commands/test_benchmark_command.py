@@ -16,6 +16,7 @@ from thinker.benchmarks import attention
 from thinker.benchmarks.ablation import COMMON_OVERRIDES, CORPORA, VARIANTS
 from thinker.benchmarks.scaling import PowerLaw
 from thinker.benchmarks.step_parts import PARTS
+from thinker.benchmarks.train import SHAPES
 from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.pattern_parser import PATTERNS
@@ -100,6 +101,10 @@ def test_train_compared_with_transformers(benchmark, tmp_path):
     speeds = result["tokens_per_second"]
     ratio = speeds["thinker eager, adamw"] / speeds["transformers eager, adamw"]
     assert result["ratios"] == {"thinker eager to transformers eager": pytest.approx(ratio)}
+    with torch.device("meta"):
+        flops = flops_per_token(Thinker(SHAPES["tiny"].model_config()), seq_len=32)
+    for name in names:
+        assert result["mfu"][name] == pytest.approx(flops * speeds[name] / result["matrix_product_flops"])
 
 
 @pytest.mark.usefixtures("fork_processes")
