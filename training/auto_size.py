@@ -103,7 +103,7 @@ def resolve_size(
     else:
         with dist.main_process_first():
             n_bytes = count_bytes(config)
-        rate = dist.broadcast_object(peak_flops(device, precision) or matmul_flops(device, precision))
+        rate = dist.broadcast_object(peak_flops(device, precision) or matmul_flops(device, precision, repeats=50))
         choice = choose(round(n_bytes * (1 - config.data.val_fraction)), config.train.max_minutes,
                         rate * dist.world_size, device.type == "cuda")  # fmt: skip
         print("\n".join(describe(choice, n_bytes, config.train.max_minutes, written)), file=sys.stderr)
