@@ -22,6 +22,7 @@ SHAPES = [
     (320, 6, 5), (384, 6, 6), (448, 6, 7), (512, 8, 8), (640, 8, 10), (768, 10, 12), (768, 12, 12), (1024, 16, 16),
 ]  # fmt: skip
 PARAMETERS_PER_ROOT_FLOP = 0.15  # parameters in the blocks, divided by the square root of the FLOPs of the run
+PARAMETERS_PER_BYTE = 6  # at most, of text: larger models memorize it
 MFU = 0.38  # share of the rate of a large matrix product that a training step reaches on a CPU
 GPU_MFU_WIDTH = 1024  # a guess: on a GPU narrower models reach less, in proportion to their width
 # Bytes of text from which a tokenizer is used, with the bytes of English or code per token.
@@ -68,7 +69,7 @@ def choose(n_bytes: int, minutes: float, flops_per_second: float, is_gpu: bool =
         mfu = MFU * min(1.0, d_model / GPU_MFU_WIDTH) if is_gpu else MFU
         flops = 60 * minutes * flops_per_second * mfu
         n_parameters = n_layers * (4 * d_model**2 + 3 * d_model * (-(-8 * d_model // 192) * 64))
-        if n_parameters <= PARAMETERS_PER_ROOT_FLOP * math.sqrt(flops):
+        if n_parameters <= min(PARAMETERS_PER_ROOT_FLOP * math.sqrt(flops), PARAMETERS_PER_BYTE * n_bytes):
             break
     vocab_size = int(tokenizer.partition(":")[2] or 257)
     flops_per_token = 6 * (n_parameters + d_model * vocab_size) + 12 * n_layers * d_model * seq_len
