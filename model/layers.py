@@ -91,9 +91,7 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     scale = torch.rsqrt(norm * norm / x.shape[-1] + eps)  # (..., 1)
     if x.dtype == scale.dtype:
         return x * scale, scale
-    y = torch.empty_like(x)
-    torch.mul(x, scale, out=y)  # multiplies in fp32 and casts while writing
-    return y, scale
+    return torch.mul(x, scale, out=torch.empty_like(x)), scale  # multiplies in fp32 and casts while writing
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -114,15 +112,3 @@ class _FusedRMSNorm(torch.autograd.Function):
         weight_grad = product.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
         mean = (product @ w / y.shape[-1]).unsqueeze(-1)  # (..., 1): the mean of grad · w · y
         return torch.addcmul(grad * w, y, mean, value=-1) * scale.to(grad.dtype), weight_grad, None
-
-
-class Dropout(nn.Dropout):
-    """nn.Dropout, whose random numbers take a fifth of a small model's step on a CPU, with a fused kernel for it."""
-
-    kernels: FusedKernels | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(...) -> (...)."""
-        if self.kernels is not None and self.training and self.p > 0:
-            return self.kernels.dropout(x, self.p)
-        return super().forward(x)

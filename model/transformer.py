@@ -12,10 +12,11 @@ from thinker.model.activation_hooks import ActivationCache, HookManager, Patch, 
 from thinker.model.attention import AnyCache, Attention, LinearAttention
 from thinker.model.attention_dispatch import AttentionMask
 from thinker.model.config import ThinkerConfig
+from thinker.model.dropout import Dropout
 from thinker.model.input_checks import check_inputs, tokens_to_inspect
 from thinker.model.kernels.linear_cross_entropy import linear_cross_entropy
 from thinker.model.kv_cache import KVCache
-from thinker.model.layers import Dropout, FusedKernels, Linear, RMSNorm, project_jointly, project_together
+from thinker.model.layers import FusedKernels, Linear, RMSNorm, project_jointly, project_together
 from thinker.model.masks import CacheSlots, ForwardContext, MaskBuilder
 from thinker.model.patterns import Pattern, TokenInfo
 from thinker.model.positions import Rope, RopeScaling, Rotation, sinusoidal_embedding

@@ -8,7 +8,8 @@ from torch import nn
 
 from thinker.model import Thinker
 from thinker.model.attention import Attention
-from thinker.model.layers import Dropout, FusedKernels, Linear, RMSNorm
+from thinker.model.dropout import Dropout
+from thinker.model.layers import FusedKernels, Linear, RMSNorm
 from thinker.model.transformer import MLP
 from thinker.native import training as native
 from thinker.native.compiler import load_training_library
