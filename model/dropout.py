@@ -6,7 +6,7 @@ from thinker.model.layers import FusedKernels
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout, whose random numbers take a fifth of a small model's step on a CPU; the fused kernel takes 3%."""
+    """nn.Dropout, which takes a fifth of a small model's step on a CPU without the fused kernel."""
 
     kernels: FusedKernels | None = None  # set by a training step
 

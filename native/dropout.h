@@ -12,10 +12,11 @@ INLINE uint32_t hash_bits(uint32_t x) {
 }
 
 /* y[i] = x[i] / (1 - p), or 0 with probability p; the elements have the indices from `begin`. */
-INLINE void dropout_row(const float *restrict x, uint64_t begin, int64_t n, uint64_t seed, float p, float *restrict y) {
+INLINE void dropout_row(const float *restrict x, uint64_t begin, int64_t n, uint64_t seed, double p,
+                        float *restrict y) {
     uint32_t low = (uint32_t)(seed + begin), high = hash_bits((uint32_t)(seed >> 32) + (uint32_t)(begin >> 32));
-    uint32_t threshold = (uint32_t)(p * 4294967296.0);
-    float scale = 1 / (1 - p);
+    uint32_t threshold = (uint32_t)(p * 4294967296.0); /* p < 1 in double, so this fits */
+    float scale = (float)(1 / (1 - p));
     #pragma omp simd
     for (int64_t i = 0; i < n; i++)
         y[i] = hash_bits(hash_bits(low + (uint32_t)i) ^ high) >= threshold ? x[i] * scale : 0.0f;

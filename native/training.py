@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from thinker.native.compiler import load_training_library
 
-N_PARTS = 48  # PARTS in train.c
+N_PARTS = 48  # PARTS in rows.h
 
 
 class _Heads(Structure):

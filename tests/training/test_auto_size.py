@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from training_runs import assert_same_tensors
 
 from thinker.runtime.errors import UserError
-from thinker.training.auto_size import CHOSEN_KEYS, DROPOUTS, FEW_BYTES, MAX_EPOCHS, SHAPES, choose, describe
+from thinker.training.auto_size import (
+    CHOSEN_KEYS,
+    DROPOUTS,
+    FEW_BYTES,
+    MAX_EPOCHS,
+    PARAMETERS_PER_BYTE,
+    SHAPES,
+    choose,
+    describe,
+)
 from thinker.training.config import load_config, validate_config
 
 CONFIG = ROOT / "configs" / "small-text.yaml"
@@ -26,6 +35,8 @@ def test_every_choice_is_a_valid_config_and_expects_no_more_epochs_than_help(n_b
     assert (config.model.d_model, config.model.n_layers, config.model.n_heads) in SHAPES
     assert 0 < choice.epochs <= MAX_EPOCHS
     assert (choice.max_steps is not None) == (choice.epochs == MAX_EPOCHS)
+    is_smallest = (choice.d_model, choice.n_layers) == SHAPES[0][:2]
+    assert is_smallest or choice.n_parameters <= PARAMETERS_PER_BYTE * n_bytes
     assert choice.seq_len >= 16
     assert choice.dropout in [p for _, p in DROPOUTS]
     first, *rest = describe(choice, n_bytes, minutes)

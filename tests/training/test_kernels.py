@@ -85,6 +85,10 @@ def test_only_the_step_uses_the_kernels(monkeypatch):
     step = make_step()
     assert step.kernels is not None
     assert step.kernel_problem == ""
+    fused = [module for module in step.model.modules() if hasattr(module, "kernels")]
+    assert {type(module).__name__ for module in fused} == {"Attention", "Dropout", "MLP", "RMSNorm"}
+    with fused_kernels(step.model, step.kernels):
+        assert all(module.kernels is step.kernels for module in fused)
     trained(step)
     assert all(module.kernels is None for module in step.model.modules() if hasattr(module, "kernels"))
 
