@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from thinker.benchmarks.training_runs import TrainingRun
-from thinker.data.batches import BatchLoader, PackedDataset
+from thinker.data.batch_loader import BatchLoader
+from thinker.data.batches import PackedDataset
 from thinker.data.text_bytes import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.runtime.constants import IGNORE_INDEX

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from thinker.data.batches import BatchLoader
+from thinker.data.batch_loader import BatchLoader
 from thinker.runtime.constants import IGNORE_INDEX
 
 

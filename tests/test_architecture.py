@@ -30,6 +30,7 @@ NEW_ROOMS = {
     "benchmarks/step_parts.py",
     "benchmarks/tuning.py",
     "benchmarks/tuning_report.py",
+    "data/batch_loader.py",
     "data/chat_template.py",
     "data/corpus_cache.py",
     "data/jsonl.py",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinker.data.batches import BatchLoader
+from thinker.data.batch_loader import BatchLoader
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.model.lora import RANK_OF, add_lora

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from thinker.data.batches import BatchLoader, PackedDataset
+from thinker.data.batch_loader import BatchLoader
+from thinker.data.batches import PackedDataset
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
 from thinker.runtime.constants import IGNORE_INDEX

@@ -6,7 +6,8 @@ import torch
 
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.batches import BatchLoader, PackedDataset
+from thinker.data.batch_loader import BatchLoader
+from thinker.data.batches import PackedDataset
 from thinker.data.corpus import Corpus
 from thinker.data.prefetch import Prefetcher
 from thinker.data.text_bytes import scaled_byte_lengths

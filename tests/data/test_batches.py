@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.batches import BatchLoader, PackedDataset, entropy_floor, sequential_batches
+from thinker.data.batch_loader import BatchLoader
+from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.data.permutation import permute
 from thinker.data.shards import FileArray, ShardWriter, TokenShards
 from thinker.data.tokenizer_factory import make_tokenizer

@@ -4,7 +4,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from thinker.data.batches import BatchLoader, PackedDataset
+from thinker.data.batch_loader import BatchLoader
+from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.data.prefetch import Batch
 from thinker.training.config import load_config

@@ -13,7 +13,8 @@ from test_step import CONFIG, CPU, a_batch
 from training_runs import read_metrics
 
 from thinker import checkpoint
-from thinker.data.batches import BatchLoader, PackedDataset
+from thinker.data.batch_loader import BatchLoader
+from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.training.config import load_config, validate_config
 from thinker.training.muon import Muon
