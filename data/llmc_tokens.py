@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thinker.data.sources import Document
+from thinker.data.document import Document
 from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 

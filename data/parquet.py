@@ -5,11 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file; an empty file has no rows. Raises errors of pyarrow."""
+def read_rows(path: str) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield the rows of a file, each with the share of rows up to it; an empty file has no rows.
+
+    Raises errors of pyarrow.
+    """
     from pyarrow.parquet import ParquetFile
 
     if os.path.getsize(path):
         with ParquetFile(path) as table:
+            number, total = 0, table.metadata.num_rows
             for batch in table.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+                for row in batch.to_pylist():
+                    number += 1
+                    yield row, number / total

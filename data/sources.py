@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinker.data import jsonl, parquet
-from thinker.data.messages import Message, check_messages
-from thinker.runtime.constants import FULL_DISK
+from thinker.data.document import Document, MissingData
+from thinker.data.rows import load_dataset, read_rows, read_tables
 from thinker.runtime.errors import UserError, did_you_mean
 
 OPTIONS = {  # options of each source besides max_documents and seed
@@ -34,21 +33,11 @@ REPEAT_ALPHABET = "".join(chr(c) for c in range(33, 127))
 REPEAT_LENGTHS = range(16, 65)
 # Folders to skip beside the standard library's modules: tests, installed packages, bundled wheels, the IDLE editor.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
-EXTENSIONS = {"text": "", "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz"), "parquet": ".parquet"}
-
-
-class MissingData(UserError):
-    """Error for text or a related file that is not where the config says."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text, or a conversation in `messages`, whose JSON is `text`."""
-
-    text: str
-    log_prob: float | None = None  # ln P(text) in nats, for generated sources
-    messages: list[Message] | None = None
-    where: str = ""  # the table row, for messages about a conversation
+EXTENSIONS = {
+    "text": "",
+    "jsonl": (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst"),
+    "parquet": ".parquet",
+}
 
 
 @dataclass(frozen=True)
@@ -106,13 +95,13 @@ def open_source(
     if source == "pysource":
         files = _standard_library()
         content = platform.python_version(), stamps(files), max_documents
-        documents = partial(_read_modules, files)
+        documents, n_documents = partial(_read_modules, files), len(files[:max_documents])
     elif source == "hub":
         files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none if on the hub
         options = config, split or "train", column or "text"  # `streaming` changes no text
         content = path, *options, max_documents, stamps(files)
-        rows = partial(_load_dataset, path, config, split=split or "train", streaming=streaming is not False)
-        documents = partial(_read_rows, f"data.path={path}", column, rows)
+        rows = partial(load_dataset, path, config, split, streaming is not False)
+        documents = partial(read_rows, f"data.path={path}", column, rows)
     elif source == "text":
         files = _find_files(source, path)
         if len(files) == 1:
@@ -126,7 +115,7 @@ def open_source(
     else:
         files = _find_files(source, path)
         content = stamps(files), column or "text", max_documents
-        documents = partial(_read_tables, source, files, column)
+        documents = partial(read_tables, source, files, column)
     return Source(source, _key(source, *content), lambda: _bounded(documents(), max_documents), n_documents=n_documents)
 
 
@@ -212,48 +201,3 @@ def _read_pieces(file: str) -> Iterator[Document]:
     except UnicodeDecodeError as error:
         found = f"{file} is not UTF-8 text (byte {error.object[error.start]:#04x})"
         raise UserError(f"data.path: {found}; convert it, for example with iconv, or choose other files") from error
-
-
-def _read_tables(source: str, files: list[str], column: str | None) -> Iterator[Document]:
-    read = {"jsonl": jsonl, "parquet": parquet}[source].read_rows
-    for file in files:  # one at a time because other columns may differ
-        yield from _read_rows(f"data.path={file}", column, partial(read, file))
-
-
-def _load_dataset(*names: str | None, **options: Any) -> Iterable[dict[str, Any]]:
-    """Yield the rows of a dataset. Raises ValueError if the library datasets cannot read it."""
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # we report its errors
-    try:
-        yield from datasets.load_dataset(*names, **options)
-    except datasets.exceptions.DatasetsError as error:
-        raise ValueError(str(error) or type(error).__name__) from error
-
-
-def _read_rows(where: str, column: str | None, rows: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[Document]:
-    """Yield a document per row: the column's text or conversation. A null becomes an empty document."""
-    try:
-        for number, row in enumerate(rows()):
-            if column is None:
-                column = "messages" if "messages" in row and "text" not in row else "text"
-            if column not in row:
-                hint = did_you_mean(column, row) if number == 0 else ""  # earlier rows have it
-                if {"role", "content"} <= row.keys() or "conversations" in row:  # another format of messages
-                    hint = '; write each conversation as {"messages": [{"role": ..., "content": ...}, ...]}'
-                raise UserError(f"data.column={column} is not in row {number} of {where} (has {', '.join(row)}){hint}")
-            text = row[column]
-            if isinstance(text, list):
-                row_name = f"data.column={column}: row {number} of {where}"
-                messages = check_messages(text, row_name)
-                yield Document(json.dumps(messages, ensure_ascii=False), messages=messages, where=row_name)
-            elif text is None or isinstance(text, str):
-                yield Document(text or "")
-            else:
-                raise UserError(f"data.column={column}: row {number} of {where} is {type(text).__name__}, not text")
-    except (OSError, ValueError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno in FULL_DISK:
-            raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        kind = MissingData if isinstance(error, FileNotFoundError | ConnectionError) else UserError
-        raise kind(f"{where} cannot be read: {reason[:300]}") from error

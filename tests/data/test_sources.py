@@ -1,12 +1,14 @@
 """Sources: what each gives, what changes its key, and what it refuses. The datasets library reads real local files."""
 
 import gzip
+import io
 import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -171,10 +173,50 @@ def test_a_later_row_without_the_column_is_no_misspelling(tmp_path):
         texts("jsonl", path=path)
 
 
-def test_conversations_in_another_form_are_told_the_right_one(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"conversations": [{"from": "human", "value": "a"}]}])
-    with pytest.raises(UserError, match='write each conversation as {"messages": '):
-        texts("jsonl", path=path)
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+FORMS = [
+    {"messages": TALK},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    {"conversations": TALK},
+    {"prompt": "Hi", "completion": "Hello"},
+    {"prompt": TALK[:1], "completion": TALK[1:]},
+]
+
+
+@pytest.mark.parametrize("row", FORMS, ids=lambda row: "-".join(row))
+def test_conversations_are_read_in_every_common_form(tmp_path, row):
+    (document,) = open_source("jsonl", path=write_jsonl(tmp_path / "a.jsonl", [row])).documents()
+    assert document.messages == TALK
+    assert json.loads(document.text) == TALK
+
+
+def test_roles_of_sharegpt(tmp_path):
+    names = ["system", "human", "gpt", "function", "observation", "user", "assistant", "tool"]
+    row = {"conversations": [{"from": name, "value": name} for name in names]}
+    (document,) = open_source("jsonl", path=write_jsonl(tmp_path / "a.jsonl", [row])).documents()
+    roles = [message["role"] for message in document.messages]
+    assert roles == ["system", "user", "assistant", "tool", "tool", "user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"role": "user", "content": "a"}, 'write each conversation as {"messages": '),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "row 0 .* has no answer; add a message with the role"),
+        ({"conversations": [{"from": "human", "text": "a"}]}, "data.column=conversations: row 0 of .* is not a conver"),
+        ({"prompt": "a", "completion": 3}, "row 0 of .*: completion is int; it must be text or a list of messages"),
+        ({"prompt": "a", "completion": None}, "row 0 of .*: completion is NoneType; it must be"),
+    ],
+)
+def test_conversations_in_another_form_are_told_the_right_one(tmp_path, row, message):
+    with pytest.raises(UserError, match=message):
+        texts("jsonl", path=write_jsonl(tmp_path / "a.jsonl", [row]))
+
+
+def test_text_goes_before_conversations_and_a_column_before_both(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "text": "c"}])
+    assert texts("jsonl", path=path) == ["c"]
+    assert texts("jsonl", path=path, column="prompt") == ["a"]
 
 
 def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
@@ -185,6 +227,41 @@ def test_a_parquet_file_of_several_batches_and_of_conversations(tmp_path):
     assert document.messages == talk
     with pytest.raises(UserError, match="data.column=text is not in .*b.parquet .has messages."):  # as it says
         texts("parquet", path=str(tmp_path / "b.parquet"), column="text")
+
+
+def test_hub_reads_csv_webdataset_and_zstd_folders(tmp_path):
+    """Through the library datasets, which recognizes the files by their names."""
+    for name in ("csv", "tar", "zst"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "csv" / "a.csv").write_text('text,n\n"hello, ""x""\nline",1\nabc,2\n,3\n')
+    with tarfile.open(tmp_path / "tar" / "a.tar", "w") as archive:
+        for i in range(3):
+            entry = tarfile.TarInfo(f"{i}.txt")
+            entry.size = 1
+            archive.addfile(entry, io.BytesIO(str(i).encode()))
+    rows = "".join(json.dumps({"text": str(i)}) + "\n" for i in range(3)).encode()
+    (tmp_path / "zst" / "a.jsonl.zst").write_bytes(pyarrow.compress(rows, "zstd", asbytes=True))
+    for streaming in (True, False):
+        assert texts("hub", path=str(tmp_path / "csv"), streaming=streaming) == ['hello, "x"\nline', "abc", ""]
+        assert texts("hub", path=str(tmp_path / "tar"), column="txt", streaming=streaming) == ["0", "1", "2"]
+    assert texts("jsonl", path=str(tmp_path / "zst")) == ["0", "1", "2"]
+
+
+def test_hub_reads_what_datasets_has_saved(tmp_path):
+    import datasets
+
+    train, test = (datasets.Dataset.from_dict({"text": [name, "x"]}) for name in ("train", "test"))
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "two")
+    assert texts("hub", path=str(tmp_path / "one")) == ["train", "x"]
+    assert texts("hub", path=str(tmp_path / "two")) == ["train", "x"]
+    assert texts("hub", path=str(tmp_path / "two"), split="test") == ["test", "x"]
+    with pytest.raises(UserError, match="it has no split val; set data.split to one of train, test"):
+        texts("hub", path=str(tmp_path / "two"), split="val")
+    with pytest.raises(UserError, match="it has only the split None; remove data.split=test"):
+        texts("hub", path=str(tmp_path / "one"), split="test")
+    with pytest.raises(UserError, match="data.config=x has no effect on a saved dataset"):
+        texts("hub", path=str(tmp_path / "one"), config="x")
 
 
 @pytest.mark.parametrize("streaming", [True, False])

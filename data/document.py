@@ -1,0 +1,21 @@
+"""A document of a corpus, and the error for text that is missing."""
+
+from dataclasses import dataclass
+
+from thinker.data.messages import Message
+from thinker.runtime.errors import UserError
+
+
+class MissingData(UserError):
+    """Error for text or a related file that is not where the config says."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, or a conversation in `messages`, whose JSON is `text`."""
+
+    text: str
+    log_prob: float | None = None  # ln P(text) in nats, for generated sources
+    messages: list[Message] | None = None
+    where: str = ""  # the table row, for messages about a conversation
+    share_read: float | None = None  # of the source, up to and with this document, if known

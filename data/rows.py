@@ -1,0 +1,93 @@
+"""Documents from the rows of tables: JSON and Parquet files, and datasets of Hugging Face."""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from thinker.data import jsonl, parquet
+from thinker.data.document import Document, MissingData
+from thinker.data.messages import PAIR, check_messages, find_column, join_pair
+from thinker.runtime.constants import FULL_DISK
+from thinker.runtime.errors import UserError, did_you_mean
+
+Row = tuple[dict[str, Any], float | None]  # a row, and the share of the file that has been read, if known
+READERS = {"jsonl": jsonl.read_rows, "parquet": parquet.read_rows}
+
+
+def read_tables(source: str, files: list[str], column: str | None) -> Iterator[Document]:
+    """Yield a document per row of some files, one file at a time because their other columns may differ."""
+    sizes = [os.path.getsize(file) for file in files]
+    total = max(sum(sizes), 1)
+    for number, file in enumerate(files):
+        part = sum(sizes[:number]) / total, sizes[number] / total
+        yield from read_rows(f"data.path={file}", column, partial(READERS[source], file), part)
+
+
+def load_dataset(path: str, config: str | None, split: str | None, streaming: bool) -> Iterator[Row]:
+    """Yield the rows of a dataset on the hub, of a folder of data files, or of a folder that `datasets` has saved.
+
+    Raises ValueError if the library datasets cannot read it.
+    """
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # we report its errors
+    datasets.disable_progress_bars()
+    is_saved = any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    try:
+        loaded = datasets.load_from_disk(path) if is_saved else None
+        if isinstance(loaded, datasets.DatasetDict):
+            names, split = list(loaded), split or "train"
+            if split not in names:
+                raise ValueError(f"it has no split {split}; set data.split to one of {', '.join(names)}")
+            loaded = loaded[split]
+        elif is_saved and split not in (None, str(loaded.split)):
+            raise ValueError(f"it has only the split {loaded.split}; remove data.split={split}")
+        if is_saved and config is not None:
+            raise ValueError(f"data.config={config} has no effect on a saved dataset; remove it")
+        if loaded is None:
+            loaded = datasets.load_dataset(path, config, split=split or "train", streaming=streaming)
+        total = len(loaded) if hasattr(loaded, "__len__") else None
+        for number, row in enumerate(loaded, 1):
+            yield row, total and number / total
+    except datasets.exceptions.DatasetsError as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
+def read_rows(
+    where: str, column: str | None, rows: Callable[[], Iterable[Row]], part: tuple[float, float] = (0.0, 1.0)
+) -> Iterator[Document]:
+    """Yield a document per row: the column's text or conversation. A null becomes an empty document.
+
+    column: None for the one that messages.find_column() finds in the first row.
+    part: the share of the source before these rows, and their own.
+    """
+    try:
+        for number, (row, share) in enumerate(rows()):
+            share_read = None if share is None else part[0] + part[1] * share
+            column = column or find_column(row)
+            row_name = f"data.column={column}: row {number} of {where}"
+            if column == PAIR:
+                text = join_pair(row, f"row {number} of {where}")
+            elif column in row:
+                text = row[column]
+            else:
+                hint = did_you_mean(column, row) if number == 0 else ""  # earlier rows have it
+                if {"role", "content"} <= row.keys():
+                    hint = '; write each conversation as {"messages": [{"role": ..., "content": ...}, ...]}'
+                raise UserError(f"data.column={column} is not in row {number} of {where} (has {', '.join(row)}){hint}")
+            if isinstance(text, list):
+                messages = check_messages(text, row_name)
+                yield Document(json.dumps(messages, ensure_ascii=False), None, messages, row_name, share_read)
+            elif text is None or isinstance(text, str):
+                yield Document(text or "", share_read=share_read)
+            else:
+                raise UserError(f"{row_name} is {type(text).__name__}, not text")
+    except (OSError, ValueError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        kind = MissingData if isinstance(error, FileNotFoundError | ConnectionError) else UserError
+        raise kind(f"{where} cannot be read: {reason[:300]}") from error
