@@ -28,6 +28,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "sweep": ("configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --png sweep.png",
               "configs/pysource.yaml --vary optimizer.lr=x0.5,x2 --shapes 64x4x2,192x5x6 --jobs 2"),
     "time_to_loss": ("BASELINE.yaml CANDIDATE.yaml", "BASELINE.yaml CANDIDATE.yaml --tune optimizer.lr=0.004,0.008"),
+    "tokenizing": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --repeats 1"),
     "train": ("--shape 12m", "--shape 124m --no-baseline --png train.png"),
 }  # fmt: skip
 

@@ -57,8 +57,8 @@ class Gpt2Run(TrainingRun):
             lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay, fused=True,
         )  # fmt: skip
-        windows = PackedDataset(corpus.train, seq_len, config.data.packing)
-        loader = BatchLoader(windows, train.batch_size, config.run.seed)
+        train_set = PackedDataset(corpus.train, seq_len, config.data.packing)
+        loader = BatchLoader(train_set, train.batch_size, config.run.seed)
         tokens, start = 0, time.perf_counter()
         for step in tqdm(range(train.max_steps), desc=self.name):
             multiplier = lr_multiplier(train, step, step / train.max_steps)
@@ -73,10 +73,8 @@ class Gpt2Run(TrainingRun):
             tokens += int(count)
         elapsed = time.perf_counter() - start
         packing = "documents" if config.data.source == "tales" else config.data.packing
-        evaluate = Evaluator(
-            PackedDataset(corpus.val, seq_len, packing), train.batch_size, token_byte_lengths(corpus.tokenizer),
-            train.eval_sequences,
-        )  # fmt: skip
+        val_set, byte_lengths = PackedDataset(corpus.val, seq_len, packing), token_byte_lengths(corpus.tokenizer)
+        evaluate = Evaluator(val_set, train.batch_size, byte_lengths, train.eval_sequences)
         val_loss = evaluate(model).loss
         self.resolved, self.peak_memory = config.model_dump(mode="json"), meter.peak()
         self.curve = [{"step": train.max_steps, "tokens": tokens, "val_loss": val_loss, "elapsed_s": elapsed}]

@@ -7,29 +7,27 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
-from thinker.data import chat
-from thinker.data.corpus_cache import building_folder, read_index, write_index
+from thinker.data.corpus_cache import building_folder, publish, read_index, write_index
+from thinker.data.document import MissingData
+from thinker.data.encoding import encode_documents
 from thinker.data.llmc_tokens import read_documents
 from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
-from thinker.data.sources import Document, MissingData, Source, open_source, stamps
+from thinker.data.sources import Source, open_source, stamps
 from thinker.data.split import SplitDocument, empty_split_error, split_documents
 from thinker.data.text_bytes import loses_text, warn_of_lost_text
-from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer import FILE_NAME, Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
+from thinker.data.tokenizing_progress import TokenizingProgress
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 from thinker.runtime.reading import read_json
 
 INDEX_FORMAT = 4  # format of corpus.json
-BATCH_CHARS = 4 << 20  # characters tokenized together, in threads
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class Corpus:
     """A tokenized corpus: tokenizer, both splits, the sha256 of their tokens, and the folder in the cache.
 
     The sha256 (of tokens and loss masks) and the tokenizer's content_hash identify a corpus in the cache and in runs.
+    A mixture (mixed_corpus.py) has the shards of its parts, one after the other.
     """
 
     tokenizer: Tokenizer
@@ -44,6 +43,7 @@ class Corpus:
     val: TokenShards
     sha256: str = field(repr=False)
     folder: Path
+    parts: Mapping[str, "Corpus"] = field(default_factory=dict)  # the sources of a mixture, by name
 
 
 def prepare_corpus(
@@ -55,7 +55,8 @@ def prepare_corpus(
 
     The validation split is the last val_fraction of a single text, or the documents whose content hash is below
     val_fraction, so equal documents are always in the same split. The tokenizer is trained only on the training split.
-    Documents without text are skipped with a message. Memory does not grow with the corpus.
+    With val_fraction=0, it is empty. Documents without text are skipped with a message. Memory does not grow with the
+    corpus.
 
     Args:
         tokenizer: a tokenizer or its name (see tokenizer_factory.check_spec).
@@ -69,7 +70,7 @@ def prepare_corpus(
     Raises UserError for invalid options, and for text that is missing, unreadable or too short to split.
     """
     kind = check_spec(tokenizer) if isinstance(tokenizer, str) else tokenizer.kind
-    if not 0 < val_fraction < 1:
+    if not 0 <= val_fraction < 1:
         raise UserError(f"data.val_fraction={val_fraction}: use a fraction between 0 and 1, for example 0.05")
     opened = open_source(source, **source_options)
     if val_tokens is not None and (kind in ("bpe", "char", "byte") or opened.whole_text):
@@ -92,10 +93,12 @@ def prepare_corpus(
             return _open(folder)
     except DamagedShard as error:
         print(f"rebuilding the damaged token cache: {error}", file=sys.stderr)
+        shutil.rmtree(folder)
     make_folder(folder.parent, "data.cache_dir")
     with building_folder(folder) as building:
-        _build(building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens)
-        _publish(building, folder)
+        if not folder.exists():  # another process may just have finished it
+            _build(building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens)
+            publish(building, folder)
     return _open(folder)
 
 
@@ -120,26 +123,17 @@ def _open(folder: Path) -> Corpus:
         raise DamagedShard(f"{folder}: {error}") from error
 
 
-def _publish(building: Path, folder: Path) -> None:
-    """Rename a finished folder to its final name, unless another process has already published it."""
-    try:
-        if folder.exists():
-            _open(folder)
-            return
-    except DamagedShard:
-        shutil.rmtree(folder)
-    try:
-        os.rename(building, folder)
-    except OSError:
-        if not folder.exists():
-            raise
-
-
 def _build(
     folder: Path, source: Source, spec: str | Tokenizer, assistant_only_loss: bool, val_fraction: float,
     val_tokens: str | None, progress: bool, shard_tokens: int,
 ) -> None:  # fmt: skip
-    """Write a corpus to an empty folder. The source is read once; text for training the tokenizer stays in memory."""
+    """Write a corpus to a folder, which may contain finished shards from before an interruption.
+
+    Without these, the source is read once; text for training the tokenizer stays in memory.
+    """
+    for path in folder.iterdir():
+        if path.suffix != ".tokens" and path.name != FILE_NAME:
+            path.unlink()  # unfinished
     documents = split_documents(source, val_fraction)
     sample: list[SplitDocument] = []  # read for the tokenizer, from both splits: about SAMPLE_BYTES at most
 
@@ -152,7 +146,9 @@ def _build(
             raise empty_split_error("train", source, val_fraction)
 
     tokenizer = spec
-    if isinstance(spec, str):
+    if isinstance(spec, str) and list(folder.glob("*.tokens")):
+        tokenizer = load_tokenizer(folder)
+    elif isinstance(spec, str):
         if progress and spec.startswith("bpe:"):
             print(f"training {spec} on {source.name} ...", file=sys.stderr)
         tokenizer = make_tokenizer(spec, training_texts())
@@ -162,23 +158,22 @@ def _build(
     if val_tokens is not None:
         documents = split_documents(source, val_fraction, read_documents(val_tokens, tokenizer))
     writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
-    n_tokens = n_texts = n_lost = 0
-    total, unit = (source.n_bytes, "B") if source.whole_text else (source.n_documents, " documents")
-    with tqdm(desc="tokenizing", disable=not progress, total=total, unit=unit, unit_scale=source.whole_text) as bar:
-        for batch in _batches(itertools.chain(sample, documents)):
-            encoded = encode_all(tokenizer, [document for _, document in batch], assistant_only_loss)
-            for (split, document), (ids, loss_mask) in zip(batch, encoded):
-                n_bytes = len(document.text.encode())
-                continues = source.whole_text and writers[split].started
-                writers[split].add(ids, n_bytes, document.log_prob, continues, loss_mask)
-                n_tokens += len(ids)
-                n_texts += 1
-                n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
-                bar.update(n_bytes if source.whole_text else 1)
-            bar.set_postfix_str(f"{n_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s")
+    n_written = {split: 0 if source.whole_text else writer.resume() for split, writer in writers.items()}
+    if any(n_written.values()):
+        print(f"continuing after {sum(n_written.values()):,} documents that are tokenized", file=sys.stderr)
+    n_texts = n_lost = 0
+    chain = _skip(itertools.chain(sample, documents), n_written)
+    with TokenizingProgress(source, sum(n_written.values()), progress) as bar:
+        for (split, document), (ids, loss_mask) in encode_documents(tokenizer, chain, assistant_only_loss):
+            n_bytes = len(document.text.encode())
+            continues = source.whole_text and writers[split].started
+            writers[split].add(ids, n_bytes, document.log_prob, continues, loss_mask)
+            n_texts += 1
+            n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
+            bar.update(document, n_bytes, len(ids))
     warn_of_lost_text(n_lost, n_texts)
     for split, writer in writers.items():
-        if not writer.started:
+        if not writer.started and (split == "train" or val_fraction > 0):
             raise empty_split_error(split, source, val_fraction)
         writer.close()
     train, val = writers.values()
@@ -186,33 +181,11 @@ def _build(
     write_index(folder, {"train": train.files, "val": val.files, "sha256": digest})
 
 
-def encode_all(
-    tokenizer: Tokenizer, documents: list[Document], assistant_only_loss: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Encode documents to (ids, loss mask or None for all). Raises UserError for mixed kinds of rows."""
-    if len({document.messages is None for document in documents}) > 1:
-        raise UserError("the rows mix conversations and text; put them in separate files")
-    if documents[0].messages is None:
-        if assistant_only_loss:
-            raise UserError("data.assistant_only_loss=true needs conversations; name its column in data.column")
-        yield from ((ids, None) for ids in tokenizer.encode_batch([document.text for document in documents]))
-        return
-    reads_calls = tokenizer.chat_template is None or "tool_calls" in tokenizer.chat_template
-    for document in documents:
-        if not reads_calls and any("tool_calls" in m and not m.get("content") for m in document.messages):
-            raise UserError(f"{document.where}: a message has only tool_calls, which the chat template ignores")
-        ids, answers = chat.encode(tokenizer, document.messages)
-        yield ids, answers if assistant_only_loss else np.ones_like(answers)
-
-
-def _batches(documents: Iterable[SplitDocument]) -> Iterator[list[SplitDocument]]:
-    """Group documents into lists of about BATCH_CHARS characters."""
-    batch, size = [], 0
+def _skip(documents: Iterable[SplitDocument], n_written: dict[str, int]) -> Iterator[SplitDocument]:
+    """Leave out the first documents of each split, which are in finished shards."""
+    left = dict(n_written)
     for split, document in documents:
-        batch.append((split, document))
-        size += len(document.text)
-        if size >= BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if left[split] > 0:
+            left[split] -= 1
+        else:
+            yield split, document

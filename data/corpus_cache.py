@@ -1,8 +1,9 @@
-"""Folders of the token cache, built under a lock and verified when they are opened.
+"""Folders of the cache, built under a lock and verified when they are opened.
 
-KEY/                        a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each file
-KEY.building-XXXXXXXX/      a corpus that is being built
-KEY.building-XXXXXXXX.lock  locked by the process that builds the corpus until it ends
+tokens/KEY/           a finished corpus: shards, the tokenizer, and corpus.json with the sha256 of each file
+tokens/KEY.building/  a corpus that is being built, or whose process was stopped; the next one continues it
+tokenizers/KEY/       the tokenizer of a mixture
+locks/KEY.lock        locked by the process that builds KEY; the files stay, as removing them would break the lock
 """
 
 import contextlib
@@ -11,6 +12,8 @@ import json
 import os
 import secrets
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +26,8 @@ from thinker.runtime.files import atomic_write, sha256_of_file
 from thinker.runtime.reading import read_json
 
 INDEX = "corpus.json"
+BUILDING = ".building"
+ABANDONED_SECONDS = 7 * 24 * 3600
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
@@ -50,27 +55,52 @@ def _hash_of(index: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def building_folder(folder: Path) -> Iterator[Path]:
-    """Create a folder beside `folder` and remove it at the end unless it was renamed, even after a signal.
+    """Create or continue the folder where `folder` is built. One process at a time: the others wait.
 
-    First removes folders that killed processes left behind.
+    It stays if the process is killed, or interrupted after a shard was finished, and is removed after any other error.
+    If it is not continued for a week, it is removed when another folder is built.
     """
-    for lock_path in folder.parent.glob("*.building-*.lock"):
-        # Timeout: its process is still running. OSError: the file system has no locks.
-        with contextlib.suppress(Timeout, OSError), FileLock(lock_path, timeout=0):
-            _remove(lock_path)
-    lock_path = folder.with_name(f"{folder.name}.building-{secrets.token_hex(4)}.lock")
-    lock, building = FileLock(lock_path, timeout=10), lock_path.with_suffix("")
+    locks = folder.parent.parent / "locks"
+    locks.mkdir(exist_ok=True)
+    _remove_abandoned(folder.parent, locks)
+    building, lock = folder.with_name(f"{folder.name}{BUILDING}"), FileLock(locks / f"{folder.name}.lock")
     try:
-        with contextlib.suppress(OSError):
-            lock.acquire()
-        building.mkdir()
+        _acquire(lock, folder)
+    except OSError:  # the file system has no locks: build in a folder of our own
+        building = folder.with_name(f"{folder.name}{BUILDING}-{secrets.token_hex(4)}")
+    try:
+        building.mkdir(exist_ok=True)
         yield building
+    except BaseException as error:
+        if isinstance(error, Exception) or not list(building.glob("*.tokens")):
+            shutil.rmtree(building, ignore_errors=True)
+        raise
     finally:
-        _remove(lock_path)
         lock.release()
 
 
-def _remove(lock_path: Path) -> None:
-    """Remove the folder of a lock that this process holds, and the lock file."""
-    shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
-    lock_path.unlink(missing_ok=True)
+def _acquire(lock: FileLock, folder: Path) -> None:
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"waiting for another process that writes {folder}", file=sys.stderr)
+        lock.acquire()
+
+
+def _remove_abandoned(parent: Path, locks: Path) -> None:
+    """Remove folders that nobody has continued for a week."""
+    for building in parent.glob(f"*{BUILDING}*"):
+        name = building.name.partition(BUILDING)[0]
+        with contextlib.suppress(Timeout, OSError), FileLock(locks / f"{name}.lock", timeout=0):
+            if time.time() - building.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(building, ignore_errors=True)
+
+
+def publish(building: Path, folder: Path) -> None:
+    """Rename a finished folder to its final name, unless another process was faster on a file system without locks."""
+    try:
+        os.rename(building, folder)
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(building)

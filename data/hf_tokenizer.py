@@ -113,7 +113,8 @@ class HFTokenizer(Tokenizer):
         if (stated := self.config.get("add_prefix_space")) not in (None, adds_space):
             raise ValueError(f"add_prefix_space is {stated}, but tokenizer.json does the opposite")
 
-    def _ids(self, text: str, allow_special: bool = False) -> np.ndarray:
+    def encode_array(self, text: str, allow_special: bool = False) -> np.ndarray:
+        """Encode a text to a 1-D array of uint32; see encode()."""
         library = self._with_special if allow_special else self._plain  # both recognize non-special added tokens
         try:
             return np.array(library.encode(replace_surrogates(text), add_special_tokens=False).ids, dtype=np.uint32)

@@ -25,6 +25,7 @@ from thinker.runtime.file_array import FileArray, OpenFile
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1
+READ_TOKENS = 1 << 22  # read at once
 SHARD_TOKENS = 1 << 27  # a shard is closed after the document that reaches this; no document is cut
 HAS_LOG_PROBS, HAS_LOSS_MASK = 1, 2  # bits of the header's flags: the optional sections
 # magic, format, bytes per token, vocab_size, n_tokens, n_documents, bytes of text, flags, tokenizer hash
@@ -102,6 +103,30 @@ class ShardWriter:
         has_eos = tokenizer.bos_id not in tokenizer.eos_ids
         self._eos = np.array([tokenizer.eos_id], self._dtype).tobytes() if has_eos else b""
         self._file = None
+
+    def resume(self) -> int:
+        """Take over the finished shards of a stopped writer and remove an unfinished one. Returns their documents.
+
+        Damaged shards, and those of conversations, whose masks are part of the digest, are removed and written again.
+        """
+        found = sorted(self.folder.glob(f"{self.name}-*"))
+        n_documents = 0
+        for number, path in enumerate(found):
+            try:
+                shard = Shard.open(path, self.tokenizer)
+                if path.name != f"{self.name}-{number:05d}.tokens" or shard.loss_mask is not None:
+                    raise DamagedShard(f"{path} cannot be continued")
+            except DamagedShard:
+                for rest in found[number:]:
+                    rest.unlink()
+                break
+            for start in range(0, shard.n_tokens, READ_TOKENS):
+                self.digest.update(shard.tokens[start : start + READ_TOKENS].tobytes())
+            self.files.append(path.name)
+            n_documents += shard.n_documents
+        self.started = bool(self.files)
+        self._loss_mask = bytearray()
+        return n_documents
 
     def add(
         self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False,

@@ -4,23 +4,27 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 
-from thinker.data.sources import Document, Source
+from thinker.data.document import Document
+from thinker.data.sources import Source
 from thinker.runtime.errors import UserError
 
 SplitDocument = tuple[str, Document]  # ("train" or "val", document)
 
 
 def split_documents(
-    source: Source, val_fraction: float, val_documents: Iterable[Document] = ()
+    source: Source, val_fraction: float, val_documents: Iterable[Document] = (), warn: bool = True
 ) -> Iterator[SplitDocument]:
-    """Yield every document or piece of a text with its split; `val_documents`, if any, are the whole "val" split."""
+    """Yield every document or piece of a text with its split; `val_documents`, if any, are the whole "val" split.
+
+    warn: print how many documents without text were skipped.
+    """
     held_out = set()
     for document in val_documents:
         held_out.add(hashlib.sha256(document.text.encode()).digest())
         yield "val", document
     n_empty = n_documents = position = 0  # position: in a single text, in bytes
     n_bytes = source.n_bytes or 0
-    cut = min(max(round(n_bytes * (1 - val_fraction)), 1), n_bytes - 1)
+    cut = min(max(round(n_bytes * (1 - val_fraction)), 1), n_bytes - 1) if val_fraction else n_bytes
     for document in source.documents():
         data = document.text.encode()
         n_documents += 1
@@ -41,7 +45,7 @@ def split_documents(
     if n_documents == n_empty:
         wanted = "a file with text" if source.whole_text else "at least two documents with text"
         raise UserError(f"data.source={source.name}: the corpus is empty; provide {wanted}")
-    if n_empty:
+    if n_empty and warn:
         print(f"skipping {n_empty} of {n_documents} documents without text", file=sys.stderr)
 
 

@@ -101,14 +101,15 @@ class Tokenizer:
 
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """Encode a text without a BOS token. Names of special tokens are plain text unless allow_special is set."""
-        return self._ids(text, allow_special).tolist()
+        return self.encode_array(text, allow_special).tolist()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts in threads to 1-D arrays of uint32. Names of special tokens are plain text."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(self._ids, texts))
+            return list(pool.map(self.encode_array, texts))
 
-    def _ids(self, text: str, allow_special: bool = False) -> np.ndarray:
+    def encode_array(self, text: str, allow_special: bool = False) -> np.ndarray:
+        """Encode a text to a 1-D array of uint32; see encode()."""
         names = list(self.special_tokens) if allow_special else self.non_special_added_tokens
         if not names:
             return self._encode(text)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from thinker.data.batches import PackedDataset, entropy_floor
-from thinker.data.corpus import encode_all
+from thinker.data.encoding import encode_document
 from thinker.data.shards import ShardWriter, TokenShards
 from thinker.data.sources import Source
 from thinker.data.text_bytes import count_bytes, loses_text, warn_of_lost_text
@@ -131,7 +131,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, max_tokens: int, folder: Path
     n_texts = n_lost = 0
     with tqdm(total=max_tokens, desc="tokenizing", unit=" tokens") as bar:
         for document in source.documents():
-            ((ids, loss_mask),) = encode_all(tokenizer, [document], assistant_only_loss=document.messages is not None)
+            ids, loss_mask = encode_document(tokenizer, document, assistant_only_loss=document.messages is not None)
             n_texts += 1
             n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
             n_counted = min(n_left, len(ids)) if source.whole_text else len(ids)

@@ -4,9 +4,12 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -237,20 +240,122 @@ def test_every_byte_of_the_cache_is_verified(tmp_path, quick, capfd):
         assert {path.name: path.read_bytes() for path in first.folder.iterdir()} == contents
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_builds_is_not(tmp_path, quick):
-    options = {"source": "jsonl", "path": write_jsonl(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), "val_fraction": 0.5}
-    cache = quick(**options).folder.parent
-    dead, alive = (cache / f"{name}.building-{name}.lock" for name in ("dead", "alive"))
-    for lock in (dead, alive):
-        lock.touch()
-        lock.with_suffix("").mkdir()
-    with FileLock(alive):
-        quick(**options, max_documents=3)
-        assert not dead.exists()
-        assert not dead.with_suffix("").exists()
-        assert alive.with_suffix("").exists()
-    quick(**options, max_documents=4)
-    assert not list(cache.glob("*.building-*"))
+@pytest.fixture
+def many(tmp_path):
+    """Options of a corpus of several shards."""
+    draw = random.Random(4)
+    texts = [" ".join(str(draw.randrange(1000)) for _ in range(draw.randrange(1, 40))) for _ in range(300)]
+    return {"source": "jsonl", "path": write_jsonl(tmp_path / "many.jsonl", texts), "val_fraction": 0.3,
+            "shard_tokens": 900}  # fmt: skip
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+KILLED = """
+import os, signal, sys
+from thinker.data import shards
+from thinker.data.corpus import prepare_corpus
+
+closed, close = 0, shards.ShardWriter.close
+
+def close_and_die(writer):
+    global closed
+    is_open = writer._file is not None
+    close(writer)
+    closed += is_open
+    if is_open and closed == {n_closed}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+shards.ShardWriter.close = close_and_die
+prepare_corpus(**{options})
+"""
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:280"])
+def test_a_killed_process_is_continued_after_its_finished_shards(tmp_path, quick, many, capfd, tokenizer, stress):
+    """After every shard; the files equal those of an undisturbed process, also after several kills."""
+    options = {**many, "tokenizer": tokenizer, "progress": False}
+    expected = quick(**options)
+    n_shards = len(expected.train.shards) + len(expected.val.shards)
+    assert n_shards > 12
+    for kills in [[n] for n in range(1, n_shards, 1 if stress else 5)] + [[1, 2, 3]]:
+        cache = tmp_path / f"cache-{kills}"
+        for n_closed in kills:
+            code = KILLED.format(n_closed=n_closed, options=options | {"cache_dir": str(cache)})
+            done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == -9, done.stderr
+        (building,) = (cache / "tokens").iterdir()
+        assert building.name == f"{expected.folder.name}.building"
+        written = {path.name: path.stat().st_mtime_ns for path in building.glob("*.tokens")}
+        assert len(written) == sum(kills)
+        capfd.readouterr()
+        again = prepare_corpus(**options, cache_dir=cache)
+        assert "continuing after" in capfd.readouterr().err
+        assert contents(again.folder) == contents(expected.folder)
+        assert {name: (again.folder / name).stat().st_mtime_ns for name in written} == written  # not written again
+
+
+@pytest.mark.parametrize("damage", ["bit of the header", "truncated", "missing", "strange file", "old index"])
+def test_damage_in_what_is_continued_is_written_again(tmp_path, quick, many, damage):
+    expected = quick(**many)
+    building = tmp_path / "other" / "tokens" / f"{expected.folder.name}.building"
+    shutil.copytree(expected.folder, building)
+    (building / "corpus.json").unlink()
+    shard = building / "train-00002.tokens"
+    if damage == "bit of the header":
+        data = bytearray(shard.read_bytes())
+        data[20] ^= 1
+        shard.write_bytes(data)
+    elif damage == "truncated":
+        os.truncate(shard, 1000)
+    elif damage == "missing":
+        shard.unlink()
+    elif damage == "strange file":
+        (building / "train-00002.tmp").write_bytes(b"half")
+    else:
+        (building / "corpus.json").write_text("{}")
+    again = prepare_corpus(**many, tokenizer="byte", cache_dir=tmp_path / "other", progress=False)
+    assert contents(again.folder) == contents(expected.folder)
+
+
+def test_conversations_are_started_over(tmp_path, quick):
+    """Their masks are part of the identity of a corpus."""
+    rows = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "x" * i}]}
+            for i in range(40)]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer("byte", []).with_chat_template(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    )
+    options = {"source": "jsonl", "path": str(tmp_path / "a.jsonl"), "tokenizer": tokenizer, "shard_tokens": 200}
+    expected = quick(**options, val_fraction=0.3)
+    building = tmp_path / "other" / "tokens" / f"{expected.folder.name}.building"
+    shutil.copytree(expected.folder, building)
+    again = prepare_corpus(**options, val_fraction=0.3, cache_dir=tmp_path / "other", progress=False)
+    assert contents(again.folder) == contents(expected.folder)
+
+
+def test_processes_take_turns_and_abandoned_folders_go(tmp_path, quick, many, capfd):
+    """One waits for the other and uses its corpus; folders that nobody continues are removed after a week."""
+    tokens = quick(**many).folder.parent
+    locks = tokens.parent / "locks"
+    for name, age in (("old", 8 * 24 * 3600), ("new", 3600), ("alive", 8 * 24 * 3600)):
+        (tokens / f"{name}.building").mkdir()
+        os.utime(tokens / f"{name}.building", times=(time.time() - age,) * 2)
+    with FileLock(locks / "alive.lock"):
+        quick(**many, max_documents=200)
+    assert sorted(path.name for path in tokens.glob("*.building")) == ["alive.building", "new.building"]
+    key = quick(**many, max_documents=150).folder
+    key.rename(tmp_path / "finished")
+    capfd.readouterr()
+    with ThreadPoolExecutor(1) as pool:
+        with FileLock(locks / f"{key.name}.lock"):
+            waiting = pool.submit(quick, **many, max_documents=150)
+            while "waiting for another process" not in capfd.readouterr().err:
+                time.sleep(0.01)
+            (tmp_path / "finished").rename(key)
+        assert waiting.result().folder == key
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
@@ -269,7 +374,7 @@ run_command(lambda: prepare_corpus(**options))
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE)
     writer = os.open(tmp_path / "b.txt", os.O_WRONLY)  # waits until the process reads
-    assert len(list((tmp_path / "cache/tokens").glob("*.building-*"))) == 2
+    assert len(list((tmp_path / "cache/tokens").glob("*.building"))) == 1
     process.send_signal(getattr(signal, name))
     process.communicate(timeout=600)
     os.close(writer)
@@ -339,7 +444,15 @@ def test_an_empty_split(tmp_path, quick):
         quick(source="jsonl", path=path, val_fraction=1e-9)
 
 
-@pytest.mark.parametrize("fraction", [0, 1, -0.1, 1.5, float("nan")])
+def test_a_fraction_of_zero_leaves_the_validation_split_empty(tmp_path, quick):
+    for name, source in (("a.jsonl", "jsonl"), ("a.txt", "text")):
+        path = write_jsonl(tmp_path / name, ["one", "two", "three"])
+        corpus = quick(source=source, path=path, val_fraction=0)
+        assert corpus.val.shards == []
+        assert documents(corpus, corpus.train) in (["one", "two", "three"], [(tmp_path / name).read_text()])
+
+
+@pytest.mark.parametrize("fraction", [1, -0.1, 1.5, float("nan")])
 def test_wrong_fractions(quick, fraction):
     with pytest.raises(UserError, match="use a fraction between 0 and 1"):
         quick(source="pysource", val_fraction=fraction)
