@@ -1,6 +1,5 @@
 """Token windows: packing of a stream of tokens, and the windows of a split in order."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
@@ -8,13 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinker.data.shards import DamagedShard, Shard, TokenShards
+from thinker.data.packing import Table, best_fit_segments, document_starts
+from thinker.data.shards import Shard, TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
-from thinker.runtime.file_array import FileArray, OpenFile
-from thinker.runtime.files import atomic_write, can_write
 
-Packing = Literal["contiguous", "documents"]
+Packing = Literal["contiguous", "documents", "best_fit"]
 
 
 class PackedDataset:
@@ -26,6 +24,8 @@ class PackedDataset:
     "contiguous": consecutive windows of the stream; the last window of a shard is padded.
     "documents": a window starts at a document's BOS token and contains as many complete documents as fit, in order,
     followed by padding. A document longer than seq_len is split into consecutive windows.
+    "best_fit": windows contain complete documents in any order, chosen so that there is little padding. Of a document
+    longer than seq_len, the last piece shares its window with other documents.
 
     Args:
         stride: contiguous windows start this many tokens apart (default: seq_len). If they overlap, only the last
@@ -52,10 +52,14 @@ class PackedDataset:
             reason = "the chat template also writes the BOS token inside conversations"
             effect = "conversations cannot be separated"
             raise UserError(f"data.document_masking=true: {reason}, so {effect}; set it to false")
-        self.starts: list[FileArray | np.ndarray] = []  # "documents" only: see _packed_starts
+        self.starts: list[Table] = []  # "documents" only
+        self.segments: list[tuple[Table, Table]] = []  # "best_fit" only
         if packing == "documents":
-            self.starts = [_packed_starts(shard, seq_len) for shard in tokens.shards]
+            self.starts = [document_starts(shard, seq_len) for shard in tokens.shards]
             counts = [len(starts) - 1 for starts in self.starts]
+        elif packing == "best_fit":
+            self.segments = [best_fit_segments(shard, seq_len) for shard in tokens.shards]
+            counts = [len(firsts) - 1 for _, firsts in self.segments]
         else:
             rest = [max(0, shard.n_tokens - 1 - seq_len) for shard in tokens.shards]  # targets after the first window
             counts = [1 + -(-n_targets // self.stride) for n_targets in rest]
@@ -64,8 +68,12 @@ class PackedDataset:
     def __len__(self) -> int:
         return int(self._first_window[-1])
 
-    def span(self, index: int, shift: int = 0) -> tuple[Shard, int, int]:
-        """The shard that contains window `index`, and the positions of its first input and last target.
+    def first_window(self, shard: int) -> int:
+        """The index of the first window of a shard; for the number of shards, the number of windows."""
+        return int(self._first_window[shard])
+
+    def spans(self, index: int, shift: int = 0) -> tuple[Shard, list[tuple[int, int]]]:
+        """The shard that contains window `index`, and the positions of the first input and last target of its parts.
 
         `shift`: contiguous windows start this many tokens later, up to seq_len - 1; the last one of a shard ends with
         the shard. The first `shift` targets of a shard are then in no window.
@@ -76,34 +84,42 @@ class PackedDataset:
         shard, local = self.tokens.shards[shard_index], index - int(self._first_window[shard_index])
         if self.packing == "documents":
             start, end = self.starts[shard_index][local : local + 2]
-            return shard, int(start), int(end)
+            return shard, [(int(start), int(end))]
+        if self.packing == "best_fit":
+            segments, firsts = self.segments[shard_index]
+            first, after = firsts[local : local + 2].tolist()
+            return shard, [*map(tuple, segments[2 * first : 2 * after].reshape(-1, 2).tolist())]
         start = local * self.stride
         if shift:
             start = min(start + shift, max(0, shard.n_tokens - 1 - self.seq_len))
-        return shard, start, min(start + self.seq_len, shard.n_tokens - 1)
+        return shard, [(start, min(start + self.seq_len, shard.n_tokens - 1))]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(inputs, targets), each (T,) int64."""
         return self.window(index)
 
     def window(self, index: int, shift: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets) of a window, each (T,) int64; see span() for `shift`."""
-        shard, start, end = self.span(index, shift)
-        tokens = shard.tokens[start : end + 1]
+        """(inputs, targets) of a window, each (T,) int64; see spans() for `shift`."""
+        shard, spans = self.spans(index, shift)
         inputs = np.full(self.seq_len, shard.bos_id, np.int64)
         targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
-        inputs[: end - start], targets[: end - start] = tokens[:-1], tokens[1:]
+        at = 0
+        for start, end in spans:
+            part = slice(at, at + end - start)
+            tokens = shard.tokens[start : end + 1]
+            inputs[part], targets[part] = tokens[:-1], tokens[1:]
+            if shard.loss_mask is not None:
+                targets[part][shard.loss_mask[start + 1 : end + 1] == 0] = IGNORE_INDEX
+            at = part.stop
         targets[: max(0, self.prefix_len - 1)] = IGNORE_INDEX
-        if shard.loss_mask is not None:
-            targets[: end - start][shard.loss_mask[start + 1 : end + 1] == 0] = IGNORE_INDEX
-        elif shard.has_eos:
+        if shard.loss_mask is None and shard.has_eos:
             targets[targets == shard.bos_id] = IGNORE_INDEX
-        if start > 0:
+        if self.stride < self.seq_len and spans[0][0] > 0:
             targets[: self.seq_len - self.stride] = IGNORE_INDEX
         return inputs, targets
 
     def batch(self, indices: Sequence[int] | np.ndarray, shifts: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) of these windows, each (B, T) int64; see span() for `shifts`, one per window."""
+        """(inputs, targets) of these windows, each (B, T) int64; see spans() for `shifts`, one per window."""
         shifts = [0] * len(indices) if shifts is None else shifts
         inputs, targets = zip(*(self.window(int(index), shift) for index, shift in zip(indices, shifts)))
         return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
@@ -137,11 +153,13 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
     unknown, if a document is split (as with contiguous packing), or if a prefix has no loss.
     """
     knows_log_probs = all(shard.log_probs is not None for shard in dataset.tokens.shards)
-    if dataset.packing != "documents" or dataset.prefix_len > 1 or not knows_log_probs:
+    count = len(dataset) if limit is None else min(limit, len(dataset))
+    is_whole = dataset.packing == "best_fit" and count == len(dataset)
+    if not (dataset.packing == "documents" or is_whole) or dataset.prefix_len > 1 or not knows_log_probs:
         return None
     nats, targets = 0.0, 0
-    count = len(dataset) if limit is None else min(limit, len(dataset))
-    for shard, starts in zip(dataset.tokens.shards, dataset.starts):
+    all_starts = dataset.starts or [shard.offsets[-1:] for shard in dataset.tokens.shards]
+    for shard, starts in zip(dataset.tokens.shards, all_starts):
         end = starts[min(count, len(starts) - 1)]
         offsets = shard.offsets[:]
         n_documents = int(np.searchsorted(offsets, end))
@@ -151,33 +169,3 @@ def entropy_floor(dataset: PackedDataset, limit: int | None = None) -> float | N
         targets += int(end) - shard.has_eos * n_documents  # the BOS token after an EOS token is not a target
         count -= min(count, len(starts) - 1)
     return nats / targets
-
-
-def _packed_starts(shard: Shard, seq_len: int) -> FileArray | np.ndarray:
-    """(n_windows + 1,) int64: start of each window of "documents" packing, and the end of the last.
-
-    Written to a file beside the shard at first use, so that memory does not grow with the corpus; kept in memory if the
-    folder is read-only. The last 32 bytes are the sha256 of the rest.
-    """
-    path = shard.path.with_suffix(f".windows-{seq_len}")
-    if path.is_file():
-        file = OpenFile(path, DamagedShard)
-        kept = file.read(0, file.size, np.uint8)
-        if hashlib.sha256(kept[:-32]).digest() == kept[-32:].tobytes():  # otherwise damaged: write it again
-            return FileArray(file, np.dtype("<i8"), len(kept) // 8 - 4)
-    offsets = shard.offsets[:]
-    # After a window that starts at document i, the next starts at next_document[i]: after all that fit, at least one.
-    fitting = np.searchsorted(offsets, offsets[:-1] + seq_len, side="right") - 1
-    next_document = np.maximum(fitting, np.arange(1, len(offsets)))
-    firsts, document, steps = [], 0, next_document.tolist()
-    while document < shard.n_documents:
-        firsts.append(document)
-        document = steps[document]
-    begin, end = offsets[firsts], offsets[next_document[firsts]]
-    n_pieces = -(-(end - begin) // seq_len)  # above 1 only if a document is longer than a window
-    piece = np.arange(n_pieces.sum()) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)  # index within its document
-    starts = np.append(np.repeat(begin, n_pieces) + piece * seq_len, offsets[-1]).astype("<i8")
-    if not can_write(path.parent):
-        return starts
-    atomic_write(path, starts.tobytes() + hashlib.sha256(starts).digest())
-    return FileArray(OpenFile(path, DamagedShard), starts.dtype, len(starts))

@@ -1,5 +1,6 @@
 """PackedDataset and their order: nothing lost, nothing twice, and a pure function of (seed, step)."""
 
+import itertools
 import math
 import os
 from collections import Counter
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
+from thinker.data.best_fit import pack_best_fit
 from thinker.data.permutation import permute
 from thinker.data.shards import FileArray, ShardWriter, TokenShards
 from thinker.data.tokenizer_factory import make_tokenizer
@@ -39,6 +41,12 @@ def write(folder, lengths, shard_tokens=1 << 20, log_probs=None):
         start += length
     writer.close()
     return TokenShards.open(folder, writer.files, TOKENIZER)
+
+
+def span(windows, index, shift=0):
+    """The shard and the only part of a window."""
+    shard, (part,) = windows.spans(index, shift)
+    return shard, *part
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**9))
@@ -73,6 +81,59 @@ def test_permute_sends_every_index_everywhere():
     for other in (np.arange(5000), permute(np.arange(5000), 5000, (7, 1)), permute(np.arange(5000), 5000, (8, 0))):
         assert abs(np.corrcoef(order, other)[0, 1]) < 0.06
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.06
+
+
+@given(lengths=st.lists(st.integers(1, 70), max_size=60), seq_len=st.integers(1, 30))
+def test_best_fit_packs_every_token_once_and_whole_documents(lengths, seq_len):
+    offsets = np.cumsum([0, *lengths])
+    segments, firsts = pack_best_fit(offsets, seq_len)
+    windows = [segments[a:b].tolist() for a, b in itertools.pairwise(firsts.tolist())]
+    assert firsts[-1] == len(segments)
+    assert sorted(x for window in windows for a, b in window for x in range(a, b)) == list(range(sum(lengths)))
+    starts = set(offsets[:-1].tolist())
+    for window in windows:
+        assert 0 < sum(b - a for a, b in window) <= seq_len
+        assert all(a in starts for a, _ in window[1:])  # only the first segment may continue a document
+    cut = {end for _, end in segments.tolist()} - set(offsets[1:].tolist())
+    long = [(a, b) for a, b in itertools.pairwise(offsets.tolist()) if b - a > seq_len]
+    assert cut == {x for a, b in long for x in range(a + seq_len, b, seq_len)}  # only long documents are cut
+    assert [min(window)[0] for window in windows] == sorted(min(window)[0] for window in windows)
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=80))
+def test_best_fit_is_best_fit_decreasing(lengths):
+    """As many windows as when documents are placed one by one, up to the order among equal ones."""
+    free = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in free if room >= length]
+        if fitting:
+            free[free.index(min(fitting))] -= length
+        else:
+            free.append(30 - length)
+    _, firsts = pack_best_fit(np.cumsum([0, *lengths]), 30)
+    assert len(firsts) - 1 <= len(free)
+
+
+@given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))
+def test_best_fit_windows_have_every_target_once(lengths, seq_len, shard_tokens, make_tokens):
+    tokens = make_tokens(lengths, shard_tokens=shard_tokens)
+    windows = PackedDataset(tokens, seq_len, "best_fit", document_masking=True)
+    targets = Counter()
+    for i in range(len(windows)):
+        shard, spans = windows.spans(i)
+        inputs, target = windows[i]
+        stream = shard.tokens[:]
+        expected = [(int(stream[x]), int(stream[x + 1])) for a, b in spans for x in range(a, b)]
+        used = len(expected)
+        assert list(zip(inputs[:used].tolist(), target[:used].tolist())) == expected
+        assert (inputs[used:] == BOS).all()
+        assert (target[used:] == -1).all()
+        targets.update((shard.path.name, x + 1) for a, b in spans for x in range(a, b))
+        ids = windows.document_ids(torch.from_numpy(inputs)[None])[0].tolist()
+        numbers = [number for number, (a, b) in enumerate(spans) for _ in range(a, b)]
+        assert [x - ids[0] for x in ids[:used]] == numbers  # each segment is a document of its own
+    assert set(targets.values()) == {1}
+    assert sum(targets.values()) == sum(lengths) + len(lengths)
 
 
 @PACKINGS
@@ -112,7 +173,7 @@ def test_documents_are_packed_greedily_and_whole(lengths, seq_len, shard_tokens,
                 starts += range(begin + seq_len, end, seq_len)
                 start = None
         expected += [(shard, *pair) for pair in zip(starts, [*starts[1:], shard.n_tokens - 1])]
-    assert [windows.span(i) for i in range(len(windows))] == expected
+    assert [span(windows, i) for i in range(len(windows))] == expected
     for shard, start, end in expected:
         inside = [(a, b) for a, b in zip(shard.offsets[:-1], shard.offsets[1:]) if a < end and b > start]
         assert all(start <= a and b <= end for a, b in inside) or len(inside) == 1  # whole, or alone in its windows
@@ -123,14 +184,14 @@ def test_the_packing_table_lies_on_disk_and_is_made_again_when_damaged(make_toke
     first = PackedDataset(tokens, 10, "documents")
     (table,) = tokens.shards[0].path.parent.glob("*.windows-*")
     assert isinstance(first.starts[0], FileArray)
-    expected, age = [first.span(i) for i in range(len(first))], table.stat().st_mtime_ns
+    expected, age = [span(first, i) for i in range(len(first))], table.stat().st_mtime_ns
     swapped = bytearray(table.read_bytes())
     swapped[8:24] = swapped[16:24] + swapped[8:16]  # two of its numbers
     for damage in (None, b"", b"nonsense", table.read_bytes()[:-1], swapped):
         if damage is not None:
             table.write_bytes(damage)
         again = PackedDataset(tokens, 10, "documents")
-        assert [again.span(i) for i in range(len(again))] == expected
+        assert [span(again, i) for i in range(len(again))] == expected
         if damage is None:
             assert table.stat().st_mtime_ns == age
     assert [file.name for file in tokens.shards[0].path.parent.glob("*.windows-*")] == [table.name]
@@ -155,7 +216,7 @@ def test_the_packing_table_is_kept_in_memory_where_nothing_can_be_written(make_t
     assert [file.name for file in folder.iterdir()] == ["train-00000.tokens"]
     expected = PackedDataset(tokens, 10, "documents")
     assert len(list(folder.iterdir())) == 2
-    assert [windows.span(i) for i in range(len(windows))] == [expected.span(i) for i in range(len(expected))]
+    assert [span(windows, i) for i in range(len(windows))] == [span(expected, i) for i in range(len(expected))]
 
 
 @PACKINGS
@@ -315,7 +376,7 @@ def test_shifted_windows_cover_the_stream_from_another_token_in_each_epoch(
         assert loader.sample_ids(epoch) == plain.sample_ids(epoch)
         covered = {shard.path: np.zeros(shard.n_tokens, int) for shard in tokens.shards}
         for index in range(len(dataset)):
-            shard, start, end = dataset.span(index, shift)
+            shard, start, end = span(dataset, index, shift)
             assert 0 < end - start <= seq_len
             covered[shard.path][start + 1 : end + 1] += 1
         for counts in covered.values():
