@@ -4,6 +4,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from thinker.data.batch_loader import BatchLoader
@@ -17,6 +18,7 @@ class Batch(NamedTuple):
     targets: Tensor  # (B, T) int64, IGNORE_INDEX for no target
     n_targets: int  # targets other than IGNORE_INDEX
     document_ids: Tensor | None = None  # (B, T) int64, with document_masking only
+    sources: Tensor | None = None  # (B,) int64, the source of each sequence, in a mixture only
 
 
 class Prefetcher:
@@ -53,4 +55,6 @@ class Prefetcher:
         if self.pinned:
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
             document_ids = None if document_ids is None else document_ids.pin_memory()
-        return Batch(inputs, targets, int((targets != IGNORE_INDEX).sum()), document_ids)
+        is_mixture = len(self.loader.bounds) > 2
+        sources = torch.tensor(self.loader.sources(step)[self.rows]) if is_mixture else None
+        return Batch(inputs, targets, int((targets != IGNORE_INDEX).sum()), document_ids, sources)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +45,17 @@ def batch_losses(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Nats per token, bits per byte of text, and the entropy floor of the corpus (nats per token) if known."""
+    """Nats per token, bits per byte of text, and the entropy floor of the corpus (nats per token) if known.
+
+    In a mixture, `parts` has the evaluation of each source.
+    """
 
     loss: float
     bits_per_byte: float
     entropy_floor: float | None
     n_tokens: int
+    n_bytes: float
+    parts: Mapping[str, "Evaluation"] = field(default_factory=dict)
 
 
 @dataclass
@@ -103,4 +108,4 @@ class Evaluator:
                     return None
         all_nats, all_tokens, all_bytes = zip(*self.dist.all_gather_scalars(nats.item(), n_tokens, n_bytes))
         total, n_tokens, n_bytes = math.fsum(all_nats), int(sum(all_tokens)), math.fsum(all_bytes)
-        return Evaluation(total / n_tokens, total / math.log(2) / max(n_bytes, 1), self.floor, n_tokens)
+        return Evaluation(total / n_tokens, total / math.log(2) / max(n_bytes, 1), self.floor, n_tokens, n_bytes)

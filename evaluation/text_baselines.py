@@ -27,10 +27,10 @@ DOCUMENT_END = b"\0"
 def text_baselines(corpus: Corpus) -> dict[str, float] | None:
     """Bits per byte of the validation text, by "5-gram", "xz" and "gzip".
 
-    Uses the last 1 MB of the training text and the first 100 KB of the validation text. None for conversations, and
-    if one of the two texts is shorter than 2,000 bytes.
+    Uses the last 1 MB of the training text and the first 100 KB of the validation text. None for conversations, for
+    mixtures, and if one of the two texts is shorter than 2,000 bytes.
     """
-    if corpus.train.has_conversations or corpus.val.has_conversations:
+    if corpus.parts or corpus.train.has_conversations or corpus.val.has_conversations:
         return None
     train, _ = _decode(_last_ids(corpus.train, MAX_TRAIN_BYTES), corpus.tokenizer)
     train = train[-MAX_TRAIN_BYTES:]

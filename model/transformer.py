@@ -143,6 +143,7 @@ class Thinker(nn.Module):
     def forward(
         self, tokens: Tensor | None = None, *, embeddings: Tensor | None = None, targets: Tensor | None = None,
         cache: KVCache | None = None, last_logits_only: bool = False, document_ids: Tensor | None = None,
+        target_losses: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Run one pass, for training, prefill or decoding.
 
@@ -153,6 +154,7 @@ class Thinker(nn.Module):
             last_logits_only: compute only the logits of the last position.
             document_ids: (B, T) int64, different for adjacent documents. Attention stays within each document, whose
                 positions count from 0, so its logits do not depend on other documents.
+            target_losses: (B, T) fp32, contiguous; is filled with the loss of each target in nats, 0 if it is ignored.
 
         Returns: logits (B, T or 1, V); with targets, (sum of losses in nats, fp32; number of targets). Raises UserError
             if shapes do not fit, an id is out of range (on a CPU), or the cache is full. Warns beyond the context.
@@ -162,6 +164,8 @@ class Thinker(nn.Module):
             raise UserError("logits cannot be recorded or patched in a pass with targets; leave out the targets")
         if targets is not None and last_logits_only:
             raise UserError("last_logits_only cannot be combined with targets, which need the logits of all positions")
+        if target_losses is not None and (targets is None or target_losses.shape != targets.shape):
+            raise UserError("target_losses needs targets of the same shape")
         with torch.set_grad_enabled(cache is None and torch.is_grad_enabled()):
             context = self.make_context(inputs, tokens, document_ids, cache)
             x = self.forward_blocks(inputs, context, cache, last_logits_only)  # (B, T, C)
@@ -170,7 +174,8 @@ class Thinker(nn.Module):
             if self.config.prefix:  # no loss if a position attends to its target
                 targets = targets.masked_fill(context.positions < self.config.prefix - 1, -1)
             compiles_loss = self.is_compiled and x.is_cuda
-            return linear_cross_entropy(x, self.lm_head.weight, targets, self.lm_head.cached_weight, compiles_loss)
+            weights = self.lm_head.weight, targets, self.lm_head.cached_weight
+            return linear_cross_entropy(x, *weights, compiles_loss, target_losses)
 
     def make_context(
         self, inputs: Tensor, tokens: Tensor | None, document_ids: Tensor | None = None, cache: KVCache | None = None

@@ -100,20 +100,21 @@ def sizes_markdown() -> str:
 def config_markdown() -> str:
     """A table of keys per section."""
     from thinker.training.config import Config
+    from thinker.training.source_config import MixedSource
 
     parts = [
         "# Config keys\n",
         f"Every key of a config file. On the command line, write `section.key=value`. {GENERATED}",
     ]
-    for section_name, section_field in Config.model_fields.items():
-        section = section_field.annotation
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    for section_name, section in (sections | {"data.sources": MixedSource}).items():
         schema = section.model_json_schema()
-        parts += [f"## {section_name}\n", f"{section.__doc__.strip()}\n"]
+        parts += [f"## {section_name}\n", f"{inspect.cleandoc(section.__doc__)}\n"]
         parts += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for name, field in section.model_fields.items():
-            default = json.dumps(field.default, ensure_ascii=False)
+            default = "required" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
             type_name = _type_name(schema["properties"][name]).replace("|", "\\|")
-            parts.append(f"| `{name}` | {type_name} | `{default}` | {field.description} |")
+            parts.append(f"| `{name}` | {type_name} | `{default}` | {' '.join(field.description.split())} |")
         parts.append("")
     return _join(parts)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from thinker.data.batch_loader import BatchLoader
 from thinker.data.corpus import Corpus
 from thinker.data.shards import TokenShards
 from thinker.evaluation.perplexity import format_excess
@@ -37,16 +38,18 @@ SMALL_SHARE, LARGE_SHARE = 0.01, 5.0  # of the compute-optimal number of tokens
 Lines = list[str]
 
 
-def before_training(settings: Settings, corpus: Corpus, n_sequences: int, kernel_problem: str) -> Lines:
+def before_training(settings: Settings, corpus: Corpus, loader: BatchLoader, kernel_problem: str) -> Lines:
     """Describe the data of a run and warn if there is too little.
 
-    n_sequences: in the training split; kernel_problem: why the run does not use fused kernels, or "" if it does.
+    kernel_problem: why the run does not use fused kernels, or "" if it does.
     """
-    train, steps_per_epoch = settings.train, n_sequences / settings.train.batch_size
+    train = settings.train
+    is_known = train.max_steps is not None and not corpus.parts  # see describe_mixture()
+    epochs = loader.epochs(train.max_steps)[0] if is_known else 0.0
     line = f"data: {_amount(corpus.train)} for training, {_amount(corpus.val)} for validation"
     at_most = "at most " if train.max_minutes is not None else ""
-    if train.max_steps is not None:
-        line += f"; {at_most}{format_epochs(train.max_steps / steps_per_epoch)} in {train.max_steps:,} steps"
+    if is_known:
+        line += f"; {at_most}{format_epochs(epochs)} in {train.max_steps:,} steps"
     compiled = ", compiled" if train.compile else ""
     kernels = f"no fused kernels ({kernel_problem})" if kernel_problem else "fused kernels"
     size = f"micro-batches of {train.micro_batch_size} sequences"
@@ -59,16 +62,15 @@ def before_training(settings: Settings, corpus: Corpus, n_sequences: int, kernel
         )
     seq_len, n = settings.data.seq_len, corpus.train.n_documents
     n_cut = sum(int((np.diff(shard.offsets[:]) > seq_len).sum()) for shard in corpus.train.shards)
-    if settings.data.packing == "documents" and n_cut > MANY_CUT * n:
+    if settings.data.packing != "contiguous" and n_cut > MANY_CUT * n:
         cut = f"advice: {n_cut:,} of {n:,} {_kind(corpus.train)}s are longer than data.seq_len={seq_len} and get cut"
         lines.append(f"{cut}; raise data.seq_len (and model.max_seq_len if it is lower)")
     if train.max_steps is not None and train.warmup_steps >= train.max_steps:
         lines.append(f"advice: train.warmup_steps={train.warmup_steps:,} lasts until the end of the run; lower it")
     if few := few_to_validate(corpus.val):
         lines.append(f"advice: {few}, so its loss is imprecise; raise data.val_fraction or add text")
-    epochs = (train.max_steps or 0) / steps_per_epoch
     if epochs > most_epochs(settings.model.dropout):
-        lines.append(f"advice: {too_many_epochs(epochs, steps_per_epoch, at_most)}")
+        lines.append(f"advice: {too_many_epochs(epochs, train.max_steps / epochs, at_most)}")
     return lines
 
 

@@ -123,17 +123,16 @@ def chosen_overrides(config: Config, device: torch.device, precision: str) -> li
 
 
 def count_bytes(config: Config) -> int:
-    """Bytes of text in the source of a config, in UTF-8; stops counting at COUNTED_BYTES."""
-    names = {"path", "config", "split", "column", "streaming", "max_documents"}
-    options = config.data.model_dump(include=names, exclude_none=True)
-    source = open_source(config.data.source, seed=config.run.seed, **options)
-    if source.n_bytes is not None:
-        return source.n_bytes
+    """Bytes of text in the sources of a config, in UTF-8; stops counting at COUNTED_BYTES."""
     n_bytes = 0
-    for document in source.documents():
-        n_bytes += len(document.text.encode())
-        if n_bytes >= COUNTED_BYTES:
-            break
+    for source in config.data.text_sources():
+        opened = open_source(seed=config.run.seed, **source.source_options())
+        for size in (
+            [opened.n_bytes] if opened.n_bytes is not None else (len(d.text.encode()) for d in opened.documents())
+        ):
+            n_bytes += size
+            if n_bytes >= COUNTED_BYTES:
+                return n_bytes
     return n_bytes
 
 

@@ -1,5 +1,6 @@
 """Configs: read from YAML, overridden on the command line, validated; and the settings that a config resolves to."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,18 +11,21 @@ from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.reading import Loader, read_yaml
 from thinker.training import config_sections as sections
+from thinker.training.config_types import ConfigSection, Positive
+from thinker.training.source_config import MixedSource
 
 LIST = "a list of two numbers, such as [0.8, 0.95]"
 EXPECTED = {  # what a value must be, by the start of pydantic's error type
     "bool_": "true or false", "int_": "an integer", "float_": "a number", "finite_": "a finite number",
-    "string_": "text", "literal_": "{expected}", "list_": "a list", "tuple_": LIST, "too_": LIST, "missing": LIST,
+    "string_pattern": "letters, digits, dots, _ and -", "string_": "text", "literal_": "{expected}",
+    "list_": "a list", "tuple_": LIST, "too_": LIST, "missing": LIST,
     "model_": "a mapping of keys to values", "dict_": "a mapping of keys to values",
     "greater_than_equal": "at least {ge:.16g}", "greater_than": "more than {gt:.16g}",
     "less_than_equal": "at most {le:.16g}", "less_than": "less than {lt:.16g}",
 }  # fmt: skip
 
 
-class Config(sections.ConfigSection):
+class Config(ConfigSection):
     """A validated config: the user's values, and defaults for the rest. Raises if keys contradict each other."""
 
     run: sections.RunConfig = sections.RunConfig()
@@ -38,6 +42,8 @@ class Config(sections.ConfigSection):
         run, model, data, optimizer = (tree.get(name, {}) for name in ("run", "model", "data", "optimizer"))
         if not all(isinstance(section, dict) for section in (run, model, data, optimizer)):
             return tree  # validation reports the error
+        if data.get("source") is None and data.get("sources") is None:
+            data = {**data, "source": "tales"}
         max_seq_len = model.get("max_seq_len")
         if isinstance(max_seq_len, int) and 2 <= max_seq_len < sections.DEFAULT_SEQ_LEN:
             data = {"seq_len": max_seq_len, **data}
@@ -58,6 +64,8 @@ class Config(sections.ConfigSection):
             raise ValueError("model.size=auto cannot be combined with run.init_from; remove one of them")
         if train.max_steps is None and train.max_minutes is None:
             raise ValueError("the run has no end; set train.max_steps or train.max_minutes")
+        if train.max_steps is None and any(len(source.weights) > 1 for source in data.sources or ()):
+            raise ValueError("data.sources has weights that change, which need train.max_steps; set it")
         if train.async_save and train.save_sharded is True:
             raise ValueError("train.async_save cannot be combined with train.save_sharded=true; remove one of them")
         is_cautious = optimizer.cautious_weight_decay or None
@@ -107,11 +115,11 @@ class TrainSettings(sections.TrainConfig):
 
     precision: Literal["fp32", "bf16", "fp16"]
     compile: bool
-    micro_batch_size: sections.Positive
+    micro_batch_size: Positive
     save_sharded: bool
 
 
-class Settings(sections.ConfigSection):
+class Settings(ConfigSection):
     """A config resolved for this machine and data, without "auto" or missing values. Saved with the run."""
 
     run: sections.RunConfig
@@ -139,18 +147,29 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
         section, _, key = name.strip().partition(".")
         if not (equals and key and text.strip()):
             raise UserError(f"{override!r} is not an override; write section.key=value, such as train.max_steps=100")
-        if not isinstance(tree.setdefault(section, {}), dict):
-            raise UserError(f"{path}: {section} is {tree[section]!r}; it must be a mapping of keys to values")
+        values = tree.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: {section} is {values!r}; it must be a mapping of keys to values")
+        if section == "data" and (match := re.fullmatch(r"sources\.(\d+)\.(\w+)", key)):
+            values, key = _source(values.get("sources"), int(match[1]), override), match[2]
         try:
             value = yaml.load(text, Loader)
         except (yaml.YAMLError, ValueError, RecursionError):
             value = text
         is_text = not isinstance(value, bool | int | float | list | dict | None) and text.strip()[0] not in "'\""
-        tree[section][key] = text.strip() if is_text else value  # all of it, as YAML drops " #2"
+        values[key] = text.strip() if is_text else value  # all of it, as YAML drops " #2"
     run = tree.setdefault("run", {})
     if isinstance(run, dict) and run.get("dir") is None:
         run["dir"] = str(Path("runs") / path.stem)
     return validate_config(tree)
+
+
+def _source(sources: Any, index: int, override: str) -> dict[str, Any]:
+    """The source of a mixture that an override changes. Raises UserError if there is none."""
+    sources = sources if isinstance(sources, list) else []
+    if index >= len(sources) or not isinstance(sources[index], dict):
+        raise UserError(f"{override}: the config has {len(sources)} data.sources, numbered from 0")
+    return sources[index]
 
 
 def check_run_folder(path: str | Path, config: Config, overrides: list[str]) -> None:
@@ -166,19 +185,23 @@ def validate_config(tree: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        first, location = error.errors()[0], error.errors()[0]["loc"][:2]
-        *section, key = map(str, location) if location else [""]
-        name = ".".join([*section, key])
+        first, path = error.errors()[0], error.errors()[0]["loc"]
+        location = path[: 4 if path[:2] == ("data", "sources") else 2]  # a section, its key; a source, its key
+        name = ".".join(map(str, location))
         if first["type"] in ("extra_forbidden", "invalid_key"):
-            names = list(Config.model_fields[section[0]].annotation.model_fields if section else Config.model_fields)
-            hint = did_you_mean(key, names, ".".join([*section, "{}"])) or f"; use one of {', '.join(names)}"
+            section = Config.model_fields[location[0]].annotation if len(location) > 1 else Config
+            names = list((section if len(location) < 4 else MixedSource).model_fields)
+            *outer, key = map(str, location)
+            hint = did_you_mean(key, names, ".".join([*outer, "{}"])) or f"; use one of {', '.join(names)}"
             raise UserError(f"unknown config key {name}{hint}") from error
-        if first["type"] == "value_error":  # of a whole config, or of a section: then its message starts with the key
+        if first["type"] == "value_error":  # of a whole config, or of a part: then its message starts with the key
             raise UserError(f"{name}{'.' if name else ''}{first['ctx']['error']}") from error
-        index = [part for part in first["loc"][2:] if isinstance(part, int) and first["type"] != "missing"]
+        if first["type"] == "missing" and len(location) == 4:
+            raise UserError(f"{name} is missing; set it, for example to jsonl") from error
+        index = [part for part in path[len(location) :] if isinstance(part, int) and first["type"] != "missing"]
         name += "".join(f"[{i}]" for i in index)
         expected = []  # several if the key's type is a union
-        for each in (each for each in error.errors() if each["loc"][:2] == location):
+        for each in (each for each in error.errors() if each["loc"][: len(location)] == location):
             form = next((form for kinds, form in EXPECTED.items() if each["type"].startswith(kinds)), "another value")
             expected.append(form.format(**each.get("ctx", {})).replace("'", ""))
         *others, last = dict.fromkeys(expected)

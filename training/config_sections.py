@@ -3,43 +3,17 @@
 scripts/make_reference.py generates docs/reference/config.md and configs/schema.json from this file.
 """
 
-import os
-import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from thinker.model.config import MAX_SIZE
+from thinker.training.config_types import Beta, ConfigSection, Fraction, Natural, PathText, Positive, Rate, Size
+from thinker.training.source_config import MixedSource, TextSource
 
 DEFAULT_SEQ_LEN = 256
-MAX_COUNT = 2**53  # every file format stores integers up to here exactly
-Positive = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
-Natural = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
-Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
-Rate = Annotated[float, Field(gt=0, le=1e38)]  # fits into fp32
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
-
-
-class ConfigSection(BaseModel):
-    """A section of a config. Frozen; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_bool_and_nul(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(name)
-            if isinstance(value, str) and re.search("[\\0\ud800-\udfff]", value):
-                raise ValueError(f"{name} is {value!r}; it must be UTF-8 text without NUL")
-            if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-                choices = " or ".join(choice for choice in get_args(field.annotation) if isinstance(choice, str))
-                shown = f"{str(value).lower()} (YAML reads on and yes as true, off and no as false)"
-                raise ValueError(f"{name} is {shown}; it must be {choices or 'a number or text'}")
-        return values
 
 
 class RunConfig(ConfigSection):
@@ -110,27 +84,18 @@ class ModelConfig(ConfigSection):
     """Number of KV heads in each layer, for models with pruned heads. null: n_kv_heads in every layer."""
 
 
-class DataConfig(ConfigSection):
-    """The corpus, the tokenizer, and how tokens are packed into sequences."""
+class DataConfig(TextSource):
+    """The corpus, the tokenizer, and how tokens are packed into sequences. source is tales if it is omitted."""
 
-    source: str = "tales"
-    """Source of the text: tales, text, jsonl, parquet, hub, pysource or repeated_random (docs/guides/your-data.md)."""
-    path: str | None = None
-    """File, folder or glob to read, or name of the Hugging Face dataset."""
-    config: str | None = None
-    """Configuration name of a hub dataset."""
-    split: str | None = None
-    """Split of a hub dataset to read. null: train."""
-    column: str | None = None
-    """Column with the text in a jsonl, parquet or hub source. null: text, or messages in rows without text."""
-    streaming: bool | None = None
-    """Stream a hub dataset instead of downloading it first. null: true."""
+    sources: list[MixedSource] | None = None
+    """Several sources with weights, instead of source and its options (docs/guides/mixtures.md)."""
     tokenizer: PathText | None = None
     """Tokenizer name, such as char or bpe:4096, or path. null: the tokenizer of run.init_from, or else bpe:4096."""
     seq_len: Annotated[int, Field(ge=2, le=MAX_SIZE)] = DEFAULT_SEQ_LEN
     """Tokens per sequence. If omitted, capped at model.max_seq_len or the context length of run.init_from."""
-    packing: Literal["contiguous", "documents"] = "contiguous"
-    """contiguous: cut the token stream every seq_len tokens. documents: pack whole documents and pad the rest."""
+    packing: Literal["contiguous", "documents", "best_fit"] = "contiguous"
+    """contiguous: cut the stream every seq_len tokens. documents: whole documents in order, padded. best_fit: whole
+    documents in any order, with little padding."""
     shift_windows: bool = False
     """With contiguous packing, cut the stream at other positions in each epoch after the first."""
     assistant_only_loss: bool = False
@@ -143,12 +108,40 @@ class DataConfig(ConfigSection):
     """Fraction of documents held out for validation. Has no effect with val_tokens."""
     val_tokens: PathText | None = None
     """File of GPT-2 tokens for the validation split (docs/guides/gpu.md). Its documents are excluded from training."""
-    max_documents: Positive | None = None
-    """Maximum number of documents to read; not allowed for a single text file. null: all."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of threads that prepare batches ahead of time. 0: prepare each batch when it is needed."""
     cache_dir: PathText = ".cache"
     """Folder of the token cache."""
+
+    def text_sources(self) -> list[TextSource]:
+        """The sources of a mixture, or this one."""
+        return self.sources or [self]
+
+    def corpus_options(self, source: TextSource) -> dict[str, Any]:
+        """The options of data.corpus.prepare_corpus for one of text_sources(), except seed and cache_dir."""
+        options = source.source_options()
+        for key in ("val_fraction", "assistant_only_loss"):
+            options[key] = getattr(self if getattr(source, key) is None else source, key)
+        return options if self.val_tokens is None else options | {"val_tokens": self.val_tokens}
+
+    def describe_text(self, quote: Callable[[str], str] = str) -> str:
+        """The keys that name the text, such as data.source=text data.path=a.txt."""
+        texts = [f"data.source={each.source}" + (f" data.path={quote(each.path)}" if each.path else "")
+                 for each in self.text_sources()]  # fmt: skip
+        return " and ".join(texts) + (f" data.val_tokens={quote(self.val_tokens)}" if self.val_tokens else "")
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "DataConfig":
+        labels = [source.label for source in self.sources or ()]
+        if self.sources is None:
+            return self
+        if not labels:
+            raise ValueError("sources is empty; add a source, or remove the key")
+        if key := next(iter(self.source_options()), "val_tokens" if self.val_tokens else None):
+            raise ValueError(f"{key} cannot be combined with data.sources; remove it, or set it in one of the sources")
+        if label := next((label for label in labels if labels.count(label) > 1), None):
+            raise ValueError(f"sources has two sources called {label}; give one of them another name")
+        return self
 
 
 class OptimizerConfig(ConfigSection):

@@ -15,6 +15,9 @@ def plot_loss(lines: list[dict[str, Any]], path: Path, title: str) -> None:
     figure.subplots_adjust(left=0.09, bottom=0.11, right=0.97, top=0.92)
     if train:
         axes.plot(*zip(*train), color=BLUE, alpha=0.35, linewidth=1, label="training")
+    for name in sorted({key.partition("/")[2] for line in lines for key in line if key.startswith("val_loss/")}):
+        points = [(line["step"], line[f"val_loss/{name}"]) for line in lines if f"val_loss/{name}" in line]
+        axes.plot(*zip(*points), linewidth=1, linestyle=":", label=f"validation, {plain_text(name)}")
     axes.plot(*zip(*val), color=ORANGE, marker="o", markersize=4, linewidth=1.8, label="validation")
     axes.annotate(
         f"{val[-1][1]:.3f}", val[-1], xytext=(0, 9), textcoords="offset points", ha="right",

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset
 from thinker.data.prefetch import Batch
 from thinker.model import KVCache, Thinker
@@ -21,6 +20,7 @@ from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_bound import check_run_fits
 from thinker.training.memory_estimate import estimate_memory, free_memory, usable_fraction
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.mixed_data import make_loader
 from thinker.training.resolve_settings import resolve_precision, resolve_settings
 from thinker.training.step import TrainingStep, build_model
 from thinker.training.training_data import prepare_training_data
@@ -59,8 +59,9 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if corpus is not None:
         data = config.data
         sequences = PackedDataset(corpus.train, data.seq_len, data.packing, prefix_len=model_config.prefix)
-        BatchLoader(sequences, 1, config.run.seed)  # raises UserError if the text is shorter than a sequence
     settings = resolve_settings(config, model_config, device, precision)
+    if corpus is not None:
+        loader = make_loader(settings, corpus, sequences)  # raises UserError if the text is shorter than a sequence
     train = settings.train
     memory = estimate_memory(settings, train.micro_batch_size, device)
     with torch.device("meta"):
@@ -101,7 +102,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     if limits:
         plan |= {"steps": min(limits), "max_steps": train.max_steps, "tokens": round(min(limits) * step_tokens)}
         if corpus is not None:
-            plan["epochs"] = min(limits) * train.batch_size / len(sequences)
+            plan["epochs"] = max(loader.epochs(min(limits)))
         if measure:
             plan["seconds"] = first + (min(limits) - 1) * seconds
     return plan | {"recommendation": recommendation(plan)}

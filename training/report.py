@@ -8,6 +8,7 @@ from thinker.evaluation.text_baselines import text_baselines
 from thinker.training.advice import after_training, describe_result, sampling_hint
 from thinker.training.fit import assess_fit, describe_baselines, describe_estimates, describe_fit, evaluations
 from thinker.training.loss_plot import plot_loss
+from thinker.training.mixed_data import describe_losses, token_shares, with_mean_losses
 from thinker.training.run_state import RunState
 
 
@@ -20,9 +21,12 @@ def print_summary(run: RunDirectory, state: RunState, epochs: float, corpus: Cor
         print(f"finished: {state.step} steps; {run.metrics} does not contain the result", file=sys.stderr)
         return
     val = vals[-1]
-    print("\n".join(describe_result(val, state)), flush=True)  # first, as comparing takes time and plotting may fail
+    results = describe_result(val, state) + describe_losses(val)
+    print("\n".join(results), flush=True)  # first, as comparing takes time and plotting may fail
     baselines = text_baselines(corpus)
     messages = []
+    if corpus.parts:
+        lines = with_mean_losses(lines, token_shares(state.settings.data.sources))
     if fit := assess_fit(lines, state, epochs, baselines):
         messages.append(describe_fit(fit))
     if baselines:

@@ -43,13 +43,24 @@ def describe_machine(step: TrainingStep, dist: DistContext, parallel: str) -> di
 def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, dict[str, Any]]) -> None:
     """Raise UserError if a key that affects weights or batches has changed since the run started."""
     started_with = previous.model_dump(mode="json")
+    has_schedule = any(len(source.weights) > 1 for source in previous.data.sources or ())
+    fixed_keys = FIXED_KEYS | ({"train": (*FIXED_KEYS["train"], "max_steps")} if has_schedule else {})
     for section, values in sections.items():
         for key, value in values.items():
-            was, is_fixed = started_with[section][key], key in FIXED_KEYS.get(section, (key,))
+            was, is_fixed = started_with[section][key], key in fixed_keys.get(section, (key,))
             may_move = key in PATHS and None not in (value, was) and (key != "tokenizer" or is_path(value))
+            if key == "sources" and None not in (value, was):
+                may_move = [_without_place(source) for source in value] == [_without_place(source) for source in was]
             if is_fixed and value != was and key not in DATA_KEYS_OF_THE_MACHINE and not may_move:
                 reason = f"{section}.{key} is {value!r}, but the run in {run.path} started with {was!r}"
+                if key == "sources":
+                    reason = f"data.sources has changed since the run in {run.path} started"
                 raise UserError(f"{reason}; {REMEDY}")
+
+
+def _without_place(source: dict[str, Any]) -> dict[str, Any]:
+    """A source of a mixture without the keys that may change."""
+    return {key: value for key, value in source.items() if key not in (*PATHS, *DATA_KEYS_OF_THE_MACHINE)}
 
 
 def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:

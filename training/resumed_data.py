@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.corpus import Corpus, find_corpus
-from thinker.data.sources import MissingData
+from thinker.data.corpus import Corpus
+from thinker.data.document import MissingData
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import is_path, load_tokenizer
 from thinker.runtime.errors import UserError
@@ -13,7 +13,7 @@ from thinker.runtime.reading import read_text
 from thinker.training.config import Config, Settings
 from thinker.training.resume import REMEDY
 from thinker.training.run_state import RunState
-from thinker.training.training_data import prepare_training_data
+from thinker.training.training_data import find_training_data, prepare_training_data
 
 
 def own_tokenizer(run: RunDirectory, previous: Settings | None, config: Config) -> Tokenizer | None:
@@ -41,14 +41,13 @@ def read_corpus(run: RunDirectory, state: RunState, config: Config, tokenizer: T
     Raises UserError if the text has changed since the run started.
     """
     data, was = config.data, state.settings and state.settings.data
-    files = {"source": data.source, "path": data.path, "val_tokens": data.val_tokens}
-    text = "the text of " + " ".join(f"data.{key}={value}" for key, value in files.items() if value is not None)
+    text = f"the text of {data.describe_text()}"
     try:
         corpus = prepare_training_data(config, tokenizer)
     except MissingData as error:
-        if was is None or (data.path, data.val_tokens) != (was.path, was.val_tokens):
+        if was is None or data.describe_text() != was.describe_text():
             raise
-        corpus = find_corpus(state.corpus, state.tokenizer, data.cache_dir)
+        corpus = find_training_data(data, state.corpus, state.tokenizer)
         if corpus is None:
             cache = f"data.cache_dir={data.cache_dir} does not contain the tokens of the run either"
             raise UserError(f"{error}; {cache}") from error

@@ -6,12 +6,12 @@ import torch
 
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.run_directory import RunDirectory
-from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import Corpus
 from thinker.data.prefetch import Prefetcher
 from thinker.data.text_bytes import scaled_byte_lengths
 from thinker.evaluation.loss import Evaluator
+from thinker.evaluation.mixture_loss import MixtureEvaluator, split_limit
 from thinker.generation.prompts import check_prompt
 from thinker.runtime.device import choose_device, configure_backend, enable_determinism
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
@@ -22,6 +22,7 @@ from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_bound import check_run_fits
 from thinker.training.metrics import MemoryMeter
+from thinker.training.mixed_data import describe_mixture, make_loader, token_shares
 from thinker.training.resolve_settings import check_batch_split, resolve_precision, resolve_settings
 from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.step import TrainingStep, build_model
@@ -93,8 +94,8 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist, saved)
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))
-        n_sequences = len(batches.loader.dataset)
-        print("\n".join(before_training(settings, corpus, n_sequences, step.kernel_problem)), file=sys.stderr)
+        lines = before_training(settings, corpus, batches.loader, step.kernel_problem)
+        print("\n".join(lines + describe_mixture(settings, corpus, batches.loader)), file=sys.stderr)
     if dist.is_main:
         corpus.tokenizer.save(run.path)
     return trainer
@@ -102,16 +103,21 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
 
 def build_batches(
     settings: Settings, corpus: Corpus, device: torch.device, dist: DistContext
-) -> tuple[Prefetcher, Evaluator]:
+) -> tuple[Prefetcher, Evaluator | MixtureEvaluator]:
     """The training batches of this rank, and the evaluator of the validation split."""
     data, train = settings.data, settings.train
     masking = {"document_masking": data.document_masking, "prefix_len": settings.model.prefix}
-    train_set = PackedDataset(corpus.train, data.seq_len, data.packing, **masking)
-    val_packing = "documents" if data.source == "tales" else data.packing
-    val_set = PackedDataset(corpus.val, data.seq_len, val_packing, **masking)
-    loader = BatchLoader(train_set, train.batch_size, settings.run.seed, data.shift_windows)
+    loader = make_loader(settings, corpus, PackedDataset(corpus.train, data.seq_len, data.packing, **masking))
     n_rows = train.batch_size // dist.world_size
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)
-    byte_lengths = scaled_byte_lengths(corpus.val, corpus.tokenizer)
-    return batches, Evaluator(val_set, train.micro_batch_size, byte_lengths, train.eval_sequences, dist, progress=True)
+    val_packing = "documents" if data.source == "tales" else data.packing
+    parts = {name: part for name, part in (corpus.parts or {"": corpus}).items() if part.val.shards}
+    val_sets = [PackedDataset(part.val, data.seq_len, val_packing, **masking) for part in parts.values()]
+    evaluators = {}
+    for name, val_set, limit in zip(parts, val_sets, split_limit(train.eval_sequences, [*map(len, val_sets)])):
+        byte_lengths = scaled_byte_lengths(parts[name].val, corpus.tokenizer)
+        evaluators[name] = Evaluator(val_set, train.micro_batch_size, byte_lengths, limit, dist, progress=True)
+    if corpus.parts:
+        return batches, MixtureEvaluator(evaluators, token_shares(data.sources))
+    return batches, evaluators[""]

@@ -15,6 +15,7 @@ from thinker.runtime.process_group import SINGLE_PROCESS, DistContext, full_tens
 from thinker.training.config import Settings
 from thinker.training.distributed import gradient_sync, parallelize
 from thinker.training.kernels import cached_weight_casts, choose_kernels, fused_kernels
+from thinker.training.mixed_data import sum_by_source
 from thinker.training.optimizers import Optimizers
 from thinker.training.weight_average import WeightAverage
 
@@ -41,6 +42,7 @@ class TrainingStep:
         self.average = None if self.train.ema_decay is None else WeightAverage(self.model, self.train.ema_decay)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "fp16")
         self.skip_nonfinite = skip_nonfinite
+        self.n_sources = len(settings.data.sources or ())
         self.n_nonfinite = torch.zeros((), dtype=torch.int64, device=self.device)
         if hasattr(self.parallel_model, "no_sync"):
             self._warm_up_buckets(settings)
@@ -60,11 +62,14 @@ class TrainingStep:
     def __call__(self, batch: Batch, lr_multiplier: float) -> tuple[Tensor, Tensor]:
         """Run a step. Returns loss (nats per token) and gradient norm before clipping, both on the device.
 
-        Each rank passes its own rows and the total number of targets. All ranks get the same result.
+        Each rank passes its own rows and the total number of targets. All ranks get the same result. In a mixture,
+        `source_sums` has the sum of losses and the number of targets of each source, (S, 2) on the device.
         """
         train, rows = self.train, len(batch.inputs)
         self.optimizers.set_lr(lr_multiplier)
-        total = torch.zeros((), device=self.device)
+        n_sources = 0 if batch.sources is None else self.n_sources
+        sums = torch.zeros(1 + 2 * n_sources, device=self.device)
+        total, self.source_sums = sums[0], sums[1:].view(-1, 2)
         with cached_weight_casts(self.model), fused_kernels(self.model, self.kernels):
             for start in range(0, rows, train.micro_batch_size):
                 part = slice(start, start + train.micro_batch_size)
@@ -74,14 +79,20 @@ class TrainingStep:
                 )
                 with gradient_sync(self.parallel_model, is_last=part.stop >= rows):
                     with save_on_cpu(pin_memory=True) if train.offload_activations else contextlib.nullcontext():
-                        loss_sum, _ = self.parallel_model(inputs, targets=targets, document_ids=document_ids)
+                        losses = torch.empty(targets.shape, device=self.device) if n_sources else None
+                        loss_sum, _ = self.parallel_model(
+                            inputs, targets=targets, document_ids=document_ids, target_losses=losses
+                        )
                     self.scaler.scale(loss_sum / max(batch.n_targets, 1)).backward()
                 total += loss_sum.detach()
+                if n_sources:
+                    sources = batch.sources[part].to(self.device)
+                    self.source_sums += sum_by_source(sources, n_sources, losses, targets)
         for optimizer in self.optimizers.optimizers:
             self.scaler.unscale_(optimizer)
         grad_norm = clip_gradients(self.model, train.grad_clip)
         if self.dist.world_size > 1:
-            torch.distributed.all_reduce(total)
+            torch.distributed.all_reduce(sums)
         loss = total / max(batch.n_targets, 1)
         self.optimizers.step(self._should_skip(loss, grad_norm) if self.skip_nonfinite else None)
         self.scaler.update()

@@ -17,6 +17,7 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus import Corpus
 from thinker.data.prefetch import Prefetcher
 from thinker.evaluation.loss import Evaluation, Evaluator
+from thinker.evaluation.mixture_loss import MixtureEvaluator
 from thinker.generation import Generator, SamplingParams
 from thinker.runtime.errors import RunError
 from thinker.runtime.files import atomic_write
@@ -24,6 +25,7 @@ from thinker.runtime.process_group import DistContext
 from thinker.training import resume
 from thinker.training.config import Settings
 from thinker.training.metrics import MemoryMeter, flops_per_token, peak_flops
+from thinker.training.mixed_data import source_losses
 from thinker.training.nonfinite import diagnose, finite_or_none, unwrapped_copy
 from thinker.training.report import print_summary
 from thinker.training.run_state import RunState
@@ -46,14 +48,14 @@ class Trainer:
     run: RunDirectory
     corpus: Corpus
     batches: Prefetcher
-    evaluator: Evaluator
+    evaluator: Evaluator | MixtureEvaluator
     checkpoints: CheckpointManager
     tracker: Tracker
     memory: MemoryMeter
     dist: DistContext
     saved: RunState | None = None  # the state in the newest checkpoint
     last_evaluation: Evaluation | None = None
-    unread: list[tuple[int, Tensor]] = field(default_factory=list)  # steps, and (loss, gradient norm) on the device
+    unread: list[tuple[int, Tensor]] = field(default_factory=list)  # steps, and their results on the device
 
     def __post_init__(self) -> None:
         self.model, self.device, self.loader = self.step.model, self.step.device, self.batches.loader
@@ -127,7 +129,7 @@ class Trainer:
         resume.seed_step(self.settings.run.seed, state.step, self.dist.rank)
         loss, grad_norm = self.step(self.batch, multiplier)
         if self.batch.n_targets:
-            self.unread.append((state.step, torch.stack((loss, grad_norm))))
+            self.unread.append((state.step, torch.cat((loss[None], grad_norm[None], self.step.source_sums.flatten()))))
         state.step += 1
         if self.step.average is not None:
             self.step.average.update(state.step)
@@ -164,11 +166,13 @@ class Trainer:
         rows = torch.stack([values for _, values in self.unread]).tolist() if self.unread else []
         steps = [step for step, _ in self.unread]
         self.unread.clear()
-        for step, (loss, grad_norm) in zip(steps, rows):
+        for step, (loss, grad_norm, *source_sums) in zip(steps, rows):
             if math.isfinite(loss) and (math.isfinite(grad_norm) or self.step.scaler.is_enabled()):
                 self.state.pending_steps += 1
                 self.state.pending_losses += loss
                 self.state.pending_norm = finite_or_none(grad_norm)
+                pending = self.state.pending_sources or [0.0] * len(source_sums)
+                self.state.pending_sources = [old + new for old, new in zip(pending, source_sums)]
             else:
                 self.skip_nonfinite_step(step, loss, grad_norm)
 
@@ -214,7 +218,8 @@ class Trainer:
         line = {"train_loss": state.pending_losses / state.pending_steps, "lr": self.step.optimizers.lr * multiplier}
         if state.pending_norm is not None:
             line["grad_norm"] = state.pending_norm
-        state.pending_steps, state.pending_losses, state.pending_norm = 0, 0.0, None
+        line |= source_losses(self.corpus, state.pending_sources)
+        state.pending_steps, state.pending_losses, state.pending_norm, state.pending_sources = 0, 0.0, None, []
         if state.skipped:
             line["skipped_steps"] = state.skipped
         self.log(line | {"data_wait": waited / seconds} | self.speed(tokens / seconds))
@@ -243,8 +248,8 @@ class Trainer:
 
     @property
     def epochs(self) -> float:
-        """Number of epochs: how often the training split has been read."""
-        return self.state.step * self.settings.train.batch_size / len(self.loader.dataset)
+        """Number of epochs: how often the training split, or the source of a mixture that repeats most, was read."""
+        return max(self.loader.epochs(self.state.step))
 
     def speed(self, tokens_per_second: float) -> dict[str, float]:
         """Metrics of speed and memory."""
@@ -278,6 +283,8 @@ class Trainer:
             raise RunError(f"{message}; lower optimizer.lr; {self.resume_hint()}")
         self.last_evaluation, state.evaluated_at = evaluation, state.step
         line = {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
+        for name, part in evaluation.parts.items():
+            line |= {f"val_loss/{name}": part.loss, f"val_bits_per_byte/{name}": part.bits_per_byte}
         if evaluation.entropy_floor is not None:
             line["entropy_floor"] = evaluation.entropy_floor
         self.log(line)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import Corpus, find_corpus, prepare_corpus
+from thinker.data.mixed_corpus import find_mixture, prepare_mixture
 from thinker.data.shards import TokenShards
 from thinker.data.sources import open_source
 from thinker.data.tokenizer import Tokenizer
@@ -21,14 +22,24 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.files import can_write
 from thinker.runtime.reading import read_json
 from thinker.training.config import Config, load_config
+from thinker.training.config_sections import DataConfig
 
 
 def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:
     """Tokenize the corpus of a config. `tokenizer` replaces the one that the config names."""
-    names = {"path", "config", "split", "column", "streaming", "assistant_only_loss", "val_fraction", "max_documents"}
-    options = config.data.model_dump(include=names | {"val_tokens", "cache_dir"}, exclude_none=True)
-    tokenizer = tokenizer or config.data.tokenizer
-    return prepare_corpus(source=config.data.source, tokenizer=tokenizer, seed=config.run.seed, **options)
+    data, seed = config.data, config.run.seed
+    tokenizer = tokenizer or data.tokenizer
+    if data.sources is not None:
+        sources = {source.label: data.corpus_options(source) | {"seed": seed} for source in data.sources}
+        return prepare_mixture(sources, tokenizer, data.cache_dir)
+    return prepare_corpus(tokenizer=tokenizer, seed=seed, cache_dir=data.cache_dir, **data.corpus_options(data))
+
+
+def find_training_data(data: DataConfig, sha256: str, tokenizer_hash: str) -> Corpus | None:
+    """Find the undamaged corpus of a run in the cache by its identity; None if it is not there."""
+    if data.sources is not None:
+        return find_mixture([source.label for source in data.sources], sha256, tokenizer_hash, data.cache_dir)
+    return find_corpus(sha256, tokenizer_hash, data.cache_dir)
 
 
 def load_run_config(folder: Path) -> Config | None:
@@ -50,11 +61,11 @@ def load_validation_data(
     if config is None:
         raise UserError(f"{folder} is not in a run directory, so it has no validation data; choose data with {option}")
     data, sha256 = config.data, read_json(find_checkpoint(folder) / "state.json").get("corpus")
-    corpus = find_corpus(str(sha256), tokenizer.content_hash, data.cache_dir)
+    corpus = find_training_data(data, str(sha256), tokenizer.content_hash)
     if corpus is None:
-        source = f"data.source={data.source}"
-        if (data.path or data.val_tokens) and not read_data:
-            files = f"{source} data.path={shlex.quote(str(data.path))}"
+        source = data.describe_text()
+        if (any(each.path for each in data.text_sources()) or data.val_tokens) and not read_data:
+            files = data.describe_text(shlex.quote)
             remedy = f"add --read-data to read the files in its config ({files}), or choose data with {option}"
             raise UserError(f"the token cache does not contain the validation data of the run; {remedy}")
         if not can_write(Path(data.cache_dir)):
@@ -72,7 +83,7 @@ def used_token_ids(folder: Path, tokenizer: Tokenizer, scratch: Path, max_tokens
     if config is None:
         return None
     try:
-        if config.data.path is None:
+        if config.data.sources is None and config.data.path is None:
             source = open_source(config.data.source, seed=config.run.seed)
             tokens = tokenize(source, tokenizer, max_tokens, scratch)
         else:

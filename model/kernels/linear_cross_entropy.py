@@ -22,30 +22,30 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy of logits (n, V) with targets (n,): the sum in nats (fp32) and the gradient in their dtype."""
+    """Cross-entropy of logits (n, V) with targets (n,): in nats (n,), fp32, and the gradient in the logits' dtype."""
     is_counted = targets != IGNORE_INDEX  # (n,)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
     log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
-    loss = -(log_probs.gather(1, target)[:, 0] * is_counted).sum()
+    losses = -(log_probs.gather(1, target)[:, 0] * is_counted)
     if not needs_gradient:
-        return loss, None
+        return losses, None
     grad = log_probs.exp_()  # (n, V): softmax − one-hot, and 0 at ignored targets
     grad.scatter_add_(1, target, grad.new_full((), -1.0).expand(target.shape))
     if logits.is_cuda:
-        return loss, torch.mul(grad, is_counted[:, None], out=logits)  # one pass, in their dtype
-    return loss, grad.mul_(is_counted[:, None]).to(logits.dtype)
+        return losses, torch.mul(grad, is_counted[:, None], out=logits)  # one pass, in their dtype
+    return losses, grad.mul_(is_counted[:, None]).to(logits.dtype)
 
 
 def fused_loss_and_gradient(logits: Tensor, targets: Tensor, needs_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """loss_and_gradient() in a form that compiles to one kernel, which reads and writes only the bf16 logits."""
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]  # (n, V), all False if ignored
     log_probs = logits.to(_sum_dtype(logits)).log_softmax(dim=-1)  # (n, V)
-    loss = -torch.where(is_target, log_probs, 0.0).sum(dim=1).sum()
+    losses = -torch.where(is_target, log_probs, 0.0).sum(dim=1)
     if not needs_gradient:
-        return loss, None
+        return losses, None
     probs = log_probs.exp()
     grad = torch.where(is_target, probs - 1, probs)
-    return loss, logits.copy_(grad.where((targets != IGNORE_INDEX)[:, None], 0.0))
+    return losses, logits.copy_(grad.where((targets != IGNORE_INDEX)[:, None], 0.0))
 
 
 @cache
@@ -66,8 +66,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None, is_compiled: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None, is_compiled: bool,
+        target_losses: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         w = weight.to(x.dtype) if cached_weight is None else cached_weight  # (V, C)
         needs_x_grad, needs_w_grad = ctx.needs_input_grad[:2]
         x_grad = torch.empty_like(x) if needs_x_grad else None  # (N, C)
@@ -80,8 +81,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_of = _compiled() if is_compiled else loss_and_gradient
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            loss, grad = loss_of(F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad)
-            total += loss
+            losses, grad = loss_of(F.linear(x[part], w), targets[part], needs_x_grad or needs_w_grad)
+            total += losses.sum()
+            if target_losses is not None:
+                target_losses[part] = losses
             if needs_x_grad:
                 torch.mm(grad, w, out=x_grad[part])
             if needs_w_grad:
@@ -92,11 +95,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x_grad, w_grad = ctx.saved_tensors
         x_grad = None if x_grad is None else (x_grad * grad).to(x_grad.dtype)  # a loss scale would overflow fp16
         w_grad = None if w_grad is None else (w_grad * grad).to(ctx.weight_dtype)
-        return x_grad, w_grad, None, None, None
+        return x_grad, w_grad, None, None, None, None
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -113,16 +116,19 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None, is_compiled: bool = False
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, targets: Tensor, cached_weight: Tensor | None = None, is_compiled: bool = False,
+    target_losses: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Cross-entropy of softmax(x · weightᵀ) with `targets`, (B, T) int64: (sum in nats, number of targets).
 
     The sum is in fp32, or fp64 if x is fp64. IGNORE_INDEX is not counted.
 
     x (B, T, C), whose dtype the products use; weight (V, C); cached_weight: the weight in x's dtype.
     is_compiled: compile softmax, loss and gradient of a chunk; matrix products always call the library.
+    target_losses: (B, T) fp32, contiguous; is filled with the loss of each target, 0 for IGNORE_INDEX.
     """
     if not torch.is_grad_enabled():  # a Function ignores this and would compute the weight's gradient
         weight = weight.detach()
-    total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), cached_weight, is_compiled)
+    losses = None if target_losses is None else target_losses.view(-1)
+    total = _LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), cached_weight, is_compiled, losses)
     return total, (targets != IGNORE_INDEX).sum()

@@ -283,7 +283,7 @@ def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run
     assert capsys.readouterr().out == expected
     tree["data"] |= {"val_fraction": 0.3, "cache_dir": str(tmp_path / "another cache")}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    with pytest.raises(UserError, match="the text of data.source=text has changed since training"):
+    with pytest.raises(UserError, match="the text of data.source=text data.path=.* has changed since training"):
         command(run, *arguments, "--read-data")
     with pytest.raises(UserError, match="--read-data has no effect with --source"):
         command(run, *arguments, "--read-data", "--source", "tales")

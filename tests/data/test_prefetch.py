@@ -12,7 +12,7 @@ class Numbers:
     """A loader whose batch says its step."""
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.asked, self.dataset = seconds, [], self
+        self.seconds, self.asked, self.dataset, self.bounds = seconds, [], self, [0, 1]
 
     def document_ids(self, inputs):
         return inputs + 1

@@ -23,12 +23,18 @@ DOCUMENTS = {
     "packed": ["data.packing=documents"],
     "masked": ["data.packing=documents", "data.document_masking=true"],
 }
+MIXTURE = "{source: tales, max_documents: 40, weight: 0.8}, {source: pysource, max_documents: 3, val_fraction: 0.5324}"
+SOURCES = {
+    "one": ["data.max_documents=60"],
+    "several": ["data.source=null", "data.max_documents=null", f"data.sources=[{MIXTURE}]"],
+}
 EAGER = {
     "train.precision": ["fp32", "bf16"],
     "train.micro_batch_size": ["null", "1"],
     "model.dropout": ["0.0", "0.2"],
     "model.token_shift": ["false", "true"],
     "documents": list(DOCUMENTS),
+    "sources": list(SOURCES),
     "train.lora_rank": ["null", "4"],
     "train.checkpoint_every_n_blocks": ["null", "1", "2"],
     "optimizer.name": ["muon", "adamw"],
@@ -53,7 +59,7 @@ def cache(tmp_path_factory):
 
 def overrides(case, run, cache, tiny_run, n_steps=4):
     """What is to be overridden in BASE for this case."""
-    keys = {name: value for name, value in case.items() if name not in ("documents", "decay")}
+    keys = {name: value for name, value in case.items() if name not in ("documents", "decay", "sources")}
     if keys["train.parallel"] == "alone":
         del keys["train.parallel"]
     is_lora = keys["train.lora_rank"] != "null"
@@ -67,9 +73,9 @@ def overrides(case, run, cache, tiny_run, n_steps=4):
         "train.eval_every=null",
         "train.eval_sequences=2",
     ]
-    fixed = ["train.batch_size=4", "train.device=cpu", "data.max_documents=60", f"data.cache_dir={cache}"]
+    fixed = ["train.batch_size=4", "train.device=cpu", f"data.cache_dir={cache}"]
     written = [f"{name}={value}" for name, value in keys.items()]
-    choices = [*DOCUMENTS[case["documents"]], *DECAYS[case["decay"]]]
+    choices = [*DOCUMENTS[case["documents"]], *DECAYS[case["decay"]], *SOURCES[case["sources"]]]
     return [*start, *shape, *lengths, *fixed, *written, *choices, f"run.dir={run}"]
 
 

@@ -84,10 +84,12 @@ def chunk(targets, V=50):
 def check_chunk(function, targets):
     logits, targets, known, known_grad = chunk(targets)
     assert function(logits, targets, False)[1] is None
-    loss, grad = function(logits.clone(), targets, True)
+    losses, grad = function(logits.clone(), targets, True)
     assert grad.dtype == torch.bfloat16
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(known, rel=1e-5)
+    assert losses.dtype == torch.float32
+    assert losses.shape == targets.shape
+    assert not losses[targets < 0].any()
+    assert losses.sum().item() == pytest.approx(known, rel=1e-5)
     torch.testing.assert_close(grad.double(), known_grad, rtol=2**-8, atol=1e-6)  # rounded once, to bf16
     assert not grad[targets < 0].any()
 
@@ -112,6 +114,26 @@ def test_one_program_serves_chunks_of_every_size(monkeypatch, backend):
     assert counter.frame_count == 4  # with and without a gradient
     logits, targets, *_ = chunk(TARGETS[0])
     assert compiled(logits, targets, True)[1].data_ptr() == logits.data_ptr()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_loss_of_each_target(monkeypatch, is_compiled):
+    """Also over several chunks; the sum and the gradient are the same with and without them."""
+    monkeypatch.setattr(module, "_compiled", lambda: module.fused_loss_and_gradient)
+    monkeypatch.setattr(module, "MIN_CHUNK_ROWS", 4)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(module, "COMPILED_CHUNK_ELEMENTS", 50 * 13)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 11, 7, generator=generator, requires_grad=True)
+    weight = torch.randn(50, 7, generator=generator)
+    targets = torch.randint(-1, 50, (3, 11), generator=generator)
+    losses = torch.full((3, 11), torch.nan)
+    total, _ = linear_cross_entropy(x, weight, targets, None, is_compiled, losses)
+    plain, _ = linear_cross_entropy(x, weight, targets, None, is_compiled)
+    known = F.cross_entropy((x @ weight.T).transpose(1, 2), targets, ignore_index=-1, reduction="none")
+    torch.testing.assert_close(losses, known)
+    assert total == plain
+    assert torch.equal(*(torch.autograd.grad(loss, x)[0] for loss in (total, plain)))
 
 
 @pytest.mark.parametrize("rows", [1, 20, 33])

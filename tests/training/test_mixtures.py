@@ -1,0 +1,269 @@
+"""Training on a mixture: losses by source, ranks and workers, kills, changed weights, and mistakes."""
+
+import itertools
+import json
+import math
+import random
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+import rank_workers
+import torch
+import yaml
+from conftest import ROOT, run_script, start_script
+from fork_server import run_ranks
+from training_runs import assert_same_run, last_step, read_metrics, wait_for
+
+from thinker.evaluation.mixture_loss import split_limit
+from thinker.runtime.constants import IGNORE_INDEX
+from thinker.runtime.errors import UserError
+from thinker.training.config import load_config
+from thinker.training.mixed_data import token_shares, with_mean_losses
+from thinker.training.run import build_trainer
+from thinker.training.training_data import load_validation_data, prepare_training_data
+
+NAMES = ["tales", "code", "numbers", "chat"]
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A config with four sources, a schedule and a budget, beside its files."""
+    folder = tmp_path_factory.mktemp("mixture")
+    draw = random.Random(1)
+    rows = [{"body": " ".join(str(draw.randrange(99)) for _ in range(draw.randrange(5, 60)))} for _ in range(60)]
+    (folder / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for i in range(12):
+        (folder / "code").mkdir(exist_ok=True)
+        lines = (f"def f{i}_{j}(x): return x + {draw.randrange(9)}" for j in range(draw.randrange(3, 30)))
+        (folder / "code" / f"{i}.py").write_text("\n".join(lines))
+    (folder / "chat.txt").write_text("".join(f"Who is {i}? {i} is a cat.\n" for i in range(300)))
+    sources = [
+        {"source": "tales", "max_documents": 60, "weight": {0: 0.5, 0.7: 0.2}},
+        {"source": "text", "path": str(folder / "code"), "weight": {0: 0.3, 0.7: 0.6}, "val_fraction": 0.3},
+        {"source": "jsonl", "path": str(folder / "numbers.jsonl"), "column": "body", "weight": 0.15, "max_epochs": 1},
+        {"source": "text", "path": str(folder / "chat.txt"), "weight": 0.05},
+    ]
+    config = {
+        "model": {"d_model": 32, "n_layers": 1, "n_heads": 2},
+        "data": {"sources": sources, "tokenizer": "bpe:300", "seq_len": 32, "cache_dir": str(folder / "cache")},
+        "train": {"max_steps": STEPS, "batch_size": 8, "eval_every": 8, "save_every": 2, "precision": "fp32",
+                  "compile": False, "device": "cpu"},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The run that nobody kills, and what it printed."""
+    done = run_script(ROOT / "train.py", folder / "config.yaml", f"run.dir={folder / 'whole'}")
+    assert done.returncode == 0, done.stderr
+    return folder / "whole", done
+
+
+def trainer_of(folder, tmp_path, *overrides):
+    return build_trainer(load_config(folder / "config.yaml", [f"run.dir={tmp_path / 'run'}", *overrides]))
+
+
+def test_the_command_describes_the_mixture(whole):
+    _, done = whole
+    lines = done.stderr.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ") and "%" in line and ";" in line] == NAMES
+    assert any("tales    50.0%, 20.0% from 70% of the run;" in line and "epoch" in line for line in lines)
+    assert "by source, nats per token (bits per byte): tales " in done.stdout
+
+
+def test_losses_by_source_add_up_to_the_loss(whole):
+    path, _ = whole
+    lines = read_metrics(path)
+    train = [line for line in lines if "train_loss" in line]
+    assert len(train) == STEPS
+    for line in train:
+        parts = [line[key] for key in line if key.startswith("train_loss/")]
+        assert min(parts) - 1e-5 <= line["train_loss"] <= max(parts) + 1e-5
+    assert {key for line in train for key in line if "/" in key} == {f"train_loss/{name}" for name in NAMES}
+    shares = token_shares(load_config(path / "config.yaml", []).data.sources)
+    assert shares == pytest.approx({"tales": 0.41, "code": 0.39, "numbers": 0.15, "chat": 0.05})
+    vals = [line for line in lines if "val_loss" in line]
+    assert len(vals) == 3
+    for line in vals:
+        assert line["val_loss"] == pytest.approx(sum(share * line[f"val_loss/{n}"] for n, share in shares.items()))
+
+
+def test_the_loss_of_a_source_is_that_of_its_sequences(folder, tmp_path):
+    """Also with micro-batches, and in steps without a sequence of some source."""
+    trainer = trainer_of(folder, tmp_path, "train.micro_batch_size=2", f"data.cache_dir={tmp_path}")
+    for step in (0, 5):
+        batch, sums = trainer.batches.batch(step), torch.zeros(4, 2)
+        assert batch.sources.tolist() == trainer.loader.sources(step)
+        with torch.no_grad():
+            for source, inputs, targets in zip(batch.sources, batch.inputs, batch.targets):
+                loss, _ = trainer.model(inputs[None], targets=targets[None])
+                sums[source] += torch.stack((loss, (targets != IGNORE_INDEX).sum()))
+        loss, _ = trainer.step(batch, 0.0)
+        torch.testing.assert_close(trainer.step.source_sums, sums)
+        assert loss.item() == pytest.approx(sums[:, 0].sum().item() / batch.n_targets, rel=1e-5)
+    trainer.batches.close()
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (1, 4), (2, 1), (4, 2)])
+def test_samples_do_not_depend_on_ranks_and_workers(folder, tmp_path, whole, size, workers):
+    """Nor do the losses of the sources, up to rounding."""
+    options = [f"run.dir={tmp_path / 'run'}", f"data.num_workers={workers}", "train.parallel=ddp"]
+    seen = run_ranks(size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), options)
+    trainer = trainer_of(folder, tmp_path / "other")
+    expected = [trainer.loader.batch(step)[0].tolist() for step in range(STEPS)]
+    trainer.batches.close()
+    rows = [list(itertools.chain(*parts)) for parts in zip(*seen, strict=True)]
+    assert [[list(row) for row in step] for step in rows] == expected
+    alone, together = (
+        [{key: x for key, x in line.items() if "loss" in key} for line in read_metrics(run)]
+        for run in (whole[0], tmp_path / "run")
+    )
+    assert [line.keys() for line in alone] == [line.keys() for line in together]
+    for one, other in zip(alone, together):
+        assert other == pytest.approx(one, rel=2e-4)
+
+
+def test_killed_runs_end_at_the_same_bits(folder, whole, tmp_path, stress):
+    """30 kills with --stress, at random moments, of training and of preparing the data."""
+    draw, count, kills = random.Random(3), 30 if stress else 2, 0
+    while kills < count:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        command = [ROOT / "train.py", folder / "config.yaml", f"run.dir={tmp_path / 'run'}"]
+        process, at = start_script(*command), draw.randrange(STEPS)
+        if wait_for(lambda run=tmp_path / "run", at=at: last_step(run) >= at, process):
+            time.sleep(draw.random() * 0.05)
+            process.kill()
+        process.wait()
+        if process.returncode == 0:
+            continue  # it ended before the kill
+        assert process.returncode == -signal.SIGKILL, process.output()
+        kills += 1
+        assert run_script(*command).returncode == 0
+        assert_same_run(whole[0], tmp_path / "run", STEPS)
+
+
+def test_other_weights_read_the_same_cache(folder, whole, tmp_path):
+    """Nothing is tokenized again, and no tokenizer is trained, for other weights, budgets, names and orders of rows."""
+    before = {path: path.stat().st_mtime_ns for path in (folder / "cache").rglob("*")}
+    options = ["data.sources.0.weight=0.9", "data.sources.2.max_epochs=null", "data.sources.1.name=python"]
+    done = run_script(ROOT / "train.py", folder / "config.yaml", *options, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in (folder / "cache").rglob("*")} == before
+    assert "tokenizing" not in done.stderr
+    assert "python" in done.stdout
+
+
+def test_a_resumed_run_finds_its_cached_tokens(folder, tmp_path):
+    """Its files may be missing or move, but its sources must not change."""
+    place, run = tmp_path / "place", tmp_path / "run"
+    shutil.copytree(folder, place, ignore=shutil.ignore_patterns("whole"))
+    text = (place / "config.yaml").read_text().replace(str(folder), str(place))
+    (place / "config.yaml").write_text(text)
+    train = [ROOT / "train.py", place / "config.yaml", f"run.dir={run}", "data.sources.0.weight=0.5"]
+    plain = ["data.sources.1.weight=0.3", "train.max_steps=10"]
+    assert run_script(*train, *plain).returncode == 0
+    longer = [*train, "data.sources.1.weight=0.3", "train.max_steps=12"]
+    (place / "chat.txt").rename(tmp_path / "chat.txt")
+    done = run_script(*longer)
+    assert done.returncode == 0, done.stderr
+    assert "does not exist; using the cached tokens of the run" in done.stderr
+    moved = [*train, "data.sources.1.weight=0.3", f"data.sources.3.path={tmp_path / 'chat.txt'}"]
+    assert run_script(*moved, "train.max_steps=14").returncode == 0
+    changed = run_script(*train, "data.sources.1.weight=0.4", "train.max_steps=16")
+    assert changed.returncode == 2
+    assert "data.sources has changed since the run in" in changed.stderr
+    (tmp_path / "chat.txt").write_text("x" * 9000)
+    changed = run_script(*moved, "train.max_steps=16")
+    assert changed.returncode == 2
+    assert "has changed since the run in" in changed.stderr
+
+
+def test_weights_that_change_fix_the_length_of_a_run(folder, whole):
+    done = run_script(ROOT / "train.py", folder / "config.yaml", f"run.dir={whole[0]}", "train.max_steps=30")
+    assert done.returncode == 2
+    assert "train.max_steps is 30, but the run in" in done.stderr
+
+
+def test_commands_on_a_run_of_a_mixture(folder, whole, tmp_path):
+    """The validation split of all sources is evaluated; a sample comes from the model."""
+    run, _ = whole
+    done = run_script(ROOT / "scripts/eval.py", run)
+    assert done.returncode == 0, done.stderr
+    plan = run_script(ROOT / "scripts/plan.py", folder / "config.yaml")
+    assert plan.returncode == 0, plan.stderr
+    corpus = prepare_training_data(load_config(run / "config.yaml", []))
+    _, val = load_validation_data(run, corpus.tokenizer, "--text", tmp_path)
+    assert val.n_tokens == sum(part.val.n_tokens for part in corpus.parts.values())
+    shutil.copytree(run, tmp_path / "copy")
+    text = (run / "config.yaml").read_text().replace(str(folder / "cache"), str(tmp_path / "empty"))
+    (tmp_path / "copy" / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match="add --read-data to read the files in its config .*numbers.jsonl"):
+        load_validation_data(tmp_path / "copy", corpus.tokenizer, "--text", tmp_path)
+    _, again = load_validation_data(tmp_path / "copy", corpus.tokenizer, "--text", tmp_path, read_data=True)
+    assert again.n_tokens == val.n_tokens
+
+
+def test_a_source_without_validation_split(folder, tmp_path):
+    options = ["data.sources.0.val_fraction=0", "train.eval_sequences=4"]
+    trainer = trainer_of(folder, tmp_path, *options)
+    evaluation = trainer.evaluator(trainer.model)
+    trainer.batches.close()
+    assert list(evaluation.parts) == NAMES[1:]
+    shares = np.array([0.39, 0.15, 0.05])
+    losses = [part.loss for part in evaluation.parts.values()]
+    assert evaluation.loss == pytest.approx(float(shares @ losses / shares.sum()))
+    assert [evaluator.n_windows for evaluator in trainer.evaluator.evaluators.values()] == [3, 1, 1]
+    nats = evaluation.loss / math.log(2)
+    sizes = [part.n_bytes / part.n_tokens for part in evaluation.parts.values()]
+    assert evaluation.bits_per_byte == pytest.approx(nats / float(shares @ sizes / shares.sum()))
+
+
+def test_the_limit_of_sequences_is_split_in_proportion():
+    assert split_limit(None, [5, 2]) == [None, None]
+    assert split_limit(100, [600, 300, 1]) == [67, 33, 1]
+
+
+def test_training_losses_are_weighted_as_validation_losses():
+    lines = [{"step": 1, "train_loss": 9.0, "train_loss/a": 2.0, "train_loss/b": 4.0, "train_loss/c": 50.0}]
+    lines += [{"step": 1, "val_loss": 3.0, "val_loss/a": 2.0, "val_loss/b": 4.0}]
+    assert with_mean_losses(lines, {"a": 0.2, "b": 0.2, "c": 0.6})[0]["train_loss"] == pytest.approx(3.0)
+    assert with_mean_losses(lines, {"a": 0.2, "b": 0.2, "c": 0.6})[1] == lines[1]
+
+
+MISTAKES = [
+    (["data.sources.4.weight=1"], "data.sources.4.weight=1: the config has 4 data.sources, numbered from 0"),
+    (["data.sources.0.weight=-1"], "data.sources.0.weight is -1.0; weights must be at least 0"),
+    (["data.sources.0.weight={0.5: 1}"], "it needs a weight for 0, the start of the run"),
+    (["data.sources.0.weight={0: 1, 1: 1}"], "weights must be at least 0, and start at a share from 0 to 1"),
+    (["data.sources.0.weight=0"], "data.sources.0.weight is 0 for the whole run; remove the source"),
+    (["data.sources.0.wieght=2"], "unknown config key data.sources.0.wieght; did you mean data.sources.0.weight?"),
+    (["data.sources=[{}]"], "data.sources.0.source is missing; set it"),
+    (["data.sources=[]"], "data.sources is empty; add a source, or remove the key"),
+    (["data.sources=tales"], "data.sources is 'tales'; it must be a list"),
+    (["data.path=x"], "data.path cannot be combined with data.sources; remove it, or set it in one of the sources"),
+    (["data.source=tales"], "data.source cannot be combined with data.sources"),
+    (["data.sources.0.name=a/b"], "data.sources.0.name is 'a/b'; it must be letters, digits, dots, _ and -"),
+    (["data.sources.0.name=code"], "data.sources has two sources called code; give one of them another name"),
+    (["train.max_steps=null", "train.max_minutes=1"], "weights that change, which need train.max_steps; set it"),
+    (["data.sources.0.source=tael"], "tael in data.sources: data.source=tael: choose from tales"),
+    (["data.sources.3.path=none.txt"], "none in data.sources: data.path=none.txt does not exist"),
+    (["data.sources.2.column=x"], "numbers in data.sources: data.column=x is not in row 0"),
+    (["data.sources.1.assistant_only_loss=true"], "code in data.sources: data.assistant_only_loss=true needs conver"),
+    ([f"data.sources.{i}.val_fraction=0" for i in range(4)], "no source of the mixture has a validation split"),
+    ([f"data.sources.{i}.max_epochs=0.1" for i in range(4)], "all sources reach their max_epochs or max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=lambda x: x[0] if isinstance(x, list) else "")
+def test_mistakes_end_in_one_line(folder, tmp_path, overrides, message):
+    done = run_script(ROOT / "train.py", folder / "config.yaml", f"run.dir={tmp_path / 'run'}", *overrides)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (done.returncode, len(errors)) == (2, 1), done.stderr
+    assert message in errors[0]
+    assert not (tmp_path / "run").exists()
