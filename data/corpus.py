@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thinker.data.corpus_cache import building_folder, publish, read_index, write_index
+from thinker.data.cleaning import Cleaning, CleaningRules
+from thinker.data.corpus_cache import INDEX, building_folder, publish, read_index, write_index
 from thinker.data.document import MissingData
 from thinker.data.encoding import encode_documents
 from thinker.data.llmc_tokens import read_documents
@@ -28,6 +30,7 @@ from thinker.runtime.files import make_folder
 from thinker.runtime.reading import read_json
 
 INDEX_FORMAT = 4  # format of corpus.json
+CLEANING_FORMAT = 1  # changes with the way to find what is dropped
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Corpus:
 def prepare_corpus(
     *, source: str, tokenizer: str | Tokenizer = "bpe:4096", assistant_only_loss: bool = False,
     val_fraction: float = 0.05, cache_dir: str | Path = ".cache", progress: bool = True,
-    shard_tokens: int = SHARD_TOKENS, val_tokens: str | None = None, **source_options: Any,
+    shard_tokens: int = SHARD_TOKENS, val_tokens: str | None = None, clean: CleaningRules | None = None,
+    **source_options: Any,
 ) -> Corpus:  # fmt: skip
     """Tokenize a source into shards on disk, or open the shards of an earlier call with the same options.
 
@@ -65,6 +69,7 @@ def prepare_corpus(
         shard_tokens: a shard is closed after the document that reaches this many tokens.
         val_tokens: a file of tokens (llmc_tokens.py) whose documents form the validation split. Equal documents of the
             source are left out.
+        clean: which documents to drop; the source is then read once more. corpus.json counts them.
         source_options: passed to sources.open_source.
 
     Raises UserError for invalid options, and for text that is missing, unreadable or too short to split.
@@ -76,6 +81,10 @@ def prepare_corpus(
     if val_tokens is not None and (kind in ("bpe", "char", "byte") or opened.whole_text):
         needs = "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other than a single text file"
         raise UserError(f"data.val_tokens needs {needs}")
+    if clean is not None and opened.whole_text:
+        raise UserError("data.clean has no effect on a single text file; remove it, or use a folder of files")
+    if clean is not None and val_tokens is not None:
+        raise UserError("data.clean cannot be combined with data.val_tokens; remove one of them")
     if val_tokens is not None and not os.path.isfile(val_tokens):
         raise MissingData(f"data.val_tokens={val_tokens} is not a file; set the path of a token file")
     spec, tokenizer_key = (load_tokenizer(tokenizer) if kind == "path" else tokenizer), tokenizer
@@ -86,6 +95,7 @@ def prepare_corpus(
     parts = [INDEX_FORMAT, FORMAT, opened.key, tokenizer_key, val_fraction, shard_tokens]
     parts += ["assistant_only_loss"] if assistant_only_loss else []
     parts += [] if val_tokens is None else [stamps([val_tokens])]
+    parts += [] if clean is None else [CLEANING_FORMAT, asdict(clean)]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     folder = Path(cache_dir) / "tokens" / key
     try:
@@ -97,7 +107,7 @@ def prepare_corpus(
     make_folder(folder.parent, "data.cache_dir")
     with building_folder(folder) as building:
         if not folder.exists():  # another process may just have finished it
-            _build(building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens)
+            _build(building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens, clean)
             publish(building, folder)
     return _open(folder)
 
@@ -125,16 +135,24 @@ def _open(folder: Path) -> Corpus:
 
 def _build(
     folder: Path, source: Source, spec: str | Tokenizer, assistant_only_loss: bool, val_fraction: float,
-    val_tokens: str | None, progress: bool, shard_tokens: int,
+    val_tokens: str | None, progress: bool, shard_tokens: int, clean: CleaningRules | None,
 ) -> None:  # fmt: skip
     """Write a corpus to a folder, which may contain finished shards from before an interruption.
 
     Without these, the source is read once; text for training the tokenizer stays in memory.
     """
-    for path in folder.iterdir():
-        if path.suffix != ".tokens" and path.name != FILE_NAME:
-            path.unlink()  # unfinished
+    for path in folder.iterdir():  # remove what is unfinished
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.suffix != ".tokens" and path.name != FILE_NAME:
+            path.unlink()
+    cleaning = None if clean is None else Cleaning(clean)
+    if cleaning is not None:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            cleaning.find(split_documents(source, val_fraction, warn=False), Path(scratch), progress)
+        print(f"{cleaning.summary()}; examples in {folder.with_suffix('') / INDEX}", file=sys.stderr)
     documents = split_documents(source, val_fraction)
+    documents = documents if cleaning is None else cleaning.apply(documents)
     sample: list[SplitDocument] = []  # read for the tokenizer, from both splits: about SAMPLE_BYTES at most
 
     def training_texts() -> Iterator[str]:
@@ -178,7 +196,8 @@ def _build(
         writer.close()
     train, val = writers.values()
     digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
-    write_index(folder, {"train": train.files, "val": val.files, "sha256": digest})
+    dropped = {} if cleaning is None else {"dropped": cleaning.report}
+    write_index(folder, {"train": train.files, "val": val.files, "sha256": digest, **dropped})
 
 
 def _skip(documents: Iterable[SplitDocument], n_written: dict[str, int]) -> Iterator[SplitDocument]:

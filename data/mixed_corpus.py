@@ -25,7 +25,11 @@ from thinker.runtime.files import make_folder
 
 SAMPLE_FORMAT = 1  # changes with the way to choose the text that a tokenizer is trained on
 SCANNED_BYTES = 1 << 30  # of each source; the sample is taken from these
-NOT_OF_THE_SOURCE = {"val_fraction", "assistant_only_loss"}  # options of prepare_corpus, but not of open_source
+NOT_OF_THE_SOURCE = {
+    "val_fraction",
+    "assistant_only_loss",
+    "clean",
+}  # options of prepare_corpus, but not of open_source
 
 
 def prepare_mixture(

@@ -100,14 +100,14 @@ def sizes_markdown() -> str:
 def config_markdown() -> str:
     """A table of keys per section."""
     from thinker.training.config import Config
-    from thinker.training.source_config import MixedSource
+    from thinker.training.source_config import CleanConfig, MixedSource
 
     parts = [
         "# Config keys\n",
         f"Every key of a config file. On the command line, write `section.key=value`. {GENERATED}",
     ]
     sections = {name: field.annotation for name, field in Config.model_fields.items()}
-    for section_name, section in (sections | {"data.sources": MixedSource}).items():
+    for section_name, section in (sections | {"data.sources": MixedSource, "data.clean": CleanConfig}).items():
         schema = section.model_json_schema()
         parts += [f"## {section_name}\n", f"{inspect.cleandoc(section.__doc__)}\n"]
         parts += ["| key | type | default | meaning |", "|---|---|---|---|"]

@@ -12,7 +12,7 @@ from thinker.runtime.errors import UserError, did_you_mean
 from thinker.runtime.reading import Loader, read_yaml
 from thinker.training import config_sections as sections
 from thinker.training.config_types import ConfigSection, Positive
-from thinker.training.source_config import MixedSource
+from thinker.training.source_config import CleanConfig, MixedSource
 
 LIST = "a list of two numbers, such as [0.8, 0.95]"
 EXPECTED = {  # what a value must be, by the start of pydantic's error type
@@ -23,6 +23,7 @@ EXPECTED = {  # what a value must be, by the start of pydantic's error type
     "greater_than_equal": "at least {ge:.16g}", "greater_than": "more than {gt:.16g}",
     "less_than_equal": "at most {le:.16g}", "less_than": "less than {lt:.16g}",
 }  # fmt: skip
+NESTED = {("data", "sources"): (4, MixedSource), ("data", "clean"): (3, CleanConfig)}  # parts of a location, the model
 
 
 class Config(ConfigSection):
@@ -152,6 +153,9 @@ def load_config(path: str | Path, overrides: list[str]) -> Config:
             raise UserError(f"{path}: {section} is {values!r}; it must be a mapping of keys to values")
         if section == "data" and (match := re.fullmatch(r"sources\.(\d+)\.(\w+)", key)):
             values, key = _source(values.get("sources"), int(match[1]), override), match[2]
+        elif section == "data" and key.startswith("clean.") and isinstance(values.get("clean") or {}, dict):
+            values["clean"] = values.get("clean") or {}
+            values, key = values["clean"], key.partition(".")[2]
         try:
             value = yaml.load(text, Loader)
         except (yaml.YAMLError, ValueError, RecursionError):
@@ -186,11 +190,12 @@ def validate_config(tree: dict[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         first, path = error.errors()[0], error.errors()[0]["loc"]
-        location = path[: 4 if path[:2] == ("data", "sources") else 2]  # a section, its key; a source, its key
+        size, nested = NESTED.get(path[:2], (2, None))
+        location = path[:size]  # a section, its key; a source, its key
         name = ".".join(map(str, location))
         if first["type"] in ("extra_forbidden", "invalid_key"):
             section = Config.model_fields[location[0]].annotation if len(location) > 1 else Config
-            names = list((section if len(location) < 4 else MixedSource).model_fields)
+            names = list((section if nested is None or len(location) < size else nested).model_fields)
             *outer, key = map(str, location)
             hint = did_you_mean(key, names, ".".join([*outer, "{}"])) or f"; use one of {', '.join(names)}"
             raise UserError(f"unknown config key {name}{hint}") from error

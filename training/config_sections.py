@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from thinker.data.cleaning import CleaningRules
 from thinker.model.config import MAX_SIZE
 from thinker.training.config_types import Beta, ConfigSection, Fraction, Natural, PathText, Positive, Rate, Size
-from thinker.training.source_config import MixedSource, TextSource
+from thinker.training.source_config import CleanConfig, MixedSource, TextSource
 
 DEFAULT_SEQ_LEN = 256
 
@@ -110,6 +111,8 @@ class DataConfig(TextSource):
     """File of GPT-2 tokens for the validation split (docs/guides/gpu.md). Its documents are excluded from training."""
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of threads that prepare batches ahead of time. 0: prepare each batch when it is needed."""
+    clean: CleanConfig | None = None
+    """Documents to drop, such as `{min_characters: 50, duplicates: near}` (docs/guides/cleaning.md). null: none."""
     cache_dir: PathText = ".cache"
     """Folder of the token cache."""
 
@@ -122,6 +125,7 @@ class DataConfig(TextSource):
         options = source.source_options()
         for key in ("val_fraction", "assistant_only_loss"):
             options[key] = getattr(self if getattr(source, key) is None else source, key)
+        options["clean"] = None if self.clean is None else CleaningRules(**self.clean.model_dump())
         return options if self.val_tokens is None else options | {"val_tokens": self.val_tokens}
 
     def describe_text(self, quote: Callable[[str], str] = str) -> str:

@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from thinker.training.config_types import ConfigSection, Positive, Rate
+from thinker.training.config_types import ConfigSection, Fraction, Positive, Rate
 
 MAX_WEIGHT = 1e9
 
@@ -32,6 +32,27 @@ class TextSource(ConfigSection):
     def source_options(self) -> dict[str, Any]:
         """The options of data.sources.open_source that are set, including `source`."""
         return self.model_dump(include=set(TextSource.model_fields), exclude_none=True)
+
+
+class CleanConfig(ConfigSection):
+    """Which documents to drop before training. Rules that are null are off. Each source is cleaned on its own."""
+
+    min_characters: Positive | None = None
+    """Drop shorter documents."""
+    max_characters: Positive | None = None
+    """Drop longer documents."""
+    max_repeated_lines: Fraction | None = None
+    """Drop documents with a larger share of their characters in lines that have occurred before."""
+    max_symbols: Fraction | None = None
+    """Drop documents with a larger share of characters that are neither letters, digits nor white space."""
+    duplicates: Literal["exact", "near"] | None = None
+    """Keep one of each group of equal documents (exact), or also of similar ones (near), in both splits together."""
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> "CleanConfig":
+        if all(value is None for value in self.model_dump().values()):
+            raise ValueError("min_characters and all other rules are null; set one, or remove data.clean")
+        return self
 
 
 class MixedSource(TextSource):
