@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config import Config, load_config
 from thinker.training.run import train
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "small-text.yaml"
@@ -112,9 +112,14 @@ def train_in_processes(trials: dict[Trial, list[str]], n_jobs: int) -> dict[Tria
 def final_loss(overrides: list[str]) -> float:
     """Train one run quietly, unless it is finished. Returns the last validation loss in nats per byte."""
     config = load_config(CONFIG, overrides)
+    train_quietly(config)
+    return list(_evaluations(RunDirectory(config.run.dir)))[-1] * math.log(2)
+
+
+def train_quietly(config: Config) -> None:
+    """Train one run without output, unless it is finished."""
     with open(os.devnull, "w") as devnull, contextlib.redirect_stderr(devnull), contextlib.redirect_stdout(devnull):
         train(config)
-    return list(_evaluations(RunDirectory(config.run.dir)))[-1] * math.log(2)
 
 
 def _evaluations(run: RunDirectory) -> Iterator[float]:

@@ -28,28 +28,39 @@ for i in range(0, len(texts), 512):
     tokens += sum(map(len, encoding.encode_ordinary_batch(texts[i : i + 512], num_threads=os.cpu_count())))
 seconds = time.perf_counter() - start
 """,
-    "datasets.map": """
+    "datasets.map, arrays": """
+def encode(rows):
+    return {"ids": [encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16) for text in rows["text"]]}
+
+map_and_write(encode, batched=True)
+""",
+    "datasets.map, lists": """
+def encode(row):  # one row at a time, as nanoGPT's data/openwebtext/prepare.py
+    return {"ids": encoding.encode_ordinary(row["text"])}
+
+map_and_write(encode)
+""",
+}
+MAP = """
 import datasets
 import numpy as np
 datasets.disable_progress_bars()
 encoding = load_tokenizer(tokenizer)._encoding
 
-def encode(rows):
-    return {"ids": [encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16) for text in rows["text"]]}
-
-start = time.perf_counter()
-rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=folder)
-rows = rows.map(encode, batched=True, num_proc=os.cpu_count(), remove_columns=["text"])
-total = sum(len(ids) for batch in rows.with_format("numpy").iter(1000) for ids in batch["ids"])
-ids, at = np.memmap(f"{folder}/train.bin", np.uint16, "w+", shape=(total,)), 0
-for batch in rows.with_format("numpy").iter(1000):
-    joined = np.concatenate(batch["ids"])
-    ids[at : at + len(joined)] = joined
-    at += len(joined)
-ids.flush()
-seconds, tokens = time.perf_counter() - start, total
-""",
-}
+def map_and_write(encode, **options):
+    global seconds, tokens
+    start, at = time.perf_counter(), 0
+    rows = datasets.load_dataset("json", data_files=file, split="train", cache_dir=folder)
+    rows = rows.map(encode, num_proc=os.cpu_count(), remove_columns=["text"], **options)
+    tokens = sum(len(ids) for batch in rows.with_format("numpy").iter(1000) for ids in batch["ids"])
+    ids = np.memmap(f"{folder}/train.bin", np.uint16, "w+", shape=(tokens,))
+    for batch in rows.with_format("numpy").iter(1000):
+        joined = np.concatenate(batch["ids"])
+        ids[at : at + len(joined)] = joined
+        at += len(joined)
+    ids.flush()
+    seconds = time.perf_counter() - start
+"""
 START = """
 import json, os, resource, sys, time
 from thinker.data.tokenizer_factory import load_tokenizer
@@ -78,7 +89,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for name in arguments.sides:
                 folder = Path(scratch) / "side"
                 folder.mkdir()
-                command = [sys.executable, "-c", START + SIDES[name] + END, arguments.file, tokenizer, folder]
+                code = START + (MAP if "map" in name else "") + SIDES[name] + END
+                command = [sys.executable, "-c", code, arguments.file, tokenizer, folder]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 results[name].append(json.loads(done.stdout.splitlines()[-1]))
                 shutil.rmtree(folder)
@@ -87,7 +99,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         rate = statistics.median(each["tokens"] / each["seconds"] for each in rounds)
         peak = max(each["peak_bytes"] for each in rounds)
         rows.append({"side": name, "tokens_per_second": rate, "peak_bytes": peak, "tokens": rounds[0]["tokens"]})
-        print(f"{name:15} {rate:13,.0f} tokens/s  {rate / rows[0]['tokens_per_second']:5.2f}  {peak / 1e9:5.2f} GB")
+        print(f"{name:20} {rate:13,.0f} tokens/s  {rate / rows[0]['tokens_per_second']:5.2f}  {peak / 1e9:5.2f} GB")
     return {"file": Path(arguments.file).name, "bytes": Path(arguments.file).stat().st_size, "rows": rows}
 
 

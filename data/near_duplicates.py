@@ -29,7 +29,7 @@ class NearDuplicates:
         try:
             import rensa
         except ImportError as error:
-            raise UserError("data.clean.duplicates=near needs the package rensa; pip install rensa") from error
+            raise UserError("data.clean.duplicates=near needs the package rensa; run pip install rensa") from error
         self.digest = rensa.RMinHash.digest_matrix_from_flat_token_hashes
         self.path, self.n_documents, self.n_bytes = folder / "signatures", 0, 0
         self.file = open(self.path, "wb")  # noqa: SIM115 - closed by close()

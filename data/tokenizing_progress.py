@@ -28,6 +28,7 @@ class TokenizingProgress:
 
     def __exit__(self, *error: Any) -> None:
         self._show()
+        self.bar.refresh()
         self.bar.close()
 
     def update(self, document: Document, n_bytes: int, n_tokens: int) -> None:
@@ -48,10 +49,9 @@ class TokenizingProgress:
         if self.bar.disable:
             return
         self.shown = self.n_tokens
-        if self.share is not None:
-            if self.bar.bar_format == UNKNOWN:
-                self.bar.bar_format, self.bar.initial = KNOWN, self.share
-            self.bar.n = min(self.share, 1.0)
+        if self.share is not None and self.bar.bar_format == UNKNOWN:
+            self.bar.bar_format, self.bar.initial = KNOWN, self.share
         rate = self.n_tokens / max(self.bar.format_dict["elapsed"], 1e-9)
         documents = "" if self.source.whole_text else f"{self.n_documents:,} documents, "
-        self.bar.set_postfix_str(f"{documents}{self.n_tokens:,} tokens, {rate:,.0f} tokens/s")
+        self.bar.set_postfix_str(f"{documents}{self.n_tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
+        self.bar.update(0 if self.share is None else min(self.share, 1.0) - self.bar.n)

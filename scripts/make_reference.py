@@ -21,6 +21,7 @@ COMMANDS = {  # command: the module with its main()
     "train.py": "thinker.train",
     "generate.py": "thinker.generate",
     "scripts/plan.py": "thinker.scripts.plan",
+    "scripts/data.py": "thinker.scripts.data",
     "scripts/tune.py": "thinker.scripts.tune",
     "scripts/eval.py": "thinker.scripts.eval",
     "scripts/inspect_model.py": "thinker.scripts.inspect_model",
