@@ -21,7 +21,7 @@ def main() -> int:
     from thinker.runtime.process_group import distributed_session
 
     with distributed_session() as dist:
-        from thinker.training.config import check_run_folder, load_config
+        from thinker.training.config_file import check_run_folder, load_config
 
         config = load_config(arguments.config, arguments.overrides)
         check_run_folder(arguments.config, config, arguments.overrides)

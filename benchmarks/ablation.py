@@ -14,7 +14,7 @@ from thinker.data.prefetch import Batch
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 
@@ -106,8 +106,7 @@ def time_variants(corpus: str, variants: dict[str, list[str]], rounds: int) -> d
         tokens = torch.randint(1, model_config.vocab_size, (batch_size, config.data.seq_len))
         documents = (torch.rand(tokens.shape) < 1 / 200).cumsum(1) if config.data.document_masking else None
         steps.append(partial(step, Batch(tokens, tokens, tokens.numel(), documents), 1e-3))
-    speeds = {}
-    seconds = dict(zip(variants, time_alternately(steps, rounds, device)))
+    speeds, seconds = {}, dict(zip(variants, time_alternately(steps, rounds, device)))
     for name, times in seconds.items():
         relative_speeds = [full / own for full, own in zip(seconds["full"], times)]
         speeds[name] = {"tokens_per_second": tokens.numel() / statistics.median(times),

@@ -14,7 +14,7 @@ import numpy as np
 from thinker.data.batches import PackedDataset, sequential_batches
 from thinker.data.shards import TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.run import build_trainer
 
 

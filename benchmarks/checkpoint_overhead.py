@@ -13,7 +13,7 @@ from thinker import checkpoint
 from thinker.benchmarks.environment import measure_seconds
 from thinker.checkpoint import CheckpointManager
 from thinker.checkpoint.weights import to_cpu
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.run import build_trainer
 from thinker.training.schedule import lr_multiplier
 from thinker.training.trainer import Trainer

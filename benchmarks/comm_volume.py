@@ -15,7 +15,7 @@ import torch
 from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.runtime.process_group import DistContext
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 

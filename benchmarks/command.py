@@ -20,7 +20,7 @@ BENCHMARKS = {  # by name, the arguments of two examples
     "html_report": ("", "--tokens 256 --layers 6"),
     "linear_cross_entropy": ("", "--vocab 32000 --device cpu --precision fp32"),
     "loading": ("rows.jsonl", "rows.jsonl --tokenizer runs/mine --lengths 512"),
-    "packing": ("", "--seq-len 256 --tokens 1000000 --seeds 1"),
+    "packing": ("", "--seq-len 256 --tokens 500000 --seeds 1"),
     "regularization": ("my.txt", "a.txt b.txt --epochs 4 16 --seeds 3 --jobs 2"),
     "scaling": ("configs/pysource.yaml --minutes 10 --jobs 2", "configs/pysource.yaml --shapes 48x2x2,64x3x2"),
     "short_context": ("", "--tokens 32 --minutes 1 3"),

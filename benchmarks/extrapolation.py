@@ -18,7 +18,7 @@ from thinker.interop import load
 from thinker.runtime.device import choose_device, configure_backend
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.training_data import prepare_training_data
 
 MULTIPLES = (1, 2, 4)  # of the trained length

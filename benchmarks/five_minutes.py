@@ -60,8 +60,8 @@ def measure(training: TrainingRun) -> dict[str, Any]:
 
     model, tokenizer = load(training.folder)
     config, tokens = load_validation_data(training.folder, tokenizer, "--read-data", training.folder)
-    packing = "documents" if config.data.source == "tales" else config.data.packing
-    loss = text_loss(model, PackedDataset(tokens, config.data.seq_len, packing), scaled_byte_lengths(tokens, tokenizer))
+    windows = PackedDataset(tokens, config.data.seq_len, config.data.val_packing)
+    loss = text_loss(model, windows, scaled_byte_lengths(tokens, tokenizer))
     bits, state = loss.bits_per_byte, training.final
     return {
         "text": bits.format(4), "bits_per_byte": bits.mean, "low": bits.low, "high": bits.high,

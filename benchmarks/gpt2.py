@@ -16,7 +16,7 @@ from thinker.evaluation.loss import Evaluator
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import configure_backend
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.metrics import MemoryMeter
 from thinker.training.schedule import lr_multiplier
 from thinker.training.training_data import prepare_training_data
@@ -72,9 +72,8 @@ class Gpt2Run(TrainingRun):
             optimizer.zero_grad(set_to_none=True)
             tokens += int(count)
         elapsed = time.perf_counter() - start
-        packing = "documents" if config.data.source == "tales" else config.data.packing
-        val_set, byte_lengths = PackedDataset(corpus.val, seq_len, packing), token_byte_lengths(corpus.tokenizer)
-        evaluate = Evaluator(val_set, train.batch_size, byte_lengths, train.eval_sequences)
+        val_set = PackedDataset(corpus.val, seq_len, config.data.val_packing)
+        evaluate = Evaluator(val_set, train.batch_size, token_byte_lengths(corpus.tokenizer), train.eval_sequences)
         val_loss = evaluate(model).loss
         self.resolved, self.peak_memory = config.model_dump(mode="json"), meter.peak()
         self.curve = [{"step": train.max_steps, "tokens": tokens, "val_loss": val_loss, "elapsed_s": elapsed}]

@@ -15,20 +15,21 @@ from thinker.data.sources import open_source
 from thinker.data.text_bytes import token_byte_lengths
 from thinker.evaluation.loss import Evaluator
 from thinker.interop.load import load
-from thinker.training.config import Config, load_config
+from thinker.training.config import Config
+from thinker.training.config_file import load_config
 from thinker.training.training_data import prepare_training_data
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 PACKINGS = ("contiguous", "documents", "best_fit")
 SHAPE = ["model.d_model=96", "model.n_layers=3", "model.n_heads=3", "data.tokenizer=bpe:2048", "data.val_fraction=0.05",
          "train.max_minutes=null", "train.batch_size=16", "train.eval_every=null", "train.save_every=null",
-         "train.sample_every=null", "train.precision=fp32", "train.compile=false"]  # fmt: skip
+         "train.sample_every=null", "train.compile=false"]  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--seq-len", type=int, default=512, help="tokens per sequence")
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="targets to train on")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="targets to train on")
     parser.add_argument("--seeds", type=int, default=3, help="runs per packing, with seeds 1 to N")
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/packing"), help="folder for runs; finished runs are reused"

@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
-from thinker.training.config import Config, load_config
+from thinker.training.config import Config
+from thinker.training.config_file import load_config
 from thinker.training.run import train
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "small-text.yaml"

@@ -12,7 +12,7 @@ import numpy as np
 from thinker.benchmarks.training_runs import TrainingRun, parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, ORANGE, new_figure
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.plan import make_plan
 
 

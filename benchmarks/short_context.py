@@ -15,7 +15,7 @@ from thinker.benchmarks.training_runs import ROOT
 from thinker.data import tales
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.run import build_trainer
 
 LN_2 = 0.6932

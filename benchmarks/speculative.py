@@ -13,7 +13,7 @@ from tqdm import tqdm
 from thinker.benchmarks.training_runs import ROOT
 from thinker.generation import Completion, Generator, SamplingParams
 from thinker.runtime.device import DTYPES
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.run import build_trainer
 from thinker.training.trainer import Trainer
 

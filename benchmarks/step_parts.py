@@ -16,7 +16,7 @@ from torch import Tensor
 from thinker.benchmarks.environment import synchronize
 from thinker.data.prefetch import Batch
 from thinker.training import muon
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.kernels import fused_kernels
 from thinker.training.run import build_trainer
 from thinker.training.step import TrainingStep, cached_weight_casts, clip_gradients

@@ -7,7 +7,8 @@ from typing import Any
 from thinker.benchmarks.training_runs import TrainingRun, parse_assignments, parse_shapes, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure
-from thinker.training.config import Config, load_config
+from thinker.training.config import Config
+from thinker.training.config_file import load_config
 from thinker.training.optimizers import resolve_learning_rates
 
 

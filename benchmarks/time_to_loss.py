@@ -9,7 +9,7 @@ from thinker.benchmarks.gpt2 import Gpt2Run
 from thinker.benchmarks.training_runs import TrainingRun, parse_assignments, train_all
 from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

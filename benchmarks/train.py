@@ -18,7 +18,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.device import DTYPES, choose_device, choose_precision
 from thinker.runtime.errors import RunError
 from thinker.runtime.plot_style import BLUE, GREY, new_figure
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.metrics import flops_per_token, peak_flops
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model

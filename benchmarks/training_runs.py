@@ -12,7 +12,7 @@ from tqdm import tqdm
 from thinker.benchmarks.processes import ChildProcess, train_side_by_side
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -31,7 +31,8 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, make_folder
 from thinker.runtime.reading import read_text
 from thinker.training.auto_size import chosen_overrides
-from thinker.training.config import Settings, load_config
+from thinker.training.config import Settings
+from thinker.training.config_file import load_config
 from thinker.training.config_sections import OptimizerConfig
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_bound import check_run_fits

@@ -22,7 +22,7 @@ def main() -> int:
     arguments = parser.parse_command_line()
     if arguments.step < 0 or arguments.sequences < 1:
         parser.error("--step must be at least 0, and --sequences at least 1")
-    from thinker.training.config import load_config
+    from thinker.training.config_file import load_config
     from thinker.training.data_page import write_page
     from thinker.training.data_report import format_sources, make_data_report, plot_lengths
 

@@ -104,8 +104,7 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
         tokens = tokenize(source, tokenizer, max_tokens, scratch)
         return source.name, config and config.data.seq_len, layout, source.whole_text, tokens
     config, tokens = load_validation_data(folder, tokenizer, "--source", scratch, arguments.read_data)
-    packing = "documents" if config.data.source == "tales" else config.data.packing
-    layout = {"packing": packing, "document_masking": config.data.document_masking}
+    layout = {"packing": config.data.val_packing, "document_masking": config.data.document_masking}
     return config.data.source, config.data.seq_len, layout, False, tokens
 
 

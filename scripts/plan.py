@@ -16,7 +16,7 @@ def main() -> int:
     group.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     arguments = parser.parse_command_line()
     from thinker.training.advice import format_plan
-    from thinker.training.config import load_config
+    from thinker.training.config_file import load_config
     from thinker.training.plan import make_plan
 
     plan = make_plan(load_config(arguments.config, arguments.overrides), measure=not arguments.no_steps)

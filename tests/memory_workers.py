@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.metrics import MemoryMeter
 from thinker.training.plan import time_steps
 from thinker.training.resolve_settings import resolve_settings

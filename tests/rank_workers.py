@@ -19,7 +19,7 @@ from thinker.runtime import process_group
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import full_tensor
 from thinker.training import resume
-from thinker.training.config import load_config, validate_config
+from thinker.training.config_file import load_config, validate_config
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.run import build_trainer
 from thinker.training.run_state import RunState

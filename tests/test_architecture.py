@@ -89,6 +89,7 @@ NEW_ROOMS = {
     "training/advice.py",
     "training/auto_size.py",
     "training/command_line.py",
+    "training/config_file.py",
     "training/config_types.py",
     "training/data_page.py",
     "training/data_report.py",
@@ -168,7 +169,7 @@ def test_sizes():
     of_benchmarks = sum(n for path, n in lengths.items() if package(path) == "benchmarks" and path not in new_rooms)
     of_new_rooms = sum(lengths[path] for path in new_rooms)
     assert of_benchmarks <= 3480  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13860
+    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13796
     assert {path.name: n for path, n in lengths.items() if n > 350} == {}
 
 

@@ -98,7 +98,7 @@ def test_compiled_decoding_gives_the_same_texts_with_two_programs_and_never_wait
 def test_a_bad_step_changes_no_bit_although_the_host_does_not_know():
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
-    from thinker.training.config import validate_config
+    from thinker.training.config_file import validate_config
     from thinker.training.resolve_settings import resolve_settings
     from thinker.training.step import TrainingStep, build_model
 
@@ -241,7 +241,7 @@ def test_varlen_equals_the_reference(text, heads, kv_heads, width, dtype):
 def test_training_is_the_same_by_its_kernel_by_the_mask_and_compiled(attention, isolated, kernel):
     from thinker.data.prefetch import Batch
     from thinker.model import ThinkerConfig
-    from thinker.training.config import validate_config
+    from thinker.training.config_file import validate_config
     from thinker.training.resolve_settings import resolve_settings
     from thinker.training.step import TrainingStep, build_model
 

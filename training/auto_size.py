@@ -13,7 +13,8 @@ import torch
 from thinker.data.sources import open_source
 from thinker.runtime.device import matmul_flops
 from thinker.runtime.process_group import SINGLE_PROCESS, DistContext
-from thinker.training.config import Config, Settings, validate_config
+from thinker.training.config import Config, Settings
+from thinker.training.config_file import validate_config
 from thinker.training.metrics import peak_flops
 
 # Width, layers and heads, smallest first.

@@ -116,6 +116,11 @@ class DataConfig(TextSource):
     cache_dir: PathText = ".cache"
     """Folder of the token cache."""
 
+    @property
+    def val_packing(self) -> str:
+        """The packing of the validation split: whole documents for tales, whose entropy is known."""
+        return "documents" if self.source == "tales" else self.packing
+
     def text_sources(self) -> list[TextSource]:
         """The sources of a mixture, or this one."""
         return self.sources or [self]

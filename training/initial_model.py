@@ -9,7 +9,8 @@ from thinker.interop import load
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.reading import read_text
-from thinker.training.config import Config, Settings, validate_config
+from thinker.training.config import Config, Settings
+from thinker.training.config_file import validate_config
 
 # Keys that may differ from the initial model's; `init` and `head_init_std` have no effect in fine-tuning.
 MAY_CHANGE = ("dropout", "max_seq_len", "rope_scaling", "init", "head_init_std")

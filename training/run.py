@@ -111,9 +111,8 @@ def build_batches(
     n_rows = train.batch_size // dist.world_size
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)
-    val_packing = "documents" if data.source == "tales" else data.packing
     parts = {name: part for name, part in (corpus.parts or {"": corpus}).items() if part.val.shards}
-    val_sets = [PackedDataset(part.val, data.seq_len, val_packing, **masking) for part in parts.values()]
+    val_sets = [PackedDataset(part.val, data.seq_len, data.val_packing, **masking) for part in parts.values()]
     evaluators = {}
     for name, val_set, limit in zip(parts, val_sets, split_limit(train.eval_sequences, [*map(len, val_sets)])):
         byte_lengths = scaled_byte_lengths(parts[name].val, corpus.tokenizer)

@@ -21,7 +21,8 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import can_write
 from thinker.runtime.reading import read_json
-from thinker.training.config import Config, load_config
+from thinker.training.config import Config
+from thinker.training.config_file import load_config
 from thinker.training.config_sections import DataConfig
 
 
@@ -106,8 +107,7 @@ def sample_sequences(
     T, packing, masking = min(max_len, model.config.max_seq_len), "contiguous", False
     if path is None:
         config, tokens = load_validation_data(folder, tokenizer, "--text", scratch)
-        T, packing, masking = min(T, config.data.seq_len), config.data.packing, config.data.document_masking
-        packing = "documents" if config.data.source == "tales" else packing
+        T, packing, masking = min(T, config.data.seq_len), config.data.val_packing, config.data.document_masking
     else:
         tokens = tokenize(open_source("text", path=str(path)), tokenizer, n * max_len + 1, scratch)
     total = sum(shard.n_tokens for shard in tokens.shards)

@@ -10,7 +10,7 @@ from conftest import ROOT, run_script
 from thinker.generation import Generator, SamplingParams
 from thinker.interop import load
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 
 PROMPT = "Line 7: the cat number 7 sat"
 FORMS = {

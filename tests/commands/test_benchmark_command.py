@@ -21,7 +21,7 @@ from thinker.benchmarks.training_runs import TrainingRun, train_all
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.pattern_parser import PATTERNS
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.metrics import flops_per_token
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"

@@ -20,7 +20,7 @@ from thinker.benchmarks.halving import Cost, better_half, plan_rungs
 from thinker.benchmarks.tuning import Search
 from thinker.benchmarks.tuning_report import best_result, format_rows, plot, recommendation
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 
 TUNE = ROOT / "scripts" / "tune.py"
 pytestmark = pytest.mark.usefixtures("one_thread")

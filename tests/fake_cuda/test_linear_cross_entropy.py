@@ -7,7 +7,7 @@ from device_trace import DeviceTrace
 from thinker.model import Thinker, ThinkerConfig
 from thinker.model.kernels import linear_cross_entropy as module
 from thinker.model.kernels.linear_cross_entropy import fused_loss_and_gradient, linear_cross_entropy
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep
 

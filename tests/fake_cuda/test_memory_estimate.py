@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinker.model import ThinkerConfig
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.memory_estimate import estimate_memory
 from thinker.training.resolve_settings import resolve_settings
 

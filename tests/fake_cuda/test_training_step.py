@@ -8,7 +8,7 @@ from device_trace import DeviceTrace
 
 from thinker.data.prefetch import Batch
 from thinker.model import Thinker, ThinkerConfig
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep
 

@@ -24,7 +24,7 @@ with atheris.instrument_imports(include=["thinker.data", "thinker.runtime", "thi
     from thinker.interop.hf_config import from_hf_config
     from thinker.runtime.errors import RunError, UserError
     from thinker.runtime.reading import read_json, read_yaml
-    from thinker.training.config import load_config, validate_config
+    from thinker.training.config_file import load_config, validate_config
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 chat_template.CPU_SECONDS = 1

@@ -20,7 +20,7 @@ from thinker.data.tokenizer import FILE_NAME, Tokenizer
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interop import load
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config, validate_config
+from thinker.training.config_file import load_config, validate_config
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.resume import restore
 from thinker.training.run_state import RunState, read_state

@@ -9,7 +9,7 @@ import pytest
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.training import advice
 from thinker.training import fit as fits
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.run import build_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ from thinker.training.auto_size import (
     choose,
     describe,
 )
-from thinker.training.config import load_config, validate_config
+from thinker.training.config_file import load_config, validate_config
 
 CONFIG = ROOT / "configs" / "small-text.yaml"
 BYTES, MINUTES = st.integers(200, 10**9), st.floats(0.1, 600)

@@ -12,7 +12,8 @@ from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import SINGLE_PROCESS
 from thinker.scripts.make_reference import config_markdown, config_schema
-from thinker.training.config import Config, load_config, validate_config
+from thinker.training.config import Config
+from thinker.training.config_file import load_config, validate_config
 from thinker.training.config_sections import ModelConfig
 from thinker.training.resolve_settings import check_batch_split
 

@@ -8,7 +8,7 @@ from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
 from thinker.data.prefetch import Batch
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.memory_estimate import estimate_memory
 from thinker.training.nonfinite import diagnose
 from thinker.training.resolve_settings import resolve_settings

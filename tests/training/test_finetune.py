@@ -20,7 +20,7 @@ from thinker.interop.peft_adapter import load_adapter, save_adapter
 from thinker.model.lora import LoraLinear, add_lora, merge_lora
 from thinker.runtime.errors import UserError
 from thinker.training.advice import format_plan
-from thinker.training.config import load_config, validate_config
+from thinker.training.config_file import load_config, validate_config
 from thinker.training.initial_model import load_initial_model
 from thinker.training.plan import make_plan
 from thinker.training.run import build_trainer

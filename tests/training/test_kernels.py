@@ -9,7 +9,7 @@ from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.native import compiler
 from thinker.native.compiler import has_compiler
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.kernels import choose_kernels, fused_kernels
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model

@@ -10,7 +10,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime import memory
 from thinker.runtime.errors import UserError
 from thinker.training import memory_bound
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.memory_estimate import estimate_memory
 from thinker.training.resolve_settings import resolve_settings
 

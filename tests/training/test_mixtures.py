@@ -20,7 +20,7 @@ from training_runs import assert_same_run, last_step, read_metrics, wait_for
 from thinker.evaluation.mixture_loss import split_limit
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 from thinker.training.mixed_data import token_shares, with_mean_losses
 from thinker.training.run import build_trainer
 from thinker.training.training_data import load_validation_data, prepare_training_data

@@ -16,7 +16,7 @@ from thinker import checkpoint
 from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
-from thinker.training.config import load_config, validate_config
+from thinker.training.config_file import load_config, validate_config
 from thinker.training.muon import Muon
 from thinker.training.nonfinite import diagnose
 from thinker.training.resolve_settings import resolve_settings

@@ -3,7 +3,7 @@ import torch
 
 from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.errors import UserError
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.config_sections import OptimizerConfig
 from thinker.training.optimizers import Optimizers, resolve_learning_rates
 

@@ -14,7 +14,7 @@ from thinker.model import Thinker, ThinkerConfig
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training import memory_estimate
-from thinker.training.config import load_config, validate_config
+from thinker.training.config_file import load_config, validate_config
 from thinker.training.memory_estimate import MemoryEstimate, estimate_memory, free_memory, largest_micro_batch
 from thinker.training.plan import make_plan
 from thinker.training.resolve_settings import resolve_settings

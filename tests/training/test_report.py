@@ -15,7 +15,7 @@ from conftest import random_model
 from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.corpus import prepare_corpus
 from thinker.evaluation.text_baselines import text_baselines
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.report import print_summary
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.run_state import RunState

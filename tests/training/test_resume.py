@@ -11,7 +11,7 @@ from thinker.checkpoint.run_directory import RunDirectory
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.training import resume
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.run_state import RunState
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training import resolve_settings
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 
 CPU = torch.device("cpu")
 WIDE = ThinkerConfig(vocab_size=100, d_model=384, n_layers=2, n_heads=4)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thinker.data.prefetch import Batch
 from thinker.model import ThinkerConfig
 from thinker.training import step as module
-from thinker.training.config import validate_config
+from thinker.training.config_file import validate_config
 from thinker.training.resolve_settings import resolve_settings
 from thinker.training.step import TrainingStep, build_model
 

@@ -14,7 +14,7 @@ from training_runs import assert_same_tensors, train_losses
 from training_workers import train_each
 
 from thinker.runtime.errors import UserError
-from thinker.training.config import load_config
+from thinker.training.config_file import load_config
 
 BASE = ROOT / "tests" / "fixtures" / "base.yaml"
 DOCUMENTS = {
