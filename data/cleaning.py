@@ -91,7 +91,8 @@ class Cleaning:
             self.reasons[numbers[order[~is_kept]]] = NEAR
 
     def apply(self, documents: Iterable[SplitDocument]) -> Iterator[SplitDocument]:
-        """Yield the documents that stay, and count the others in `report`."""
+        """Yield the documents that stay, and count the others in `report`, which starts anew."""
+        self.report = {}
         for number, (split, document) in enumerate(documents):
             if self.reasons[number] == KEEP:
                 yield split, document

@@ -2,29 +2,23 @@
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thinker.data.cleaning import Cleaning, CleaningRules
-from thinker.data.corpus_cache import INDEX, building_folder, publish, read_index, write_index
+from thinker.data.cleaning import CleaningRules
+from thinker.data.corpus_builder import build_corpus
+from thinker.data.corpus_cache import building_folder, publish, read_index
 from thinker.data.document import MissingData
-from thinker.data.encoding import encode_documents
-from thinker.data.llmc_tokens import read_documents
-from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, ShardWriter, TokenShards
-from thinker.data.sources import Source, open_source, stamps
-from thinker.data.split import SplitDocument, empty_split_error, split_documents
-from thinker.data.text_bytes import loses_text, warn_of_lost_text
-from thinker.data.tokenizer import FILE_NAME, Tokenizer
-from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
-from thinker.data.tokenizing_progress import TokenizingProgress
+from thinker.data.shards import FORMAT, SHARD_TOKENS, DamagedShard, TokenShards
+from thinker.data.sources import open_source, stamps
+from thinker.data.tokenizer import Tokenizer
+from thinker.data.tokenizer_factory import check_spec, load_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 from thinker.runtime.reading import read_json
@@ -107,7 +101,9 @@ def prepare_corpus(
     make_folder(folder.parent, "data.cache_dir")
     with building_folder(folder) as building:
         if not folder.exists():  # another process may just have finished it
-            _build(building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens, clean)
+            build_corpus(
+                building, opened, spec, assistant_only_loss, val_fraction, val_tokens, progress, shard_tokens, clean
+            )
             publish(building, folder)
     return _open(folder)
 
@@ -131,80 +127,3 @@ def _open(folder: Path) -> Corpus:
         return Corpus(tokenizer, train, val, str(index["sha256"]), folder)
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         raise DamagedShard(f"{folder}: {error}") from error
-
-
-def _build(
-    folder: Path, source: Source, spec: str | Tokenizer, assistant_only_loss: bool, val_fraction: float,
-    val_tokens: str | None, progress: bool, shard_tokens: int, clean: CleaningRules | None,
-) -> None:  # fmt: skip
-    """Write a corpus to a folder, which may contain finished shards from before an interruption.
-
-    Without these, the source is read once; text for training the tokenizer stays in memory.
-    """
-    for path in folder.iterdir():  # remove what is unfinished
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.suffix != ".tokens" and path.name != FILE_NAME:
-            path.unlink()
-    cleaning = None if clean is None else Cleaning(clean)
-    if cleaning is not None:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            cleaning.find(split_documents(source, val_fraction, warn=False), Path(scratch), progress)
-        print(f"{cleaning.summary()}; examples in {folder.with_suffix('') / INDEX}", file=sys.stderr)
-    documents = split_documents(source, val_fraction)
-    documents = documents if cleaning is None else cleaning.apply(documents)
-    sample: list[SplitDocument] = []  # read for the tokenizer, from both splits: about SAMPLE_BYTES at most
-
-    def training_texts() -> Iterator[str]:
-        for split, document in documents:
-            sample.append((split, document))
-            if split == "train":
-                yield document.text
-        if not any(split == "train" for split, _ in sample):
-            raise empty_split_error("train", source, val_fraction)
-
-    tokenizer = spec
-    if isinstance(spec, str) and list(folder.glob("*.tokens")):
-        tokenizer = load_tokenizer(folder)
-    elif isinstance(spec, str):
-        if progress and spec.startswith("bpe:"):
-            print(f"training {spec} on {source.name} ...", file=sys.stderr)
-        tokenizer = make_tokenizer(spec, training_texts())
-        if spec.startswith("bpe:") and (size := tokenizer.vocab_size) < int(spec[4:]):
-            print(f"the text is too short for {spec}; the vocabulary has {size} tokens", file=sys.stderr)
-    tokenizer.save(folder)
-    if val_tokens is not None:
-        documents = split_documents(source, val_fraction, read_documents(val_tokens, tokenizer))
-    writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
-    n_written = {split: 0 if source.whole_text else writer.resume() for split, writer in writers.items()}
-    if any(n_written.values()):
-        print(f"continuing after {sum(n_written.values()):,} documents that are tokenized", file=sys.stderr)
-    n_texts = n_lost = 0
-    chain = _skip(itertools.chain(sample, documents), n_written)
-    with TokenizingProgress(source, sum(n_written.values()), progress) as bar:
-        for (split, document), (ids, loss_mask) in encode_documents(tokenizer, chain, assistant_only_loss):
-            n_bytes = len(document.text.encode())
-            continues = source.whole_text and writers[split].started
-            writers[split].add(ids, n_bytes, document.log_prob, continues, loss_mask)
-            n_texts += 1
-            n_lost += document.messages is None and loses_text(tokenizer, document.text, ids)
-            bar.update(document, n_bytes, len(ids))
-    warn_of_lost_text(n_lost, n_texts)
-    for split, writer in writers.items():
-        if not writer.started and (split == "train" or val_fraction > 0):
-            raise empty_split_error(split, source, val_fraction)
-        writer.close()
-    train, val = writers.values()
-    digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
-    dropped = {} if cleaning is None else {"dropped": cleaning.report}
-    write_index(folder, {"train": train.files, "val": val.files, "sha256": digest, **dropped})
-
-
-def _skip(documents: Iterable[SplitDocument], n_written: dict[str, int]) -> Iterator[SplitDocument]:
-    """Leave out the first documents of each split, which are in finished shards."""
-    left = dict(n_written)
-    for split, document in documents:
-        if left[split] > 0:
-            left[split] -= 1
-        else:
-            yield split, document

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import heapq
 import json
 import shutil
 import sys
@@ -10,21 +9,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from thinker.data import tokenizer_factory
 from thinker.data.corpus import Corpus, find_corpus, prepare_corpus
 from thinker.data.corpus_cache import building_folder, publish, read_index, write_index
 from thinker.data.shards import DamagedShard, TokenShards
-from thinker.data.sources import Source, open_source
+from thinker.data.sources import open_source
 from thinker.data.split import split_documents
+from thinker.data.text_sample import sample_texts
 from thinker.data.tokenizer import Tokenizer
 from thinker.data.tokenizer_factory import check_spec, load_tokenizer, make_tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 
 SAMPLE_FORMAT = 1  # changes with the way to choose the text that a tokenizer is trained on
-SCANNED_BYTES = 1 << 30  # of each source; the sample is taken from these
 NOT_OF_THE_SOURCE = {
     "val_fraction",
     "assistant_only_loss",
@@ -93,7 +90,8 @@ def _shared_tokenizer(
     texts = []
     for (name, source), val_fraction in zip(opened.items(), fractions):
         with _naming(name):
-            texts += sample_texts(source, val_fraction, tokenizer_factory.SAMPLE_BYTES // len(opened), progress)
+            documents = split_documents(source, val_fraction)
+            texts += sample_texts(source, documents, tokenizer_factory.SAMPLE_BYTES // len(opened), progress)[0]
     if progress:
         print(f"training {spec} on {', '.join(sources)} ...", file=sys.stderr)
     with building_folder(folder) as building:
@@ -116,30 +114,3 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise type(error)(f"{name} in data.sources: {error}") from error
-
-
-def sample_texts(source: Source, val_fraction: float, max_bytes: int, progress: bool = False) -> list[str]:
-    """A random sample of the training split of a source, of about `max_bytes`, in the order of the source.
-
-    Keeps the texts whose hashed numbers are lowest, so that the sample depends only on the source. Reads at most
-    SCANNED_BYTES.
-    """
-    kept: list[tuple[bytes, int, str]] = []  # a heap: (inverted hash, number, text), the highest hash first
-    kept_bytes = read_bytes = 0
-    with tqdm(desc=f"sampling {source.name}", unit="B", unit_scale=True, disable=not progress, leave=False) as bar:
-        for number, text in enumerate(_training_texts(source, val_fraction)):
-            key = bytes(255 - byte for byte in hashlib.sha256(str(number).encode()).digest()[:8])
-            heapq.heappush(kept, (key, number, text))
-            n_bytes = len(text.encode())
-            kept_bytes += n_bytes
-            read_bytes += n_bytes
-            bar.update(n_bytes)
-            while kept_bytes > max_bytes and len(kept) > 1:
-                kept_bytes -= len(heapq.heappop(kept)[2].encode())
-            if read_bytes >= SCANNED_BYTES:
-                break
-    return [text for _, text in sorted((number, text) for _, number, text in kept)]
-
-
-def _training_texts(source: Source, val_fraction: float) -> Iterator[str]:
-    return (doc.text for split, doc in split_documents(source, val_fraction, warn=False) if split == "train")

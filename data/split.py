@@ -1,8 +1,8 @@
 """Split of documents or of a single text into training and validation."""
 
 import hashlib
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from thinker.data.document import Document
 from thinker.data.sources import Source
@@ -12,11 +12,12 @@ SplitDocument = tuple[str, Document]  # ("train" or "val", document)
 
 
 def split_documents(
-    source: Source, val_fraction: float, val_documents: Iterable[Document] = (), warn: bool = True
-) -> Iterator[SplitDocument]:
+    source: Source, val_fraction: float, val_documents: Iterable[Document] = (),
+    on_skipped: Callable[[int, int], Any] = lambda n_skipped, n_documents: None,
+) -> Iterator[SplitDocument]:  # fmt: skip
     """Yield every document or piece of a text with its split; `val_documents`, if any, are the whole "val" split.
 
-    warn: print how many documents without text were skipped.
+    on_skipped: called at the end if documents without text were skipped, with their number and that of all documents.
     """
     held_out = set()
     for document in val_documents:
@@ -45,8 +46,8 @@ def split_documents(
     if n_documents == n_empty:
         wanted = "a file with text" if source.whole_text else "at least two documents with text"
         raise UserError(f"data.source={source.name}: the corpus is empty; provide {wanted}")
-    if n_empty and warn:
-        print(f"skipping {n_empty} of {n_documents} documents without text", file=sys.stderr)
+    if n_empty:
+        on_skipped(n_empty, n_documents)
 
 
 def _hash_share(data: bytes) -> float:

@@ -278,7 +278,7 @@ def test_what_a_strangers_config_names_is_read_only_on_request(command, tiny_run
     assert output.err.count("file/cache is not writable") == 1
     tree["data"]["cache_dir"] = str(tmp_path / "cache")
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    monkeypatch.setattr("thinker.data.corpus.make_tokenizer", None)  # the run's own tokenizer is taken
+    monkeypatch.setattr("thinker.data.corpus_builder.make_tokenizer", None)  # the run's own tokenizer is taken
     assert command(run, *arguments, "--read-data") == 0
     assert capsys.readouterr().out == expected
     tree["data"] |= {"val_fraction": 0.3, "cache_dir": str(tmp_path / "another cache")}

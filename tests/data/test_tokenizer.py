@@ -15,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinker.data import tokenizer_factory
+from thinker.data.sources import open_source
+from thinker.data.split import split_documents
 from thinker.data.text_bytes import token_byte_lengths
+from thinker.data.text_sample import sample_texts
 from thinker.data.tokenizer import FILE_NAME, Tokenizer
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
@@ -291,3 +294,28 @@ def test_a_strangers_pattern_is_tried_before_it_is_believed(tmp_path, pattern, s
     else:
         with pytest.raises(UserError, match=says):
             Tokenizer.load(tmp_path)
+
+
+def test_the_sample_is_spread_over_a_long_source_and_is_always_the_same(tmp_path):
+    """A text of several times the sample: about equal parts of it come from each quarter."""
+    texts = [f"{i:05d} " * 20 for i in range(2000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = open_source("jsonl", path=str(tmp_path / "a.jsonl"))
+    samples = [sample_texts(source, split_documents(source, 0.1), 60_000) for _ in range(2)]
+    assert samples[0] == samples[1]
+    sample, read = samples[0]
+    assert read is None
+    numbers = [int(text[:5]) for text in sample]
+    assert numbers == sorted(numbers)
+    assert 58_000 < sum(map(len, sample)) <= 60_000
+    assert min(np.histogram(numbers, 4, (0, 2000))[0]) > 90
+    train = {text for split, text in ((s, d.text) for s, d in split_documents(source, 0.1)) if split == "train"}
+    assert set(sample) <= train
+
+
+def test_a_short_source_is_sampled_as_a_whole_and_kept(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(100)))
+    source = open_source("jsonl", path=str(tmp_path / "a.jsonl"))
+    sample, read = sample_texts(source, split_documents(source, 0.3), 10_000)
+    assert [document.text for _, document in read] == [f"text {i}" for i in range(100)]
+    assert sample == [document.text for split, document in read if split == "train"]
