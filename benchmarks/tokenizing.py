@@ -13,7 +13,7 @@ from typing import Any
 from thinker.data.rows import read_tables
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
 
-# Each side runs in a process of its own and prints its tokens, seconds and peak memory in bytes.
+# Each side runs in a separate process and prints tokens, seconds and the peak memory in bytes of its largest process.
 SIDES = {
     "thinker": """
 from thinker.data.corpus import prepare_corpus

@@ -42,9 +42,9 @@ def pack_best_fit(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.nda
 
 
 def _place(lengths: np.ndarray, seq_len: int, used: np.ndarray, out: np.ndarray) -> int:
-    """Write the window of each document to `out`; lengths fall. Returns the number of windows.
+    """Write the window of each document to `out`, and return the number of windows. `lengths` must not increase.
 
-    used: tokens in the windows that there are already.
+    used: number of tokens in each window that already exists.
     """
     n_windows = len(used)
     room = [np.zeros(0, np.int64) for _ in range(seq_len + 1)]  # windows by their number of free tokens

@@ -23,7 +23,7 @@ class CleaningRules:
 
     min_characters: int | None = None
     max_characters: int | None = None
-    max_repeated_lines: float | None = None  # share of the characters that are in lines which occur again
+    max_repeated_lines: float | None = None  # share of the characters in lines that have occurred before
     max_symbols: float | None = None  # share of the characters that are neither letters, digits nor white space
     duplicates: Literal["exact", "near"] | None = None  # keep one of each group
 
@@ -35,9 +35,9 @@ class CleaningRules:
         if self.max_characters is not None and n > self.max_characters:
             return "longer than max_characters"
         if self.max_repeated_lines is not None and repeated_lines(text) > self.max_repeated_lines:
-            return "more than max_repeated_lines"
+            return "above max_repeated_lines"
         if self.max_symbols is not None and symbols(text) > self.max_symbols:
-            return "more than max_symbols"
+            return "above max_symbols"
         return None
 
 
@@ -58,7 +58,7 @@ def symbols(text: str) -> float:
 
 @dataclass
 class Cleaning:
-    """Finds what to drop in a first pass over the documents, and drops it in later ones."""
+    """Finds the documents to drop in a first pass over the source, and drops them in a second pass."""
 
     rules: CleaningRules
     reasons: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # (n,), by document

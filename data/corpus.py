@@ -53,8 +53,8 @@ def prepare_corpus(
 
     The validation split is the last val_fraction of a single text, or the documents whose content hash is below
     val_fraction, so equal documents are always in the same split. The tokenizer is trained only on the training split.
-    With val_fraction=0, it is empty. Documents without text are skipped with a message. Memory does not grow with the
-    corpus.
+    With val_fraction=0, the validation split is empty. Documents without text are skipped with a message. Memory does
+    not grow with the corpus, except with `clean`.
 
     Args:
         tokenizer: a tokenizer or its name (see tokenizer_factory.check_spec).
@@ -76,7 +76,7 @@ def prepare_corpus(
         needs = "data.tokenizer=tiktoken:gpt2 or the path of a tokenizer, and a source other than a single text file"
         raise UserError(f"data.val_tokens needs {needs}")
     if clean is not None and opened.whole_text:
-        raise UserError("data.clean has no effect on a single text file; remove it, or use a folder of files")
+        raise UserError("data.clean cannot clean a single text file, which is one document; remove data.clean")
     if clean is not None and val_tokens is not None:
         raise UserError("data.clean cannot be combined with data.val_tokens; remove one of them")
     if val_tokens is not None and not os.path.isfile(val_tokens):

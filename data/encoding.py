@@ -51,9 +51,11 @@ def encode_documents(
 def check_kinds(documents: list[Document], assistant_only_loss: bool) -> None:
     """Raise UserError if rows mix conversations and text, or if assistant_only_loss is set for text."""
     if len({document.messages is None for document in documents}) > 1:
-        raise UserError("the rows mix conversations and text; put them in separate files")
+        raise UserError("the rows mix conversations and text; put them in separate sources (data.sources)")
     if documents[0].messages is None and assistant_only_loss:
-        raise UserError("data.assistant_only_loss=true needs conversations; name its column in data.column")
+        raise UserError(
+            "data.assistant_only_loss=true needs conversations; set data.column to the column that has them"
+        )
 
 
 def encode_document(tokenizer: Tokenizer, document: Document, assistant_only_loss: bool) -> Encoded:

@@ -32,7 +32,7 @@ NOT_OF_THE_SOURCE = {
 def prepare_mixture(
     sources: Mapping[str, Mapping[str, Any]], tokenizer: str | Tokenizer, cache_dir: str | Path, progress: bool = True
 ) -> Corpus:
-    """Tokenize each source, or open its shards in the cache, whose names do not depend on the other sources.
+    """Tokenize each source, or open its shards in the cache. Their key depends on other sources only by the tokenizer.
 
     A tokenizer that is made from text ("bpe", "char") is trained on a sample of all sources, an equal amount of each,
     and kept in the cache, too.

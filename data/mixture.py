@@ -32,10 +32,10 @@ class _Phase:
 class Mixture:
     """The order of the sources in a run.
 
-    In a phase with constant weights, sample j of a source whose share of the samples is w is due at time (j + 1/2) / w.
-    Samples follow one another by the whole part of their time, and then by source. So in any part of a phase, the
-    samples of a source differ from its share by less than the number of sources, and finding a sample takes no earlier
-    ones.
+    In a phase, the weights are constant. If w is a source's share of the samples, its sample j is due at time
+    (j + 1/2) / w. Samples are in the order of these times, rounded up; at equal times, in the order of the sources. So
+    in any part of a phase, the number of samples of a source differs from its share by less than the number of sources,
+    and any sample can be found without the ones before it.
 
     n_samples: the length of the run; weights that change need it. None: unknown.
 
@@ -54,8 +54,8 @@ class Mixture:
             weights = _integer_weights(sources, share, is_left)
             if not weights.any():
                 raise UserError(
-                    f"data.sources: all sources reach their max_epochs or max_tokens after {start:,} sequences; raise "
-                    "one of these, or end the run before that with train.max_steps"
+                    f"data.sources: no source with a weight above 0 is left after {start:,} sequences; raise a weight, "
+                    "max_epochs or max_tokens, or end the run before that with train.max_steps"
                 )
             self.phases.append(_Phase(start, weights, used))
             ends = [change - start for change in changes if change > start]

@@ -1,9 +1,9 @@
 """Near-duplicate documents, by MinHash (Broder 1997) and locality-sensitive hashing.
 
 Two documents are near duplicates if their sets of 8-byte strings have a Jaccard similarity of about THRESHOLD or more.
-Each document has a signature of N_HASHES minima, computed by the library rensa, whose share of equal values estimates
-the similarity. Only documents that agree in all values of one band are compared. Signatures and the keys of the bands
-are written to files, so memory grows by a few dozen bytes per document.
+Each document has a signature: N_HASHES minima, computed by the library rensa. The share of values in which two
+signatures agree estimates the similarity. A band is three values of a signature; only documents that agree in all
+values of a band are compared. Signatures are in a file, so memory grows by a few dozen bytes per document.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from thinker.runtime.errors import UserError
 
 N_HASHES, N_BANDS = 252, 84  # three values per band: nearly all pairs with a similarity of 0.4 agree in one
-THRESHOLD = 0.42  # with 5% of the words edited it is about 0.83, with 5% of the characters 0.49, 30% of the words 0.34
+THRESHOLD = 0.42  # similarity of edited copies: 5% of words 0.83, 5% of characters 0.49, 30% of words 0.34
 SHINGLE_BYTES = 8
 BATCH_BYTES = 1 << 22  # of text, hashed together
 SEED = 1
@@ -32,7 +32,7 @@ class NearDuplicates:
             raise UserError("data.clean.duplicates=near needs the package rensa; run pip install rensa") from error
         self.digest = rensa.RMinHash.digest_matrix_from_flat_token_hashes
         self.path, self.n_documents, self.n_bytes = folder / "signatures", 0, 0
-        self.file = open(self.path, "wb")  # noqa: SIM115 - closed by close()
+        self.file = open(self.path, "wb")  # noqa: SIM115 - closed by find()
         self.batch: list[np.ndarray] = []
 
     def add(self, text: str) -> None:

@@ -138,7 +138,7 @@ class ShardWriter:
         """
         has_mask = loss_mask is not None
         if self.started and has_mask != bool(self._loss_mask):
-            raise UserError("the rows mix conversations and text; put them in separate files")
+            raise UserError("the rows mix conversations and text; put them in separate sources (data.sources)")
         if not continues:
             self._finish_document()
             if self._file is not None and self._n_tokens >= self.shard_tokens:

@@ -18,7 +18,7 @@ def main() -> int:
     group.add_argument("--sequences", type=int, default=4, help="number of sequences to show")
     group.add_argument("--html", type=output_file, metavar="FILE", help="page to write, with the sequences")
     group.add_argument("--png", type=png_file, metavar="FILE", help="plot of the lengths to write")
-    group.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    group.add_argument("--json", action="store_true", help="print a JSON list with an object per source")
     arguments = parser.parse_command_line()
     if arguments.step < 0 or arguments.sequences < 1:
         parser.error("--step must be at least 0, and --sequences at least 1")

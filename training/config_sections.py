@@ -95,8 +95,7 @@ class DataConfig(TextSource):
     seq_len: Annotated[int, Field(ge=2, le=MAX_SIZE)] = DEFAULT_SEQ_LEN
     """Tokens per sequence. If omitted, capped at model.max_seq_len or the context length of run.init_from."""
     packing: Literal["contiguous", "documents", "best_fit"] = "contiguous"
-    """contiguous: cut the stream every seq_len tokens. documents: whole documents in order, padded. best_fit: whole
-    documents in any order, with little padding."""
+    """contiguous: cut the text anywhere. documents: whole documents in order. best_fit: whole, in any order, less padding."""
     shift_windows: bool = False
     """With contiguous packing, cut the stream at other positions in each epoch after the first."""
     assistant_only_loss: bool = False
@@ -112,7 +111,7 @@ class DataConfig(TextSource):
     num_workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Number of threads that prepare batches ahead of time. 0: prepare each batch when it is needed."""
     clean: CleanConfig | None = None
-    """Documents to drop, such as `{min_characters: 50, duplicates: near}` (docs/guides/cleaning.md). null: none."""
+    """Rules for dropping documents, such as `{min_characters: 50, duplicates: near}` (docs/guides/cleaning.md)."""
     cache_dir: PathText = ".cache"
     """Folder of the token cache."""
 
@@ -147,7 +146,8 @@ class DataConfig(TextSource):
         if not labels:
             raise ValueError("sources is empty; add a source, or remove the key")
         if key := next(iter(self.source_options()), "val_tokens" if self.val_tokens else None):
-            raise ValueError(f"{key} cannot be combined with data.sources; remove it, or set it in one of the sources")
+            remedy = "remove it" if key == "val_tokens" else "remove it, or set it in one of the sources"
+            raise ValueError(f"{key} cannot be combined with data.sources; {remedy}")
         if label := next((label for label in labels if labels.count(label) > 1), None):
             raise ValueError(f"sources has two sources called {label}; give one of them another name")
         return self

@@ -36,7 +36,10 @@ def page(report: DataReport) -> str:
     plot_lengths(report, plot)
     image = base64.b64encode(plot.getvalue()).decode()
     rows = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in table(report))
-    legend = "BOS marks the start of a document. Pale tokens are not predicted. Small dots are padding."
+    legend = (
+        "BOS marks the start of a document. The color alternates between documents. The prediction after a pale token "
+        "does not count in the loss. Small dots are padding."
+    )
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>Training data</title><style>{STYLE}</style><h1>Training data</h1><table>{rows}</table>",

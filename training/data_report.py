@@ -64,7 +64,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All of it."""
+    """The data of a config: its sources, and sequences of one step."""
 
     sources: list[SourceReport]
     seq_len: int
@@ -103,7 +103,7 @@ def table(report: DataReport) -> list[list[str]]:
             ("longest document", f"{lengths['max']:,}"),
             (f"longer than a sequence of {report.seq_len}", f"{source.share_longer:.1%}"),
             ("padding", f"{source.share_padding:.1%}"),
-            ("equal to an earlier document", f"{source.n_equal:,}"),
+            (f"equal to an earlier one, of the first {COMPARED_DOCUMENTS:,}", f"{source.n_equal:,}"),
             ("dropped by cleaning", f"{sum(source.dropped.values()):,}"),
         ):
             rows.setdefault(name, []).append(value)

@@ -75,9 +75,9 @@ def token_shares(sources: Sequence[MixedSource]) -> dict[str, float]:
 
 
 def with_mean_losses(lines: list[dict[str, Any]], shares: dict[str, float]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl whose training loss is weighted by source as the validation loss is.
+    """Lines of metrics.jsonl in which train_loss is the mean over the sources, weighted as in val_loss.
 
-    The mean is over the sources that the last evaluation has.
+    Sources without a validation loss do not count.
     """
     names = [name for name in shares if any(f"val_loss/{name}" in line for line in lines)]
     weighted = []

@@ -23,7 +23,8 @@ class TextSource(ConfigSection):
     split: str | None = None
     """Split of a hub dataset to read. null: train."""
     column: str | None = None
-    """Column with the text in a jsonl, parquet or hub source. null: text, or messages in rows without text."""
+    """Column with the text in a jsonl, parquet or hub source. null: text, or the column or columns of a conversation if
+    the first row has no text."""
     streaming: bool | None = None
     """Stream a hub dataset instead of downloading it first. null: true."""
     max_documents: Positive | None = None
@@ -46,7 +47,8 @@ class CleanConfig(ConfigSection):
     max_symbols: Fraction | None = None
     """Drop documents with a larger share of characters that are neither letters, digits nor white space."""
     duplicates: Literal["exact", "near"] | None = None
-    """Keep one of each group of equal documents (exact), or also of similar ones (near), in both splits together."""
+    """exact: of equal documents, keep one. near: of equal or similar documents, keep one, whatever their split. null:
+    keep all."""
 
     @model_validator(mode="after")
     def _check_rules(self) -> "CleanConfig":
@@ -63,12 +65,12 @@ class MixedSource(TextSource):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """Name in messages and metrics. null: the name of the file, folder or dataset, or else of the source."""
     weight: float | dict[float, float] = 1.0
-    """Share of the training tokens, relative to the other sources; or weights by the share of the run where they
-    start, such as `{0: 0.8, 0.7: 0.2}`."""
+    """Share of the training tokens, relative to the other sources. To change it during the run, map the fraction of the
+    run at which each weight starts to the weight, such as `{0: 0.8, 0.7: 0.2}`."""
     max_epochs: Rate | None = None
-    """Read the source at most so many times; then the other sources share its weight. null: no limit."""
+    """Read the source at most this many times; then the other sources share its weight. null: no limit."""
     max_tokens: Positive | None = None
-    """Read at most so many tokens of the source; then the other sources share its weight. null: no limit."""
+    """Read at most this many tokens of the source; then the other sources share its weight. null: no limit."""
     val_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Fraction of the documents held out for validation; 0: none. null: data.val_fraction."""
     assistant_only_loss: bool | None = None
@@ -78,7 +80,8 @@ class MixedSource(TextSource):
     def _check_weights(self) -> "MixedSource":
         starts, weights = self.weights.keys(), self.weights.values()
         if not all(0 <= start < 1 for start in starts) or not all(0 <= weight <= MAX_WEIGHT for weight in weights):
-            raise ValueError(f"weight is {self.weight}; weights must be at least 0, and start at a share from 0 to 1")
+            wanted = "weights must be from 0 to 1e9, and their starts at least 0 and below 1"
+            raise ValueError(f"weight is {self.weight}; {wanted}")
         if 0 not in starts:
             raise ValueError(f"weight is {self.weight}; it needs a weight for 0, the start of the run")
         if not any(weights):

@@ -109,8 +109,8 @@ def test_each_rule_drops_what_it_names_and_the_report_says_so():
     assert {reason: entry["count"] for reason, entry in cleaning.report.items()} == {
         "shorter than min_characters": 1,
         "longer than max_characters": 1,
-        "more than max_repeated_lines": 1,
-        "more than max_symbols": 1,
+        "above max_repeated_lines": 1,
+        "above max_symbols": 1,
         "exact duplicate": 1,
     }
     assert cleaning.report["exact duplicate"]["examples"] == ["a text"]
@@ -165,7 +165,7 @@ def test_of_a_group_over_both_splits_the_validation_document_stays(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"source": "text"}, "data.clean has no effect on a single text file"),
+        ({"source": "text"}, "data.clean cannot clean a single text file"),
         ({"source": "jsonl", "val_tokens": "x", "tokenizer": "tiktoken:gpt2"}, "data.clean cannot be combined with"),
     ],
 )

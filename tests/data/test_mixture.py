@@ -101,7 +101,7 @@ def test_used_up_sources_are_refused_unless_the_run_ends_before():
 
     assert both(10, 40).taken(40).tolist() == [10, 30]
     for n in (41, None):
-        with pytest.raises(UserError, match="all sources reach their max_epochs or max_tokens after 40 sequences"):
+        with pytest.raises(UserError, match="no source with a weight above 0 is left after 40 sequences"):
             both(10, n)
     weights = {0: 1, 0.5: 0}
     with pytest.raises(UserError, match="after 50 sequences"):

@@ -238,9 +238,9 @@ def test_training_losses_are_weighted_as_validation_losses():
 
 MISTAKES = [
     (["data.sources.4.weight=1"], "data.sources.4.weight=1: the config has 4 data.sources, numbered from 0"),
-    (["data.sources.0.weight=-1"], "data.sources.0.weight is -1.0; weights must be at least 0"),
+    (["data.sources.0.weight=-1"], "data.sources.0.weight is -1.0; weights must be from 0 to 1e9, and their starts"),
     (["data.sources.0.weight={0.5: 1}"], "it needs a weight for 0, the start of the run"),
-    (["data.sources.0.weight={0: 1, 1: 1}"], "weights must be at least 0, and start at a share from 0 to 1"),
+    (["data.sources.0.weight={0: 1, 1: 1}"], "weights must be from 0 to 1e9, and their starts at least 0 and below 1"),
     (["data.sources.0.weight=0"], "data.sources.0.weight is 0 for the whole run; remove the source"),
     (["data.sources.0.wieght=2"], "unknown config key data.sources.0.wieght; did you mean data.sources.0.weight?"),
     (["data.sources=[{}]"], "data.sources.0.source is missing; set it"),
@@ -256,7 +256,7 @@ MISTAKES = [
     (["data.sources.2.column=x"], "numbers in data.sources: data.column=x is not in row 0"),
     (["data.sources.1.assistant_only_loss=true"], "code in data.sources: data.assistant_only_loss=true needs conver"),
     ([f"data.sources.{i}.val_fraction=0" for i in range(4)], "no source of the mixture has a validation split"),
-    ([f"data.sources.{i}.max_epochs=0.1" for i in range(4)], "all sources reach their max_epochs or max_tokens"),
+    ([f"data.sources.{i}.max_epochs=0.1" for i in range(4)], "no source with a weight above 0 is left after"),
 ]
 
 
