@@ -95,7 +95,7 @@ class DataConfig(TextSource):
     seq_len: Annotated[int, Field(ge=2, le=MAX_SIZE)] = DEFAULT_SEQ_LEN
     """Tokens per sequence. If omitted, capped at model.max_seq_len or the context length of run.init_from."""
     packing: Literal["contiguous", "documents", "best_fit"] = "contiguous"
-    """contiguous: cut the text anywhere. documents: whole documents in order. best_fit: whole, in any order, less padding."""
+    """contiguous: cut the text anywhere. documents: whole documents in order. best_fit: in any order, less padding."""
     shift_windows: bool = False
     """With contiguous packing, cut the stream at other positions in each epoch after the first."""
     assistant_only_loss: bool = False
