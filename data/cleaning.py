@@ -1,6 +1,7 @@
 """Cleaning of a corpus: drop documents by length, quality and duplication, and report what was dropped and why."""
 
 import hashlib
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from tqdm import tqdm
 
+from thinker.data.document import Document
 from thinker.data.near_duplicates import NearDuplicates
 from thinker.data.split import SplitDocument
 
@@ -41,6 +43,13 @@ class CleaningRules:
         return None
 
 
+def _plain_text(document: Document) -> str:
+    """A text, or the contents of the messages of a conversation."""
+    if document.messages is None:
+        return document.text
+    return "\n".join(message.get("content", "") for message in document.messages)
+
+
 def repeated_lines(text: str) -> float:
     """The share of the characters of a text in lines that have occurred before, without empty lines."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -52,8 +61,10 @@ def repeated_lines(text: str) -> float:
 
 
 def symbols(text: str) -> float:
-    """The share of the characters of a text that are neither letters, digits nor white space."""
-    return sum(not (c.isalnum() or c.isspace()) for c in text) / max(len(text), 1)
+    """The share of the characters of a text that are neither letters with their marks, digits nor white space."""
+    counts = Counter(text)
+    n = sum(count for char, count in counts.items() if not (char.isspace() or unicodedata.category(char)[0] in "LMN"))
+    return n / max(len(text), 1)
 
 
 @dataclass
@@ -73,7 +84,8 @@ class Cleaning:
         bar = tqdm(documents, desc="cleaning", unit=" documents", disable=not progress)
         for number, (split, document) in enumerate(bar):
             is_val.append(split == "val")
-            violated, key = rules.violated(document.text), hashlib.sha256(document.text.encode()).digest()[:8]
+            text = _plain_text(document)
+            violated, key = rules.violated(text), hashlib.sha256(document.text.encode()).digest()[:8]
             if violated is not None and violated not in self.names:
                 self.names.append(violated)
             reasons.append(KEEP if violated is None else self.names.index(violated))
@@ -81,7 +93,7 @@ class Cleaning:
                 reasons[-1] = EXACT if key in seen else KEEP
                 seen.add(key)
                 if near is not None and reasons[-1] == KEEP:
-                    near.add(document.text)
+                    near.add(text)
                     compared.append(number)
         self.reasons = np.frombuffer(reasons, np.uint8).copy()
         if near is not None:

@@ -13,7 +13,7 @@ from thinker.data.cleaning import Cleaning, CleaningRules
 from thinker.data.corpus_cache import INDEX, write_index
 from thinker.data.encoding import encode_documents
 from thinker.data.llmc_tokens import read_documents
-from thinker.data.shards import ShardWriter
+from thinker.data.shard_writer import HASH_SUFFIX, ShardWriter
 from thinker.data.sources import Source
 from thinker.data.split import SplitDocument, empty_split_error, split_documents
 from thinker.data.text_bytes import loses_text, warn_of_lost_text
@@ -21,6 +21,7 @@ from thinker.data.text_sample import sample_texts
 from thinker.data.tokenizer import FILE_NAME, Tokenizer
 from thinker.data.tokenizer_factory import load_tokenizer, make_tokenizer
 from thinker.data.tokenizing_progress import TokenizingProgress
+from thinker.runtime.errors import UserError
 
 
 def build_corpus(
@@ -34,7 +35,7 @@ def build_corpus(
     for path in folder.iterdir():  # remove what is unfinished
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.suffix != ".tokens" and path.name != FILE_NAME:
+        elif path.suffix not in (".tokens", HASH_SUFFIX) and path.name != FILE_NAME:
             path.unlink()
     cleaning = None if clean is None else Cleaning(clean)
     if cleaning is not None:
@@ -52,17 +53,22 @@ def build_corpus(
         documents = split_documents(source, val_fraction, on_skipped=note_skipped)
         return documents if cleaning is None else cleaning.apply(documents)
 
+    def empty_error(split: str) -> UserError:
+        if cleaning is None:
+            return empty_split_error(split, source, val_fraction)
+        return UserError(f"the {split} split is empty; {cleaning.summary()}; loosen the rules of data.clean")
+
     documents = open_documents()
     read: list[SplitDocument] | None = []  # for the tokenizer, if that was not too long
     tokenizer = spec
-    if isinstance(spec, str) and list(folder.glob("*.tokens")):
-        tokenizer = load_tokenizer(folder)
+    if isinstance(spec, str) and (kept := _kept_tokenizer(folder)) is not None:
+        tokenizer = kept
     elif isinstance(spec, str):
         texts: list[str] = []
         if spec.startswith(("bpe:", "char")):
             texts, read = sample_texts(source, documents, tokenizer_factory.SAMPLE_BYTES, progress)
             if not texts:
-                raise empty_split_error("train", source, val_fraction)
+                raise empty_error("train")
             if progress and spec.startswith("bpe:"):
                 print(f"training {spec} on {source.name} ...", file=sys.stderr)
             if read is None:
@@ -74,7 +80,7 @@ def build_corpus(
     if val_tokens is not None:
         skipped.clear()
         documents = split_documents(source, val_fraction, read_documents(val_tokens, tokenizer), note_skipped)
-    writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens) for split in ("train", "val")}
+    writers = {split: ShardWriter(folder, split, tokenizer, shard_tokens, True) for split in ("train", "val")}
     n_written = {split: 0 if source.whole_text else writer.resume() for split, writer in writers.items()}
     if any(n_written.values()):
         print(f"continuing after {sum(n_written.values()):,} documents that are tokenized", file=sys.stderr)
@@ -93,12 +99,25 @@ def build_corpus(
     warn_of_lost_text(n_lost, n_texts)
     for split, writer in writers.items():
         if not writer.started and (split == "train" or val_fraction > 0):
-            raise empty_split_error(split, source, val_fraction)
+            raise empty_error(split)
         writer.close()
+    for path in folder.glob(f"*{HASH_SUFFIX}"):
+        path.unlink()
     train, val = writers.values()
     digest = hashlib.sha256(train.digest.digest() + val.digest.digest()).hexdigest()
     dropped = {} if cleaning is None else {"dropped": cleaning.report}
     write_index(folder, {"train": train.files, "val": val.files, "sha256": digest, **dropped})
+
+
+def _kept_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of the finished shards in a folder; None without any. Removes shards whose tokenizer is damaged."""
+    shards = list(folder.glob("*.tokens"))
+    try:
+        return load_tokenizer(folder) if shards else None
+    except UserError:
+        for shard in shards:
+            shard.unlink()
+        return None
 
 
 def _skip(documents: Iterable[SplitDocument], n_written: dict[str, int]) -> Iterator[SplitDocument]:

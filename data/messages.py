@@ -34,7 +34,7 @@ def check_messages(value: list, where: str) -> list[Message]:
     Messages of ShareGPT, {"from": "human", "value": ...}, are converted.
     """
     if value and all(isinstance(message, dict) and {"from", "value"} <= message.keys() for message in value):
-        value = [{"role": SHAREGPT_ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+        value = [{"role": SHAREGPT_ROLES.get(str(m["from"]), m["from"]), "content": m["value"]} for m in value]
     if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
         raise UserError(f'{where} is not a conversation; use a list of {{"role": ..., "content": ...}}')
     for part in (part for message in value for part in message.values()):

@@ -44,6 +44,8 @@ class Mixture:
 
     def __init__(self, sources: Sequence[MixtureSource], n_samples: int | None = None) -> None:
         self.phases: list[_Phase] = []
+        self.n_samples = n_samples
+        self.tokens_per_sample = np.array([source.tokens_per_sample for source in sources])
         shares = sorted({share for source in sources for share in source.weights})
         changes = {0 if share == 0 else round(share * n_samples): share for share in shares}
         limits = [source.max_samples for source in sources]
@@ -66,6 +68,19 @@ class Mixture:
                 break
             used = used + _taken(weights, min(ends))
             start += min(ends)
+
+    def token_shares(self, phase: int) -> np.ndarray:
+        """The shares of the tokens in a phase, (S,) float64 with the sum 1."""
+        tokens = self.phases[phase].weights * self.tokens_per_sample
+        return tokens / tokens.sum()
+
+    def mean_token_shares(self) -> np.ndarray:
+        """The shares of the tokens of the whole run, (S,) float64; of its first phase if its length is unknown."""
+        if self.n_samples is None:
+            return self.token_shares(0)
+        ends = [*(phase.start for phase in self.phases[1:]), max(self.n_samples, self.phases[-1].start + 1)]
+        lengths = np.array([end - phase.start for phase, end in zip(self.phases, ends)])
+        return lengths @ [self.token_shares(i) for i in range(len(lengths))] / lengths.sum()
 
     def taken(self, n: int) -> np.ndarray:
         """How many of the first n samples come from each source, (S,) int64."""

@@ -37,7 +37,7 @@ def load_dataset(path: str, config: str | None, split: str | None, streaming: bo
     datasets.disable_progress_bars()
     is_saved = any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
-        loaded = datasets.load_from_disk(path) if is_saved else None
+        loaded = _load_saved(path) if is_saved else None
         if isinstance(loaded, datasets.DatasetDict):
             names, split = list(loaded), split or "train"
             if split not in names:
@@ -54,6 +54,16 @@ def load_dataset(path: str, config: str | None, split: str | None, streaming: bo
             yield row, total and number / total
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(str(error) or type(error).__name__) from error
+
+
+def _load_saved(path: str) -> Any:
+    """A dataset or several splits from a folder, with plain rows. Raises ValueError."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(path).with_format(None)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("the folder is not a dataset that Dataset.save_to_disk wrote") from error
 
 
 def read_rows(

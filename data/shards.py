@@ -9,23 +9,19 @@ if known for all; for conversations, one byte per token that marks targets.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import struct
 import zlib
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from thinker.data.tokenizer import Tokenizer
-from thinker.runtime.errors import RunError, UserError
+from thinker.runtime.errors import RunError
 from thinker.runtime.file_array import FileArray, OpenFile
 
 MAGIC = b"THNKTOKS"
 FORMAT = 1
-READ_TOKENS = 1 << 22  # read at once
 SHARD_TOKENS = 1 << 27  # a shard is closed after the document that reaches this; no document is cut
 HAS_LOG_PROBS, HAS_LOSS_MASK = 1, 2  # bits of the header's flags: the optional sections
 # magic, format, bytes per token, vocab_size, n_tokens, n_documents, bytes of text, flags, tokenizer hash
@@ -78,140 +74,13 @@ class Shard:
         arrays, end = {}, HEADER_BYTES
         for name, kind, length in sections:
             arrays[name] = FileArray(file, np.dtype(kind), length, end)
-            end += _aligned(length * arrays[name].dtype.itemsize)
+            end += aligned(length * arrays[name].dtype.itemsize)
         if end != file.size:
             raise DamagedShard(f"{path} has {file.size} bytes, but its header expects {end}")
         tokens, offsets, bos_id = arrays["tokens"], arrays["offsets"], tokenizer.bos_id
         if offsets[0] != 0 or offsets[-1] != n_tokens - 1 or tokens[0] != bos_id or tokens[-1] != bos_id:
             raise DamagedShard(f"{path} does not start and end with a document")
         return cls(path, n_tokens, n_documents, n_bytes, bos_id, has_eos=bos_id not in tokenizer.eos_ids, **arrays)
-
-
-class ShardWriter:
-    """Write the documents of a split to `NAME-00000.tokens`, `NAME-00001.tokens`, ... in a folder.
-
-    Needs memory for a few numbers per document of the current shard, and for conversations one byte per token.
-    """
-
-    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
-        self.files: list[str] = []
-        self.digest = hashlib.sha256()  # of all tokens
-        self.started = False  # whether a document has been added
-        self._dtype = token_dtype(tokenizer.vocab_size)
-        self._bos = np.array([tokenizer.bos_id], self._dtype).tobytes()
-        has_eos = tokenizer.bos_id not in tokenizer.eos_ids
-        self._eos = np.array([tokenizer.eos_id], self._dtype).tobytes() if has_eos else b""
-        self._file = None
-
-    def resume(self) -> int:
-        """Take over the finished shards of a stopped writer and remove an unfinished one. Returns their documents.
-
-        Damaged shards, and those of conversations, whose masks are part of the digest, are removed and written again.
-        """
-        found = sorted(self.folder.glob(f"{self.name}-*"))
-        n_documents = 0
-        for number, path in enumerate(found):
-            try:
-                shard = Shard.open(path, self.tokenizer)
-                if path.name != f"{self.name}-{number:05d}.tokens" or shard.loss_mask is not None:
-                    raise DamagedShard(f"{path} cannot be continued")
-            except DamagedShard:
-                for rest in found[number:]:
-                    rest.unlink()
-                break
-            for start in range(0, shard.n_tokens, READ_TOKENS):
-                self.digest.update(shard.tokens[start : start + READ_TOKENS].tobytes())
-            self.files.append(path.name)
-            n_documents += shard.n_documents
-        self.started = bool(self.files)
-        self._loss_mask = bytearray()
-        return n_documents
-
-    def add(
-        self, ids: np.ndarray, n_bytes: int, log_prob: float | None = None, continues: bool = False,
-        loss_mask: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
-        """Append the ids and text bytes of a document, or with continues=True of the rest of the last document.
-
-        loss_mask: which ids are targets, for all documents or for none. Conversations contain their EOS tokens.
-        """
-        has_mask = loss_mask is not None
-        if self.started and has_mask != bool(self._loss_mask):
-            raise UserError("the rows mix conversations and text; put them in separate sources (data.sources)")
-        if not continues:
-            self._finish_document()
-            if self._file is not None and self._n_tokens >= self.shard_tokens:
-                self.close()
-            if self._file is None:
-                self._open()
-            self.started = True
-            self._offsets.append(self._n_tokens)
-            self._write_tokens(self._bos)
-            if has_mask:
-                self._loss_mask.append(self._bos_is_target)
-            self._document_bytes.append(0)
-            self._log_probs.append(float("nan") if log_prob is None else log_prob)
-        self._write_tokens(ids.astype(self._dtype).tobytes())
-        self._last = int(ids[-1]) if len(ids) else None
-        if has_mask:
-            self._loss_mask += loss_mask.astype(np.uint8).tobytes()
-            self.digest.update(loss_mask.tobytes())
-            # If the template does not end the last answer, the token added here is also a target.
-            self._bos_is_target = bool(len(ids) and loss_mask[-1]) and self._last not in self.tokenizer.eos_ids
-        self._document_bytes[-1] += n_bytes
-
-    def _finish_document(self) -> None:
-        if self._file is None or not self._eos or self._last in self.tokenizer.eos_ids:
-            return
-        if self._loss_mask:
-            if not self._bos_is_target:
-                return  # a conversation that does not end with an answer
-            self._loss_mask.append(True)
-        self._write_tokens(self._eos)
-        self._last, self._bos_is_target = self.tokenizer.eos_id, False
-
-    def _open(self) -> None:
-        self._path = self.folder / f"{self.name}-{len(self.files):05d}.tokens"
-        self._file = open(self._path.with_suffix(".tmp"), "wb")  # noqa: SIM115 - closed by close()
-        self._file.write(bytes(HEADER_BYTES))
-        self._n_tokens = 0
-        self._offsets, self._document_bytes, self._log_probs = array("q"), array("q"), array("d")
-        self._loss_mask, self._bos_is_target = bytearray(), False
-
-    def _write_tokens(self, data: bytes) -> None:
-        self._file.write(data)
-        self.digest.update(data)
-        self._n_tokens += len(data) // self._dtype.itemsize
-
-    def close(self) -> None:
-        """Sync the current shard, if any, to disk and rename it."""
-        if self._file is None:
-            return
-        self._finish_document()
-        self._offsets.append(self._n_tokens)
-        self._write_tokens(self._bos)
-        self._file.write(bytes(_aligned(self._file.tell()) - self._file.tell()))
-        self._file.write(np.asarray(self._offsets, "<i8").tobytes() + np.asarray(self._document_bytes, "<i8").tobytes())
-        flags = 0
-        if not np.isnan(self._log_probs).any():
-            flags |= HAS_LOG_PROBS
-            self._file.write(np.asarray(self._log_probs, "<f8").tobytes())
-        if self._loss_mask:
-            flags |= HAS_LOSS_MASK
-            self._loss_mask.append(self._bos_is_target)
-            self._file.write(self._loss_mask.ljust(_aligned(len(self._loss_mask)), b"\0"))
-        counts = self._n_tokens, len(self._document_bytes), sum(self._document_bytes)
-        digest = bytes.fromhex(self.tokenizer.content_hash)
-        head = HEADER.pack(MAGIC, FORMAT, self._dtype.itemsize, self.tokenizer.vocab_size, *counts, flags, digest)
-        self._file.seek(0)
-        self._file.write(head + zlib.crc32(head).to_bytes(8, "little"))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._file.name, self._path)
-        self.files.append(self._path.name)
-        self._file = None
 
 
 class TokenShards:
@@ -233,5 +102,6 @@ class TokenShards:
         return cls([Shard.open(folder / file, tokenizer) for file in files])
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """The size rounded up to a multiple of 8."""
     return -(-size // 8) * 8

@@ -23,7 +23,8 @@ class MixtureEvaluator:
             if evaluation is None:
                 return None
             parts[name] = evaluation
-        return _combine(parts, [self.shares[name] for name in parts])
+        shares = [float(self.shares[name]) for name in parts]
+        return _combine(parts, shares if sum(shares) else [1.0] * len(shares))
 
 
 def split_limit(limit: int | None, sizes: list[int]) -> list[int | None]:

@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from thinker.data.batches import PackedDataset, entropy_floor
 from thinker.data.encoding import encode_document
-from thinker.data.shards import ShardWriter, TokenShards
+from thinker.data.shard_writer import ShardWriter
+from thinker.data.shards import TokenShards
 from thinker.data.sources import Source
 from thinker.data.text_bytes import count_bytes, loses_text, warn_of_lost_text
 from thinker.data.tokenizer import Tokenizer

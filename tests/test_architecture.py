@@ -51,6 +51,7 @@ NEW_ROOMS = {
     "data/parquet.py",
     "data/permutation.py",
     "data/rows.py",
+    "data/shard_writer.py",
     "data/split.py",
     "data/text_bytes.py",
     "data/text_growth.py",
@@ -171,7 +172,7 @@ def test_sizes():
     of_benchmarks = sum(n for path, n in lengths.items() if package(path) == "benchmarks" and path not in new_rooms)
     of_new_rooms = sum(lengths[path] for path in new_rooms)
     assert of_benchmarks <= 3480  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13715
+    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13598
     assert {path.name: n for path, n in lengths.items() if n > 350} == {}
 
 

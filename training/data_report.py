@@ -1,5 +1,6 @@
 """What the data of a config looks like: its sources, the lengths of its documents, and the sequences of a step."""
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from thinker.data.corpus_cache import INDEX
 from thinker.data.shards import TokenShards
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.device import choose_device
+from thinker.runtime.errors import UserError
 from thinker.runtime.plot_style import GREY, new_figure, plain_text, save_figure
 from thinker.training.auto_size import resolve_size
 from thinker.training.config import Config
@@ -26,6 +28,8 @@ from thinker.training.mixed_data import make_loader
 from thinker.training.resolve_settings import resolve_precision
 from thinker.training.training_data import prepare_training_data
 
+CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"} | {127: "␡"}
+MAX_STEP = 1 << 32  # without train.max_steps
 COMPARED_DOCUMENTS = 200_000  # per source, to count equal ones
 
 
@@ -80,6 +84,10 @@ def make_data_report(config: Config, step: int, n_sequences: int) -> DataReport:
     corpus = prepare_training_data(config, tokenizer)
     data, prefix = config.data, config.thinker_config(corpus.tokenizer.vocab_size).prefix
     options = {"document_masking": data.document_masking, "prefix_len": prefix}
+    if step >= (config.train.max_steps or MAX_STEP):
+        raise UserError(
+            f"--step {step} is not below {config.train.max_steps or MAX_STEP}, the number of steps of the run"
+        )
     loader = make_loader(config, corpus, PackedDataset(corpus.train, data.seq_len, data.packing, **options))
     parts = corpus.parts or {data.source: corpus}
     sources = [_source_report(name, part, config) for name, part in parts.items()]
@@ -172,9 +180,12 @@ def _sequences(corpus: Corpus, loader: BatchLoader, names: list[str], step: int,
     for (sample_id, source), *row in zip(ids, inputs.tolist(), targets.tolist(), documents.tolist()):
         is_padding = [pair == (bos_id, IGNORE_INDEX) for pair in zip(*row[:2])]
         n_used = len(is_padding) - (is_padding[::-1].index(False) if False in is_padding else 0)
-        tokens = []
+        tokens, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
         for i, (token, target, document) in enumerate(zip(*row)):
             kind = "padding" if i >= n_used else "bos" if token == bos_id else ""
             kind = kind or ("masked" if target == IGNORE_INDEX else "")
-            tokens.append((corpus.tokenizer.decode([token]), document, kind))
+            if kind == "bos":
+                decoder.reset()
+            text = decoder.decode(corpus.tokenizer.token_bytes(token))  # a character may have several tokens
+            tokens.append((text.translate(CONTROL_PICTURES), document, kind))
         yield Sequence(names[source], sample_id, epochs[source], tokens)

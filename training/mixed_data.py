@@ -1,6 +1,6 @@
 """Mixtures in training: the order of their sources, the loss of each source, and a description before the run."""
 
-from collections.abc import Sequence
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from thinker.runtime.constants import IGNORE_INDEX
 from thinker.training.advice import most_epochs
 from thinker.training.config import Settings
 from thinker.training.fit import format_epochs
-from thinker.training.source_config import MixedSource
+
+SHOWN_PHASES = 4  # in the description of a mixture
+SMOOTHED_LINES = 10
 
 
 def make_loader(settings: Settings, corpus: Corpus, dataset: PackedDataset) -> BatchLoader:
@@ -45,14 +47,14 @@ def describe_mixture(settings: Settings, corpus: Corpus, loader: BatchLoader) ->
     Then advice, if a source is read too often.
     """
     lines, advice, max_steps = [], [], settings.train.max_steps
-    width = max(map(len, corpus.parts), default=0)
+    width, mixture = max(map(len, corpus.parts), default=0), loader.mixture
     for i, (name, part) in enumerate(corpus.parts.items()):
-        weights = settings.data.sources[i].weights
         shares = []
-        for start in sorted(weights):
-            total = sum(_weight_at(source.weights, start) for source in settings.data.sources)
-            shares.append(f"{weights[start] / total:.1%}" + (f" from {start:.0%} of the run" if start else ""))
-        line = f"  {name:{width}}  {', '.join(shares)}; {part.train.n_tokens:,} tokens"
+        for number, phase in enumerate(mixture.phases[:SHOWN_PHASES]):
+            start = f" from step {phase.start // loader.batch_size + 1:,}" if number else ""
+            shares.append(f"{mixture.token_shares(number)[i]:.1%}{start}")
+        more = ", ..." if len(mixture.phases) > SHOWN_PHASES else ""
+        line = f"  {name:{width}}  {', '.join(shares)}{more}; {part.train.n_tokens:,} tokens"
         if max_steps is not None:
             epochs = loader.epochs(max_steps)[i]
             line += f", {format_epochs(epochs)}"
@@ -63,31 +65,34 @@ def describe_mixture(settings: Settings, corpus: Corpus, loader: BatchLoader) ->
     return lines + advice
 
 
-def token_shares(sources: Sequence[MixedSource]) -> dict[str, float]:
-    """The share of each source of the tokens of a whole run, by its name. Budgets are not considered."""
-    starts = sorted({start for source in sources for start in source.weights})
-    shares = dict.fromkeys((source.label for source in sources), 0.0)
-    for start, end in zip(starts, [*starts[1:], 1.0]):
-        weights = {source.label: _weight_at(source.weights, start) for source in sources}
-        for name, weight in weights.items():
-            shares[name] += (end - start) * weight / (sum(weights.values()) or 1.0)
-    return shares
+def comparable_losses(lines: list[dict[str, Any]], shares: dict[str, float]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl in which train_loss and val_loss are means over the same sources, weighted by `shares`.
 
-
-def with_mean_losses(lines: list[dict[str, Any]], shares: dict[str, float]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl in which train_loss is the mean over the sources, weighted as in val_loss.
-
-    Sources without a validation loss do not count.
+    Only sources count that have a validation loss and that occur among the last fifth of the training lines. The
+    training loss of a source is the mean of its last SMOOTHED_LINES values. Lines before all sources have one are left
+    out.
     """
-    names = [name for name in shares if any(f"val_loss/{name}" in line for line in lines)]
-    weighted = []
-    for line in lines:
-        losses = [(shares[name], line[f"train_loss/{name}"]) for name in names if f"train_loss/{name}" in line]
-        if losses:
-            total = sum(share for share, _ in losses)
-            line = line | {"train_loss": sum(share * loss for share, loss in losses) / total}
-        weighted.append(line)
-    return weighted
+    train = [line for line in lines if "train_loss" in line]
+    recent = train[-max(1, len(train) // 5) :]
+    names = [
+        name for name in shares
+        if any(f"train_loss/{name}" in line for line in recent) and any(f"val_loss/{name}" in line for line in lines)
+    ]  # fmt: skip
+    total, last, result = (
+        sum(shares[name] for name in names),
+        {name: deque(maxlen=SMOOTHED_LINES) for name in names},
+        [],
+    )
+    for line in lines if total else ():
+        for name in names:
+            last[name].extend([line[f"train_loss/{name}"]] if f"train_loss/{name}" in line else [])
+        if "train_loss" in line and all(last.values()):
+            mean = sum(shares[name] * sum(last[name]) / len(last[name]) for name in names) / total
+            result.append(line | {"train_loss": mean})
+        elif "val_loss" in line:
+            mean = sum(shares[name] * line[f"val_loss/{name}"] for name in names) / total
+            result.append(line | {"val_loss": mean})
+    return result
 
 
 def describe_losses(val: dict[str, Any]) -> list[str]:
@@ -95,10 +100,6 @@ def describe_losses(val: dict[str, Any]) -> list[str]:
     names = [key.partition("/")[2] for key in val if key.startswith("val_loss/")]
     texts = [f"{name} {val[f'val_loss/{name}']:.4f} ({val[f'val_bits_per_byte/{name}']:.4f})" for name in names]
     return [f"by source, nats per token (bits per byte): {', '.join(texts)}"] if texts else []
-
-
-def _weight_at(weights: dict[float, float], share: float) -> float:
-    return weights[max(start for start in weights if start <= share)]
 
 
 def sum_by_source(sources: Tensor, n_sources: int, target_losses: Tensor, targets: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     model_config = config.thinker_config(config.model.vocab_size if corpus is None else corpus.tokenizer.vocab_size)
     if corpus is not None:
         data = config.data
-        sequences = PackedDataset(corpus.train, data.seq_len, data.packing, prefix_len=model_config.prefix)
+        masking = {"document_masking": data.document_masking, "prefix_len": model_config.prefix}
+        sequences = PackedDataset(corpus.train, data.seq_len, data.packing, **masking)
     settings = resolve_settings(config, model_config, device, precision)
     if corpus is not None:
         loader = make_loader(settings, corpus, sequences)  # raises UserError if the text is shorter than a sequence
@@ -71,6 +72,10 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
     step_positions = step_tokens = train.batch_size * config.data.seq_len
     if corpus is not None:  # padding and prompts have no loss
         sample = np.linspace(0, len(sequences) - 1, min(len(sequences), SAMPLED_SEQUENCES)).round()
+        if corpus.parts:
+            n_steps = min(train.max_steps or SAMPLED_SEQUENCES, 1 + SAMPLED_SEQUENCES // train.batch_size)
+            steps = np.linspace(0, (train.max_steps or n_steps) - 1, n_steps).round().astype(int)
+            sample = [i for step in steps.tolist() for i in loader.sample_ids(step)]
         step_tokens = train.batch_size * np.mean([(sequences[int(i)][1] != IGNORE_INDEX).sum() for i in sample])
     cache = KVCache(model_config, 1, model_config.max_seq_len, "meta", DTYPES[train.precision])
     plan: dict[str, Any] = {

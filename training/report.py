@@ -8,12 +8,14 @@ from thinker.evaluation.text_baselines import text_baselines
 from thinker.training.advice import after_training, describe_result, sampling_hint
 from thinker.training.fit import assess_fit, describe_baselines, describe_estimates, describe_fit, evaluations
 from thinker.training.loss_plot import plot_loss
-from thinker.training.mixed_data import describe_losses, token_shares, with_mean_losses
+from thinker.training.mixed_data import comparable_losses, describe_losses
 from thinker.training.run_state import RunState
 
 
-def print_summary(run: RunDirectory, state: RunState, epochs: float, corpus: Corpus) -> None:
-    """Print the result, where it stands and advice, and plot the loss curve."""
+def print_summary(
+    run: RunDirectory, state: RunState, epochs: float, corpus: Corpus, shares: dict[str, float] | None = None
+) -> None:
+    """Print the result, where it stands and advice, and plot the loss curve. `shares`: of the sources of a mixture."""
     if not run.writes:
         return
     lines = list(run.read_metrics())
@@ -25,15 +27,15 @@ def print_summary(run: RunDirectory, state: RunState, epochs: float, corpus: Cor
     print("\n".join(results), flush=True)  # first, as comparing takes time and plotting may fail
     baselines = text_baselines(corpus)
     messages = []
-    if corpus.parts:
-        lines = with_mean_losses(lines, token_shares(state.settings.data.sources))
+    plot = run.path / "loss.png"
+    plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
+    if shares:
+        lines, state = comparable_losses(lines, shares) or lines, state.model_copy(update={"best_val_loss": None})
     if fit := assess_fit(lines, state, epochs, baselines):
         messages.append(describe_fit(fit))
     if baselines:
         messages.append(describe_baselines(val, baselines))
     if fit and (levers := describe_estimates(val, fit, state)):
         messages.append(levers)
-    plot = run.path / "loss.png"
-    plot_loss(lines, plot, f"{run.path.name}: {state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes")
     messages += [f"loss curve {plot}", sampling_hint(run.path, state, corpus.train.has_conversations)]
     print("\n".join(messages + after_training(lines, state, epochs, baselines)))

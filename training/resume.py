@@ -19,6 +19,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.process_group import DistContext
 from thinker.training.config import Settings
 from thinker.training.run_state import RunState, read_state
+from thinker.training.source_config import MixedSource
 from thinker.training.step import TrainingStep
 
 # Keys that must not change. In the sections model and data these are all keys except DATA_KEYS_OF_THE_MACHINE.
@@ -55,12 +56,15 @@ def check_unchanged(run: RunDirectory, previous: Settings, sections: dict[str, d
                 reason = f"{section}.{key} is {value!r}, but the run in {run.path} started with {was!r}"
                 if key == "sources":
                     reason = f"data.sources has changed since the run in {run.path} started"
+                    names = [MixedSource(**source).label for source in was or ()]
+                    reason += f" (a source that was moved needs the name that it had: {', '.join(names)})"
                 raise UserError(f"{reason}; {REMEDY}")
 
 
 def _without_place(source: dict[str, Any]) -> dict[str, Any]:
-    """A source of a mixture without the keys that may change."""
-    return {key: value for key, value in source.items() if key not in (*PATHS, *DATA_KEYS_OF_THE_MACHINE)}
+    """A source of a mixture without the keys that may change, and with the name that it has in messages."""
+    kept = {key: value for key, value in source.items() if key not in (*PATHS, *DATA_KEYS_OF_THE_MACHINE)}
+    return kept | {"name": MixedSource(**source).label}
 
 
 def warn_about_changes(state: RunState, machine: dict[str, str], settings: Settings) -> None:

@@ -22,7 +22,7 @@ from thinker.training.config import Config, Settings
 from thinker.training.initial_model import load_initial_model
 from thinker.training.memory_bound import check_run_fits
 from thinker.training.metrics import MemoryMeter
-from thinker.training.mixed_data import describe_mixture, make_loader, token_shares
+from thinker.training.mixed_data import describe_mixture, make_loader
 from thinker.training.resolve_settings import check_batch_split, resolve_precision, resolve_settings
 from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.step import TrainingStep, build_model
@@ -118,5 +118,5 @@ def build_batches(
         byte_lengths = scaled_byte_lengths(parts[name].val, corpus.tokenizer)
         evaluators[name] = Evaluator(val_set, train.micro_batch_size, byte_lengths, limit, dist, progress=True)
     if corpus.parts:
-        return batches, MixtureEvaluator(evaluators, token_shares(data.sources))
+        return batches, MixtureEvaluator(evaluators, dict(zip(corpus.parts, loader.mixture.mean_token_shares())))
     return batches, evaluators[""]

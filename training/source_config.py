@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from thinker.training.config_types import ConfigSection, Fraction, Positive, Rate
+from thinker.training.config_types import MAX_COUNT, ConfigSection, Fraction, Positive, Rate
 
 MAX_WEIGHT = 1e9
 
@@ -54,6 +54,8 @@ class CleanConfig(ConfigSection):
     def _check_rules(self) -> "CleanConfig":
         if all(value is None for value in self.model_dump().values()):
             raise ValueError("min_characters and all other rules are null; set one, or remove data.clean")
+        if (self.min_characters or 0) > (self.max_characters or MAX_COUNT):
+            raise ValueError(f"min_characters ({self.min_characters}) is above max_characters ({self.max_characters})")
         return self
 
 

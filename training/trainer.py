@@ -93,7 +93,8 @@ class Trainer:
                 saved = f"saved step {self.state.step} in {self.run.path}"
                 print(f"{saved}; run the same command again to resume", file=sys.stderr)
                 return 128 + self.stopping  # as shells report a signal: 129, 130, 143
-            print_summary(self.run, self.state, self.epochs, self.corpus)
+            shares = dict(zip(self.corpus.parts, self.loader.mixture.mean_token_shares().tolist()))
+            print_summary(self.run, self.state, self.epochs, self.corpus, shares)
         return 0
 
     def fit(self) -> None:

@@ -16,7 +16,8 @@ from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset, entropy_floor, sequential_batches
 from thinker.data.best_fit import pack_best_fit
 from thinker.data.permutation import permute
-from thinker.data.shards import FileArray, ShardWriter, TokenShards
+from thinker.data.shard_writer import ShardWriter
+from thinker.data.shards import FileArray, TokenShards
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
 

@@ -88,6 +88,7 @@ def test_shares_of_lines_and_symbols():
     assert repeated_lines("") == 0
     assert symbols("ab é1 !?") == pytest.approx(2 / 8)
     assert symbols("日本 語") == 0
+    assert symbols("नमस्ते दुनिया สวัสดี") == 0  # combining marks belong to letters
     assert symbols("") == 0
 
 
@@ -115,6 +116,27 @@ def test_each_rule_drops_what_it_names_and_the_report_says_so():
     }
     assert cleaning.report["exact duplicate"]["examples"] == ["a text"]
     assert cleaning.summary().startswith("cleaning: dropped 5 of 7 documents (71.4%): 1 ")
+
+
+def test_rules_see_the_contents_of_messages():
+    """Not the JSON around them."""
+    talks = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+             for content in ("same\nsame\nsame\nsame", "ok", "a long and plain answer")]  # fmt: skip
+    documents = [("train", Document(json.dumps(talk), messages=talk)) for talk in talks]
+    cleaning = Cleaning(CleaningRules(min_characters=6, max_repeated_lines=0.5, max_symbols=0.2))
+    cleaning.find(documents, None, progress=False)
+    assert [document.messages for _, document in cleaning.apply(documents)] == talks[2:]
+    assert set(cleaning.report) == {"above max_repeated_lines", "shorter than min_characters"}
+
+
+def test_an_empty_split_after_cleaning_says_so(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", ["tiny"] * 9 + ["a longer text"])
+    for tokenizer in ("byte", "bpe:300"):
+        with pytest.raises(
+            UserError, match=r"split is empty; cleaning: dropped 9 of 10 documents .*; loosen the rules"
+        ):
+            prepare_corpus(source="jsonl", path=path, tokenizer=tokenizer, cache_dir=tmp_path / "cache",
+                           val_fraction=0.5, progress=False, clean=CleaningRules(min_characters=6))  # fmt: skip
 
 
 def write_rows(path, texts):

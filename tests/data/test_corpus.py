@@ -23,6 +23,7 @@ from thinker.data.corpus import prepare_corpus
 from thinker.data.shards import HEADER_BYTES
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.runtime.errors import UserError
+from thinker.runtime.files import sha256_of_file
 
 
 def documents(corpus, tokens):
@@ -255,10 +256,10 @@ def contents(folder):
 
 KILLED = """
 import os, signal, sys
-from thinker.data import shards
+from thinker.data import shard_writer
 from thinker.data.corpus import prepare_corpus
 
-closed, close = 0, shards.ShardWriter.close
+closed, close = 0, shard_writer.ShardWriter.close
 
 def close_and_die(writer):
     global closed
@@ -268,7 +269,7 @@ def close_and_die(writer):
     if is_open and closed == {n_closed}:
         os.kill(os.getpid(), signal.SIGKILL)
 
-shards.ShardWriter.close = close_and_die
+shard_writer.ShardWriter.close = close_and_die
 prepare_corpus(**{options})
 """
 
@@ -297,17 +298,23 @@ def test_a_killed_process_is_continued_after_its_finished_shards(tmp_path, quick
         assert {name: (again.folder / name).stat().st_mtime_ns for name in written} == written  # not written again
 
 
-@pytest.mark.parametrize("damage", ["bit of the header", "truncated", "missing", "strange file", "old index"])
+@pytest.mark.parametrize(
+    "damage", ["bit of the header", "bit of a token", "no hash", "truncated", "missing", "strange file", "old index"]
+)
 def test_damage_in_what_is_continued_is_written_again(tmp_path, quick, many, damage):
     expected = quick(**many)
     building = tmp_path / "other" / "tokens" / f"{expected.folder.name}.building"
     shutil.copytree(expected.folder, building)
     (building / "corpus.json").unlink()
     shard = building / "train-00002.tokens"
-    if damage == "bit of the header":
+    for path in building.glob("*.tokens"):
+        path.with_suffix(".sha256").write_text(sha256_of_file(path))
+    if damage.startswith("bit of"):
         data = bytearray(shard.read_bytes())
-        data[20] ^= 1
+        data[20 if "header" in damage else 300] ^= 1
         shard.write_bytes(data)
+    elif damage == "no hash":
+        shard.with_suffix(".sha256").unlink()
     elif damage == "truncated":
         os.truncate(shard, 1000)
     elif damage == "missing":
@@ -317,6 +324,18 @@ def test_damage_in_what_is_continued_is_written_again(tmp_path, quick, many, dam
     else:
         (building / "corpus.json").write_text("{}")
     again = prepare_corpus(**many, tokenizer="byte", cache_dir=tmp_path / "other", progress=False)
+    assert contents(again.folder) == contents(expected.folder)
+
+
+@pytest.mark.parametrize("content", ["{", None])
+def test_a_damaged_tokenizer_beside_finished_shards_is_trained_again(tmp_path, quick, many, content):
+    expected = quick(**many, tokenizer="bpe:280")
+    building = tmp_path / "other" / "tokens" / f"{expected.folder.name}.building"
+    shutil.copytree(expected.folder, building)
+    (building / "thinker-tokenizer.json").unlink()
+    if content is not None:
+        (building / "thinker-tokenizer.json").write_text(content)
+    again = prepare_corpus(**many, tokenizer="bpe:280", cache_dir=tmp_path / "other", progress=False)
     assert contents(again.folder) == contents(expected.folder)
 
 

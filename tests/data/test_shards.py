@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinker.data.shards import HEADER_BYTES, DamagedShard, ShardWriter, TokenShards, token_dtype
+from thinker.data.shard_writer import ShardWriter
+from thinker.data.shards import HEADER_BYTES, DamagedShard, TokenShards, token_dtype
 from thinker.data.tokenizer_factory import make_tokenizer
 
 TOKENIZER = make_tokenizer("byte", [])
