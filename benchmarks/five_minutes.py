@@ -56,7 +56,7 @@ def measure(training: TrainingRun) -> dict[str, Any]:
     from thinker.data.text_bytes import scaled_byte_lengths
     from thinker.evaluation.perplexity import text_loss
     from thinker.interop import load
-    from thinker.training.training_data import load_validation_data
+    from thinker.training.run_data import load_validation_data
 
     model, tokenizer = load(training.folder)
     config, tokens = load_validation_data(training.folder, tokenizer, "--read-data", training.folder)

@@ -29,6 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     group.add_argument("--source", choices=sources, help="text to evaluate on (default: the run's validation split)")
     read_help = "read files named in the run's config if the token cache lacks them; use only with trusted configs"
     group.add_argument("--read-data", action="store_true", help=read_help)
+    group.add_argument("--part", metavar="NAME", help="evaluate on one source of a mixture (default: all tokens)")
     group.add_argument("--path", metavar="FILE", help="file, folder or glob for text, jsonl and parquet")
     group.add_argument("--column", metavar="NAME", help="text column of jsonl and parquet (default: text)")
     group.add_argument("--max-tokens", type=int, help=f"maximum number of tokens (default: {MAX_TOKENS} with --source)")
@@ -75,6 +76,8 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError(f"--include {arguments.include} is not a folder; use a folder of YAML tasks")
     if arguments.read_data and arguments.source is not None:
         raise UserError("--read-data has no effect with --source: it is for the run's own data; remove it")
+    if arguments.part is not None and arguments.source is not None:
+        raise UserError("--part has no effect with --source: it is for the run's own data; remove it")
     if (arguments.path is not None) != (arguments.source in ("text", "jsonl", "parquet")):
         raise UserError("--source text, jsonl or parquet needs --path FILE, and --path needs one of these sources")
     return arguments
@@ -92,7 +95,7 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
     """Source name, trained length or None, layout of windows, whether the source is one text, and its tokens."""
     from thinker.data.sources import open_source
     from thinker.evaluation.perplexity import tokenize
-    from thinker.training.training_data import load_run_config, load_validation_data
+    from thinker.training.run_data import load_run_config, load_validation_data
 
     if arguments.source is not None:
         options = {"column": arguments.column} if arguments.column else {}
@@ -103,9 +106,12 @@ def load_tokens(arguments: argparse.Namespace, folder: Path, tokenizer: Any, scr
         layout, config = {"packing": "documents" if source.name == "tales" else "contiguous"}, load_run_config(folder)
         tokens = tokenize(source, tokenizer, max_tokens, scratch)
         return source.name, config and config.data.seq_len, layout, source.whole_text, tokens
-    config, tokens = load_validation_data(folder, tokenizer, "--source", scratch, arguments.read_data)
+    part, read_data = arguments.part, arguments.read_data
+    config, tokens = load_validation_data(folder, tokenizer, "--source", scratch, read_data, part)
+    names = ", ".join(source.label for source in config.data.sources or ())
+    source = config.data.source or part or f"all tokens of {names}, not weighted; --part NAME for one of them"
     layout = {"packing": config.data.val_packing, "document_masking": config.data.document_masking}
-    return config.data.source, config.data.seq_len, layout, False, tokens
+    return source, config.data.seq_len, layout, False, tokens
 
 
 def plot(loss: Any, needles: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -165,7 +171,8 @@ def evaluate_text(arguments: argparse.Namespace, folder: Path, model: Any, token
     draw = partial(plot, losses[-1].by_position, [], arguments.png, f"{arguments.run} on {arguments.path or source}")
     header = {"model": str(folder), "source": source, "path": arguments.path, "trained_length": trained}
     header["part"] = f"the beginning ({losses[0].n_tokens:,} tokens counted; see --max-tokens)" if is_part else None
-    answers_or_all = "answers" if tokens.has_conversations else "all tokens, including the end of each document"
+    has_text = any(shard.loss_mask is None for shard in tokens.shards)
+    answers_or_all = "all tokens, including the end of each document" if has_text else "answers"
     header["counted"] = "all tokens, without an end-of-text token" if is_one_text else answers_or_all
     header |= {"stride": arguments.stride, "rope_scaling": arguments.rope_scaling, "confidence": confidence}
     values = header | {"losses": [loss.to_dict() for loss in losses]}

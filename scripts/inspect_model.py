@@ -182,7 +182,7 @@ def report_on_heads(arguments: argparse.Namespace, folder: Path, model: Any, tok
     from thinker import checkpoint
     from thinker.interop import load
     from thinker.interpretability import comparison, head_reports
-    from thinker.training.training_data import sample_sequences, used_token_ids
+    from thinker.training.run_data import sample_sequences, used_token_ids
 
     if arguments.importance is None:
         with tempfile.TemporaryDirectory() as scratch:

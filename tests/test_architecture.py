@@ -103,6 +103,7 @@ NEW_ROOMS = {
     "training/mixed_data.py",
     "training/orthogonalize.py",
     "training/resumed_data.py",
+    "training/run_data.py",
     "training/run_state.py",
     "training/scaling_law.py",
     "training/source_config.py",

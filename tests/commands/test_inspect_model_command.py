@@ -17,7 +17,7 @@ from thinker import checkpoint, interop
 from thinker.data.tokenizer_factory import make_tokenizer
 from thinker.interpretability import attribution, head_reports, heads, reports
 from thinker.runtime.errors import RunError, UserError
-from thinker.training.training_data import sample_sequences, used_token_ids
+from thinker.training.run_data import sample_sequences, used_token_ids
 
 INSPECT = ROOT / "scripts" / "inspect_model.py"
 PROMPT = "Line 7: the cat"

@@ -23,7 +23,8 @@ from thinker.runtime.errors import UserError
 from thinker.training.config_file import load_config
 from thinker.training.mixed_data import comparable_losses
 from thinker.training.run import build_trainer
-from thinker.training.training_data import load_validation_data, prepare_training_data
+from thinker.training.run_data import load_validation_data
+from thinker.training.training_data import prepare_training_data
 
 NAMES = ["tales", "code", "numbers", "chat"]
 STEPS = 24
@@ -196,6 +197,13 @@ def test_commands_on_a_run_of_a_mixture(folder, whole, tmp_path):
     run, _ = whole
     done = run_script(ROOT / "scripts/eval.py", run)
     assert done.returncode == 0, done.stderr
+    assert "all tokens of tales, code, numbers, chat, not weighted; --part NAME for one of them" in done.stdout
+    last = read_metrics(run)[-1]
+    for name in NAMES:
+        done = run_script(ROOT / "scripts/eval.py", run, "--part", name, "--json")
+        assert json.loads(done.stdout)["losses"][0]["nats_per_token"]["mean"] == pytest.approx(last[f"val_loss/{name}"])
+    done = run_script(ROOT / "scripts/eval.py", run, "--part", "tale")
+    assert (done.returncode, "choose from tales, code, numbers, chat" in done.stderr) == (2, True)
     plan = run_script(ROOT / "scripts/plan.py", folder / "config.yaml")
     assert plan.returncode == 0, plan.stderr
     corpus = prepare_training_data(load_config(run / "config.yaml", []))
