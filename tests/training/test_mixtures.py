@@ -180,6 +180,18 @@ def test_a_resumed_run_finds_its_cached_tokens(folder, tmp_path):
     changed = run_script(*train, "data.sources.1.weight=0.4", "train.max_steps=16")
     assert changed.returncode == 2
     assert "data.sources has changed since the run in" in changed.stderr
+    (tmp_path / "chat.txt").rename(tmp_path / "talk.txt")
+    renamed = [
+        *train,
+        "data.sources.1.weight=0.3",
+        f"data.sources.3.path={tmp_path / 'talk.txt'}",
+        "train.max_steps=15",
+    ]
+    done = run_script(*renamed)
+    assert done.returncode == 2
+    assert "a source that was moved needs the name that it had: tales, code, numbers, chat" in done.stderr
+    assert run_script(*renamed, "data.sources.3.name=chat").returncode == 0
+    (tmp_path / "talk.txt").rename(tmp_path / "chat.txt")
     (tmp_path / "chat.txt").write_text("x" * 9000)
     changed = run_script(*moved, "train.max_steps=16")
     assert changed.returncode == 2
@@ -282,6 +294,10 @@ MISTAKES = [
     (["data.sources.2.column=x"], "numbers in data.sources: data.column=x is not in row 0"),
     (["data.sources.1.assistant_only_loss=true"], "code in data.sources: data.assistant_only_loss=true needs conver"),
     ([f"data.sources.{i}.val_fraction=0" for i in range(4)], "no source of the mixture has a validation split"),
+    (
+        [f"data.sources.{i}.weight={{0: 1, 0.5: 0}}" for i in range(4)],
+        "no source with a weight above 0 is left after 96",
+    ),
     ([f"data.sources.{i}.max_epochs=0.1" for i in range(4)], "no source with a weight above 0 is left after"),
 ]
 
