@@ -36,6 +36,11 @@ SMALLER = {
         "model.vocab_size=null",
         "train.micro_batch_size=null",
     ],
+    "configs/mixture.yaml": [
+        "data.sources.0.max_documents=300",
+        "data.sources.1.max_documents=60",
+        "data.sources.1.val_fraction=0.1",
+    ],
     "finetune.yaml": ["train.batch_size=2"],
     "plan.py": ["--no-steps"],
     "wandb": ["tracking.wandb=offline"],
