@@ -22,6 +22,7 @@ DOCUMENTS = {
     "shifted": ["data.shift_windows=true"],
     "packed": ["data.packing=documents"],
     "masked": ["data.packing=documents", "data.document_masking=true"],
+    "fitted": ["data.packing=best_fit", "data.document_masking=true"],
 }
 MIXTURE = "{source: tales, max_documents: 40, weight: 0.8}, {source: pysource, max_documents: 3, val_fraction: 0.5324}"
 SOURCES = {
