@@ -41,7 +41,10 @@ class _ListKeys(argparse.Action):
 
 def list_keys(section: str | None = None) -> str:
     """One line per key of a section, or of all sections: name, default and meaning. Raises UserError."""
-    keys = {name: texts for name, texts in _keys().items() if section is None or name.startswith(f"{section}.")}
+    nested = _nested_keys() if section in ("data.sources", "data.clean") else {}
+    keys = {
+        name: texts for name, texts in (_keys() | nested).items() if section is None or name.startswith(f"{section}.")
+    }
     if not keys:
         sections = list(dict.fromkeys(name.partition(".")[0] for name in _keys()))
         raise UserError(f"unknown config section {section}; use one of {', '.join(sections)}")
@@ -55,9 +58,20 @@ def _keys() -> dict[str, tuple[str, str]]:
     from thinker.training.config import Config  # imported here because it imports torch
 
     return {
-        f"{section}.{key}": (json.dumps(field.default, ensure_ascii=False), field.description)
+        f"{section}.{key}": (json.dumps(field.default, ensure_ascii=False), " ".join(field.description.split()))
         for section, part in Config.model_fields.items()
         for key, field in part.annotation.model_fields.items()
+    }
+
+
+def _nested_keys() -> dict[str, tuple[str, str]]:
+    """The keys of data.clean, and of the first source in data.sources."""
+    from thinker.training.source_config import CleanConfig, MixedSource
+
+    return {
+        f"{name}.{key}": ("" if field.is_required() else json.dumps(field.default), " ".join(field.description.split()))
+        for name, model in (("data.sources.0", MixedSource), ("data.clean", CleanConfig))
+        for key, field in model.model_fields.items()
     }
 
 

@@ -68,6 +68,14 @@ def test_all_keys_are_listed_with_their_defaults(parse, capsys):
     ]
     assert [line.split("  ")[0] for line in lines] == expected
     with pytest.raises(SystemExit):
+        parse("--keys", "data.sources")
+    lines = capsys.readouterr().out.splitlines()
+    assert "data.sources.0.weight=1.0" in [line.split("  ")[0] for line in lines]
+    assert all(line.startswith("data.sources.0.") for line in lines)
+    with pytest.raises(SystemExit):
+        parse("--keys", "data.clean")
+    assert "data.clean.duplicates=null" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
         parse("c.yaml", "--keys", "tracking")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("=")[0] for line in lines] == ["tracking.wandb", "tracking.project", "tracking.name"]
