@@ -62,16 +62,16 @@ class NearDuplicates:
         if n == 0:
             return np.zeros(0, np.int64)
         signatures = np.memmap(self.path, np.uint32, "r", shape=(n, N_HASHES))
-        pairs = [np.zeros((0, 2), np.int64)]
+        groups = np.arange(n)
         for band in np.split(np.arange(N_HASHES), N_BANDS):
             keys = _hash_rows(signatures[:, band[0] : band[-1] + 1])
             order = np.argsort(keys, kind="stable")
             same = np.flatnonzero(keys[order][1:] == keys[order][:-1])
-            candidates = np.stack([order[same], order[same + 1]], axis=1)
-            pairs.append(candidates[_similarity(signatures, candidates) >= THRESHOLD])
-        first, second = np.concatenate(pairs).T
-        graph = coo_array((np.ones(len(first), bool), (first, second)), shape=(n, n))
-        _, groups = connected_components(graph, directed=False)
+            pairs = np.stack([order[same], order[same + 1]], axis=1)
+            pairs = pairs[groups[pairs[:, 0]] != groups[pairs[:, 1]]]  # not yet in one group
+            first, second = groups[pairs[_similarity(signatures, pairs) >= THRESHOLD]].T
+            graph = coo_array((np.ones(len(first), bool), (first, second)), shape=(n, n))
+            groups = connected_components(graph, directed=False)[1][groups]
         _, firsts, members = np.unique(groups, return_index=True, return_inverse=True)
         return firsts[members]
 
