@@ -73,7 +73,7 @@ class Cleaning:
 
     rules: CleaningRules
     reasons: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8))  # (n,), by document
-    names: list[str] = field(default_factory=lambda: ["", "exact duplicate", "near duplicate"])
+    names: list[str] = field(default_factory=lambda: ["", "exact duplicates", "near duplicates"])
     report: dict[str, dict[str, Any]] = field(default_factory=dict)  # by reason: count and examples
 
     def find(self, documents: Iterable[SplitDocument], folder: Path, progress: bool) -> None:

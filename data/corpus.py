@@ -23,7 +23,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 from thinker.runtime.reading import read_json
 
-INDEX_FORMAT = 4  # format of corpus.json
+INDEX_FORMAT = 5  # changes with corpus.json, and with the text that a tokenizer is trained on
 CLEANING_FORMAT = 1  # changes with the way to find what is dropped
 
 

@@ -22,11 +22,7 @@ from thinker.runtime.errors import UserError
 from thinker.runtime.files import make_folder
 
 SAMPLE_FORMAT = 1  # changes with the way to choose the text that a tokenizer is trained on
-NOT_OF_THE_SOURCE = {
-    "val_fraction",
-    "assistant_only_loss",
-    "clean",
-}  # options of prepare_corpus, but not of open_source
+NOT_OF_THE_SOURCE = {"val_fraction", "assistant_only_loss", "clean"}  # of prepare_corpus, but not of open_source
 
 
 def prepare_mixture(

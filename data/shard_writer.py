@@ -20,7 +20,7 @@ from thinker.data.shards import (
     Shard,
     aligned,
     token_dtype,
-)  # fmt: skip
+)
 from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 from thinker.runtime.files import atomic_write, sha256_of_file

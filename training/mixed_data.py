@@ -78,11 +78,9 @@ def comparable_losses(lines: list[dict[str, Any]], shares: dict[str, float]) -> 
         name for name in shares
         if any(f"train_loss/{name}" in line for line in recent) and any(f"val_loss/{name}" in line for line in lines)
     ]  # fmt: skip
-    total, last, result = (
-        sum(shares[name] for name in names),
-        {name: deque(maxlen=SMOOTHED_LINES) for name in names},
-        [],
-    )
+    total = sum(shares[name] for name in names)
+    last: dict[str, deque[float]] = {name: deque(maxlen=SMOOTHED_LINES) for name in names}
+    result = []
     for line in lines if total else ():
         for name in names:
             last[name].extend([line[f"train_loss/{name}"]] if f"train_loss/{name}" in line else [])

@@ -67,8 +67,8 @@ class MixedSource(TextSource):
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """Name in messages and metrics. null: the name of the file, folder or dataset, or else of the source."""
     weight: float | dict[float, float] = 1.0
-    """Share of the training tokens, relative to the other sources. To change it during the run, map the fraction of the
-    run at which each weight starts to the weight, such as `{0: 0.8, 0.7: 0.2}`."""
+    """Share of the training tokens, relative to the other sources; or several, by the fraction of the run at which they
+    start, such as `{0: 0.8, 0.7: 0.2}`."""
     max_epochs: Rate | None = None
     """Read the source at most this many times; then the other sources share its weight. null: no limit."""
     max_tokens: Positive | None = None

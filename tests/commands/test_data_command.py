@@ -80,7 +80,7 @@ def test_equal_documents_and_what_cleaning_dropped_are_counted(tmp_path):
     clean = [*data, "data.clean.duplicates=exact", "data.clean.min_characters=5"]
     cleaned = make_data_report(load_config(CONFIG, clean), 0, 1).sources[0]
     assert cleaned.n_equal == 0
-    assert cleaned.dropped == {"exact duplicate": 20, "shorter than min_characters": 3}
+    assert cleaned.dropped == {"exact duplicates": 20, "shorter than min_characters": 3}
 
 
 def test_emoji_and_control_characters_are_shown(tmp_path):

@@ -112,9 +112,9 @@ def test_each_rule_drops_what_it_names_and_the_report_says_so():
         "longer than max_characters": 1,
         "above max_repeated_lines": 1,
         "above max_symbols": 1,
-        "exact duplicate": 1,
+        "exact duplicates": 1,
     }
-    assert cleaning.report["exact duplicate"]["examples"] == ["a text"]
+    assert cleaning.report["exact duplicates"]["examples"] == ["a text"]
     assert cleaning.summary().startswith("cleaning: dropped 5 of 7 documents (71.4%): 1 ")
 
 
@@ -156,10 +156,10 @@ def test_a_corpus_is_cleaned_once_and_its_index_names_what_was_dropped(tmp_path,
     assert plain.train.n_documents + plain.val.n_documents == 281
     assert clean.train.n_documents + clean.val.n_documents == 200
     said = capfd.readouterr().err
-    assert "cleaning: dropped 81 of 281 documents (28.8%): 60 near duplicate, 20 exact duplicate, 1 shorter" in said
+    assert "cleaning: dropped 81 of 281 documents (28.8%): 60 near duplicates, 20 exact duplicates, 1 shorter" in said
     index = json.loads((clean.folder / "corpus.json").read_text())
-    assert index["dropped"]["near duplicate"]["count"] == 60
-    assert len(index["dropped"]["near duplicate"]["examples"]) == 5
+    assert index["dropped"]["near duplicates"]["count"] == 60
+    assert len(index["dropped"]["near duplicates"]["examples"]) == 5
     assert str(clean.folder) in said
     assert sorted(path.suffix for path in clean.folder.iterdir()) == [".json", ".json", ".tokens", ".tokens"]
     prepare_corpus(**options, clean=CleaningRules(min_characters=20, duplicates="near"))

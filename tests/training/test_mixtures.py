@@ -15,7 +15,7 @@ import torch
 import yaml
 from conftest import ROOT, run_script, start_script
 from fork_server import run_ranks
-from training_runs import assert_same_run, last_step, read_metrics, wait_for
+from training_runs import assert_same_run, assert_same_tensors, last_step, read_metrics, wait_for
 
 from thinker.evaluation.mixture_loss import split_limit
 from thinker.runtime.constants import IGNORE_INDEX
@@ -196,6 +196,23 @@ def test_a_resumed_run_finds_its_cached_tokens(folder, tmp_path):
     changed = run_script(*moved, "train.max_steps=16")
     assert changed.returncode == 2
     assert "has changed since the run in" in changed.stderr
+
+
+def test_a_cleaned_mixture_resumes_with_each_packing(folder, tmp_path):
+    """Cleaning, packing and mixtures together: 4 steps and 4 more are 8 to the last bit."""
+    clean = ["data.clean.duplicates=near", "data.clean.min_characters=30", "data.document_masking=true"]
+    last = ["data.sources.3.source=tales", "data.sources.3.path=null", "data.sources.3.max_documents=70",
+            "data.sources.3.name=more"]  # fmt: skip
+    flat = [f"data.sources.{i}.weight={weight}" for i, weight in enumerate((0.5, 0.3))]
+    for packing in ("contiguous", "documents", "best_fit"):
+        options = [*clean, *last, *flat, f"data.packing={packing}", "data.sources.0.max_tokens=900"]
+        runs = tmp_path / packing
+        for run, steps in (("whole", 8), ("parts", 4), ("parts", 8)):
+            lengths = [f"train.max_steps={steps}", "train.eval_every=null", "train.decay_fraction=0"]
+            where = [f"run.dir={runs / run}", *lengths]
+            done = run_script(ROOT / "train.py", folder / "config.yaml", *options, *where)
+            assert done.returncode == 0, done.stderr
+        assert_same_tensors(runs / "whole", runs / "parts", 8)
 
 
 def test_weights_that_change_fix_the_length_of_a_run(folder, whole):
