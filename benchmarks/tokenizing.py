@@ -21,20 +21,20 @@ start = time.perf_counter()
 corpus = prepare_corpus(source="jsonl", path=file, tokenizer=tokenizer, cache_dir=folder, progress=False)
 seconds, tokens = time.perf_counter() - start, corpus.train.n_tokens + corpus.val.n_tokens
 """,
-    "tiktoken alone": """
+    "tiktoken": """
 texts = [json.loads(line)["text"] for line in open(file)]  # not timed
 encoding, tokens, start = load_tokenizer(tokenizer)._encoding, 0, time.perf_counter()
 for i in range(0, len(texts), 512):
     tokens += sum(map(len, encoding.encode_ordinary_batch(texts[i : i + 512], num_threads=os.cpu_count())))
 seconds = time.perf_counter() - start
 """,
-    "datasets.map, arrays": """
+    "datasets-arrays": """
 def encode(rows):
     return {"ids": [encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16) for text in rows["text"]]}
 
 map_and_write(encode, batched=True)
 """,
-    "datasets.map, lists": """
+    "datasets-lists": """
 def encode(row):  # one row at a time, as nanoGPT's data/openwebtext/prepare.py
     return {"ids": encoding.encode_ordinary(row["text"])}
 
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for name in arguments.sides:
                 folder = Path(scratch) / "side"
                 folder.mkdir()
-                code = START + (MAP if "map" in name else "") + SIDES[name] + END
+                code = START + (MAP if name.startswith("datasets") else "") + SIDES[name] + END
                 command = [sys.executable, "-c", code, arguments.file, tokenizer, folder]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 results[name].append(json.loads(done.stdout.splitlines()[-1]))

@@ -113,6 +113,8 @@ def test_best_fit_is_best_fit_decreasing(lengths):
             free.append(30 - length)
     _, firsts = pack_best_fit(np.cumsum([0, *lengths]), 30)
     assert len(firsts) - 1 <= len(free)
+    _, firsts = pack_best_fit(np.cumsum([0, 20, 18, 10, 6, 6]), 30)
+    assert len(firsts) - 1 == 2  # 3 if a document goes into the emptiest window
 
 
 @given(lengths=LENGTHS, seq_len=st.integers(1, 30), shard_tokens=st.integers(1, 200))

@@ -97,8 +97,9 @@ def test_losses_by_source_add_up_to_the_loss(whole):
 
 
 def test_the_loss_of_a_source_is_that_of_its_sequences(folder, tmp_path):
-    """Also with micro-batches, and in steps without a sequence of some source."""
-    trainer = trainer_of(folder, tmp_path, "train.micro_batch_size=2", f"data.cache_dir={tmp_path}")
+    """Also with micro-batches and padding, and in steps without a sequence of some source."""
+    options = ["train.micro_batch_size=2", "data.packing=documents", f"data.cache_dir={tmp_path}"]
+    trainer = trainer_of(folder, tmp_path, *options)
     for step in (0, 5):
         batch, sums = trainer.batches.batch(step), torch.zeros(4, 2)
         assert batch.sources.tolist() == trainer.loader.sources(step)
