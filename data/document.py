@@ -1,6 +1,7 @@
 """A document of a corpus, and the error for text that is missing."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from thinker.data.messages import Message
 from thinker.runtime.errors import UserError
@@ -10,7 +11,11 @@ class MissingData(UserError):
     """Error for text or a related file that is not where the config says."""
 
 
-@dataclass(frozen=True)
+Start = tuple[int, Any]  # of a document: its number and its position, with which its source can begin again there
+BEGIN: Start = (0, None)
+
+
+@dataclass(slots=True)
 class Document:
     """A text, or a conversation in `messages`, whose JSON is `text`."""
 
@@ -19,3 +24,10 @@ class Document:
     messages: list[Message] | None = None
     where: str = ""  # the table row, for messages about a conversation
     share_read: float | None = None  # of the source, up to and with this document, if known
+    number: int = 0  # in the source
+    position: Any = None  # in the files of the source, as JSON; None if the number is enough
+
+    @property
+    def start(self) -> Start:
+        """Where to begin to read the source so that this document comes first."""
+        return self.number, self.position

@@ -8,28 +8,48 @@ from pathlib import Path
 from typing import Any
 
 from thinker.data import jsonl, parquet
-from thinker.data.document import Document, MissingData
+from thinker.data.document import BEGIN, Document, MissingData, Start
 from thinker.data.messages import PAIR, check_messages, find_column, join_pair
 from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.errors import UserError, did_you_mean
 
 Row = tuple[dict[str, Any], float | None]  # a row, and the share of the file that has been read, if known
+STATE_ROWS = 1000  # rows of a streamed dataset between the positions that it is asked for
 READERS = {"jsonl": jsonl.read_rows, "parquet": parquet.read_rows}
 
 
-def read_tables(source: str, files: list[str], column: str | None) -> Iterator[Document]:
+def read_tables(source: str, files: list[str], column: str | None, start: Start = BEGIN) -> Iterator[Document]:
     """Yield a document per row of some files, one file at a time because their other columns may differ."""
     sizes = [os.path.getsize(file) for file in files]
     total = max(sum(sizes), 1)
-    for number, file in enumerate(files):
+    first, n_before = start[1] or (0, 0)  # a file, and the number of its rows to skip
+    for number, file in list(enumerate(files))[first:]:
         part = sum(sizes[:number]) / total, sizes[number] / total
-        yield from read_rows(f"data.path={file}", column, partial(READERS[source], file), part)
+        documents = read_rows(f"data.path={file}", column, partial(READERS[source], file), part)
+        for row, document in enumerate(documents):
+            document.position = number, row
+            if number > first or row >= n_before:
+                yield document
 
 
-def load_dataset(path: str, config: str | None, split: str | None, streaming: bool) -> Iterator[Row]:
-    """Yield the rows of a dataset on the hub, of a folder of data files, or of a folder that `datasets` has saved.
+def read_dataset(
+    path: str, config: str | None, split: str | None, column: str | None, streaming: bool, start: Start = BEGIN
+) -> Iterator[Document]:
+    """Yield a document per row of a dataset on the hub, of a folder of data files, or of one that `datasets` saved."""
+    positions: list[Any] = []  # of the row that is being read
+    rows = partial(_load_rows, path, config, split, streaming, start, positions)
+    for document in read_rows(f"data.path={path}", column, rows):
+        document.position = positions[-1]
+        yield document
 
-    Raises ValueError if the library datasets cannot read it.
+
+def _load_rows(
+    path: str, config: str | None, split: str | None, streaming: bool, start: Start, positions: list[Any]
+) -> Iterator[Row]:
+    """Yield the rows of a dataset. Raises ValueError if the library datasets cannot read it.
+
+    positions: receives the position of each row as its last element: a state of the dataset, and the number of rows to
+    skip after it. None if the dataset is not streamed.
     """
     import datasets
 
@@ -49,9 +69,25 @@ def load_dataset(path: str, config: str | None, split: str | None, streaming: bo
             raise ValueError(f"data.config={config} has no effect on a saved dataset; remove it")
         if loaded is None:
             loaded = datasets.load_dataset(path, config, split=split or "train", streaming=streaming)
-        total = len(loaded) if hasattr(loaded, "__len__") else None
-        for number, row in enumerate(loaded, 1):
-            yield row, total and number / total
+        if not hasattr(loaded, "load_state_dict"):
+            positions.append(None)
+            rest = loaded.select(range(start[0], len(loaded))) if start[0] else loaded
+            for number, row in enumerate(rest, start[0] + 1):
+                yield row, number / len(loaded)
+            return
+        state, n_skipped = start[1] or (loaded.state_dict(), 0)
+        if start[1] is not None:
+            loaded.load_state_dict(state)
+        n_after = 0  # rows since `state`
+        for row in loaded:
+            positions[:] = [(state, n_after)]
+            n_after += 1
+            if n_skipped:
+                n_skipped -= 1
+                continue
+            yield row, None
+            if n_after >= STATE_ROWS:
+                state, n_after = loaded.state_dict(), 0
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(str(error) or type(error).__name__) from error
 

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinker.data.document import Document, MissingData
-from thinker.data.rows import load_dataset, read_rows, read_tables
+from thinker.data.document import BEGIN, Document, MissingData, Start
+from thinker.data.rows import read_dataset, read_tables
 from thinker.runtime.errors import UserError, did_you_mean
 
 OPTIONS = {  # options of each source besides max_documents and seed
@@ -46,7 +46,7 @@ class Source:
 
     name: str  # a key of OPTIONS
     key: str  # changes with the documents (except if the owner of a hub dataset changes it)
-    documents: Callable[[], Iterator[Document]]  # raises UserError if the text cannot be read
+    documents: Callable[..., Iterator[Document]]  # from a Start (default: BEGIN); raises UserError for unreadable text
     whole_text: bool = False  # the documents are consecutive pieces of one single text
     n_documents: int | None = None  # if known before reading
     n_bytes: int | None = None  # the size of a whole text, in bytes of UTF-8
@@ -55,6 +55,7 @@ class Source:
 def open_source(
     source: str, *, path: str | None = None, config: str | None = None, split: str | None = None,
     column: str | None = None, streaming: bool | None = None, max_documents: int | None = None, seed: int = 0,
+    first_bytes: int | None = None,
 ) -> Source:  # fmt: skip
     """Check the options of a source and open it without reading, generating or downloading anything.
 
@@ -66,6 +67,7 @@ def open_source(
         column: the column with the text (jsonl, parquet, hub; default: text, or messages in rows without text).
         max_documents: upper bound (default: GENERATED_DOCUMENTS for tales and repeated_random, else none).
         seed: seed of the generated sources, tales and repeated_random.
+        first_bytes: stop after the document that reaches this many bytes of text. Not for a single text file.
 
     Raises UserError for an unknown source, a missing file, or an option that the source does not use.
     """
@@ -81,18 +83,18 @@ def open_source(
         wanted = "the name or folder of a dataset" if source == "hub" else "a file, folder or glob"
         raise UserError(f"data.source={source} needs data.path; set it to {wanted}")
     path = os.path.expanduser(str(path))
-    count = max_documents or GENERATED_DOCUMENTS
+    n_documents, bound = None, max_documents  # for generated sources, the bound is their size
     if source == "tales":
         from thinker.data import tales
 
-        key, generate = _key(source, seed, count, tales.GRAMMAR_HASH), tales.generate_story
-        return Source(source, key, partial(_generate, generate, seed, count), n_documents=count)
-    if source == "repeated_random":
-        key = _key(source, seed, count, REPEAT_ALPHABET, [*REPEAT_LENGTHS])
-        return Source(source, key, partial(_generate, _repeat, seed, count), n_documents=count)
-
-    n_documents = None
-    if source == "pysource":
+        n_documents, bound = max_documents or GENERATED_DOCUMENTS, None
+        content = seed, n_documents, tales.GRAMMAR_HASH
+        documents = partial(_generate, tales.generate_story, seed, n_documents)
+    elif source == "repeated_random":
+        n_documents, bound = max_documents or GENERATED_DOCUMENTS, None
+        content = seed, n_documents, REPEAT_ALPHABET, [*REPEAT_LENGTHS]
+        documents = partial(_generate, _repeat, seed, n_documents)
+    elif source == "pysource":
         files = _standard_library()
         content = platform.python_version(), stamps(files), max_documents
         documents, n_documents = partial(_read_modules, files), len(files[:max_documents])
@@ -100,14 +102,15 @@ def open_source(
         files = [str(file) for file in sorted(Path(path).rglob("*")) if file.is_file()]  # none if on the hub
         options = config, split or "train", column or "text"  # `streaming` changes no text
         content = path, *options, max_documents, stamps(files)
-        rows = partial(load_dataset, path, config, split, streaming is not False)
-        documents = partial(read_rows, f"data.path={path}", column, rows)
+        documents = partial(read_dataset, path, config, split, column, streaming is not False)
     elif source == "text":
         files = _find_files(source, path)
         if len(files) == 1:
             if max_documents is not None:
                 reason = f"data.path={path} is a single text, which is read as a whole"
                 raise UserError(f"data.max_documents is set, but {reason}; set it to null")
+            if first_bytes is not None:
+                raise UserError(f"data.buffer_tokens is set, but data.path={path} is a single text; set it to null")
             key, n_bytes = _key(source, stamps(files)), os.path.getsize(files[0])
             return Source(source, key, partial(_read_pieces, files[0]), whole_text=True, n_bytes=n_bytes)
         content, n_documents = (stamps(files), max_documents), len(files[:max_documents])
@@ -116,16 +119,31 @@ def open_source(
         files = _find_files(source, path)
         content = stamps(files), column or "text", max_documents
         documents = partial(read_tables, source, files, column)
-    return Source(source, _key(source, *content), lambda: _bounded(documents(), max_documents), n_documents=n_documents)
+    if first_bytes is not None:
+        content, n_documents = (*content, first_bytes), None
+    read = partial(_read, documents, bound, first_bytes)
+    return Source(source, _key(source, *content), read, n_documents=n_documents)
 
 
-def _bounded(documents: Iterable[Document], max_documents: int | None) -> Iterator[Document]:
-    """Yield the first documents. Prints a message if there are more, because the config may come from someone else."""
-    for number, document in enumerate(documents):
-        if number == max_documents:
+def _read(
+    documents: Callable[[Start], Iterable[Document]], bound: int | None, first_bytes: int | None, start: Start = BEGIN
+) -> Iterator[Document]:
+    """Yield the documents from `start` to the bounds, with their numbers.
+
+    Prints a message if there are more than `bound`, because the config may come from someone else.
+    """
+    number, n_bytes = start[0], 0
+    for document in documents(start):
+        if number == bound:
             print(f"data.max_documents: using only the first {number:,} documents of the source", file=sys.stderr)
             return
+        document.number = number
         yield document
+        number += 1
+        if first_bytes is not None:
+            n_bytes += len(document.text.encode())
+            if n_bytes >= first_bytes:
+                return
 
 
 def _key(*parts: Any) -> str:
@@ -138,8 +156,8 @@ def stamps(files: Iterable[str]) -> list[tuple[str, int, int]]:
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in status]
 
 
-def _generate(story: Callable[[int, int], Any], seed: int, count: int) -> Iterator[Document]:
-    for index in range(count):
+def _generate(story: Callable[[int, int], Any], seed: int, count: int, start: Start) -> Iterator[Document]:
+    for index in range(start[0], count):
         made = story(seed, index)
         yield Document(made.text, made.log_prob)
 
@@ -160,12 +178,12 @@ def _standard_library() -> list[str]:
     return files
 
 
-def _read_modules(files: list[str]) -> Iterator[Document]:
-    for file in files:
+def _read_modules(files: list[str], start: Start) -> Iterator[Document]:
+    for number, file in list(enumerate(files))[start[1] or 0 :]:
         with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # a few test files have broken encodings on purpose
             with tokenize.open(file) as opened:  # in the encoding that the file declares
                 text = opened.read()
-            yield Document(text)
+            yield Document(text, position=number)
 
 
 def _find_files(source: str, path: str) -> list[str]:
@@ -187,8 +205,8 @@ def _find_files(source: str, path: str) -> list[str]:
     return files
 
 
-def _read_texts(files: list[str]) -> Iterator[Document]:
-    for file in files:
+def _read_texts(files: list[str], start: Start) -> Iterator[Document]:
+    for file in files[start[0] :]:
         yield Document("".join(piece.text for piece in _read_pieces(file)))
 
 
