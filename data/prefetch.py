@@ -45,8 +45,9 @@ class Prefetcher:
         self.waited += time.perf_counter() - start
         return batch
 
-    def close(self) -> None:
-        """Stop the threads."""
+    def close(self, is_finished: bool = False) -> None:
+        """Stop the threads. is_finished: the run has ended, and needs the files of streams no longer."""
+        self.loader.close(is_finished)
         self._pool.shutdown(cancel_futures=True)
 
     def _make(self, step: int) -> Batch:

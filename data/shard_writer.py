@@ -35,14 +35,16 @@ class ShardWriter:
     Needs memory for a few numbers per document of the current shard, and for conversations one byte per token.
 
     keeps_hashes: write the sha256 of each shard to a file beside it, which resume() needs.
+    number: of the first shard.
     """
 
     def __init__(
         self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS,
-        keeps_hashes: bool = False,
+        keeps_hashes: bool = False, number: int = 0,
     ) -> None:  # fmt: skip
         self.folder, self.name, self.tokenizer, self.shard_tokens = folder, name, tokenizer, shard_tokens
-        self.keeps_hashes = keeps_hashes
+        self.keeps_hashes, self.number = keeps_hashes, number
+        self.n_tokens = 0  # in the current shard
         self.files: list[str] = []
         self.digest = hashlib.sha256()  # of all tokens
         self.started = False  # whether a document has been added
@@ -91,12 +93,12 @@ class ShardWriter:
             raise UserError("the rows mix conversations and text; put them in separate sources (data.sources)")
         if not continues:
             self._finish_document()
-            if self._file is not None and self._n_tokens >= self.shard_tokens:
+            if self._file is not None and self.n_tokens >= self.shard_tokens:
                 self.close()
             if self._file is None:
                 self._open()
             self.started = True
-            self._offsets.append(self._n_tokens)
+            self._offsets.append(self.n_tokens)
             self._write_tokens(self._bos)
             if has_mask:
                 self._loss_mask.append(self._bos_is_target)
@@ -122,24 +124,24 @@ class ShardWriter:
         self._last, self._bos_is_target = self.tokenizer.eos_id, False
 
     def _open(self) -> None:
-        self._path = self.folder / f"{self.name}-{len(self.files):05d}.tokens"
+        self._path = self.folder / f"{self.name}-{self.number + len(self.files):05d}.tokens"
         self._file = open(self._path.with_suffix(".tmp"), "wb")  # noqa: SIM115 - closed by close()
         self._file.write(bytes(HEADER_BYTES))
-        self._n_tokens = 0
+        self.n_tokens = 0
         self._offsets, self._document_bytes, self._log_probs = array("q"), array("q"), array("d")
         self._loss_mask, self._bos_is_target = bytearray(), False
 
     def _write_tokens(self, data: bytes) -> None:
         self._file.write(data)
         self.digest.update(data)
-        self._n_tokens += len(data) // self._dtype.itemsize
+        self.n_tokens += len(data) // self._dtype.itemsize
 
     def close(self) -> None:
         """Sync the current shard, if any, to disk and rename it."""
         if self._file is None:
             return
         self._finish_document()
-        self._offsets.append(self._n_tokens)
+        self._offsets.append(self.n_tokens)
         self._write_tokens(self._bos)
         self._file.write(bytes(aligned(self._file.tell()) - self._file.tell()))
         self._file.write(np.asarray(self._offsets, "<i8").tobytes() + np.asarray(self._document_bytes, "<i8").tobytes())
@@ -151,7 +153,7 @@ class ShardWriter:
             flags |= HAS_LOSS_MASK
             self._loss_mask.append(self._bos_is_target)
             self._file.write(self._loss_mask.ljust(aligned(len(self._loss_mask)), b"\0"))
-        counts = self._n_tokens, len(self._document_bytes), sum(self._document_bytes)
+        counts = self.n_tokens, len(self._document_bytes), sum(self._document_bytes)
         digest = bytes.fromhex(self.tokenizer.content_hash)
         head = HEADER.pack(MAGIC, FORMAT, self._dtype.itemsize, self.tokenizer.vocab_size, *counts, flags, digest)
         self._file.seek(0)

@@ -44,9 +44,10 @@ def before_training(settings: Settings, corpus: Corpus, loader: BatchLoader, ker
     kernel_problem: why the run does not use fused kernels, or "" if it does.
     """
     train = settings.train
-    is_known = train.max_steps is not None and not corpus.parts  # see describe_mixture()
+    is_known = train.max_steps is not None and not corpus.parts and not loader.streams  # see describe_mixture()
     epochs = loader.epochs(train.max_steps)[0] if is_known else 0.0
-    line = f"data: {_amount(corpus.train)} for training, {_amount(corpus.val)} for validation"
+    amount = "a stream" if loader.streams and not corpus.parts else _amount(corpus.train)
+    line = f"data: {amount} for training, {_amount(corpus.val)} for validation"
     at_most = "at most " if train.max_minutes is not None else ""
     if is_known:
         line += f"; {at_most}{format_epochs(epochs)} in {train.max_steps:,} steps"

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from thinker.data.cleaning import CleaningRules
+from thinker.data.stream_index import HEAD_BYTES
 from thinker.model.config import MAX_SIZE
 from thinker.training.config_types import Beta, ConfigSection, Fraction, Natural, PathText, Positive, Rate, Size
 from thinker.training.source_config import CleanConfig, MixedSource, TextSource
@@ -125,8 +126,13 @@ class DataConfig(TextSource):
         return self.sources or [self]
 
     def corpus_options(self, source: TextSource) -> dict[str, Any]:
-        """The options of data.corpus.prepare_corpus for one of text_sources(), except seed and cache_dir."""
+        """The options of data.corpus.prepare_corpus for one of text_sources(), except seed and cache_dir.
+
+        Of a stream, they prepare the first HEAD_BYTES, which have its validation split.
+        """
         options = source.source_options()
+        if source.buffer_tokens is not None:
+            options["first_bytes"] = HEAD_BYTES
         for key in ("val_fraction", "assistant_only_loss"):
             options[key] = getattr(self if getattr(source, key) is None else source, key)
         options["clean"] = None if self.clean is None else CleaningRules(**self.clean.model_dump())
@@ -139,13 +145,23 @@ class DataConfig(TextSource):
         return " and ".join(texts) + (f" data.val_tokens={quote(self.val_tokens)}" if self.val_tokens else "")
 
     @model_validator(mode="after")
+    def _check_streams(self) -> "DataConfig":
+        if any(source.buffer_tokens for source in self.text_sources()):
+            if self.clean is not None:
+                raise ValueError("clean cannot be combined with buffer_tokens, as it reads the whole source first")
+            if self.shift_windows and self.sources is None:
+                raise ValueError("shift_windows has no effect with buffer_tokens; remove it")
+        return self
+
+    @model_validator(mode="after")
     def _check_sources(self) -> "DataConfig":
         labels = [source.label for source in self.sources or ()]
         if self.sources is None:
             return self
         if not labels:
             raise ValueError("sources is empty; add a source, or remove the key")
-        if key := next(iter(self.source_options()), "val_tokens" if self.val_tokens else None):
+        own = ("buffer_tokens",) if self.buffer_tokens else ()
+        if key := next(iter((*self.source_options(), *own)), "val_tokens" if self.val_tokens else None):
             remedy = "remove it" if key == "val_tokens" else "remove it, or set it in one of the sources"
             raise ValueError(f"{key} cannot be combined with data.sources; {remedy}")
         if label := next((label for label in labels if labels.count(label) > 1), None):

@@ -3,8 +3,10 @@
 import codecs
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from thinker.training.config import Config
 from thinker.training.initial_model import load_initial_model
 from thinker.training.mixed_data import make_loader
 from thinker.training.resolve_settings import resolve_precision
+from thinker.training.streams import make_streams
 from thinker.training.training_data import prepare_training_data
 
 CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"} | {127: "␡"}
@@ -83,15 +86,25 @@ def make_data_report(config: Config, step: int, n_sequences: int) -> DataReport:
     config, _, tokenizer = load_initial_model(config)
     corpus = prepare_training_data(config, tokenizer)
     data, prefix = config.data, config.thinker_config(corpus.tokenizer.vocab_size).prefix
-    options = {"document_masking": data.document_masking, "prefix_len": prefix}
+    pack = partial(
+        PackedDataset, seq_len=data.seq_len, packing=data.packing, document_masking=data.document_masking,
+        prefix_len=prefix,
+    )  # fmt: skip
     if step >= (config.train.max_steps or MAX_STEP):
         raise UserError(
             f"--step {step} is not below {config.train.max_steps or MAX_STEP}, the number of steps of the run"
         )
-    loader = make_loader(config, corpus, PackedDataset(corpus.train, data.seq_len, data.packing, **options))
     parts = corpus.parts or {data.source: corpus}
     sources = [_source_report(name, part, config) for name, part in parts.items()]
-    return DataReport(sources, data.seq_len, step, list(_sequences(corpus, loader, list(parts), step, n_sequences)))
+    with tempfile.TemporaryDirectory() as folder:
+        streams = make_streams(config, corpus, pack, Path(folder))
+        loader = make_loader(config, corpus, pack(corpus.train), streams)
+        loader.open(0, is_new=True, writes=True)
+        try:
+            sequences = list(_sequences(corpus, loader, list(parts), step, n_sequences))
+        finally:
+            loader.close()
+    return DataReport(sources, data.seq_len, step, sequences)
 
 
 def table(report: DataReport) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """Mixtures in training: the order of their sources, the loss of each source, and a description before the run."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import Corpus
 from thinker.data.mixture import Mixture, MixtureSource
+from thinker.data.token_stream import TokenStream
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.training.advice import most_epochs
 from thinker.training.config import Settings
@@ -20,14 +22,16 @@ SHOWN_PHASES = 4  # in the description of a mixture
 SMOOTHED_LINES = 10
 
 
-def make_loader(settings: Settings, corpus: Corpus, dataset: PackedDataset) -> BatchLoader:
-    """The training batches of a corpus, whose windows are those of `dataset`.
+def make_loader(
+    settings: Settings, corpus: Corpus, dataset: PackedDataset, streams: Mapping[int, TokenStream] | None = None
+) -> BatchLoader:
+    """The training batches of a corpus, whose windows are those of `dataset`, except of sources with a stream.
 
     Raises UserError if the sources of a mixture are used up before the end of the run.
     """
     train, options = settings.train, (settings.train.batch_size, settings.run.seed, settings.data.shift_windows)
     if not corpus.parts:
-        return BatchLoader(dataset, *options)
+        return BatchLoader(dataset, *options, streams=streams)
     splits = [part.train for part in corpus.parts.values()]
     bounds = [dataset.first_window(n) for n in np.cumsum([0, *(len(split.shards) for split in splits)])]
     sources = []
@@ -38,7 +42,7 @@ def make_loader(settings: Settings, corpus: Corpus, dataset: PackedDataset) -> B
         limit = min((max(1, round(limit)) for limit in limits if limit is not None), default=None)
         sources.append(MixtureSource(source.weights, tokens_per_window, limit))
     n_samples = None if train.max_steps is None else train.max_steps * train.batch_size
-    return BatchLoader(dataset, *options, Mixture(sources, n_samples), bounds)
+    return BatchLoader(dataset, *options, Mixture(sources, n_samples), bounds, streams)
 
 
 def describe_mixture(settings: Settings, corpus: Corpus, loader: BatchLoader) -> list[str]:
@@ -54,8 +58,9 @@ def describe_mixture(settings: Settings, corpus: Corpus, loader: BatchLoader) ->
             start = f" from step {phase.start // loader.batch_size + 1:,}" if number else ""
             shares.append(f"{mixture.token_shares(number)[i]:.1%}{start}")
         more = ", ..." if len(mixture.phases) > SHOWN_PHASES else ""
-        line = f"  {name:{width}}  {', '.join(shares)}{more}; {part.train.n_tokens:,} tokens"
-        if max_steps is not None:
+        line = f"  {name:{width}}  {', '.join(shares)}{more}; "
+        line += "a stream" if i in loader.streams else f"{part.train.n_tokens:,} tokens"
+        if max_steps is not None and i not in loader.streams:
             epochs = loader.epochs(max_steps)[i]
             line += f", {format_epochs(epochs)}"
             if epochs > most_epochs(settings.model.dropout):

@@ -106,7 +106,7 @@ def make_plan(config: Config, measure: bool = True) -> dict[str, Any]:
         limits.append(1 + max(0, int((60 * train.max_minutes - first) / seconds)))
     if limits:
         plan |= {"steps": min(limits), "max_steps": train.max_steps, "tokens": round(min(limits) * step_tokens)}
-        if corpus is not None:
+        if corpus is not None and not any(source.buffer_tokens for source in config.data.text_sources()):
             plan["epochs"] = max(loader.epochs(min(limits)))
         if measure:
             plan["seconds"] = first + (min(limits) - 1) * seconds

@@ -1,6 +1,8 @@
 """Train from a config: open the run, resolve settings, prepare data, build the model, restore, fit."""
 
 import sys
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -26,6 +28,7 @@ from thinker.training.mixed_data import describe_mixture, make_loader
 from thinker.training.resolve_settings import check_batch_split, resolve_precision, resolve_settings
 from thinker.training.resumed_data import own_tokenizer, read_corpus
 from thinker.training.step import TrainingStep, build_model
+from thinker.training.streams import make_streams
 from thinker.training.trainer import Trainer
 from thinker.training.wandb_tracking import Tracker
 
@@ -91,6 +94,8 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     checkpoints = CheckpointManager(
         run.checkpoints, train.keep_last, train.keep_every, train.async_save, cpu_share, dist, train.save_sharded
     )
+    batches.loader.open(state.step, is_new=folder is None, writes=dist.is_main)
+    dist.broadcast_object(None)  # other ranks wait until old blocks of streams are removed
     trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist, saved)
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))
@@ -107,7 +112,9 @@ def build_batches(
     """The training batches of this rank, and the evaluator of the validation split."""
     data, train = settings.data, settings.train
     masking = {"document_masking": data.document_masking, "prefix_len": settings.model.prefix}
-    loader = make_loader(settings, corpus, PackedDataset(corpus.train, data.seq_len, data.packing, **masking))
+    pack = partial(PackedDataset, seq_len=data.seq_len, packing=data.packing, **masking)
+    streams = make_streams(settings, corpus, pack, Path(settings.run.dir), progress=dist.is_main)
+    loader = make_loader(settings, corpus, pack(corpus.train), streams)
     n_rows = train.batch_size // dist.world_size
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)
     batches = Prefetcher(loader, device.type == "cuda", rows, data.num_workers)

@@ -29,10 +29,13 @@ class TextSource(ConfigSection):
     """Stream a hub dataset instead of downloading it first. null: true."""
     max_documents: Positive | None = None
     """Maximum number of documents to read; not allowed for a single text file. null: all."""
+    buffer_tokens: Positive | None = None
+    """Train while the source is tokenized, with about this many tokens on disk at most (docs/guides/streams.md). null:
+    tokenize all of it first."""
 
     def source_options(self) -> dict[str, Any]:
         """The options of data.sources.open_source that are set, including `source`."""
-        return self.model_dump(include=set(TextSource.model_fields), exclude_none=True)
+        return self.model_dump(include=set(TextSource.model_fields) - {"buffer_tokens"}, exclude_none=True)
 
 
 class CleanConfig(ConfigSection):
@@ -88,6 +91,8 @@ class MixedSource(TextSource):
             raise ValueError(f"weight is {self.weight}; it needs a weight for 0, the start of the run")
         if not any(weights):
             raise ValueError("weight is 0 for the whole run; remove the source")
+        if self.buffer_tokens and self.max_epochs:
+            raise ValueError("max_epochs cannot be combined with buffer_tokens, as the size is unknown; set max_tokens")
         return self
 
     @property

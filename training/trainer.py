@@ -83,8 +83,9 @@ class Trainer:
                     self.fit()
                 self.checkpoints.wait()
             finally:
-                for part in (self.bar, self.batches, self.checkpoints):
-                    part.close()
+                self.bar.close()
+                self.batches.close(is_finished=self.is_finished)
+                self.checkpoints.close()
                 is_evaluation_due = self.is_due(self.settings.train.eval_every) or self.progress() >= 1
                 is_evaluated = self.state.evaluated_at == self.state.step
                 self.tracker.finish(is_complete=is_evaluated or not (self.stopping and is_evaluation_due))

@@ -1,0 +1,51 @@
+"""Sources of a config that are tokenized while they are trained on."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from thinker.data.batches import PackedDataset
+from thinker.data.corpus import Corpus
+from thinker.data.shards import TokenShards
+from thinker.data.sources import open_source
+from thinker.data.stream_writer import BLOCKS, StreamText
+from thinker.data.token_stream import TokenStream
+from thinker.runtime.errors import UserError
+from thinker.training.config import Config, Settings
+
+STREAMS = "streams"  # the folder in the run directory
+
+
+def make_streams(
+    settings: Config | Settings, corpus: Corpus, pack: Callable[[TokenShards], PackedDataset], folder: Path,
+    progress: bool = True,
+) -> dict[int, TokenStream]:  # fmt: skip
+    """The sources with buffer_tokens as streams, by number. Nothing is read before BatchLoader.open().
+
+    Args:
+        corpus: the start of each source, with the tokenizer.
+        pack: makes training windows from tokens.
+        folder: for the tokens; each stream has a folder in it.
+        progress: show a bar while training waits for the first tokens.
+
+    Raises UserError if a buffer is too small.
+    """
+    data, train, seed = settings.data, settings.train, settings.run.seed
+    # Ranks prepare batches ahead of time. None may need a block that the first rank has already left behind.
+    least = BLOCKS * (data.num_workers + 2) * train.batch_size * data.seq_len
+    streams = {}
+    for number, source in enumerate(data.text_sources()):
+        if source.buffer_tokens is None:
+            continue
+        name = list(corpus.parts)[number] if corpus.parts else source.source
+        if source.buffer_tokens < least:
+            raise UserError(
+                f"buffer_tokens={source.buffer_tokens} of {name} is too small for train.batch_size={train.batch_size}, "
+                f"data.seq_len={data.seq_len} and data.num_workers={data.num_workers}; use at least {least}"
+            )
+        options = data.corpus_options(source)
+        opened = open_source(seed=seed, **source.source_options())
+        text = StreamText(
+            opened, corpus.tokenizer, options["val_fraction"], options.get("val_tokens"), options["assistant_only_loss"]
+        )
+        streams[number] = TokenStream(folder / STREAMS / name, text, source.buffer_tokens, pack, progress)
+    return streams
