@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ class Renderer:
         self.process.communicate()
 
 
+_lock = threading.Lock()
+
+
 @functools.cache
 def _renderer() -> Renderer:
     return Renderer()
@@ -76,7 +80,8 @@ def render(
     not installed.
     """
     request = {"template": tokenizer.chat_template, "names": tokenizer.special_tokens_map, "messages": messages}
-    return _renderer().render(**request, add_generation_prompt=add_generation_prompt, mark_answers=mark_answers)
+    with _lock:  # a thread must not read the reply to another
+        return _renderer().render(**request, add_generation_prompt=add_generation_prompt, mark_answers=mark_answers)
 
 
 def serve(cpu_seconds: int) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -181,6 +182,14 @@ def test_rendering_is_ended_with_its_process(tokenizer):
     with pytest.raises(UserError, match="needs more than"):
         chat.render(tokenizer, TALK)
     assert chat.render(tokenizer, TALK).startswith("<|im_start|>system")
+
+
+def test_threads_that_render_at_once_get_their_own_conversations(tokenizer):
+    """As tokenizing does, which gives each thread about 64 KB of text."""
+    talks = [[{"role": "user", "content": f"{i} " * (1 + i % 9)}] for i in range(600)]
+    with ThreadPoolExecutor(8) as pool:
+        rendered = list(pool.map(lambda talk: chat.render(tokenizer, talk), talks))
+    assert rendered == [f"<|im_start|>user\n{talk[0]['content']}<|im_end|>\n" for talk in talks]
 
 
 @pytest.fixture
