@@ -21,9 +21,11 @@ Encoded = tuple[np.ndarray, np.ndarray | None]  # ids, and which of them are tar
 
 
 def encode_documents(
-    tokenizer: Tokenizer, documents: Iterable[SplitDocument], assistant_only_loss: bool
+    tokenizer: Tokenizer, documents: Iterable[SplitDocument], assistant_only_loss: bool, batch_chars: int = BATCH_CHARS
 ) -> Iterator[tuple[SplitDocument, Encoded]]:
     """Yield documents in order with their encoding. Threads encode while the caller reads and writes.
+
+    batch_chars: about how many characters are read together; BATCHES_AHEAD times as many are read ahead.
 
     Raises UserError if rows mix conversations and text, or do not fit the tokenizer or assistant_only_loss.
     """
@@ -35,7 +37,7 @@ def encode_documents(
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            for batch in _groups(documents, BATCH_CHARS):
+            for batch in _groups(documents, batch_chars):
                 check_kinds([document for _, document in batch], assistant_only_loss)
                 chunks = _groups(batch, CHUNK_CHARS)
                 futures = [pool.submit(_encode_chunk, tokenizer, chunk, assistant_only_loss) for chunk in chunks]

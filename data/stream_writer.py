@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from thinker.data.document import BEGIN, Document
-from thinker.data.encoding import Encoded, encode_documents
+from thinker.data.encoding import BATCH_CHARS, Encoded, encode_documents
 from thinker.data.llmc_tokens import read_documents
 from thinker.data.shard_writer import ShardWriter
 from thinker.data.sources import Source
@@ -36,10 +36,11 @@ class StreamText:
     val_tokens: str | None = None
     assistant_only_loss: bool = False
 
-    def encoded(self, previous: Block | None) -> Iterator[tuple[SplitDocument, Encoded]]:
-        """The documents after those of a block (None: all) with their encodings, without end."""
+    def encoded(self, previous: Block | None, n_tokens: int) -> Iterator[tuple[SplitDocument, Encoded]]:
+        """The documents after those of a block (None: all) with their encodings, without end; n_tokens: in a block."""
         documents = self._documents() if previous is None else self._documents_after(previous)
-        return encode_documents(self.tokenizer, documents, self.assistant_only_loss)
+        batch_chars = min(n_tokens, BATCH_CHARS)  # do not read far beyond the block
+        return encode_documents(self.tokenizer, documents, self.assistant_only_loss, batch_chars)
 
     def _documents(self, start: tuple = BEGIN) -> Iterator[SplitDocument]:
         while True:
@@ -94,6 +95,7 @@ class StreamWriter:
         self.count_windows, self.progress = count_windows, progress
         self.error: Exception | None = None
         self.changed = threading.Condition()  # when a block was written or is wanted, or the thread ends
+        self._ready = range(0)  # the blocks on disk, also of those that are recorded
         self._wanted = 0  # the last window that was asked for
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -105,7 +107,8 @@ class StreamWriter:
         first = number = self.block_in_use()
         while number < len(self.index.blocks) and number < first + BLOCKS - 1 and self._is_valid(number):
             number += 1
-        kept = {block_path(self.folder, n).stem for n in range(first, number)}
+        self._ready = range(first, number)
+        kept = {block_path(self.folder, n).stem for n in self._ready}
         for path in self.folder.glob(f"{BLOCK_NAME}-*"):
             if path.stem not in kept:
                 path.unlink()
@@ -125,6 +128,11 @@ class StreamWriter:
         """The block of the last window that training wants; the next one to be recorded, if that is not known yet."""
         block = self.index.block_of(self._wanted)
         return len(self.index.blocks) if block is None else block.number
+
+    def has(self, number: int) -> bool:
+        """Whether a block is on disk."""
+        assert number >= self.block_in_use() - 1, "training has left the block behind"
+        return number in self._ready
 
     def close(self) -> None:
         """End the thread."""
@@ -146,7 +154,7 @@ class StreamWriter:
         """Write blocks from `number` on until the writer is closed."""
         previous = self.index.blocks[number - 1] if number else None
         epoch, last_number = (0, -1) if previous is None else (previous.epoch, previous.last[0])
-        with contextlib.closing(self.text.encoded(previous)) as encoded:
+        with contextlib.closing(self.text.encoded(previous, self.block_tokens)) as encoded:
             while self._wait_for_room(number):
                 epoch, last_number = self._write_block(number, encoded, epoch, last_number)
                 number += 1
@@ -171,20 +179,20 @@ class StreamWriter:
                 bar.update(shard.n_tokens - bar.n)
                 if shard.n_tokens >= self.block_tokens:
                     break
-        n_tokens = shard.n_tokens
         shard.close()
-        path, n_before = block_path(self.folder, number), self.index.n_windows
+        path, is_new = block_path(self.folder, number), number == len(self.index.blocks)
         block = Block(
-            number, self.index.blocks[number].first_window if number < len(self.index.blocks) else n_before,
-            self.count_windows(path), n_tokens, n_documents, sha256_of_file(path), document.start, _hash(document),
-            epoch, self._share(document),
+            number, self.index.n_windows if is_new else self.index.blocks[number].first_window,
+            self.count_windows(path), shard.n_tokens, n_documents, sha256_of_file(path), document.start,
+            _hash(document), epoch, self._share(document),
         )  # fmt: skip
-        if number == len(self.index.blocks):
+        if is_new:
             self.index.append(block)
         elif self.index.blocks[number].sha256 != block.sha256:
             path.unlink()
             raise UserError(f"data.source={self.text.source.name}: the text has changed since the run read it")
         with self.changed:
+            self._ready = range(self._ready.start, number + 1)
             self.changed.notify_all()
         return epoch, last_number
 

@@ -91,9 +91,9 @@ class TokenStream:
         block = self._wait_for_block(window)
         with self._lock:
             if block.number not in self._open:
-                assert self._writer is None or block.number >= self._writer.block_in_use() - 1, "the block was removed"
-                self._wait(lambda: block_path(self.folder, block.number).exists())
-                self._open[block.number] = self._pack(block_path(self.folder, block.number))
+                path = block_path(self.folder, block.number)
+                self._wait(path.exists if self._writer is None else lambda: self._writer.has(block.number))
+                self._open[block.number] = self._pack(path)
                 for number in sorted(self._open)[:-BLOCKS]:
                     del self._open[number]
             dataset = self._open[block.number]

@@ -53,9 +53,12 @@ NEW_ROOMS = {
     "data/rows.py",
     "data/shard_writer.py",
     "data/split.py",
+    "data/stream_index.py",
+    "data/stream_writer.py",
     "data/text_bytes.py",
     "data/text_growth.py",
     "data/text_sample.py",
+    "data/token_stream.py",
     "data/tokenizing_progress.py",
     "evaluation/mixture_loss.py",
     "evaluation/text_baselines.py",
@@ -107,6 +110,7 @@ NEW_ROOMS = {
     "training/run_state.py",
     "training/scaling_law.py",
     "training/source_config.py",
+    "training/streams.py",
     "training/weight_average.py",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

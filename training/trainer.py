@@ -19,7 +19,7 @@ from thinker.data.prefetch import Prefetcher
 from thinker.evaluation.loss import Evaluation, Evaluator
 from thinker.evaluation.mixture_loss import MixtureEvaluator
 from thinker.generation import Generator, SamplingParams
-from thinker.runtime.errors import RunError
+from thinker.runtime.errors import RunError, UserError
 from thinker.runtime.files import atomic_write
 from thinker.runtime.process_group import DistContext
 from thinker.training import resume
@@ -116,6 +116,11 @@ class Trainer:
                     self.bar.write(f"step {self.state.step}: {self.sample()}", file=sys.stderr)
             if not self.stopping:
                 self.evaluate()
+        except UserError as error:  # the text of a stream cannot be read
+            if self.dist.world_size > 1:
+                raise
+            self.save()
+            raise UserError(f"{error}; saved step {self.state.step}") from error
         except RuntimeError as error:
             names = [kind.__name__ for kind in type(error).__mro__]  # importing torch._dynamo.exc is slow
             if not (self.signal_handler.number and "BackendCompilerFailed" in names):

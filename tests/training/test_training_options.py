@@ -27,6 +27,7 @@ DOCUMENTS = {
 MIXTURE = "{source: tales, max_documents: 40, weight: 0.8}, {source: pysource, max_documents: 3, val_fraction: 0.5324}"
 SOURCES = {
     "one": ["data.max_documents=60"],
+    "streamed": ["data.max_documents=60", "data.buffer_tokens=1600"],
     "several": ["data.source=null", "data.max_documents=null", f"data.sources=[{MIXTURE}]"],
 }
 EAGER = {
@@ -101,6 +102,10 @@ def test_a_pair_of_options(case, tiny_run, cache, tmp_path):
         with pytest.raises(UserError, match="cautious_weight_decay has no effect without optimizer.name=muon"):
             load_config(BASE, overrides(case, whole, cache, tiny_run))
         case |= {"decay": "plain"}
+    if (case["sources"], case["documents"]) == ("streamed", "shifted"):
+        with pytest.raises(UserError, match="data.shift_windows has no effect with buffer_tokens"):
+            load_config(BASE, overrides(case, whole, cache, tiny_run))
+        case |= {"documents": "cut"}
     runs = [overrides(case, whole, cache, tiny_run), *(overrides(case, parts, cache, tiny_run, n) for n in (2, 4))]
     is_exact = case["train.compile"] == "false"
     if is_exact and case["train.checkpoint_every_n_blocks"] != "null":

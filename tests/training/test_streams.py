@@ -1,0 +1,217 @@
+"""Training on sources that are tokenized meanwhile: kills, ranks and workers, mixtures, commands, and mistakes."""
+
+import itertools
+import json
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import rank_workers
+import yaml
+from conftest import ROOT, run_script, start_script
+from fork_server import run_ranks
+from training_runs import (
+    assert_same_run,
+    assert_same_tensors,
+    checkpoint_steps,
+    last_step,
+    read_metrics,
+    train_losses,
+    wait_for,
+)
+
+from thinker.training.config_file import load_config
+from thinker.training.run import build_trainer
+
+STEPS, BUFFER = 30, 4 * 6 * 4 * 32  # blocks of 768 tokens, 6 steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A config with a stream of four files, which a run of STEPS steps reads more than once."""
+    folder = tmp_path_factory.mktemp("stream")
+    draw = random.Random(1)
+    (folder / "rows").mkdir()
+    for i in range(4):
+        lines = (" ".join(str(draw.randrange(99)) for _ in range(draw.randrange(5, 60))) for _ in range(12))
+        (folder / "rows" / f"{i}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    data = {"source": "jsonl", "path": str(folder / "rows"), "buffer_tokens": BUFFER, "tokenizer": "bpe:300"}
+    config = {
+        "model": {"d_model": 32, "n_layers": 1, "n_heads": 2},
+        "data": data | {"seq_len": 32, "cache_dir": str(folder / "cache"), "val_fraction": 0.2},
+        "train": {"max_steps": STEPS, "batch_size": 4, "eval_every": 10, "save_every": 3, "precision": "fp32",
+                  "compile": False, "device": "cpu"},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The run that nobody kills, and what it printed."""
+    done = run_script(ROOT / "train.py", folder / "config.yaml", f"run.dir={folder / 'whole'}")
+    assert done.returncode == 0, done.stderr
+    return folder / "whole", done
+
+
+def trainer_of(folder, run, *overrides):
+    return build_trainer(load_config(folder / "config.yaml", [f"run.dir={run}", *overrides]))
+
+
+def test_the_command_trains_on_a_stream(whole):
+    path, done = whole
+    assert "data: a stream for training, " in done.stderr
+    assert [file.name for file in (path / "streams" / "jsonl").iterdir()] == ["blocks.jsonl"]
+    blocks = [json.loads(line) for line in (path / "streams" / "jsonl" / "blocks.jsonl").read_text().splitlines()]
+    assert blocks[-1]["epoch"] >= 1
+    assert list(train_losses(path)) == list(range(1, STEPS + 1))
+    assert "epochs: " in done.stdout
+
+
+def test_killed_runs_end_at_the_same_bits(folder, whole, tmp_path, stress):
+    """30 kills with --stress, at random moments, of training and of writing blocks."""
+    draw, count, kills = random.Random(3), 30 if stress else 2, 0
+    while kills < count:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        command = [ROOT / "train.py", folder / "config.yaml", f"run.dir={tmp_path / 'run'}"]
+        process, at = start_script(*command), draw.randrange(STEPS)
+        if wait_for(lambda run=tmp_path / "run", at=at: last_step(run) >= at, process):
+            time.sleep(draw.random() * 0.05)
+            process.kill()
+        process.wait()
+        if process.returncode == 0:
+            continue  # it ended before the kill
+        assert process.returncode == -signal.SIGKILL, process.output()
+        kills += 1
+        if draw.random() < 0.3:  # and the blocks are lost
+            shutil.rmtree(tmp_path / "run" / "streams", ignore_errors=True)
+        assert run_script(*command).returncode == 0
+        assert_same_run(whole[0], tmp_path / "run", STEPS)
+
+
+def test_a_finished_run_goes_on(folder, whole, tmp_path):
+    """Its blocks were removed; also from an earlier checkpoint, and in a folder that has moved."""
+    short, longer = ([f"train.max_steps={n}", "train.decay_fraction=0"] for n in (12, 24))
+    command = [ROOT / "train.py", folder / "config.yaml"]
+    assert run_script(*command, f"run.dir={tmp_path / 'whole'}", *longer).returncode == 0
+    assert run_script(*command, f"run.dir={tmp_path / 'parts'}", *short).returncode == 0
+    shutil.copytree(folder / "rows", tmp_path / "moved")
+    moved = f"data.path={tmp_path / 'moved'}"
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000012")
+    done = run_script(*command, f"run.dir={tmp_path / 'parts'}", *longer, moved)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from step 9" in done.stderr
+    assert_same_tensors(tmp_path / "whole", tmp_path / "parts", 24)
+    with (tmp_path / "moved" / "0.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    done = run_script(*command, f"run.dir={tmp_path / 'parts'}", *longer, moved, "train.max_steps=30")
+    assert done.returncode == 2
+    assert "has changed since the run in" in done.stderr
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (1, 4), (2, 1), (4, 2)])
+def test_samples_do_not_depend_on_ranks_and_workers(folder, tmp_path, size, workers):
+    buffer = f"data.buffer_tokens={4 * 6 * 4 * 32}"
+    options = [f"run.dir={tmp_path / 'run'}", f"data.num_workers={workers}", "train.parallel=ddp", buffer]
+    seen = run_ranks(size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), options)
+    trainer = trainer_of(folder, tmp_path / "other", buffer)
+    expected = [trainer.loader.batch(step)[0].tolist() for step in range(STEPS)]
+    trainer.batches.close()
+    rows = [list(itertools.chain(*parts)) for parts in zip(*seen, strict=True)]
+    assert [[list(row) for row in step] for step in rows] == expected
+
+
+@pytest.fixture(scope="module")
+def mixture(folder):
+    """A config that mixes two streams and a source that is tokenized first."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for key in ("source", "path", "buffer_tokens", "val_fraction"):
+        del config["data"][key]
+    config["data"]["sources"] = [
+        {"source": "tales", "max_documents": 60, "weight": 0.4, "buffer_tokens": BUFFER},
+        {"source": "pysource", "max_documents": 3, "val_fraction": 0.5324, "weight": {0: 0.2, 0.5: 0.4}},
+        {"source": "jsonl", "path": str(folder / "rows"), "weight": 0.4, "buffer_tokens": BUFFER, "max_tokens": 900},
+    ]
+    (folder / "mixture.yaml").write_text(yaml.safe_dump(config))
+    return folder / "mixture.yaml"
+
+
+def test_streams_in_a_mixture(mixture, tmp_path):
+    """Two runs that were interrupted are the same as one that was not; each source counts, until its budget ends."""
+    command, runs = [ROOT / "train.py", mixture], [tmp_path / "whole", tmp_path / "parts"]
+    done = run_script(*command, f"run.dir={runs[0]}")
+    assert done.returncode == 0, done.stderr
+    assert [line.split("; ")[1] for line in done.stderr.splitlines() if "%" in line and "; a stream" in line]
+    process = start_script(*command, f"run.dir={runs[1]}")
+    assert wait_for(lambda: last_step(runs[1]) >= 11, process)
+    process.kill()
+    process.wait()
+    assert run_script(*command, f"run.dir={runs[1]}").returncode == 0
+    assert_same_run(*runs, STEPS)
+    lines = [line for line in read_metrics(runs[0]) if "train_loss" in line]
+    assert any("train_loss/rows" in line for line in lines[:5])
+    assert not any("train_loss/rows" in line for line in lines[-5:])
+    assert sorted(path.name for path in (runs[0] / "streams").iterdir()) == ["rows", "tales"]
+
+
+def test_commands_on_a_config_and_a_run_with_a_stream(folder, whole, mixture, tmp_path):
+    run, _ = whole
+    done = run_script(ROOT / "scripts/eval.py", run, "--json")
+    assert done.returncode == 0, done.stderr
+    loss = json.loads(done.stdout)["losses"][0]["nats_per_token"]["mean"]
+    assert loss == pytest.approx(read_metrics(run)[-1]["val_loss"])
+    for config in (folder / "config.yaml", mixture):
+        done = run_script(ROOT / "scripts/plan.py", config)
+        assert done.returncode == 0, done.stderr
+        assert "epoch" not in done.stdout
+        page = tmp_path / "page.html"
+        done = run_script(ROOT / "scripts/data.py", config, "--step", 9, "--html", page)
+        assert done.returncode == 0, done.stderr
+    trainer = trainer_of(folder, tmp_path / "run")
+    ids = trainer.loader.sample_ids(9)
+    trainer.batches.close()
+    done = run_script(ROOT / "scripts/data.py", folder / "config.yaml", "--step", 9, "--html", page)
+    assert done.returncode == 0, done.stderr
+    assert f"jsonl, sequence {ids[0]:,}, epoch 0." in page.read_text()
+
+
+def test_an_error_in_the_text_saves_first(folder, tmp_path):
+    shutil.copytree(folder / "rows", tmp_path / "rows")
+    options = [f"run.dir={tmp_path / 'run'}", f"data.path={tmp_path / 'rows'}", "data.max_documents=44"]
+    command = [ROOT / "train.py", folder / "config.yaml", *options]
+    lines = (tmp_path / "rows" / "3.jsonl").read_text().splitlines()
+    process = start_script(*command, "train.save_every=null", "train.max_steps=100000")
+    assert wait_for(lambda: last_step(tmp_path / "run") >= 5, process)
+    (tmp_path / "rows" / "3.jsonl").write_text("\n".join([*lines[:5], "{broken"]))
+    assert process.wait() == 2
+    last = process.output()[1].splitlines()[-1]
+    assert "3.jsonl cannot be read: line 6 is not valid JSON" in last
+    assert f"saved step {checkpoint_steps(tmp_path / 'run')[-1]}" in last
+
+
+MISTAKES = [
+    (["data.buffer_tokens=1000"], "buffer_tokens=1000 of jsonl is too small for train.batch_size=4, data.seq_len=32"),
+    (["data.buffer_tokens=0"], "data.buffer_tokens"),
+    (["data.clean.min_characters=9"], "data.clean cannot be combined with buffer_tokens"),
+    (["data.shift_windows=true"], "data.shift_windows has no effect with buffer_tokens; remove it"),
+    (["data.source=text", "data.path=README.md"], "data.path=README.md is a single text; set it to null"),
+    (["data.path=none"], "data.path=none does not exist"),
+    (["data.column=x"], "data.column=x is not in row 0"),
+    (["data.sources=[{source: tales}]", "data.source=null", "data.path=null"], "buffer_tokens cannot be combined with"),
+    (
+        ["data.sources=[{source: tales, buffer_tokens: 9, max_epochs: 1}]", "data.source=null", "data.path=null",
+         "data.buffer_tokens=null"],
+        "max_epochs cannot be combined with buffer_tokens, as the size is unknown; set max_tokens",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=lambda x: x[0] if isinstance(x, list) else "")
+def test_mistakes_end_in_one_line(folder, tmp_path, overrides, message):
+    done = run_script(ROOT / "train.py", folder / "config.yaml", f"run.dir={tmp_path / 'run'}", *overrides)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (done.returncode, len(errors)) == (2, 1), done.stderr
+    assert message in errors[0]
+    assert not (tmp_path / "run").exists()
