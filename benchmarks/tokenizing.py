@@ -1,4 +1,4 @@
-"""Tokens per second of preparing a corpus, compared with tiktoken alone and with the library datasets."""
+"""Tokens per second of preparing a corpus or streaming it, compared with tiktoken alone and the library datasets."""
 
 import argparse
 import json
@@ -20,6 +20,25 @@ from thinker.data.corpus import prepare_corpus
 start = time.perf_counter()
 corpus = prepare_corpus(source="jsonl", path=file, tokenizer=tokenizer, cache_dir=folder, progress=False)
 seconds, tokens = time.perf_counter() - start, corpus.train.n_tokens + corpus.val.n_tokens
+""",
+    "stream": """
+from functools import partial
+from pathlib import Path
+import numpy as np
+from thinker.data.batches import PackedDataset
+from thinker.data.sources import open_source
+from thinker.data.stream_writer import StreamText
+from thinker.data.token_stream import TokenStream
+text = StreamText(open_source("jsonl", path=file), load_tokenizer(tokenizer), 0.05)
+pack = partial(PackedDataset, seq_len=1024, packing="contiguous")
+stream, window, start = TokenStream(Path(folder), text, 1 << 24, pack, False), 0, time.perf_counter()
+stream.open(0, True, True)
+while stream.epochs(window) < 1:  # every window once
+    for number in stream.order(np.arange(window, window + 64), (1,)).tolist():
+        stream.window(number)
+    window += 64
+seconds, tokens = time.perf_counter() - start, window * 1024
+stream.close()
 """,
     "tiktoken": """
 texts = [json.loads(line)["text"] for line in open(file)]  # not timed
@@ -77,7 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="JSON lines with a column text")
     parser.add_argument("--tokenizer", default="bpe:32768", help="BPE to train on the file, or a saved tokenizer")
     parser.add_argument("--repeats", type=int, default=3, help="timing rounds; medians are reported")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="what to time")
+    parser.add_argument(
+        "--sides", nargs="+", metavar="SIDE", choices=list(SIDES), default=list(SIDES), help="what to time"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -99,6 +99,7 @@ NEW_ROOMS = {
     "training/config_types.py",
     "training/data_page.py",
     "training/data_report.py",
+    "training/data_config.py",
     "training/fit.py",
     "training/kernels.py",
     "training/loss_plot.py",
@@ -177,7 +178,7 @@ def test_sizes():
     of_benchmarks = sum(n for path, n in lengths.items() if package(path) == "benchmarks" and path not in new_rooms)
     of_new_rooms = sum(lengths[path] for path in new_rooms)
     assert of_benchmarks <= 3480  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13507
+    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13466
     assert {path.name: n for path, n in lengths.items() if n > 350} == {}
 
 

@@ -8,6 +8,7 @@ from thinker.model import ThinkerConfig
 from thinker.runtime.errors import UserError
 from thinker.training import config_sections as sections
 from thinker.training.config_types import ConfigSection, Positive
+from thinker.training.data_config import DEFAULT_SEQ_LEN, DataConfig
 
 
 class Config(ConfigSection):
@@ -15,7 +16,7 @@ class Config(ConfigSection):
 
     run: sections.RunConfig = sections.RunConfig()
     model: sections.ModelConfig = sections.ModelConfig()
-    data: sections.DataConfig = sections.DataConfig()
+    data: DataConfig = DataConfig()
     optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
     train: sections.TrainConfig = sections.TrainConfig()
     tracking: sections.TrackingConfig = sections.TrackingConfig()
@@ -30,7 +31,7 @@ class Config(ConfigSection):
         if data.get("source") is None and data.get("sources") is None:
             data = {**data, "source": "tales"}
         max_seq_len = model.get("max_seq_len")
-        if isinstance(max_seq_len, int) and 2 <= max_seq_len < sections.DEFAULT_SEQ_LEN:
+        if isinstance(max_seq_len, int) and 2 <= max_seq_len < DEFAULT_SEQ_LEN:
             data = {"seq_len": max_seq_len, **data}
         if run.get("init_from") is not None:
             optimizer = {"name": "adamw", **optimizer}
@@ -109,7 +110,7 @@ class Settings(ConfigSection):
 
     run: sections.RunConfig
     model: Annotated[ThinkerConfig, BeforeValidator(lambda v: ThinkerConfig.from_dict(v) if isinstance(v, dict) else v)]
-    data: sections.DataConfig
+    data: DataConfig
     optimizer: sections.OptimizerConfig
     train: TrainSettings
     tracking: sections.TrackingConfig

@@ -4,7 +4,7 @@ from thinker.data.corpus import Corpus, find_corpus, prepare_corpus
 from thinker.data.mixed_corpus import find_mixture, prepare_mixture
 from thinker.data.tokenizer import Tokenizer
 from thinker.training.config import Config
-from thinker.training.config_sections import DataConfig
+from thinker.training.data_config import DataConfig
 
 
 def prepare_training_data(config: Config, tokenizer: Tokenizer | None = None) -> Corpus:
