@@ -14,6 +14,9 @@ class Numbers:
     def __init__(self, seconds=0.0):
         self.seconds, self.asked, self.dataset, self.bounds = seconds, [], self, [0, 1]
 
+    def close(self, is_finished=False):
+        pass
+
     def document_ids(self, inputs):
         return inputs + 1
 

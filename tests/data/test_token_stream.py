@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from training_runs import wait_for
 
 from thinker.data import rows
+from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
+from thinker.data.mixture import Mixture, MixtureSource
 from thinker.data.sources import open_source
 from thinker.data.stream_writer import BLOCKS, StreamClosed, StreamText
 from thinker.data.token_stream import TokenStream
@@ -150,14 +152,14 @@ def test_a_stream_has_the_training_split_in_order_and_again(folder, whole):
     options = {"tokenizer": BYTE, "val_fraction": VAL, "cache_dir": path / "cache", "progress": False}
     corpus = prepare_corpus(source="jsonl", path=str(folder / "jsonl"), **options)
     tokens = corpus.train.shards[0].tokens[:-1]
-    read = []
+    read, orders = [], []
     for block in stream.index.blocks:
         last = block.first_window + block.n_windows
         if last > len(windows):
             break
         places = stream.order(np.arange(block.first_window, last), KEY)
         assert sorted(places.tolist()) == list(range(block.first_window, last))
-        assert places.tolist() != sorted(places.tolist())
+        orders.append((places - block.first_window).tolist())
         ordered = [windows[block.first_window + i] for i in np.argsort(places)]
         inputs = np.concatenate([inputs[targets != IGNORE_INDEX] for inputs, targets in ordered])
         assert len(inputs) == block.n_tokens - 1
@@ -166,6 +168,7 @@ def test_a_stream_has_the_training_split_in_order_and_again(folder, whole):
         read.append(inputs)
     read = np.concatenate(read)
     assert len(read) > 2 * len(tokens)
+    assert len({tuple(order) for order in orders}) == len(orders) > len({len(order) for order in orders})  # all differ
     assert (read == np.resize(tokens, len(read))).all()
 
 
@@ -216,7 +219,10 @@ def test_damage_to_its_files_costs_time_but_no_bit(folder, whole, tmp_path_facto
             continue
         content = bytearray(file.read_bytes())
         at = int(part * len(content))
-        if how == "change" and file.suffix != ".jsonl" and content:
+        if how == "change" and file.suffix == ".jsonl":
+            lines = bytes(content).splitlines(keepends=True)
+            content = b"".join(lines[:bit] + lines[bit + 1 :])  # a line is lost
+        elif how == "change" and content:
             content[at] ^= 1 << bit
         file.write_bytes(content if how == "change" else content[:at])
     first = data.draw(st.integers(0, 320))
@@ -283,6 +289,19 @@ def test_packings_and_conversations(tmp_path, packing, kind):
     stream.close()
     assert (found[counts == 0] == 0).all()
     assert found / found.sum() == pytest.approx(counts / counts.sum(), abs=0.01)
+
+
+def test_two_streams_of_one_text_have_their_own_order(folder, tmp_path):
+    streams = {i: make_stream(tmp_path / str(i), source_of(folder, "jsonl"), packing="documents") for i in range(2)}
+    options = {"tokenizer": BYTE, "val_fraction": VAL, "cache_dir": tmp_path / "cache", "progress": False}
+    corpus = prepare_corpus(source="jsonl", path=str(folder / "jsonl"), **options)
+    dataset, mixture = PackedDataset(corpus.train, SEQ_LEN, "documents"), Mixture([MixtureSource({0: 0.5})] * 2)
+    loader = BatchLoader(dataset, 40, 1, mixture=mixture, bounds=[0, 1, 2], streams=streams)
+    loader.open(0, True, True)
+    ids = np.array(loader.sample_ids(0)).reshape(-1, 2).T
+    loader.close()
+    assert loader.sources(0) == [0, 1] * 20
+    assert sorted(ids[0]) != sorted(ids[1])
 
 
 def test_a_text_that_changes_is_an_error(tmp_path):
