@@ -29,10 +29,12 @@ from thinker.data.batches import PackedDataset
 from thinker.data.sources import open_source
 from thinker.data.stream_writer import StreamText
 from thinker.data.token_stream import TokenStream
-text = StreamText(open_source("jsonl", path=file), load_tokenizer(tokenizer), 0.05)
+ours = load_tokenizer(tokenizer)
+text = StreamText(open_source("jsonl", path=file), ours, 0.05)
 pack = partial(PackedDataset, seq_len=1024, packing="contiguous")
-stream, window, start = TokenStream(Path(folder), text, 1 << 24, pack, False), 0, time.perf_counter()
-stream.open(0, True, True)
+stream, window = TokenStream(Path(folder), lambda: text, ours, 1 << 24, pack, False), 0
+start = time.perf_counter()
+stream.write_from(0)
 while stream.epochs(window) < 1:  # every window once
     for number in stream.order(np.arange(window, window + 64), (1,)).tolist():
         stream.window(number)

@@ -25,7 +25,7 @@ class RunDirectory:
     def __init__(self, path: str | Path, writes: bool = True) -> None:
         self.path, self.writes = Path(path), writes
         self.config, self.metrics = self.path / "config.yaml", self.path / "metrics.jsonl"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints, self.streams = self.path / "checkpoints", self.path / "streams"
         self._lock = FileLock(self.path / ".lock", timeout=0)
         self._locked_file: os.stat_result | None = None
 

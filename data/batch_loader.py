@@ -39,11 +39,11 @@ class BatchLoader:
         self.bounds = np.array([0, len(dataset)] if bounds is None else bounds)
         self.streams = streams or {}
 
-    def open(self, step: int, is_new: bool, writes: bool) -> None:
-        """Begin to read streams at a step (from 0); `writes`: in this process. is_new: at the start of a new run."""
+    def write_streams(self, step: int) -> None:
+        """Begin to write streams in this process, for training that begins at a step (from 0)."""
         taken = self.mixture.taken(step * self.batch_size).tolist()
         for source, stream in self.streams.items():
-            stream.open(taken[source], is_new, writes)
+            stream.write_from(taken[source])
 
     def close(self, is_finished: bool = False) -> None:
         """End the threads of streams. is_finished: the run has ended, and needs their files no longer."""

@@ -1,7 +1,8 @@
 """Prefetching of batches in threads."""
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from thinker.data.batch_loader import BatchLoader
 from thinker.runtime.constants import IGNORE_INDEX
+
+POLL_SECONDS = 0.2  # between looks for an interruption
 
 
 class Batch(NamedTuple):
@@ -36,14 +39,22 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="batches")
         self._pending: dict[int, Future[Batch]] = {}
 
-    def batch(self, step: int) -> Batch:
-        """Return the batch of a step (from 0) and start to prepare the following batches."""
+    def batch(self, step: int, is_interrupted: Callable[[], bool] = lambda: False) -> Batch | None:
+        """Return the batch of a step (from 0) and start to prepare the following batches.
+
+        is_interrupted: asked while the batch is not there. If true, returns None instead of waiting for it.
+        """
         start = time.perf_counter()
-        batch = self._pending[step].result() if step in self._pending else self._make(step)
-        following = range(step + 1, step + 1 + self.num_workers)
-        self._pending = {s: self._pending.get(s) or self._pool.submit(self._make, s) for s in following}
+        steps = range(step, step + 1 + self.num_workers)
+        self._pending = {s: self._pending.get(s) or self._pool.submit(self._make, s) for s in steps}
+        future = self._pending[step]
+        while not future.done():
+            if is_interrupted():
+                return None
+            wait([future], timeout=POLL_SECONDS)
+        del self._pending[step]
         self.waited += time.perf_counter() - start
-        return batch
+        return future.result()
 
     def close(self, is_finished: bool = False) -> None:
         """Stop the threads. is_finished: the run has ended, and needs the files of streams no longer."""

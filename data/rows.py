@@ -14,6 +14,7 @@ from thinker.runtime.constants import FULL_DISK
 from thinker.runtime.errors import UserError, did_you_mean
 
 Row = tuple[dict[str, Any], float | None]  # a row, and the share of the file that has been read, if known
+NETWORK_LIBRARIES = ("aiohttp", "httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "urllib3")
 STATE_ROWS = 1000  # rows of a streamed dataset between the positions that it is asked for
 READERS = {"jsonl": jsonl.read_rows, "parquet": parquet.read_rows}
 
@@ -75,7 +76,9 @@ def _load_rows(
             for number, row in enumerate(rest, start[0] + 1):
                 yield row, number / len(loaded)
             return
-        state, n_skipped = start[1] or (loaded.state_dict(), 0)
+        known = (loaded.info.splits or {}).get(split or "train")
+        total, number = known and known.num_examples, start[0]
+        state, n_skipped = start[1] or (loaded.state_dict(), start[0])
         if start[1] is not None:
             loaded.load_state_dict(state)
         n_after = 0  # rows since `state`
@@ -85,11 +88,16 @@ def _load_rows(
             if n_skipped:
                 n_skipped -= 1
                 continue
-            yield row, None
+            number += 1
+            yield row, min(number / total, 1.0) if total else None
             if n_after >= STATE_ROWS:
                 state, n_after = loaded.state_dict(), 0
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(str(error) or type(error).__name__) from error
+    except Exception as error:  # those of the network libraries have no common class
+        if type(error).__module__.partition(".")[0] not in NETWORK_LIBRARIES:
+            raise
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def _load_saved(path: str) -> Any:

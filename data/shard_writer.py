@@ -136,6 +136,13 @@ class ShardWriter:
         self.digest.update(data)
         self.n_tokens += len(data) // self._dtype.itemsize
 
+    def discard(self) -> None:
+        """Remove the current shard, if any."""
+        if self._file is not None:
+            self._file.close()
+            os.unlink(self._file.name)
+            self._file = None
+
     def close(self) -> None:
         """Sync the current shard, if any, to disk and rename it."""
         if self._file is None:

@@ -121,23 +121,29 @@ def open_source(
         documents = partial(read_tables, source, files, column)
     if first_bytes is not None:
         content, n_documents = (*content, first_bytes), None
-    read = partial(_read, documents, bound, first_bytes)
+    read = partial(_read, documents, bound, first_bytes, [])
     return Source(source, _key(source, *content), read, n_documents=n_documents)
 
 
 def _read(
-    documents: Callable[[Start], Iterable[Document]], bound: int | None, first_bytes: int | None, start: Start = BEGIN
-) -> Iterator[Document]:
+    documents: Callable[[Start], Iterable[Document]], bound: int | None, first_bytes: int | None,
+    messages: list[str], start: Start = BEGIN,
+) -> Iterator[Document]:  # fmt: skip
     """Yield the documents from `start` to the bounds, with their numbers.
 
-    Prints a message if there are more than `bound`, because the config may come from someone else.
+    Prints a message once if there are more than `bound`, because the config may come from someone else.
+    messages: those that were printed.
     """
     number, n_bytes = start[0], 0
     for document in documents(start):
         if number == bound:
-            print(f"data.max_documents: using only the first {number:,} documents of the source", file=sys.stderr)
+            if not messages:
+                messages.append(f"data.max_documents: using only the first {number:,} documents of the source")
+                print(messages[0], file=sys.stderr)
             return
         document.number = number
+        if bound is not None:
+            document.share_read = max(document.share_read or 0.0, (number + 1) / bound)
         yield document
         number += 1
         if first_bytes is not None:

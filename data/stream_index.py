@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from bisect import bisect_right
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,9 +42,14 @@ class StreamIndex:
     def __init__(self, folder: Path) -> None:
         self.path, self.blocks = folder / INDEX, list[Block]()
         self._n_bytes = 0  # of the file that are read
+        self._lock = threading.Lock()
 
     def refresh(self) -> None:
         """Read the lines that were added to the file."""
+        with self._lock:
+            self._refresh()
+
+    def _refresh(self) -> None:
         try:
             with self.path.open("rb") as file:
                 file.seek(self._n_bytes)

@@ -75,7 +75,8 @@ class StreamText:
                 return documents
             if document.number >= number:
                 break
-        raise UserError(f"data.source={name}: document {number + 1:,} has changed since the run read it")
+        reason = f"document {number + 1:,} is not the one that the run has read last"
+        raise UserError(f"data.source={name}: {reason}; undo what has changed before it in the text")
 
 
 class StreamWriter:
@@ -130,8 +131,9 @@ class StreamWriter:
         return len(self.index.blocks) if block is None else block.number
 
     def has(self, number: int) -> bool:
-        """Whether a block is on disk."""
-        assert number >= self.block_in_use() - 1, "training has left the block behind"
+        """Whether a block is on disk. Raises BlockRemoved if it was removed."""
+        if number < self.block_in_use() - 1:
+            raise BlockRemoved
         return number in self._ready
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ class StreamWriter:
             self._is_closed = True
             self.changed.notify_all()
         if self._thread is not None:
-            self._thread.join(timeout=10)  # it may wait for a network
+            self._thread.join(timeout=2)  # it may wait for a network
 
     def _run(self, number: int) -> None:
         try:
@@ -167,19 +169,23 @@ class StreamWriter:
         n_documents = 0
         is_waited_for = number == self.block_in_use()
         name = f"tokenizing the {'first' if number == 0 else 'next'} part of {self.text.source.name}"
-        with tqdm(desc=name, total=self.block_tokens, unit=" tokens", unit_scale=True, leave=False,
-                  disable=not (self.progress and is_waited_for)) as bar:  # fmt: skip
-            for (_, document), (ids, loss_mask) in encoded:
-                if self._is_closed:
-                    raise StreamClosed
-                shard.add(ids, len(document.text.encode()), document.log_prob, loss_mask=loss_mask)
-                n_documents += 1
-                epoch += document.number <= last_number
-                last_number = document.number
-                bar.update(shard.n_tokens - bar.n)
-                if shard.n_tokens >= self.block_tokens:
-                    break
-        shard.close()
+        try:
+            with tqdm(desc=name, total=self.block_tokens, unit=" tokens", unit_scale=True, leave=False,
+                      disable=not (self.progress and is_waited_for)) as bar:  # fmt: skip
+                for (_, document), (ids, loss_mask) in encoded:
+                    if self._is_closed:
+                        raise StreamClosed
+                    shard.add(ids, len(document.text.encode()), document.log_prob, loss_mask=loss_mask)
+                    n_documents += 1
+                    epoch += document.number <= last_number
+                    last_number = document.number
+                    bar.update(shard.n_tokens - bar.n)
+                    if shard.n_tokens >= self.block_tokens:
+                        break
+            shard.close()
+        except BaseException:
+            shard.discard()  # so that a full disk does not stay full
+            raise
         path, is_new = block_path(self.folder, number), number == len(self.index.blocks)
         block = Block(
             number, self.index.n_windows if is_new else self.index.blocks[number].first_window,
@@ -218,6 +224,10 @@ class StreamWriter:
 
 class StreamClosed(Exception):
     """Ends the thread of a writer that was closed, and those that wait for it."""
+
+
+class BlockRemoved(Exception):
+    """Error for a block that training has left behind."""
 
 
 def _hash(document: Document) -> str:

@@ -15,7 +15,8 @@ from thinker.data.batches import PackedDataset
 from thinker.data.permutation import permute
 from thinker.data.shards import Shard, TokenShards
 from thinker.data.stream_index import BLOCK_NAME, Block, StreamIndex, block_path
-from thinker.data.stream_writer import BLOCKS, StreamClosed, StreamText, StreamWriter
+from thinker.data.stream_writer import BLOCKS, BlockRemoved, StreamClosed, StreamText, StreamWriter
+from thinker.data.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.05  # between looks for blocks that another process writes
 
@@ -27,40 +28,30 @@ class TokenStream:
     writes the blocks; others, which share the folder, wait for them.
 
     Args:
-        text: the text to read.
+        open_text: opens the text; called by the process that writes.
+        tokenizer: that of the text.
         buffer_tokens: about how many tokens are on disk at most.
         pack: makes the windows of a block.
         progress: show a bar while training waits for the first block.
     """
 
     def __init__(
-        self, folder: Path, text: StreamText, buffer_tokens: int, pack: Callable[[TokenShards], PackedDataset],
-        progress: bool = True,
+        self, folder: Path, open_text: Callable[[], StreamText], tokenizer: Tokenizer, buffer_tokens: int,
+        pack: Callable[[TokenShards], PackedDataset], progress: bool = True,
     ) -> None:  # fmt: skip
-        self.folder, self.text, self.buffer_tokens, self.pack, self.progress = (
-            folder,
-            text,
-            buffer_tokens,
-            pack,
-            progress,
-        )
+        self.folder, self.open_text, self.tokenizer, self.buffer_tokens = folder, open_text, tokenizer, buffer_tokens
+        self.pack, self.progress = pack, progress
         self.index = StreamIndex(folder)
         self._writer: StreamWriter | None = None
         self._lock = threading.Lock()
         self._open: dict[int, PackedDataset] = {}
         self._is_closed = False
 
-    def open(self, window: int, is_new: bool, writes: bool) -> None:
-        """Begin to read at a window, and with `writes` to write. is_new: remove what an earlier run has left."""
-        if not writes:
-            return
+    def write_from(self, window: int) -> None:
+        """Begin to write, in a thread, so that training can begin at a window. Continues what is in the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if is_new:
-            self.index.path.unlink(missing_ok=True)
-        block_tokens = self.buffer_tokens // BLOCKS
-        self._writer = StreamWriter(
-            self.folder, self.text, self.index, block_tokens, self._count_windows, self.progress
-        )
+        text, size = self.open_text(), self.buffer_tokens // BLOCKS
+        self._writer = StreamWriter(self.folder, text, self.index, size, self._count_windows, self.progress)
         self._writer.start(window)
 
     def close(self, is_finished: bool = False) -> None:
@@ -68,7 +59,10 @@ class TokenStream:
         self._is_closed = True
         if self._writer is not None:
             self._writer.close()
-            for path in self.folder.glob(f"{BLOCK_NAME}-*") if is_finished else ():
+        with self._lock:
+            self._open.clear()
+        if is_finished and self._writer is not None:
+            for path in self.folder.glob(f"{BLOCK_NAME}-*"):
                 path.unlink(missing_ok=True)
 
     def order(self, numbers: np.ndarray, key: Sequence[int]) -> np.ndarray:
@@ -87,15 +81,16 @@ class TokenStream:
         return windows
 
     def window(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, targets) of a window, each (T,) int64. Waits until its block is on disk."""
+        """(inputs, targets) of a window, each (T,) int64. Waits until its block is on disk.
+
+        Raises BlockRemoved for a window before the block that precedes the one in use.
+        """
         block = self._wait_for_block(window)
         with self._lock:
             if block.number not in self._open:
                 path = block_path(self.folder, block.number)
-                self._wait(path.exists if self._writer is None else lambda: self._writer.has(block.number))
+                self._wait(lambda: self._has(block.number))
                 self._open[block.number] = self._pack(path)
-                for number in sorted(self._open)[:-BLOCKS]:
-                    del self._open[number]
             dataset = self._open[block.number]
         return dataset.window(window - block.first_window)
 
@@ -104,6 +99,11 @@ class TokenStream:
         return self.index.epochs(n)
 
     def _wait_for_block(self, window: int) -> Block:
+        block = self.index.block_of(window)
+        number = len(self.index.blocks) if block is None else block.number
+        with self._lock:
+            for old in [old for old in self._open if old < number - 1]:
+                del self._open[old]  # before the writer removes its file, as the disk keeps files that are open
         if self._writer is not None:
             self._writer.want(window)
         self._wait(lambda: self.index.block_of(window) is not None)
@@ -123,8 +123,17 @@ class TokenStream:
             if self._writer.error is not None:
                 raise self._writer.error
 
+    def _has(self, number: int) -> bool:
+        """Whether a block is on disk. Raises BlockRemoved if it was removed."""
+        if self._writer is not None:
+            return self._writer.has(number)
+        is_there = block_path(self.folder, number).exists()
+        if not is_there and any(block_path(self.folder, number + n).exists() for n in range(1, BLOCKS)):
+            raise BlockRemoved
+        return is_there
+
     def _pack(self, path: Path) -> PackedDataset:
-        return self.pack(TokenShards([Shard.open(path, self.text.tokenizer)]))
+        return self.pack(TokenShards([Shard.open(path, self.tokenizer)]))
 
     def _count_windows(self, path: Path) -> int:
         return len(self._pack(path))

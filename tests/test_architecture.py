@@ -178,7 +178,7 @@ def test_sizes():
     of_benchmarks = sum(n for path, n in lengths.items() if package(path) == "benchmarks" and path not in new_rooms)
     of_new_rooms = sum(lengths[path] for path in new_rooms)
     assert of_benchmarks <= 3480  # they measure the toolkit, as tests do
-    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13466
+    assert sum(lengths.values()) - of_benchmarks - of_new_rooms <= 13497
     assert {path.name: n for path, n in lengths.items() if n > 350} == {}
 
 

@@ -99,7 +99,7 @@ def make_data_report(config: Config, step: int, n_sequences: int) -> DataReport:
     with tempfile.TemporaryDirectory() as folder:
         streams = make_streams(config, corpus, pack, Path(folder))
         loader = make_loader(config, corpus, pack(corpus.train), streams)
-        loader.open(0, is_new=True, writes=True)
+        loader.write_streams(0)
         try:
             sequences = list(_sequences(corpus, loader, list(parts), step, n_sequences))
         finally:

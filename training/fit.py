@@ -91,7 +91,9 @@ def advise_on_fit(fit: Fit, remedy: str) -> list[str]:
 
 
 def format_epochs(epochs: float) -> str:
-    """Format a number of epochs, such as "0.37 epochs", "1 epoch" or "120 epochs"."""
+    """Format a number of epochs, such as "0.37 epochs", "1 epoch" or "120 epochs". 0: an unknown share of the text."""
+    if epochs == 0:
+        return "less than 1 epoch"
     number = f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}"
     return f"{number} epoch{'' if number == '1' else 's'}"
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from thinker.data.batch_loader import BatchLoader
+from thinker.data.stream_writer import BlockRemoved
 from thinker.data.tokenizer import Tokenizer
 from thinker.model import Thinker
 from thinker.model.lora import RANK_OF, add_lora
@@ -21,7 +22,8 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
 
     Returns "samples": id, loss (nats per token), gradient norm and first characters of each sample;
     "first_not_finite": the first module with a non-finite output; "gradients_not_finite": the parameters with a
-    non-finite gradient; "largest_weight": [name, absolute value]. Non-finite numbers become None.
+    non-finite gradient; "largest_weight": [name, absolute value]. Non-finite numbers become None. Samples of a stream
+    that was read long before are left out.
     """
     copy = unwrapped_copy(model)
     samples: list[dict[str, Any]] = []
@@ -36,7 +38,10 @@ def diagnose(model: Thinker, loader: BatchLoader, tokenizer: Tokenizer, step: in
     for name, module in copy.named_modules():
         module.register_forward_hook(partial(record_nonfinite, name or "loss"))
     for row, sample_id in enumerate(loader.sample_ids(step)):
-        inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
+        try:
+            inputs, targets = loader.batch(step, slice(row, row + 1))  # (1, T)
+        except BlockRemoved:
+            break  # the step was long ago, and its text is no longer on the disk
         document_ids = loader.dataset.document_ids(inputs)
         document_ids = None if document_ids is None else document_ids.to(model.device)
         loss_sum, n_targets = copy(inputs.to(model.device), targets=targets.to(model.device), document_ids=document_ids)

@@ -2,7 +2,6 @@
 
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -94,8 +93,6 @@ def build_trainer(config: Config, dist: DistContext = SINGLE_PROCESS) -> Trainer
     checkpoints = CheckpointManager(
         run.checkpoints, train.keep_last, train.keep_every, train.async_save, cpu_share, dist, train.save_sharded
     )
-    batches.loader.open(state.step, is_new=folder is None, writes=dist.is_main)
-    dist.broadcast_object(None)  # other ranks wait until old blocks of streams are removed
     trainer = Trainer(settings, step, state, run, corpus, batches, evaluator, checkpoints, tracker, memory, dist, saved)
     if not trainer.is_finished:
         run.write_config(settings.model_dump(mode="json"))
@@ -113,7 +110,7 @@ def build_batches(
     data, train = settings.data, settings.train
     masking = {"document_masking": data.document_masking, "prefix_len": settings.model.prefix}
     pack = partial(PackedDataset, seq_len=data.seq_len, packing=data.packing, **masking)
-    streams = make_streams(settings, corpus, pack, Path(settings.run.dir), progress=dist.is_main)
+    streams = make_streams(settings, corpus, pack, RunDirectory(settings.run.dir).streams, progress=dist.is_main)
     loader = make_loader(settings, corpus, pack(corpus.train), streams)
     n_rows = train.batch_size // dist.world_size
     rows = slice(dist.rank * n_rows, (dist.rank + 1) * n_rows)

@@ -16,6 +16,7 @@ from thinker.model import Thinker, ThinkerConfig
 ALPHA = 0.34  # exponent of parameters
 BETA = 0.28  # exponent of distinct text
 GAMMA = 0.35  # exponent of training tokens
+SMALLEST_SHARE = 1e-9  # of the text, for runs that have read an unknown share of it
 IRREDUCIBLE_BITS_PER_BYTE = 0.55  # E: the loss that no model of such text goes below
 BALANCED_TOKENS_PER_PARAMETER = 20  # where time and size help equally (Hoffmann et al. 2022, arXiv:2203.15556)
 FACTOR = 2  # by which time, text or parameters grow
@@ -42,12 +43,14 @@ def predict_loss_changes(
     Args:
         val_loss, train_loss: in nats per token.
         bits_per_byte: the validation loss in bits per byte of text.
-        n_parameters: outside embeddings. n_tokens: processed in training. epochs: passes over the training text.
+        n_parameters: outside embeddings. n_tokens: processed in training.
+        epochs: passes over the training text; 0 if it is only known that there was less than one.
 
     Returns None if the loss is not above the assumed irreducible loss.
     """
     if bits_per_byte <= IRREDUCIBLE_BITS_PER_BYTE:
         return None
+    epochs = max(epochs, SMALLEST_SHARE)
     reducible = val_loss * (1 - IRREDUCIBLE_BITS_PER_BYTE / bits_per_byte)
     text = min(max(val_loss - train_loss, 0.0), reducible)
     # At equal compute N S, both terms move away from the balance: N by balance**-0.5, S by balance**0.5.

@@ -67,7 +67,7 @@ class MixedSource(TextSource):
 
     source: str
     """Source of the text, as in data.source."""
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
+    name: Annotated[str, Field(pattern=r"^[\w-][\w.-]*$")] | None = None
     """Name in messages and metrics. null: the name of the file, folder or dataset, or else of the source."""
     weight: float | dict[float, float] = 1.0
     """Share of the training tokens, relative to the other sources; or several, by the fraction of the run at which they

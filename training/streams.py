@@ -1,18 +1,22 @@
 """Sources of a config that are tokenized while they are trained on."""
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import Corpus
 from thinker.data.shards import TokenShards
 from thinker.data.sources import open_source
+from thinker.data.stream_index import HEAD_BYTES
 from thinker.data.stream_writer import BLOCKS, StreamText
 from thinker.data.token_stream import TokenStream
+from thinker.data.tokenizer import Tokenizer
 from thinker.runtime.errors import UserError
 from thinker.training.config import Config, Settings
-
-STREAMS = "streams"  # the folder in the run directory
+from thinker.training.source_config import TextSource
 
 
 def make_streams(
@@ -40,12 +44,22 @@ def make_streams(
         if source.buffer_tokens < least:
             raise UserError(
                 f"buffer_tokens={source.buffer_tokens} of {name} is too small for train.batch_size={train.batch_size}, "
-                f"data.seq_len={data.seq_len} and data.num_workers={data.num_workers}; use at least {least}"
+                f"data.seq_len={data.seq_len} and data.num_workers={data.num_workers}; use at least {least}, or lower "
+                "data.num_workers"
             )
         options = data.corpus_options(source)
-        opened = open_source(seed=seed, **source.source_options())
-        text = StreamText(
-            opened, corpus.tokenizer, options["val_fraction"], options.get("val_tokens"), options["assistant_only_loss"]
-        )
-        streams[number] = TokenStream(folder / STREAMS / name, text, source.buffer_tokens, pack, progress)
+        head = list(corpus.parts.values())[number] if corpus.parts else corpus
+        n_tokens = head.train.n_tokens + head.val.n_tokens
+        if head.train.n_bytes + head.val.n_bytes < HEAD_BYTES and n_tokens < source.buffer_tokens and progress:
+            remedy = "without buffer_tokens, it is tokenized once, and each epoch has a new order"
+            print(f"advice: all {n_tokens:,} tokens of {name} fit into its buffer; {remedy}", file=sys.stderr)
+        open_text = partial(_open_text, options, source, corpus.tokenizer, seed)
+        streams[number] = TokenStream(folder / name, open_text, corpus.tokenizer, source.buffer_tokens, pack, progress)
     return streams
+
+
+def _open_text(options: dict[str, Any], source: TextSource, tokenizer: Tokenizer, seed: int) -> StreamText:
+    opened = open_source(seed=seed, **source.source_options())
+    return StreamText(
+        opened, tokenizer, options["val_fraction"], options.get("val_tokens"), options["assistant_only_loss"]
+    )

@@ -61,6 +61,11 @@ class Trainer:
         self.model, self.device, self.loader = self.step.model, self.step.device, self.batches.loader
         self.signal_handler = SignalHandler(together=self.dist.world_size > 1)
         self.logged = (self.state.elapsed_s, self.state.tokens, 0.0)  # at the last logged line, with the seconds waited
+        if self.is_finished:
+            return
+        if self.dist.is_main:
+            self.loader.write_streams(self.state.step)
+        self.dist.broadcast_object(None)  # the other ranks read only after old blocks of streams were removed
         self.sync_step()
 
     @property
@@ -144,18 +149,24 @@ class Trainer:
         is_log_step = state.step % self.settings.train.log_every == 0
         if is_log_step:
             self.read_losses()  # waits for the device
-        self.sync_step(started)
-        if is_log_step:
-            self.log_steps(multiplier)
+        try:
+            self.sync_step(started)
+        except UserError:  # of a stream, after which the run is saved
+            state.elapsed_s += time.perf_counter() - started
+            raise
+        finally:
+            if is_log_step:
+                self.log_steps(multiplier)
         self.bar.update(self.progress() - self.bar.n)
 
     def sync_step(self, started: float | None = None) -> None:
         """Fetch the next batch; share its number of targets, the time since `started`, and signals with all ranks."""
-        batch = self.batches.batch(self.state.step)
+        is_alone = self.dist.world_size == 1  # then a signal need not wait for the text of a stream
+        batch = self.batches.batch(self.state.step, lambda: bool(is_alone and self.signal_handler.number))
         elapsed = self.state.elapsed_s + (0.0 if started is None else time.perf_counter() - started)
-        values = self.dist.all_gather_scalars(batch.n_targets, elapsed, self.signal_handler.number)
+        values = self.dist.all_gather_scalars(batch.n_targets if batch else 0, elapsed, self.signal_handler.number)
         n_targets, elapsed_s, signals = zip(*values)
-        self.batch = batch._replace(n_targets=int(sum(n_targets)))
+        self.batch = batch and batch._replace(n_targets=int(sum(n_targets)))
         self.state.elapsed_s, self.signal = elapsed_s[0], int(max(signals))
 
     @property

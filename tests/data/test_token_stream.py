@@ -1,5 +1,7 @@
 """Streams: sources read from any document, and blocks of tokens that are written ahead and removed behind."""
 
+import contextlib
+import errno
 import gzip
 import json
 import os
@@ -8,6 +10,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +23,9 @@ from thinker.data import rows
 from thinker.data.batch_loader import BatchLoader
 from thinker.data.batches import PackedDataset
 from thinker.data.corpus import prepare_corpus
+from thinker.data.document import MissingData
 from thinker.data.mixture import Mixture, MixtureSource
+from thinker.data.shard_writer import ShardWriter
 from thinker.data.sources import open_source
 from thinker.data.stream_writer import BLOCKS, StreamClosed, StreamText
 from thinker.data.token_stream import TokenStream
@@ -106,13 +111,15 @@ def test_a_source_begins_at_any_document(folder, name, monkeypatch):
 
 
 def make_stream(path, source, buffer_tokens=BUFFER, packing="contiguous", **options):
-    text = StreamText(source, options.pop("tokenizer", BYTE), VAL, **options)
-    return TokenStream(path, text, buffer_tokens, partial(PackedDataset, seq_len=SEQ_LEN, packing=packing), False)
+    tokenizer = options.pop("tokenizer", BYTE)
+    text = StreamText(source, tokenizer, VAL, **options)
+    pack = partial(PackedDataset, seq_len=SEQ_LEN, packing=packing)
+    return TokenStream(path, lambda: text, tokenizer, buffer_tokens, pack, False)
 
 
-def open_stream(path, source, window=0, is_new=True, **options):
+def open_stream(path, source, window=0, **options):
     stream = make_stream(path, source, **options)
-    stream.open(window, is_new, True)
+    stream.write_from(window)
     return stream
 
 
@@ -128,7 +135,13 @@ def assert_same_windows(left, right):
 
 
 def blocks_on_disk(path):
-    return sorted(int(file.stem[-5:]) for file in path.glob("block-*.t*"))
+    """Numbers of the blocks that take space: those in the folder, and removed ones that are still open."""
+    names = {file.name for file in path.glob("block-*.t*")}
+    for file in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(file)
+            names |= {Path(target).name} if target.startswith(str(path)) else set()
+    return sorted({int(name[6:11]) for name in names if ".t" in name})
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +207,8 @@ def test_a_stream_continues_anywhere(folder, whole, name, tmp_path, monkeypatch)
     monkeypatch.setattr(rows, "STATE_ROWS", 7)
     windows, source = whole[0], source_of(folder, name)
     parts = [(0, 3), (3, 500), (490, 600), (2, 40), (1000, 1100), (1900, 1905), (600, 640)]
-    for number, (first, end) in enumerate(parts):
-        stream = open_stream(tmp_path, source, first, is_new=number == 0)
+    for first, end in parts:
+        stream = open_stream(tmp_path, source, first)
         assert_same_windows(read_windows(stream, first, end), windows[first:end])
         stream.close()
         assert len(blocks_on_disk(tmp_path)) <= BLOCKS
@@ -226,7 +239,7 @@ def test_damage_to_its_files_costs_time_but_no_bit(folder, whole, tmp_path_facto
             content[at] ^= 1 << bit
         file.write_bytes(content if how == "change" else content[:at])
     first = data.draw(st.integers(0, 320))
-    stream = open_stream(path, source_of(folder, "jsonl"), first, is_new=False)
+    stream = open_stream(path, source_of(folder, "jsonl"), first)
     assert_same_windows(read_windows(stream, first, first + 60), windows[first : first + 60])
     stream.close()
     shutil.rmtree(path)
@@ -241,10 +254,9 @@ def test_a_process_that_only_reads_waits_for_the_writer(folder, whole, tmp_path)
         for number in range(200):
             read.extend(read_windows(reader, number, number + 1))
 
-    reader.open(0, True, False)
     thread = threading.Thread(target=read_on)
     thread.start()
-    writer.open(0, True, True)
+    writer.write_from(0)
     for number in range(200):
         read_windows(writer, number, number + 1)
         assert wait_for(lambda number=number: len(read) > number - 30)
@@ -297,7 +309,7 @@ def test_two_streams_of_one_text_have_their_own_order(folder, tmp_path):
     corpus = prepare_corpus(source="jsonl", path=str(folder / "jsonl"), **options)
     dataset, mixture = PackedDataset(corpus.train, SEQ_LEN, "documents"), Mixture([MixtureSource({0: 0.5})] * 2)
     loader = BatchLoader(dataset, 40, 1, mixture=mixture, bounds=[0, 1, 2], streams=streams)
-    loader.open(0, True, True)
+    loader.write_streams(0)
     ids = np.array(loader.sample_ids(0)).reshape(-1, 2).T
     loader.close()
     assert loader.sources(0) == [0, 1] * 20
@@ -310,26 +322,26 @@ def test_a_text_that_changes_is_an_error(tmp_path):
     for i, text in enumerate(texts(300)):
         (tmp_path / "texts" / f"{i:04d}").write_text(text)
     windows = []
-    for number, first in enumerate((0, 120)):
-        stream = open_stream(tmp_path / "stream", open_source("text", path=str(tmp_path / "texts")), first, number == 0)
+    for first in (0, 120):
+        stream = open_stream(tmp_path / "stream", open_source("text", path=str(tmp_path / "texts")), first)
         windows += read_windows(stream, first, first + 60)
         stream.close()
     for file in (tmp_path / "stream").glob("block-*"):
         file.unlink()
     os.rename(tmp_path / "texts" / "0000", tmp_path / "texts" / "00000")  # no change of the order
-    stream = open_stream(tmp_path / "stream", open_source("text", path=str(tmp_path / "texts")), 120, False)
+    stream = open_stream(tmp_path / "stream", open_source("text", path=str(tmp_path / "texts")), 120)
     assert_same_windows(read_windows(stream, 120, 180), windows[60:])
     stream.close()
     last = json.loads((tmp_path / "stream" / "blocks.jsonl").read_text().splitlines()[-1])
     (tmp_path / "texts" / f"{last['last'][0]:04d}").write_text("another text")
-    stream = open_stream(tmp_path / "stream", open_source("text", path=str(tmp_path / "texts")), 100_000, False)
-    with pytest.raises(UserError, match=f"document {last['last'][0] + 1} has changed since the run read it"):
+    stream = open_stream(tmp_path / "stream", open_source("text", path=str(tmp_path / "texts")), 100_000)
+    with pytest.raises(UserError, match=f"document {last['last'][0] + 1} is not the one that the run has read"):
         read_windows(stream, 100_000, 100_001)
     stream.close()
     for file in (tmp_path / "stream").glob("block-*"):
         file.unlink()
     (tmp_path / "texts" / "0001").write_text("another text")
-    stream = open_stream(tmp_path / "stream", open_source("text", path=str(tmp_path / "texts")), 0, False)
+    stream = open_stream(tmp_path / "stream", open_source("text", path=str(tmp_path / "texts")), 0)
     with pytest.raises(UserError, match="the text has changed since the run read it"):
         read_windows(stream, 0, 1)
     stream.close()
@@ -346,10 +358,52 @@ def test_a_place_that_the_library_lost_is_found_by_reading_again(folder, whole, 
     for line in lines:
         line["last"][1] = lines[0]["last"][1]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    stream = open_stream(tmp_path, source, 290, is_new=False)
+    stream = open_stream(tmp_path, source, 290)
     assert_same_windows(read_windows(stream, 290, 400), whole[0][290:400])
     stream.close()
     assert "documents again to find the place" in capsys.readouterr().err
+
+
+def test_a_full_disk_loses_the_unfinished_block(folder, tmp_path, monkeypatch):
+    """Otherwise it would stay full."""
+    added, add = [], ShardWriter.add
+
+    def add_until_full(*args, **options):
+        added.append(1)
+        if len(added) == 60:
+            raise OSError(errno.ENOSPC, "no space left")
+        add(*args, **options)
+
+    monkeypatch.setattr(ShardWriter, "add", add_until_full)
+    stream = open_stream(tmp_path, source_of(folder, "jsonl"))
+    with pytest.raises(OSError, match="no space left"):
+        read_windows(stream, 0, 500)
+    stream.close()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_errors_of_network_libraries_are_those_of_missing_data(folder, monkeypatch):
+    """They are no OSErrors; those of our own code keep their traceback."""
+    import datasets
+
+    for module, expected in (("httpx2", MissingData), ("thinker", RuntimeError)):
+        kind = type("ReadTimeout", (RuntimeError,), {"__module__": module})
+
+        def load(*args, kind=kind, **options):
+            raise kind("too slow")
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+        with pytest.raises(expected, match="too slow"):
+            list(source_of(folder, "streamed").documents())
+
+
+def test_a_bound_is_reported_once(folder, tmp_path, capsys):
+    stream = open_stream(tmp_path, source_of(folder, "bounded"))
+    read_windows(stream, 0, 1500)
+    stream.close()
+    assert stream.index.blocks[-1].epoch >= 2
+    assert 0.9 < max(block.share for block in stream.index.blocks) <= 1
+    assert capsys.readouterr().err.count("using only the first 210 documents") == 1
 
 
 def test_an_error_in_the_text_reaches_the_reader(tmp_path):
@@ -364,7 +418,7 @@ def test_an_error_in_the_text_reaches_the_reader(tmp_path):
     stream.close()
     write_rows(tmp_path / "b.jsonl", ["x"])
     source = open_source("jsonl", path=str(tmp_path / "b.jsonl"))
-    stream = TokenStream(tmp_path / "b", StreamText(source, BYTE, 0.9999), BUFFER, None, False)
-    stream.open(0, True, True)
+    stream = TokenStream(tmp_path / "b", lambda: StreamText(source, BYTE, 0.9999), BYTE, BUFFER, None, False)
+    stream.write_from(0)
     with pytest.raises(UserError, match="the train split is empty"):
         stream.order(np.array([0]), KEY)

@@ -305,6 +305,7 @@ MISTAKES = [
     (["data.path=x"], "data.path cannot be combined with data.sources; remove it, or set it in one of the sources"),
     (["data.source=tales"], "data.source cannot be combined with data.sources"),
     (["data.sources.0.name=a/b"], "data.sources.0.name is 'a/b'; it must be letters, digits, dots, _ and -"),
+    (["data.sources.0.name=.."], "data.sources.0.name is '..'; it must be letters, digits, dots, _ and -"),
     (["data.sources.0.name=code"], "data.sources has two sources called code; give one of them another name"),
     (["train.max_steps=null", "train.max_minutes=1"], "weights that change, which need train.max_steps; set it"),
     (["data.sources.0.source=tael"], "tael in data.sources: data.source=tael: choose from tales"),

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
+import threading
 import time
 
 import pytest
@@ -22,6 +24,7 @@ from training_runs import (
     wait_for,
 )
 
+from thinker.data import jsonl, rows
 from thinker.training.config_file import load_config
 from thinker.training.run import build_trainer
 
@@ -177,6 +180,95 @@ def test_commands_on_a_config_and_a_run_with_a_stream(folder, whole, mixture, tm
     assert f"jsonl, sequence {ids[0]:,}, epoch 0." in page.read_text()
 
 
+def test_a_run_that_reads_a_part_of_an_unknown_whole(folder, tmp_path):
+    """A streamed dataset without a known size: the summary does not know the share that was read."""
+    options = ["data.source=hub", "train.max_steps=8", f"run.dir={tmp_path / 'run'}"]
+    done = run_script(ROOT / "train.py", folder / "config.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    assert "after less than 1 epoch" in done.stdout
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    again = run_script(ROOT / "train.py", folder / "config.yaml", *options)
+    assert again.returncode == 0, again.stderr
+    assert "is finished" in again.stderr
+    assert sorted(path.name for path in (tmp_path / "run").rglob("*")) == before  # nothing was read
+
+
+def test_a_finished_run_does_not_need_its_text(folder, tmp_path):
+    shutil.copytree(folder / "rows", tmp_path / "rows")
+    options = [f"data.path={tmp_path / 'rows'}", "train.max_steps=4", f"run.dir={tmp_path / 'run'}"]
+    assert run_script(ROOT / "train.py", folder / "config.yaml", *options).returncode == 0
+    shutil.rmtree(tmp_path / "rows")
+    done = run_script(ROOT / "train.py", folder / "config.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    done = run_script(ROOT / "train.py", folder / "config.yaml", *options, "train.max_steps=8")
+    assert done.returncode == 2
+    assert f"data.path={tmp_path / 'rows'} does not exist" in done.stderr.splitlines()[-1]
+
+
+def test_a_text_that_fits_into_the_buffer(folder, tmp_path):
+    options = ["data.buffer_tokens=40000", "train.max_steps=2", f"run.dir={tmp_path / 'run'}"]
+    done = run_script(ROOT / "train.py", folder / "config.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    assert "tokens of jsonl fit into its buffer; without buffer_tokens, it is tokenized once" in done.stderr
+
+
+def test_a_run_that_starts_over_leaves_no_blocks(folder, tmp_path):
+    options = [f"run.dir={tmp_path / 'run'}", "train.save_every=null", "train.max_steps=100000"]
+    process = start_script(ROOT / "train.py", folder / "config.yaml", *options)
+    assert wait_for(lambda: last_step(tmp_path / "run") >= 5, process)
+    process.kill()
+    process.wait()
+    assert list((tmp_path / "run" / "streams" / "jsonl").glob("block-*"))
+    done = run_script(ROOT / "train.py", folder / "config.yaml", options[0], "data.buffer_tokens=null")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "run" / "streams").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_not_finite_is_reported_after_its_block_is_gone(folder, tmp_path, ranks):
+    options = ["optimizer.name=adamw", "optimizer.lr=5e37", "train.warmup_steps=0", "train.eval_every=null",
+               "train.save_every=null", "train.log_every=30", f"run.dir={tmp_path / 'run'}"]  # fmt: skip
+    if ranks == 1:
+        done = run_script(ROOT / "train.py", folder / "config.yaml", *options)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith("error: step 2: loss nan")
+    else:
+        with pytest.raises(AssertionError, match="step 2: loss nan"):
+            run_ranks(2, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), options)
+    report = json.loads((tmp_path / "run" / "nonfinite-step-00000002.json").read_text())
+    assert report["samples"] == []
+    assert len(report["sample_ids"]) == 4
+
+
+def test_a_signal_does_not_wait_for_the_text(folder, tmp_path, monkeypatch):
+    """Of a source that hangs, here in the second epoch: the step that is done is saved."""
+    hangs, waits, ends, read_rows = threading.Event(), threading.Event(), threading.Event(), jsonl.read_rows
+    read = []
+
+    def read_until_it_hangs(path):
+        if threading.current_thread().name == "stream":
+            read.append(path)
+            if len(read) > len(set(read)) + 1:
+                hangs.set()
+                ends.wait()
+        yield from read_rows(path)
+
+    def send_signal():
+        hangs.wait()
+        waits.clear()
+        waits.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setitem(rows.READERS, "jsonl", read_until_it_hangs)
+    trainer = trainer_of(folder, tmp_path / "run", "train.max_steps=1000", "train.save_every=null")
+    make_batch = trainer.batches.batch
+    trainer.batches.batch = lambda step, is_interrupted: make_batch(step, lambda: waits.set() or is_interrupted())
+    threading.Thread(target=send_signal).start()
+    assert trainer.train() == 128 + signal.SIGTERM
+    ends.set()
+    assert checkpoint_steps(tmp_path / "run") == [last_step(tmp_path / "run")]
+
+
 def test_an_error_in_the_text_saves_first(folder, tmp_path):
     shutil.copytree(folder / "rows", tmp_path / "rows")
     options = [f"run.dir={tmp_path / 'run'}", f"data.path={tmp_path / 'rows'}", "data.max_documents=44"]
@@ -188,7 +280,9 @@ def test_an_error_in_the_text_saves_first(folder, tmp_path):
     assert process.wait() == 2
     last = process.output()[1].splitlines()[-1]
     assert "3.jsonl cannot be read: line 6 is not valid JSON" in last
-    assert f"saved step {checkpoint_steps(tmp_path / 'run')[-1]}" in last
+    (step,) = checkpoint_steps(tmp_path / "run")
+    assert f"saved step {step}" in last
+    assert last_step(tmp_path / "run") == step
 
 
 MISTAKES = [
