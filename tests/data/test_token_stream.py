@@ -140,7 +140,8 @@ def blocks_on_disk(path):
     for file in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             target = os.readlink(file)
-            names |= {Path(target).name} if target.startswith(str(path)) else set()
+            if target.startswith(str(path)) and target.endswith(" (deleted)"):
+                names.add(Path(target).name)
     return sorted({int(name[6:11]) for name in names if ".t" in name})
 
 

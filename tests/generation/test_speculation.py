@@ -95,7 +95,7 @@ def test_speculation_samples_the_same_tokens_as_plain_decoding():
         prompts, speculate = data.draw(PROMPTS), data.draw(st.integers(1, 8))
         params = [data.draw(PARAMS) for _ in prompts]
         plain = make_generator(seed, shape, "none").generate(prompts, params)
-        for name in ("lookup", *[(), ("other",), ("itself",)][speculate % 3]):
+        for name in ("lookup", *[("itself",), ("other",), ("itself",)][speculate % 3]):
             generator = make_generator(seed, shape, name)
             generator.speculate = speculate
             speculated = generator.generate(prompts, params)
@@ -112,10 +112,10 @@ def test_speculation_samples_the_same_tokens_as_plain_decoding():
     check()
     # Else there was nothing to test.
     for name in ("lookup", "other", "itself"):
-        assert tally[name] > 20
+        assert tally[name] > 5
         assert accepting[name] > 2
-    assert tally["lookup", "refused"] > 20
-    assert tally["other", "refused"] > 20
+    assert tally["lookup", "refused"] > 5
+    assert tally["other", "refused"] > 5
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "itself"])
