@@ -57,6 +57,7 @@ def _load_rows(
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # we report its errors
     datasets.disable_progress_bars()
     is_saved = any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    n_after = 0  # rows since the last state of the dataset
     try:
         loaded = _load_saved(path) if is_saved else None
         if isinstance(loaded, datasets.DatasetDict):
@@ -81,7 +82,6 @@ def _load_rows(
         state, n_skipped = start[1] or (loaded.state_dict(), start[0])
         if start[1] is not None:
             loaded.load_state_dict(state)
-        n_after = 0  # rows since `state`
         for row in loaded:
             positions[:] = [(state, n_after)]
             n_after += 1
@@ -94,6 +94,10 @@ def _load_rows(
                 state, n_after = loaded.state_dict(), 0
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(str(error) or type(error).__name__) from error
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        if start[1] is None or n_after:
+            raise
+        raise ValueError("the library datasets does not understand the position that it has reported") from error
     except Exception as error:  # those of the network libraries have no common class
         if type(error).__module__.partition(".")[0] not in NETWORK_LIBRARIES:
             raise

@@ -117,7 +117,7 @@ class StreamWriter:
         self._thread.start()
 
     def want(self, window: int) -> None:
-        """Say that training needs the windows up to this one. Raises the error that ended the thread, if any."""
+        """Request the blocks up to that of a window. Raises the error that ended the thread, if any."""
         with self.changed:
             if window > self._wanted:
                 self._wanted = window

@@ -23,7 +23,7 @@ def make_streams(
     settings: Config | Settings, corpus: Corpus, pack: Callable[[TokenShards], PackedDataset], folder: Path,
     progress: bool = True,
 ) -> dict[int, TokenStream]:  # fmt: skip
-    """The sources with buffer_tokens as streams, by number. Nothing is read before BatchLoader.open().
+    """The sources with buffer_tokens as streams, by number. Nothing is read before write_streams().
 
     Args:
         corpus: the start of each source, with the tokenizer.

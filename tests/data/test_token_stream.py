@@ -10,6 +10,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -204,7 +205,7 @@ def test_a_finished_stream_leaves_only_its_record(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["jsonl", "gzip", "parquet", "text", "streamed", "downloaded", "saved"])
 def test_a_stream_continues_anywhere(folder, whole, name, tmp_path, monkeypatch):
-    """Ahead of what is recorded, in the blocks on disk, and in blocks that were removed long ago."""
+    """Beyond what is recorded, in the blocks on disk, and in blocks that were removed long ago."""
     monkeypatch.setattr(rows, "STATE_ROWS", 7)
     windows, source = whole[0], source_of(folder, name)
     parts = [(0, 3), (3, 500), (490, 600), (2, 40), (1000, 1100), (1900, 1905), (600, 640)]
@@ -302,6 +303,39 @@ def test_packings_and_conversations(tmp_path, packing, kind):
     stream.close()
     assert (found[counts == 0] == 0).all()
     assert found / found.sum() == pytest.approx(counts / counts.sum(), abs=0.01)
+
+
+@pytest.mark.parametrize("state", [{"x": 1}, {"examples_iterable": {"type": "Other"}, "epoch": 0}, [], "x"])
+def test_a_position_of_another_version_of_the_library(folder, whole, tmp_path, state):
+    """The place is found by reading, as if the library had lost it."""
+    source = source_of(folder, "streamed")
+    stream = open_stream(tmp_path, source)
+    read_windows(stream, 0, 300)
+    stream.close()
+    lines = [json.loads(line) for line in (tmp_path / "blocks.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["last"][1] = [state, 0]
+    (tmp_path / "blocks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stream = open_stream(tmp_path, source, 500)
+    assert_same_windows(read_windows(stream, 500, 520), whole[0][500:520])
+    stream.close()
+
+
+def test_documents_of_a_validation_file_are_left_out(tmp_path):
+    """As in a corpus that is tokenized first, also in later epochs and after a beginning in the middle."""
+    path, some = tmp_path / "a.jsonl", texts(120)
+    write_rows(path, some)
+    tokenizer = make_tokenizer("bpe:300", some)
+    held_out = [text for i, text in enumerate(some) if i % 7 == 0]
+    ids = [i for text in held_out for i in (tokenizer.bos_id, *tokenizer.encode(text))]
+    ids.append(tokenizer.bos_id)  # the last document of a file may be cut, and does not count
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(ids)
+    (tmp_path / "val.bin").write_bytes(header.tobytes() + np.array(ids, "<u2").tobytes())
+    source, expected = open_source("jsonl", path=str(path)), [text for text in some if text not in held_out]
+    text = StreamText(source, tokenizer, VAL, str(tmp_path / "val.bin"))
+    read = [document.text for (_, document), _ in islice(text.encoded(None, 100), 2 * len(expected))]
+    assert read == expected * 2
 
 
 def test_two_streams_of_one_text_have_their_own_order(folder, tmp_path):

@@ -1,28 +1,22 @@
 """Training on a mixture: losses by source, ranks and workers, kills, changed weights, and mistakes."""
 
-import itertools
 import json
 import math
 import random
 import shutil
-import signal
-import time
 
 import numpy as np
 import pytest
-import rank_workers
 import torch
-import yaml
-from conftest import ROOT, run_script, start_script
-from fork_server import run_ranks
-from training_runs import assert_same_run, assert_same_tensors, last_step, read_metrics, wait_for
+from conftest import ROOT, run_script
+from data_runs import check_killed_runs, check_samples, train_whole, trainer_of, write_config
+from training_runs import assert_same_tensors, read_metrics
 
 from thinker.evaluation.mixture_loss import split_limit
 from thinker.runtime.constants import IGNORE_INDEX
 from thinker.runtime.errors import UserError
 from thinker.training.config_file import load_config
 from thinker.training.mixed_data import comparable_losses
-from thinker.training.run import build_trainer
 from thinker.training.run_data import load_validation_data
 from thinker.training.training_data import prepare_training_data
 
@@ -48,26 +42,14 @@ def folder(tmp_path_factory):
         {"source": "jsonl", "path": str(folder / "numbers.jsonl"), "column": "body", "weight": 0.15, "max_epochs": 1},
         {"source": "text", "path": str(folder / "chat.txt"), "weight": 0.05},
     ]
-    config = {
-        "model": {"d_model": 32, "n_layers": 1, "n_heads": 2},
-        "data": {"sources": sources, "tokenizer": "bpe:300", "seq_len": 32, "cache_dir": str(folder / "cache")},
-        "train": {"max_steps": STEPS, "batch_size": 8, "eval_every": 8, "save_every": 2, "precision": "fp32",
-                  "compile": False, "device": "cpu"},
-    }  # fmt: skip
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    write_config(folder, {"sources": sources}, max_steps=STEPS, batch_size=8, eval_every=8, save_every=2)
     return folder
 
 
 @pytest.fixture(scope="module")
 def whole(folder):
     """The run that nobody kills, and what it printed."""
-    done = run_script(ROOT / "train.py", folder / "config.yaml", f"run.dir={folder / 'whole'}")
-    assert done.returncode == 0, done.stderr
-    return folder / "whole", done
-
-
-def trainer_of(folder, tmp_path, *overrides):
-    return build_trainer(load_config(folder / "config.yaml", [f"run.dir={tmp_path / 'run'}", *overrides]))
+    return train_whole(folder)
 
 
 def test_the_command_describes_the_mixture(whole):
@@ -116,13 +98,7 @@ def test_the_loss_of_a_source_is_that_of_its_sequences(folder, tmp_path):
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (1, 4), (2, 1), (4, 2)])
 def test_samples_do_not_depend_on_ranks_and_workers(folder, tmp_path, whole, size, workers):
     """Nor do the losses of the sources, up to rounding."""
-    options = [f"run.dir={tmp_path / 'run'}", f"data.num_workers={workers}", "train.parallel=ddp"]
-    seen = run_ranks(size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), options)
-    trainer = trainer_of(folder, tmp_path / "other")
-    expected = [trainer.loader.batch(step)[0].tolist() for step in range(STEPS)]
-    trainer.batches.close()
-    rows = [list(itertools.chain(*parts)) for parts in zip(*seen, strict=True)]
-    assert [[list(row) for row in step] for step in rows] == expected
+    check_samples(folder, tmp_path, size, workers, STEPS)
     alone, together = (
         [{key: x for key, x in line.items() if "loss" in key} for line in read_metrics(run)]
         for run in (whole[0], tmp_path / "run")
@@ -134,21 +110,7 @@ def test_samples_do_not_depend_on_ranks_and_workers(folder, tmp_path, whole, siz
 
 def test_killed_runs_end_at_the_same_bits(folder, whole, tmp_path, stress):
     """30 kills with --stress, at random moments, of training and of preparing the data."""
-    draw, count, kills = random.Random(3), 30 if stress else 2, 0
-    while kills < count:
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        command = [ROOT / "train.py", folder / "config.yaml", f"run.dir={tmp_path / 'run'}"]
-        process, at = start_script(*command), draw.randrange(STEPS)
-        if wait_for(lambda run=tmp_path / "run", at=at: last_step(run) >= at, process):
-            time.sleep(draw.random() * 0.05)
-            process.kill()
-        process.wait()
-        if process.returncode == 0:
-            continue  # it ended before the kill
-        assert process.returncode == -signal.SIGKILL, process.output()
-        kills += 1
-        assert run_script(*command).returncode == 0
-        assert_same_run(whole[0], tmp_path / "run", STEPS)
+    check_killed_runs(folder, whole[0], tmp_path / "run", 30 if stress else 2, STEPS)
 
 
 def test_other_weights_read_the_same_cache(folder, whole, tmp_path):

@@ -1,18 +1,17 @@
 """Training on sources that are tokenized meanwhile: kills, ranks and workers, mixtures, commands, and mistakes."""
 
-import itertools
 import json
 import os
 import random
 import shutil
 import signal
 import threading
-import time
 
 import pytest
 import rank_workers
 import yaml
 from conftest import ROOT, run_script, start_script
+from data_runs import check_killed_runs, check_samples, train_whole, trainer_of, write_config
 from fork_server import run_ranks
 from training_runs import (
     assert_same_run,
@@ -25,8 +24,6 @@ from training_runs import (
 )
 
 from thinker.data import jsonl, rows
-from thinker.training.config_file import load_config
-from thinker.training.run import build_trainer
 
 STEPS, BUFFER = 30, 4 * 6 * 4 * 32  # blocks of 768 tokens, 6 steps
 
@@ -40,27 +37,15 @@ def folder(tmp_path_factory):
     for i in range(4):
         lines = (" ".join(str(draw.randrange(99)) for _ in range(draw.randrange(5, 60))) for _ in range(12))
         (folder / "rows" / f"{i}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    data = {"source": "jsonl", "path": str(folder / "rows"), "buffer_tokens": BUFFER, "tokenizer": "bpe:300"}
-    config = {
-        "model": {"d_model": 32, "n_layers": 1, "n_heads": 2},
-        "data": data | {"seq_len": 32, "cache_dir": str(folder / "cache"), "val_fraction": 0.2},
-        "train": {"max_steps": STEPS, "batch_size": 4, "eval_every": 10, "save_every": 3, "precision": "fp32",
-                  "compile": False, "device": "cpu"},
-    }  # fmt: skip
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    data = {"source": "jsonl", "path": str(folder / "rows"), "buffer_tokens": BUFFER, "val_fraction": 0.2}
+    write_config(folder, data, max_steps=STEPS, batch_size=4, eval_every=10, save_every=3)
     return folder
 
 
 @pytest.fixture(scope="module")
 def whole(folder):
     """The run that nobody kills, and what it printed."""
-    done = run_script(ROOT / "train.py", folder / "config.yaml", f"run.dir={folder / 'whole'}")
-    assert done.returncode == 0, done.stderr
-    return folder / "whole", done
-
-
-def trainer_of(folder, run, *overrides):
-    return build_trainer(load_config(folder / "config.yaml", [f"run.dir={run}", *overrides]))
+    return train_whole(folder)
 
 
 def test_the_command_trains_on_a_stream(whole):
@@ -74,27 +59,16 @@ def test_the_command_trains_on_a_stream(whole):
 
 
 def test_killed_runs_end_at_the_same_bits(folder, whole, tmp_path, stress):
-    """30 kills with --stress, at random moments, of training and of writing blocks."""
-    draw, count, kills = random.Random(3), 30 if stress else 2, 0
-    while kills < count:
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        command = [ROOT / "train.py", folder / "config.yaml", f"run.dir={tmp_path / 'run'}"]
-        process, at = start_script(*command), draw.randrange(STEPS)
-        if wait_for(lambda run=tmp_path / "run", at=at: last_step(run) >= at, process):
-            time.sleep(draw.random() * 0.05)
-            process.kill()
-        process.wait()
-        if process.returncode == 0:
-            continue  # it ended before the kill
-        assert process.returncode == -signal.SIGKILL, process.output()
-        kills += 1
-        if draw.random() < 0.3:  # and the blocks are lost
+    """30 kills with --stress, at random moments, of training and of writing blocks, which are sometimes lost."""
+
+    def lose_blocks(draw):
+        if draw.random() < 0.3:
             shutil.rmtree(tmp_path / "run" / "streams", ignore_errors=True)
-        assert run_script(*command).returncode == 0
-        assert_same_run(whole[0], tmp_path / "run", STEPS)
+
+    check_killed_runs(folder, whole[0], tmp_path / "run", 30 if stress else 2, STEPS, lose_blocks)
 
 
-def test_a_finished_run_goes_on(folder, whole, tmp_path):
+def test_a_finished_run_resumes(folder, whole, tmp_path):
     """Its blocks were removed; also from an earlier checkpoint, and in a folder that has moved."""
     short, longer = ([f"train.max_steps={n}", "train.decay_fraction=0"] for n in (12, 24))
     command = [ROOT / "train.py", folder / "config.yaml"]
@@ -116,14 +90,7 @@ def test_a_finished_run_goes_on(folder, whole, tmp_path):
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (1, 4), (2, 1), (4, 2)])
 def test_samples_do_not_depend_on_ranks_and_workers(folder, tmp_path, size, workers):
-    buffer = f"data.buffer_tokens={4 * 6 * 4 * 32}"
-    options = [f"run.dir={tmp_path / 'run'}", f"data.num_workers={workers}", "train.parallel=ddp", buffer]
-    seen = run_ranks(size, rank_workers.train_and_record_inputs, str(folder / "config.yaml"), options)
-    trainer = trainer_of(folder, tmp_path / "other", buffer)
-    expected = [trainer.loader.batch(step)[0].tolist() for step in range(STEPS)]
-    trainer.batches.close()
-    rows = [list(itertools.chain(*parts)) for parts in zip(*seen, strict=True)]
-    assert [[list(row) for row in step] for step in rows] == expected
+    check_samples(folder, tmp_path, size, workers, STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +139,7 @@ def test_commands_on_a_config_and_a_run_with_a_stream(folder, whole, mixture, tm
         page = tmp_path / "page.html"
         done = run_script(ROOT / "scripts/data.py", config, "--step", 9, "--html", page)
         assert done.returncode == 0, done.stderr
-    trainer = trainer_of(folder, tmp_path / "run")
+    trainer = trainer_of(folder, tmp_path)
     ids = trainer.loader.sample_ids(9)
     trainer.batches.close()
     done = run_script(ROOT / "scripts/data.py", folder / "config.yaml", "--step", 9, "--html", page)
@@ -260,7 +227,7 @@ def test_a_signal_does_not_wait_for_the_text(folder, tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setitem(rows.READERS, "jsonl", read_until_it_hangs)
-    trainer = trainer_of(folder, tmp_path / "run", "train.max_steps=1000", "train.save_every=null")
+    trainer = trainer_of(folder, tmp_path, "train.max_steps=1000", "train.save_every=null")
     make_batch = trainer.batches.batch
     trainer.batches.batch = lambda step, is_interrupted: make_batch(step, lambda: waits.set() or is_interrupted())
     threading.Thread(target=send_signal).start()
